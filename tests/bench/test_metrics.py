@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("msgspec", reason="the server's packages (extra serve) are not installed")
 
 from kvloom.bench.metrics import Parts, time_parts
-from kvloom.engine.sampling.params import SamplingParams
+from kvloom.engine import SamplingParams
 from kvloom.models.specs import folder_of
 from kvloom.serve.worker.engine_process import load_engine
 from kvloom.serve.worker.messages import Add, Start

@@ -10,7 +10,7 @@ import torch
 
 import kvloom.models
 from kvloom.bench.quality import main, measure
-from kvloom.engine.engine import Engine
+from tests.engines import make_engine
 from tests.models.zoo import prompts_of, tiny
 
 EMBEDDED = Path(kvloom.models.__file__).parent / "embedded" / "llama"
@@ -26,7 +26,7 @@ def test_with_pages_of_float32_the_nats_are_the_models_own(family: str) -> None:
             logits = model(torch.tensor([window])).logits[0, :-1]
         wanted.append(-logits.log_softmax(-1)[torch.arange(len(window) - 1), window[1:]])
         choices.append(logits.argmax(-1))
-    engine = Engine(model, 1 << 24)
+    engine = make_engine(model, 1 << 24)
     found = measure(engine, windows, chunk=9)
     torch.testing.assert_close(found.nats, torch.cat(wanted), atol=1e-3, rtol=1e-3)
     assert torch.equal(found.choices, torch.cat(choices))

@@ -152,6 +152,65 @@ def test_an_idle_pool_is_anyones() -> None:
     assert start(world, prompt_of(4), FREE).sequence.extend(40 * 16) == 0
 
 
+def test_a_ttl_or_a_priority_does_not_outrank_another_tenant() -> None:
+    """Shares of 20 pages each; the flood wants all 40 for ever, and its entries were used last."""
+    world = make_world("full", 41, tenants=[Tenant("gold", weight=1.0), Tenant("free", weight=1.0)])
+    keep = CacheControl(tenant="free", retain=(RetainRange(priority=1 << 20, ttl=1e9),))
+    for seed in range(30):
+        cached(world, prompt_of(64, seed), keep)
+        world.clock.advance(1)
+    assert world.cache.accounts["free"].used == 40 * 2048
+    for turn in range(3):
+        for seed in range(4):
+            resumed = cached(world, prompt_of(64, seed + 100), GOLD)
+            assert resumed == (63 if turn else 0)
+            world.clock.advance(1)
+        for seed in range(10):
+            cached(world, prompt_of(64, 50 * turn + seed + 200), keep)
+            world.clock.advance(1)
+    world.check()
+
+
+def test_above_their_shares_the_policy_decides_between_tenants_whatever_they_retain() -> None:
+    world = make_world("full", 41, tenants=[Tenant("gold"), Tenant("free")])
+    keep = CacheControl(tenant="free", retain=(RetainRange(priority=5, ttl=1e9),))
+    cached(world, prompt_of(320, 1), keep)
+    world.clock.advance(1)
+    cached(world, prompt_of(320, 2), GOLD)
+    world.clock.advance(1)
+    press(world, 10 * 16, CacheControl())
+    assert found(world, prompt_of(320, 2), GOLD) == 320
+    assert found(world, prompt_of(320, 1), keep) < 320
+
+
+def with_default_shares(slabs: int, *names: str) -> World:
+    return make_world("full", slabs, tenants=[Tenant(name, weight=1.0, firm=False) for name in names])
+
+
+def test_a_default_share_protects_half_and_the_other_half_is_anyones() -> None:
+    world = with_default_shares(41, "gold", "free")
+    for seed in range(10):
+        cached(world, prompt_of(64, seed), GOLD)
+        world.clock.advance(1)
+    first, second = (start(world, prompt_of(4, seed), FREE) for seed in (98, 99))
+    assert first.sequence.extend(30 * 16) == 0
+    assert world.cache.accounts["gold"].used == 10 * 2048
+    assert second.sequence.extend(2 * 16) > 0, "two sequences of one tenant respect the share of another"
+    world.check()
+
+
+def test_the_only_sequence_of_a_tenant_may_take_cached_pages_of_default_shares() -> None:
+    world = with_default_shares(41, "gold", "free")
+    cached(world, prompt_of(160, 1), GOLD)
+    item = press(world, 35 * 16, FREE)
+    assert world.cache.accounts["gold"].used == 5 * 2048
+    world.check()
+    finish(world, item)
+    firm = make_world("full", 41, tenants=[Tenant("gold", weight=1.0), Tenant("free", weight=1.0)])
+    cached(firm, prompt_of(160, 1), GOLD)
+    assert start(firm, prompt_of(4, 99), FREE).sequence.extend(35 * 16) > 0
+
+
 # -- pins ------------------------------------------------------------------------------------------------------
 
 

@@ -11,14 +11,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvloom.core import MISS_REASONS
-from kvloom.engine.engine import Engine
-from kvloom.engine.sampling.params import SamplingParams
+from kvloom.engine import SamplingParams
 from kvloom.serve.metrics.series import PoolInfo, Series, engine_series, exposition, tenant_series
 from kvloom.serve.worker.messages import Add, EngineStats, RequestProgress, TenantUsage
 from kvloom.serve.worker.stats import tier_usage
 from kvloom.serve.worker.worker import Worker
 from kvloom.tiers import Form, HostConfig, HostTier, Objects, Ranges
-from tests.engine.test_lower import PATIENT
+from tests.engine.test_offload import PATIENT
+from tests.engines import make_engine
 from tests.models.zoo import tiny
 from tests.serve.running import MODEL, Running, running
 
@@ -255,7 +255,7 @@ def test_what_comes_from_a_tier_is_told_with_its_name_and_times(tmp_path: Path) 
     told: list[RequestProgress] = []
     for _ in range(2):
         tiers = ["host:8MiB", f"disk:{tmp_path}:64MiB"]
-        engine = Engine(tiny("llama"), 1 << 20, tiers=tiers, lower=PATIENT)
+        engine = make_engine(tiny("llama"), 1 << 20, tiers=tiers, offload=PATIENT)
         worker = Worker(engine)
         stats = EngineStats()
         worker.handle(Add(1, prompt, SamplingParams(max_tokens=2, temperature=0)))

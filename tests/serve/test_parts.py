@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,11 +14,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvloom.core import Tenant
-from kvloom.engine.engine import Engine
-from kvloom.engine.sampling.params import SamplingParams
+from kvloom.engine import Engine, SamplingParams
 from kvloom.models.specs import embedded, folder_of
 from kvloom.serve.auth.keys import permission_warning, read_keys
-from kvloom.serve.auth.limits import Limits, RequestLimiter
+from kvloom.serve.auth.limits import Caps, Limits, RequestLimiter
 from kvloom.serve.errors import ApiError, engine_died
 from kvloom.serve.worker.engine_client import MAX_RESTARTS, WINDOW_SECONDS, Backoff
 from kvloom.serve.worker.messages import (
@@ -39,6 +40,7 @@ from kvloom.serve.worker.messages import (
 from kvloom.serve.worker.response_stream import ResponseStream
 from kvloom.serve.worker.watchdog import Watchdog, WatchdogLimits
 from kvloom.serve.worker.worker import Worker
+from tests.engines import make_engine
 
 READY = Ready("cpu", "float32", 320, 4096, {}, 1 << 20, 1 << 12, 16, 64, [], 1.0)
 
@@ -163,7 +165,7 @@ def test_keys_are_read_from_lines_and_from_json(tmp_path: Path) -> None:
     keys = read_keys(str(file))
     assert keys.authenticate("Bearer key-number-2") == "blue"
     assert keys.authenticate("bearer key-number-1") == "red"
-    assert keys.tenants == (TenantConfig("red"), TenantConfig("blue", 2 << 20))
+    assert keys.tenants == (TenantConfig("red", None, 1.0, False), TenantConfig("blue", 2 << 20, 1.0, False))
     for wrong in (None, "", "Bearer ", "Bearer key-number-3", "key-number-1", "Basic key-number-1"):
         with pytest.raises(ApiError) as caught:
             keys.authenticate(wrong)
@@ -187,6 +189,79 @@ def test_a_tenant_that_names_no_weight_counts_1_where_another_names_one(tmp_path
     )  # fmt: skip
 
 
+def test_caps_are_read_from_lines_and_from_json_and_default_to_the_flags(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(
+        "key-number-1= red - 2 max_open=64 max_ttl=0.5 admin\nkey-number-2 blue max_priority=-3\nkey-number-3 grey"
+    )
+    keys = read_keys(str(file), Caps(answers=9, ttl=60.0))
+    assert keys.authenticate("Bearer key-number-1=") == "red"
+    assert keys.caps("red") == Caps(answers=9, open=64, ttl=0.5)
+    assert keys.caps("blue") == Caps(answers=9, ttl=60.0, priority=-3)
+    assert keys.caps("grey") == keys.caps("unknown") == Caps(answers=9, ttl=60.0)
+    file.write_text('{"key-number-1": {"tenant": "red", "max_answers": 4, "max_open": 8.0}}')
+    assert read_keys(str(file)).caps("red") == Caps(answers=4, open=8)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "said"),
+    [
+        ((5, None, None), "n", "5 answers exceed the limit of 4"),
+        ((1, 61.0, None), "ttl", "61 exceeds the limit of 60 seconds"),
+        ((1, None, 6), "priority", "priority 6 exceeds the limit of 5"),
+    ],
+)
+def test_a_request_above_a_cap_is_refused_with_the_limit(asked: Any, param: str, said: str) -> None:
+    caps = Caps(answers=8, open=4, ttl=60.0, priority=5)
+    with pytest.raises(ApiError, match=said) as caught:
+        caps.check(*asked)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    caps.check(4, 60.0, 5)
+    Caps().check(10**9, 1e300, 10**18)
+
+
+def test_one_tenant_does_not_fill_a_server_that_others_share() -> None:
+    limiter = RequestLimiter(100, shared=True)
+    with ExitStack() as open_:
+        for _ in range(80):
+            open_.enter_context(limiter.admit(1, "flood"))
+        with pytest.raises(ApiError, match="this tenant has 80 of") as caught, limiter.admit(1, "flood"):
+            pass
+        assert caught.value.status == 429
+        for _ in range(10):
+            open_.enter_context(limiter.admit(1, "calm"))
+        with pytest.raises(ApiError, match="this tenant has 80 of"), limiter.admit(1, "flood"):
+            pass
+        for i in range(9):
+            open_.enter_context(limiter.admit(1, f"other {i}"))
+        open_.enter_context(limiter.admit(1, "last"))
+        with pytest.raises(ApiError, match="queue is full"), limiter.admit(1, "one more"):
+            pass
+    assert limiter.in_progress == limiter.requests == 0
+    assert limiter.idle.is_set()
+    with limiter.admit(100, "flood"):  # an idle server admits any request
+        pass
+
+
+def test_a_single_tenant_may_take_every_place_and_a_cap_holds() -> None:
+    limiter = RequestLimiter(10)
+    with ExitStack() as open_:
+        for _ in range(10):
+            open_.enter_context(limiter.admit(1))
+    with limiter.admit(3, "red", 4):
+        with pytest.raises(ApiError, match="3 of 4 open answers"), limiter.admit(2, "red", 4):
+            pass
+        with limiter.admit(1, "red", 4), limiter.admit(2, "blue", 4):
+            pass
+
+
+def test_the_smallest_server_admits_every_tenant() -> None:
+    limiter = RequestLimiter(1, shared=True)
+    for tenant in ("red", "blue"):
+        with limiter.admit(1, tenant):
+            pass
+
+
 def test_a_file_of_keys_that_others_can_read_is_told_of(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("key-number-1 red")
@@ -208,6 +283,15 @@ def test_a_file_of_keys_that_others_can_read_is_told_of(tmp_path: Path) -> None:
         ("key-number-1 t - heavy", "'heavy' must be a number"),
         ("key-number-1 t 1MiB -1", "'-1' must be a number"),
         ("key-number-1 t 1MiB 1 2", "line 1"),
+        ("key-number-1 t max_open=0", "max_open '0' must be a number above 0"),
+        ("key-number-1 t max_open=few", "max_open 'few'"),
+        ("key-number-1 t max_ttl=nan", "max_ttl 'nan'"),
+        ("key-number-1 t max_ttl=inf", "max_ttl 'inf'"),
+        ("key-number-1 t most=3", "'most' is not known"),
+        ("key-number-1 t max_open=3\nkey-number-2 t max_open=4", "another quota, weight or max_"),
+        ('{"key-number-1": {"tenant": "t", "max_open": 1.5}}', "max_open 1.5"),
+        ('{"key-number-1": {"tenant": "t", "max_answers": true}}', "max_answers True"),
+        ('{"key-number-1": {"tenant": "t", "max_priority": 1e300}}', "max_priority 1e"),
         ('{"key-number-1": {"tenant": "t", "weight": "nan"}}', "must be a number"),
         ('{"key-number-1": {"tenant": "t", "weight": [1]}}', "must be a number"),
         ('{"key-number-1": 5}', "int"),
@@ -232,7 +316,7 @@ def engine(tenants: tuple[Tenant, ...] = ()) -> Engine:
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256,
     )  # fmt: skip
-    return Engine(LlamaForCausalLM(config), pool_bytes=4 << 20, tenants=tenants)
+    return make_engine(LlamaForCausalLM(config), pool_bytes=4 << 20, tenants=tenants)
 
 
 def drained(worker: Worker) -> list[Delta]:

@@ -14,7 +14,7 @@ import pytest
 
 from kvloom import cli
 from kvloom.core import MISS_REASONS
-from kvloom.engine.sampling.params import SamplingParams
+from kvloom.engine import SamplingParams
 from kvloom.serve.auth.limits import RequestLimiter
 from kvloom.serve.explain_command import describe
 from kvloom.serve.metrics.metrics import Metrics

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvloom.arguments import DEVICE, THREADS, Parser, device, interpreter, number, size, whole
-from kvloom.engine.execution.threads import use_threads
+from kvloom.engine import use_threads
 from kvloom.models.loading import choose_device
 from kvloom.models.specs import kv_dtypes
 from kvloom.tiers import check_tiers

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -20,7 +20,7 @@ from .shapes import SHAPES, build, hf_config
 from .workloads import Conversation
 
 if TYPE_CHECKING:
-    from kvloom.engine.offload.manager import OffloadManager
+    from kvloom.engine import OffloadManager
 
 __all__ = [
     "BatchInvariant",
@@ -102,8 +102,7 @@ class Kvloom:
     batch_invariant = False
 
     def __init__(self, shape: str, options: Options) -> None:
-        from kvloom.engine.engine import Engine
-        from kvloom.engine.execution.memory_budget import default_token_budget
+        from kvloom.engine import Engine, EngineConfig, default_token_budget
 
         # Import its modules before timing.
         build(hf_config(shape), SHAPES[shape].dtype, "meta")
@@ -114,11 +113,15 @@ class Kvloom:
         budget = options.token_budget or default_token_budget(
             torch.device(options.device)
         )  # that of offline use
-        given: dict[str, Any] = {"token_budget": budget, "max_running": options.max_running}
-        chosen = {name: value for name, value in given.items() if value is not None}
-        self.engine = Engine(
-            model, pool, options.kv_dtype, batch_invariant=self.batch_invariant, tiers=options.tiers, **chosen
+        config = EngineConfig(
+            pool_bytes=pool,
+            kv_dtype=options.kv_dtype,
+            token_budget=budget,
+            max_running=options.max_running,
+            batch_invariant=self.batch_invariant,
+            tiers=options.tiers,
         )
+        self.engine = Engine(model, config)
         self.engine.prepare()
         synchronize(self.device)
         self.start_s = time.perf_counter() - begin
@@ -136,7 +139,7 @@ class Kvloom:
             self.notes["tiers"] = ", ".join(options.tiers)
 
     def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
-        from kvloom.engine.request import Request, SamplingParams
+        from kvloom.engine import Request, SamplingParams
 
         params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
         engine, peak = self.engine, PeakUsage(self.engine.cache)
@@ -184,7 +187,7 @@ class Kvloom:
         """Wait for pending copies to host memory; return the seconds."""
         began = time.perf_counter()
         offload.flush()
-        while offload.retained_bytes:
+        while offload.is_retaining_pages:
             offload.wait(0.001)
             offload.poll()
         return time.perf_counter() - began

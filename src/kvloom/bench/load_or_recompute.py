@@ -22,9 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvloom.core import CacheControl
-from kvloom.engine.engine import Engine
-from kvloom.engine.offload.manager import OffloadConfig
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import Engine, EngineConfig, OffloadConfig, SamplingParams
 from kvloom.tiers import DiskConfig, DiskTier, OpenTier
 from kvloom.tiers.testing import Faults, FaultyTier
 from kvloom.tiers.transfers import TierQueueConfig, TransferConfig
@@ -92,7 +90,10 @@ class PacedEngine:
         lane = TierQueueConfig(max_inflight_bytes=PIECES * PIECE, batch_bytes=PIECE)
         offload = OffloadConfig(transfers=TransferConfig(queue=lane))
         tiers: list[str | OpenTier] = ["host:64MiB", OpenTier(tier)]
-        self.engine = Engine(model, 64 << 20, tiers=tiers, lower=offload, token_budget=BUDGET, ahead=True)
+        config = EngineConfig(
+            pool_bytes=64 << 20, tiers=tiers, offload=offload, token_budget=BUDGET, ahead=True
+        )
+        self.engine = Engine(model, config)
         self.device = SimulatedDevice(self.engine)
         self._rng = np.random.default_rng(seed)
         self.bytes = self.engine.layout.slab_bytes_for(PROMPT)

@@ -61,7 +61,7 @@ def time_parts(engine: Any) -> Parts:
     """Time each part, with the counters of a used engine. Takes seconds."""
     import msgspec
 
-    from kvloom.engine.sampling.params import SamplingParams
+    from kvloom.engine import SamplingParams
     from kvloom.serve.auth import RequestLimiter
     from kvloom.serve.metrics import Metrics, RequestObserver
     from kvloom.serve.worker import (

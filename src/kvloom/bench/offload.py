@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,7 @@ import torch
 
 from kvloom.arguments import DEVICE, Parser, device, number, size, whole
 from kvloom.core import CacheControl, format_bytes
-from kvloom.engine.engine import Engine
-from kvloom.engine.offload.manager import OffloadConfig, OffloadManager
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import Engine, EngineConfig, OffloadConfig, OffloadManager, SamplingParams
 from kvloom.models.loading import choose_device
 from kvloom.tiers import check_tiers
 
@@ -166,7 +164,9 @@ def ttft(
     own prompt."""
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
     vocabulary = hf_config(shape).vocab_size
-    engine = Engine(model, pool, tiers=[host, disk], lower=OffloadConfig(load="always"))
+    engine = Engine(
+        model, EngineConfig(pool_bytes=pool, tiers=[host, disk], offload=OffloadConfig(load="always"))
+    )
     engine.prepare()
     offload = engine.offload
     assert offload is not None
@@ -183,13 +183,13 @@ def ttft(
             evict_pool(engine)
             if place == "disk":
                 evict_host(engine, offload, tokens)
-            before = offload.counts["landed_bytes"]
+            before = offload.stats.loaded_bytes
             began = time.perf_counter()
             found[place] = first_token(engine, tokens, CacheControl())
-            size = offload.counts["landed_bytes"] - before
+            size = offload.stats.loaded_bytes - before
             cached[place] = found[place][1]
             if round_ >= 0 and size:
-                took = offload.last_load if place == "host" else time.perf_counter() - began
+                took = offload.last_load_seconds if place == "host" else time.perf_counter() - began
                 loads[place].append(size / took)
         if round_ >= 0:
             for place, (took, _) in found.items():
@@ -291,7 +291,7 @@ def workloads(
                 "same_tokens": results["off"].answers == results["on"].answers,
                 "hit_rate_off": results["off"].figures["hit_rate"],
                 "hit_rate_on": results["on"].figures["hit_rate"],
-                "counts": dict(offload.counts),
+                "counts": asdict(offload.stats),
             }
         )
         log(f"{work.name}: off {off:.3f} s, on {on:.3f} s, ratio {ratio:.3f}")
@@ -304,7 +304,8 @@ def hits(shape: str, device: str, host: int, work: Workload) -> dict[str, Any]:
     """Return the hit rates of conversations: in a pool for all pages, and in a tenth of it without and with the host tier.
     Conversations alternate, so the small pool evicts each before its next turn."""
     vocabulary = hf_config(shape).vocab_size
-    layout = Engine(build(hf_config(shape), SHAPES[shape].dtype, device), 64 << 20).layout
+    model = build(hf_config(shape), SHAPES[shape].dtype, device)
+    layout = Engine(model, EngineConfig(pool_bytes=64 << 20)).layout
     work = replace(work, requests=max(work.requests, MIN_CONVERSATIONS))
     whole = work.requests * layout.slab_bytes_for(work.longest) + 8 * layout.slab_bytes
     has_extra_pages = layout.of("state") or any(

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kvloom.core import KVCache, PoolLayout
-from kvloom.engine.offload.host_pages import Event, HostPages, Ids, form_of, open_host
-from kvloom.engine.offload.store import HostStore
+from kvloom.engine.offload import Event, HostPages, HostStore, Ids, form_of, open_host
 from kvloom.models.specs import model_spec
 from kvloom.tiers.transfers import TransferManager
 
@@ -78,7 +77,7 @@ def _measure(layout: PoolLayout, device: str, sequences: int, rounds: int, full:
             cache.commit(opened[-1], tokens)
         store.flush()  # pages evicted for these sequences
         _finish(store)
-        before, pages.seconds = store.offloaded_pages, 0.0
+        before, pages.seconds = store.stats.offloaded_pages, 0.0
         spent = [0.0, 0.0]
         for step in range(STEPS):
             began = time.perf_counter()
@@ -91,7 +90,7 @@ def _measure(layout: PoolLayout, device: str, sequences: int, rounds: int, full:
         spent[1] += _finish(store)
         cache.take_copies()
         if round_:
-            count = store.offloaded_pages - before
+            count = store.stats.offloaded_pages - before
             for name, seconds in zip(found, (spent[0], spent[1] - pages.seconds, pages.seconds), strict=True):
                 found[name].append(seconds / count * 1e6)
     evicted = host.stats().evicted

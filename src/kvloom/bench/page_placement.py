@@ -6,8 +6,7 @@ import time
 
 import numpy as np
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.offload.manager import OffloadManager
+from kvloom.engine import Engine, OffloadManager
 from kvloom.tiers import Objects
 
 __all__ = ["evict_host", "evict_pool", "wait_until_stored"]
@@ -18,7 +17,7 @@ def wait_until_stored(offload: OffloadManager, seconds: float = 120.0) -> None:
     ends = time.perf_counter() + seconds
     while time.perf_counter() < ends:
         offload.flush()
-        if not offload.retained_bytes and not any(
+        if not offload.is_retaining_pages and not any(
             lane.pending_store_bytes for lane in offload.transfers.queues
         ):
             return

@@ -22,10 +22,7 @@ import torch
 
 from kvloom.arguments import DEVICE, MODEL, THREADS, Parser, device, dtype, error_text, size, whole
 from kvloom.core import CacheControl
-from kvloom.engine.calibration import calibrate
-from kvloom.engine.engine import Engine
-from kvloom.engine.execution.threads import use_threads
-from kvloom.engine.preflight import check_engine
+from kvloom.engine import Engine, EngineConfig, calibrate, check_engine, use_threads
 from kvloom.models.paged import Work
 from kvloom.models.specs import folder_of
 
@@ -159,7 +156,16 @@ def _bench(args: argparse.Namespace) -> int:
             ways += [(way, str(scales)) for way in args.kv_dtype if "int8" in way or "fp8" in way]
         for way, kept in ways:
             name = way if kept == "dynamic" else f"{way}, static scales"
-            engine = Engine(model, pool, way, token_budget=args.chunk, graphs=False, kv_scales=kept)
+            engine = Engine(
+                model,
+                EngineConfig(
+                    pool_bytes=pool,
+                    kv_dtype=way,
+                    kv_scales=kept,
+                    token_budget=args.chunk,
+                    cuda_graphs=False,
+                ),
+            )
             found[name] = measure(engine, windows, args.chunk)
             print(f"{name}: {found[name].seconds:.1f} s", file=sys.stderr, flush=True)
     first = next(iter(found.values()))

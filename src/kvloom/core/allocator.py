@@ -94,7 +94,7 @@ class Allocator:
             if short:
                 return self._pages(short * self._slab_bytes, needs)
         if several:
-            protected = want - self._reachable(account)
+            protected = want - self.reachable(account)
             if protected > 0:
                 return self._pages(protected, needs)
         now = self._clock.now()
@@ -190,11 +190,11 @@ class Allocator:
             total[cls] += 1
         return total
 
-    def _reachable(self, account: Account) -> int:
+    def reachable(self, account: Account) -> int:
         """Bytes that are free or that `account` may evict: its own, and those of others above their shares."""
         others = (a for a in self._accounts.accounts.values() if a is not account)
-        given = (min(a.used - a.in_use, a.used - int(a.guaranteed)) for a in others)
-        return self._free_bytes() + account.used - account.in_use + sum(max(0, size) for size in given)
+        evictable = sum(self._accounts.evictable(a, account) for a in others)
+        return self._free_bytes() + account.used - account.in_use + evictable
 
     def _free_bytes(self) -> int:
         """Bytes of free slabs and of free pages in partly used slabs."""

@@ -11,6 +11,7 @@ import msgspec
 
 __all__ = [
     "ApiError",
+    "above_share",
     "bad_request",
     "body_too_large",
     "context_too_long",
@@ -130,6 +131,15 @@ def queue_full(asked: int, in_progress: int, limit: int) -> ApiError:
     return ApiError(
         429,
         f"queue is full ({in_progress} of {limit} answers, {asked} requested); retry in {RETRY_SECONDS} s",
+        code="rate_limit_exceeded",
+        retry_after=RETRY_SECONDS,
+    )
+
+
+def above_share(asked: int, open_answers: int, limit: int) -> ApiError:
+    return ApiError(
+        429,
+        f"this tenant has {open_answers} of {limit} open answers, {asked} requested; retry in {RETRY_SECONDS} s",
         code="rate_limit_exceeded",
         retry_after=RETRY_SECONDS,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvloom.arguments import (
     BATCH_INVARIANT,
@@ -16,6 +17,7 @@ from kvloom.arguments import (
     KV_SCALES,
     LOAD_FORMAT,
     LOAD_FORMATS,
+    MAX_NUMBER,
     MODEL,
     POOL,
     THREADS,
@@ -27,7 +29,13 @@ from kvloom.arguments import (
     whole,
 )
 
+if TYPE_CHECKING:
+    from kvloom.serve.auth import Caps
+
 __all__ = ["arguments", "run"]
+
+MAX_TTL_SECONDS = 86400.0
+"""Default of --max-ttl with API keys."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +50,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="port (default: 8000; 0: any free port)",
     )
     add("--name", metavar="NAME", help="name of the model in requests (default: its folder's name)")
-    keys = "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [admin]`"
+    keys = "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [max_…=N] [admin]`"
     add("--api-keys", metavar="FILE", help=keys)
     add(
         "--no-auth",
@@ -72,6 +80,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=1024,
         metavar="N",
         help="answers waiting at most (default: 1024)",
+    )
+    answers = (
+        "answers of one request at most: n or best_of, times prompts (default with API keys: --max-running)"
+    )
+    add("--max-answers", type=whole(1), metavar="N", help=answers)
+    open_answers = "open answers of one tenant at most (default: as many as leave places for other tenants)"
+    add("--max-open", type=whole(1), metavar="N", help=open_answers)
+    ttl = "ttl of a request at most, in seconds (default with API keys: 86400)"
+    add("--max-ttl", type=number(0, above=True), metavar="S", help=ttl)
+    add(
+        "--max-priority",
+        type=whole(-MAX_NUMBER),
+        metavar="N",
+        help="priority of a request at most (default: any)",
     )
     budget = "prompt tokens computed per step (default: depends on the device)"
     add("--token-budget", type=whole(1), metavar="N", help=budget)
@@ -117,7 +139,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvloom.engine.sampling.grammar import GrammarLimits
+    from kvloom.engine import GrammarLimits
     from kvloom.models.specs import folder_of
     from kvloom.serve.auth import ApiKeys, Limits, permission_warning, read_keys
     from kvloom.serve.server import ServerOptions, serve
@@ -126,7 +148,8 @@ def run(args: argparse.Namespace) -> int:
     if args.no_auth and args.api_keys is not None:
         raise ValueError("--no-auth and --api-keys exclude each other: use one of them")
     GrammarLimits(args.grammar_seconds, args.grammar_memory)
-    keys = ApiKeys({}) if args.api_keys is None else read_keys(args.api_keys)
+    caps = _default_caps(args)
+    keys = ApiKeys({}, default=caps) if args.api_keys is None else read_keys(args.api_keys, caps)
     if args.api_keys is not None and (warning := permission_warning(args.api_keys)) is not None:
         print(f"kvloom serve: warning: {warning}", file=sys.stderr)
     model = folder_of(args.model)
@@ -181,3 +204,15 @@ def run(args: argparse.Namespace) -> int:
             metrics_auth=args.metrics_auth,
         )
     )
+
+
+def _default_caps(args: argparse.Namespace) -> Caps:
+    """Return the limits of tenants whose keys set none. Without keys, only the given options limit requests."""
+    from kvloom.serve.auth import PRESSURE, Caps
+
+    answers, ttl = args.max_answers, args.max_ttl
+    if args.api_keys is not None:
+        places = args.max_running + args.max_queue
+        answers = answers or max(1, min(args.max_running, places * PRESSURE // (PRESSURE + 1)))
+        ttl = ttl or MAX_TTL_SECONDS
+    return Caps(answers, args.max_open, ttl, args.max_priority)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from kvloom.engine.preflight import check_engine
+from kvloom.engine import check_engine
 
 from .api import (
     PromptEncoder,
@@ -142,7 +142,7 @@ class _Lifecycle:
         self.engine = EngineClient(
             options.start, _log, self._engine_ready, options.watchdog, explain=engine_error
         )
-        limiter = RequestLimiter(options.limits.answers)
+        limiter = RequestLimiter(options.limits.answers, shared=len(options.keys.tenants) > 1)
         recorder = None
         if options.record is not None:
             recorder = Recorder(options.record, block_tokens=16, model=options.model_name)

@@ -104,7 +104,7 @@ class Admission:
         Then the pages of each class that they will take until they end, and those that their prompts lack now."""
         rest = []
         for request, have, found in requests:
-            size, end = len(request.tokens), self._end_of(request)
+            size, end = len(request.tokens), self.end_of(request)
             rest.append((have, max(have, size), max(have, end), found, max(1, end - size)))
         first, sizes, ends, shared, left = np.array(rest, np.int64).reshape(-1, 5).T
         taken, lacked = (self._pages(*part).sum(1, keepdims=True) for part in ((sizes, ends), (first, sizes)))
@@ -115,9 +115,9 @@ class Admission:
         slabs = (-(-pages // self._per_slab)).sum(0)
         return int(slabs.max()) <= self._cache.usable_slabs
 
-    def _end_of(self, request: Request) -> int:
+    def end_of(self, request: Request) -> int:
         """How many tokens a request is expected to have at its end."""
-        said = request.drawn
+        said = request.sampled_tokens
         return min(request.limit, len(request.prompt) + max(int(self._typical), said + said // 4 + 1))
 
     def _pages(self, first: Ints, ends: Ints) -> Ints:

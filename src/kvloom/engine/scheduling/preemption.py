@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence as Many
 from operator import attrgetter
 
 from kvloom.core import KVCache
@@ -16,16 +16,35 @@ RANK = attrgetter("rank")
 
 
 def choose_victim(
-    cache: KVCache, running: Many[Request], request: Request, count: int, picked: Many[Scheduled]
+    cache: KVCache,
+    running: Many[Request],
+    request: Request,
+    count: int,
+    picked: Many[Scheduled],
+    excess: Callable[[Request], float],
 ) -> Request | None:
     """The running request that ranks last, behind `request` or parked, and has no work in this step; of those whose pages can
     help `count` tokens of `request`: its own tenant's and, where its quota is not what is short, those of tenants that use
-    more than their share. None where there is none."""
+    more than their share. None where there is none.
+
+    `excess` says how far the tenant of a request is above its fair part of the pool, 0 and below where it is not. A tenant that
+    is not above it preempts those that are, whatever their rank; priorities count inside one tenant only."""
     assert request.sequence is not None
     busy = {id(other) for other, _ in picked} | {id(request)}
-    others = [r for r in running if id(r) not in busy and (r.rank > request.rank or r.parked)]
-    if len(cache.inspect.accounts) > 1 and others:
-        mine, own = cache.account(request.control.tenant), cache.exceeds_quota(request.sequence, count)
-        theirs = [(r, cache.account(r.control.tenant)) for r in others]
-        others = [r for r, a in theirs if a is mine or not (own or a.used <= a.guaranteed)]
-    return max(others, key=RANK, default=None)
+    others = [r for r in running if id(r) not in busy]
+    if len(cache.inspect.accounts) == 1:
+        return max((r for r in others if r.rank > request.rank or r.parked), key=RANK, default=None)
+    mine, own = cache.account(request.control.tenant), cache.exceeds_quota(request.sequence, count)
+    needy = excess(request) <= 0
+    best: tuple[tuple[float, tuple[int, int]], Request] | None = None
+    for one in others:
+        account, above = cache.account(one.control.tenant), 0.0
+        if account is mine:
+            may = one.rank > request.rank or one.parked
+        else:
+            above = max(0.0, excess(one)) if needy else 0.0
+            may = not own and account.used > account.guaranteed
+            may = may and (above > 0 or one.order > request.order or one.parked)
+        if may and (best is None or (above, one.rank) > best[0]):
+            best = (above, one.rank), one
+    return None if best is None else best[1]

@@ -3,6 +3,9 @@
     waiting   in the order of rank; admitted while the budget lasts, fewer than `max_running` run, and their growth leaves room
     running   holds pages; when there is no room, the one that ranks last gives its pages up and waits again
 
+Tenants share steps, running places and pages fairly (see `waiting_queue.py`): where one has all of them, its last requests are
+preempted for a tenant that waits and has less than its part. With one tenant nothing of this happens.
+
 A step may be scheduled before the tokens of the one before it are known: they count, and whoever cannot get more is left
 out. Preempted requests recompute: their full blocks stay cached, so that mostly they find them again. Knows no model and
 no bytes; the cache answers what fits.
@@ -10,22 +13,24 @@ no bytes; the cache answers what fits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence as Many
 from dataclasses import replace
+from itertools import chain
+from math import inf
 
 import numpy as np
 
 from kvloom.core import NOT_CACHED, KVCache, Match
-from kvloom.engine.offload.manager import OffloadManager
-from kvloom.engine.request import Finish, Request
-from kvloom.engine.sampling.beam_search import Successor, seated
+from kvloom.engine.offload import Action, OffloadManager
+from kvloom.engine.request import Request
+from kvloom.engine.sampling import Finish, Successor, assign_slots
 from kvloom.models.paged import Work
 
 from .admission import Admission
 from .feasibility import Feasibility
 from .lookahead import Lookahead
 from .preemption import RANK, Scheduled, choose_victim
-from .waiting_queue import Front, WaitingQueue, front_of
+from .waiting_queue import Front, TenantQueue, WaitingQueue, front_of
 
 __all__ = ["Scheduled", "Scheduler"]
 
@@ -36,13 +41,23 @@ MOST_TOLD = 256
 """Tokens a step whose log-probabilities within prompts are found: each needs logits of its own."""
 MOST_ASIDE = 32
 """Requests that a step may put aside because others compute what they need: looking at each costs a match."""
+SHARED_STEPS = 4
+"""Where there are several tenants, a step computes one in so many of the budget's tokens."""
+MOST_PREEMPTED = 16
+"""Requests that a step may preempt to give other tenants a place."""
 
 
 class Scheduler:
     """Requests on one cache: up to `token_budget` tokens of prompts a step beside one of each that decodes. Not thread
     safe: one owner adds, schedules and commits."""
 
-    def __init__(self, cache: KVCache, token_budget: int = 2048, max_running: int = 256) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        token_budget: int = 2048,
+        max_running: int = 256,
+        offload: OffloadManager | None = None,
+    ) -> None:
         if token_budget < 1 or max_running < 1:
             raise ValueError(f"token_budget {token_budget} and max_running {max_running} must be at least 1")
         self.cache, self.token_budget, self.max_running = cache, token_budget, max_running
@@ -53,11 +68,13 @@ class Scheduler:
         """Requests that the last step gave their first work."""
         self.decoding = 0
         """How many of the last step's work decode: they come first, with one token each."""
-        self.offload: OffloadManager | None = None
+        self.offload = offload
         """What lies below the pool, if anything does."""
         self.admission: Admission | None = Admission(cache)
         """How much longer those that run will get; without it, whoever has room now is let in."""
-        self._queue = WaitingQueue()
+        self._queue = WaitingQueue(cache.inspect.accounts)
+        self._several = len(cache.inspect.accounts) > 1
+        self._parts: dict[TenantQueue, float] = {}  # of tenants that wait or run, where there are several
         self._lookahead = Lookahead(cache, self._queue, self._match)
         self._paused = 0  # of those that run, who computes nothing now: pages come sooner
         self._feasibility = Feasibility(cache, token_budget)
@@ -85,9 +102,9 @@ class Scheduler:
         """Let a request wait. Raises ValueError where it could never run, with the numbers."""
         self._feasibility.check(request)
         self._queue.push(request)
-        if self.offload is not None and self.offload.can_prefetch:
-            patient = bool(self.running) or self._queue.length > 1
-            self.offload.prefetch(request, self._match(request), patient)
+        if self.offload is not None:
+            can_wait = bool(self.running) or self._queue.length > 1
+            self.offload.prefetch(request, self._match, can_wait)
 
     def cancel(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
@@ -103,10 +120,12 @@ class Scheduler:
         picked: list[Scheduled] = []
         fronts = self._prefetch()
         self._told = MOST_TOLD
+        if self._several:
+            self._share_out()
         empty = not self.running
         decodes: list[Request] = []
         prompts: list[Request] = []
-        for request in sorted(self.running, key=RANK):
+        for request in sorted(self.running, key=self._order if self._parts else RANK):
             size = len(request.tokens) + request.inflight_tokens
             if request.mask_pending:
                 continue
@@ -117,24 +136,28 @@ class Scheduler:
             self._lookahead.protect_queued()
         self._decode(decodes, picked, places)
         self.decoding = first = len(picked)
-        budget = self.token_budget
+        budget = self._shared_budget(prompts) if self._several else self.token_budget
+        if self._parts and prompts:
+            prompts.sort(key=lambda request: self._queue.line_of(request).service)
+            least = self._queue.line_of(prompts[0]).service
+            budget = self._admit_waiting(budget, picked, places, fronts, empty, least)
         for request in prompts:
-            if (
-                self.offload is not None
-                and request.sequence is not None
-                and self.offload.can_skip_ahead(request)
-            ):
-                self._release(request)  # the rest of its prompt has come: it goes on behind it
-                alone = None
-                self._queue.push(request)
-            elif (
-                self.offload is not None
-                and request.sequence is not None
-                and self.offload.should_pause(request)
-            ):
-                self._paused += 1
-            elif budget and request.sequence is not None:
-                budget -= self._reserve(request, budget, picked, places)
+            if request.sequence is None:
+                continue  # preempted for a request before it
+            until: int | None = None
+            if self.offload is not None:
+                decision = self.offload.before_prefill(request)
+                until = decision.until
+                if decision.action is Action.RESUME:
+                    self._release(request)
+                    alone = None
+                    self._queue.push(request)
+                    continue
+                if decision.action is Action.WAIT:
+                    self._paused += 1
+                    continue
+            if budget:
+                budget -= self._reserve(request, budget, picked, places, until=until)
         if alone is not None and alone.sequence is None and not self._freeing:
             self._reject(alone)
         block = self.cache.block_tokens
@@ -149,15 +172,18 @@ class Scheduler:
         places: dict[int, int],
         fronts: set[Front | None],
         empty: bool,
-    ) -> None:
+        below: float = inf,
+    ) -> int:
         """Admit who waits while the budget lasts, but for those whose next tokens others compute or load (`fronts`): those wait
-        for the others, at once for who loads, so that nothing is loaded twice."""
+        for the others, at once for who loads, so that nothing is loaded twice. Only tenants that had less service than `below`
+        are looked at. Returns what is left of the budget."""
         aside: list[Request] = []  # who waits on, where something breaks off, too
+        passed: set[TenantQueue] = set()  # tenants whose next request has no room
         if self.admission is not None:
             self.admission.refresh()
         try:
             while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
-                waiting = self._queue.pop()
+                waiting = self._queue.pop(passed, below)
                 if waiting is None:
                     break
                 aside.append(waiting)
@@ -173,24 +199,33 @@ class Scheduler:
                     if len(aside) <= MOST_ASIDE:
                         continue  # someone computes what it needs next: it will find it
                 fronts.add(front)
+                until: int | None = None
                 if self.offload is not None:
-                    if self.offload.should_wait(waiting, found):
+                    decision = self.offload.before_admission(waiting, found)
+                    until = decision.until
+                    if decision.action is Action.WAIT:
                         self._queue.set_loading(aside.pop(), front)
                         if self.admission is not None:
                             self.admission.refresh()  # it comes, too
                         continue
-                    if (picked or places) and self.offload.is_blocked_by_pool(waiting):
-                        break  # it would compute what it could load, and with as little room; who ends makes some
+                    if (picked or places) and decision.action is Action.NO_ROOM:
+                        # It would compute what it could load, and with as little room; who ends makes some.
+                        if self._pass_over(waiting, passed, picked):
+                            continue
+                        break
                     if found.version != self.cache.version:  # what it needed has come
                         found = self._match(waiting)
-                if self.admission is not None and picked:
-                    coming = () if self.offload is None else self.offload.loading_requests
+                if self.admission is not None and picked and not self._within_part(waiting):
+                    coming = () if self.offload is None else self.offload.copying_requests()
                     if not self.admission.fits(waiting, found.resume, self.running, coming):
-                        break  # those that run would give their pages up for it, sooner or later
+                        # Those that run would give their pages up for it, sooner or later.
+                        if self._pass_over(waiting, passed, picked):
+                            continue
+                        break
                 self._admit(waiting, found)
                 self._lookahead.request_checkpoints(waiting)
                 aside.pop()
-                taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
+                taken = self._reserve(waiting, budget, picked, places, preempt=not picked, until=until)
                 budget -= taken
                 if taken:
                     self._begin(waiting, found, looked_up)
@@ -199,21 +234,111 @@ class Scheduler:
                 elif self.running or picked or not empty or self._freeing:
                     if self.offload is not None and not picked:
                         self.offload.publish_loaded()  # else those who wait behind it would hold their pages until it ran
-                    break  # (what gave way holds pages until its copies are made)
+                    # (What gave way holds pages until its copies are made.)
+                    if self._pass_over(waiting, passed, picked):
+                        continue
+                    break
                 else:
                     self._reject(waiting)
         finally:
             for request in aside:
-                self._queue.push(request)
+                self._queue.put_back(request)
+        return budget
+
+    # -- between tenants --------------------------------------------------------------------------
+
+    def _share_out(self) -> None:
+        """Find the part of each tenant that waits or runs, and preempt running requests of those above their part for those
+        that wait below theirs. Without a second tenant there are no parts."""
+        lines = self._queue.active()
+        total = sum(line.weight for line in lines)
+        self._parts = {line: line.weight / total for line in lines} if len(lines) > 1 else {}
+        if not self._parts:
+            return
+        free, left = self.max_running - len(self.running), MOST_PREEMPTED
+        for line in sorted((line for line in lines if line.heap), key=lambda line: line.turn):
+            short, line.short = line.short, 0
+            if line.head() is None:
+                continue
+            while left and short and self.cache.reachable_bytes(line.account) < short:
+                if not self._preempt_above(self._excess, {line}):
+                    break
+                free, left = free + 1, left - 1
+            wanted = min(len(line.heap), self._places(line) - line.running)
+            while left and free < wanted:
+                if not self._preempt_above(lambda one: one.running - self._places(one), {line}):
+                    break
+                free, left = free + 1, left - 1
+            free = max(0, free - max(0, wanted))
+
+    def _shared_budget(self, prompts: list[Request]) -> int:
+        """Tokens of prompts in a step where there are several tenants: fewer, so that a tenant that comes waits for a short
+        step. An image that must stay whole may need a whole step."""
+        heads = (line.heap[0][1] for line in self._queue.active() if line.heap)
+        if any(request.images is not None for request in chain(prompts, heads)):
+            return self.token_budget
+        return max(1, self.token_budget // SHARED_STEPS)
+
+    def _preempt_above(self, excess: Callable[[TenantQueue], float], spared: set[TenantQueue]) -> bool:
+        """Preempt the last running request of the tenant with the largest positive excess; whether there is one."""
+        lines = [line for line in self._parts if line.running and line not in spared and excess(line) > 0]
+        if not lines:
+            return False
+        most = max(lines, key=lambda line: excess(line) / line.weight)
+        self._preempt(max((r for r in self.running if self._queue.line_of(r) is most), key=RANK))
+        return True
+
+    def _places(self, line: TenantQueue) -> int:
+        """The running places that are a tenant's part: at least one."""
+        return max(1, int(self.max_running * self._parts[line]))
+
+    def _excess(self, line: TenantQueue) -> float:
+        """Bytes that a tenant's sequences hold above its part of the pool; negative where they hold less."""
+        return line.account.in_use - self._parts.get(line, 1.0) * self._pool_bytes
+
+    @property
+    def _pool_bytes(self) -> int:
+        return self.cache.usable_slabs * self.cache.layout.slab_bytes
+
+    def _excess_of(self, request: Request) -> float:
+        return self._excess(self._queue.line_of(request))
+
+    def _order(self, request: Request) -> tuple[bool, tuple[int, int]]:
+        """Sorts first the requests of tenants that hold no more than their part: they get pages before others take them."""
+        return self._excess(self._queue.line_of(request)) > 0, request.rank
+
+    def _within_part(self, request: Request) -> bool:
+        """Whether a request and all that its tenant runs are expected to stay within the tenant's part of the pool. Then the
+        growth of other tenants does not keep it out: theirs are preempted."""
+        line = self._queue.line_of(request)
+        if not self._parts or self.admission is None:
+            return False
+        each = self.cache.layout.slab_bytes_for(self.admission.end_of(request))
+        return (line.running + 1) * each <= self._parts.get(line, 1.0) * self._pool_bytes
+
+    def _pass_over(self, request: Request, passed: set[TenantQueue], picked: list[Scheduled]) -> bool:
+        """A request finds no room: its tenant is passed over in this step. Where the step has work, so are tenants that hold
+        more than their share, so that they do not take what becomes free. Whether a tenant may be left."""
+        line = self._queue.line_of(request)
+        if not self._parts:
+            return False
+        need = self.cache.layout.slab_bytes_for(len(request.tokens) + 1)
+        if self._excess(line) + need <= 0:
+            margin = len(self.running) // self.cache.block_tokens + 1
+            line.short = need + margin * self.cache.block_bytes
+        passed.add(line)
+        if picked:
+            passed.update(one for one in self._parts if one.account.in_use >= one.account.guaranteed)
+        return any(one not in passed for one in self._parts)
 
     def _claims(self, request: Request) -> bool:
         """Whether pages of the pool are filled for a request: it takes them before it waits for others."""
-        return self.offload is not None and self.offload.is_loading(request)
+        return self.offload is not None and self.offload.is_copying(request)
 
     @property
     def _freeing(self) -> bool:
         """Whether pages that are in use below will be free by themselves."""
-        return self.offload is not None and self.offload.retained_bytes
+        return self.offload is not None and self.offload.is_retaining_pages
 
     def _prefetch(self) -> set[Front | None]:
         """Whose pages have come waits in line again; what the others load, nobody else need compute."""
@@ -229,6 +354,9 @@ class Scheduler:
         for request, part in work:
             count = len(part.tokens)
             request.computed += count
+            if self._parts:
+                line = self._queue.line_of(request)
+                line.service += count / line.weight
             if part.source < 0:
                 if count == 1:
                     rows.append(part.sequence.row)
@@ -263,7 +391,7 @@ class Scheduler:
 
     def finish(self, request: Request, why: Finish) -> None:
         """End a request, and those bound to it; what they computed stays cached."""
-        for one in request.bound:
+        for one in request.finishes_with:
             if one.finish_reason is None:
                 one.finish_reason = why
                 one.inflight_tokens = 0
@@ -285,11 +413,12 @@ class Scheduler:
             return
         child.computed = request.computed
         self.running.append(child)
+        self._queue.line_of(child).running += 1
 
     def advance_beams(self, slots: Many[Request], successors: Many[Successor[Request]]) -> list[Request]:
         """Let beams go on as `successors` say, and in which slots: the first that follows a slot stays there, others fork
         from it into slots that nobody follows."""
-        spare, seats = seated(slots, successors)
+        spare, seats = assign_slots(slots, successors)
         for slot in spare:
             if slot.sequence is not None:
                 self._release(slot)
@@ -311,25 +440,26 @@ class Scheduler:
 
     def _match(self, request: Request) -> Match:
         media = () if request.images is None else request.images.media
-        return self.cache.match(request.ids(len(request.tokens)), request.asking, media)
+        return self.cache.match(request.ids(len(request.tokens)), request.match_control, media)
 
     def _admit(self, request: Request, found: Match) -> None:
         request.sequence = self.cache.open(found)
         self._lookahead.unprotect(request)
         request.computed = request.sequence.length
         self.running.append(request)
+        self._queue.line_of(request).running += 1
 
     def _begin(self, request: Request, found: Match, looked_up: float) -> None:
         """A request got its first work: remember what it found, and why not more."""
         if request.cached_tokens is None:
             request.count_cached(request.computed)
-            request.stop = found.miss
-            lacking = request.miss  # of what lies below, which the pool knows nothing of
+            request.pool_miss = found.miss
+            lacking = request.tier_miss  # of what lies below, which the pool knows nothing of
             if lacking is not None and lacking.position == found.resume and found.miss.reason in NOT_CACHED:
-                request.stop = lacking
+                request.pool_miss = lacking
             if len(self.cache.roots) <= MOST_ROOTS:
-                request.elsewhere = self.cache.explain(found).reason == "other tenant"
-            request.looked_up, request.began = looked_up, self.cache.clock.now()
+                request.other_tenant_has_more = self.cache.explain(found).reason == "other tenant"
+            request.looked_up, request.started = looked_up, self.cache.clock.now()
             self.begun.append(request)
         if self.offload is not None:
             self.offload.request_started(request)
@@ -359,15 +489,16 @@ class Scheduler:
         picked: list[Scheduled],
         places: dict[int, int],
         preempt: bool = True,
+        until: int | None = None,
     ) -> int:
         """Reserve pages for as many of a request's tokens as the budget allows; how many it got. Where there is no room
         those that rank behind it give theirs up, and if that does not do, it waits."""
         sequence = request.sequence
         assert sequence is not None
-        most, telling = min(request.pending, budget), request.telling
+        most, telling = min(request.pending, budget), request.computes_prompt_logprobs
         near = most = min(most, self._told) if telling else most
-        if self.offload is not None and (stop := self.offload.compute_until(request)) is not None:
-            near = min(most, stop - request.computed)
+        if until is not None and request.computed < until:
+            near = min(most, until - request.computed)
         count = (
             near
             if sequence.next_checkpoint is None
@@ -378,7 +509,9 @@ class Scheduler:
         if not count:
             return 0  # an image that must stay whole waits for a step with room for it
         while sequence.extend(count):
-            victim = choose_victim(self.cache, self.running, request, count, picked) if preempt else None
+            victim = None
+            if preempt:
+                victim = choose_victim(self.cache, self.running, request, count, picked, self._excess_of)
             if victim is None:
                 # May fit beside what is already picked, or, where windows leave pages behind, step by step.
                 shorter = _fitting(request, (count + 1) // 2)
@@ -410,7 +543,7 @@ class Scheduler:
         """A request had the pool to itself and found no room: what it found cached, or was about to share with the cache,
         may be why. It tries once more without the cache, until it gets a token; then that is its end."""
         if request.uncached:
-            self.rejected += [one for one in request.bound if one.finish_reason is None]
+            self.rejected += [one for one in request.finishes_with if one.finish_reason is None]
             self.finish(request, "no_room")
         request.uncached = True
 
@@ -432,6 +565,7 @@ class Scheduler:
         request.sequence = None
         request.computed = 0
         self.running.remove(request)
+        self._queue.line_of(request).running -= 1
 
 
 def _fitting(request: Request, count: int) -> int:

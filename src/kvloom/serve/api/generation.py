@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from kvloom.engine.sampling.params import SamplingParams
+from kvloom.engine import SamplingParams
 from kvloom.serve.errors import ApiError, bad_request, context_too_long, slow_reader
 from kvloom.serve.metrics import RequestRecord
 from kvloom.serve.worker import Add, Delta, Ready, ResponseStream
@@ -52,7 +52,9 @@ class GenerationEndpoint(ABC):
         fields = self.read(await context.read_body(request))
         context.check_model(fields.model)
         tenant = context.request_tenant(request, fields)
-        with context.limiter.admit(_answer_count(fields)):
+        answers, caps = _answer_count(fields), context.keys.caps(tenant)
+        caps.check(answers, fields.ttl, fields.priority)
+        with context.limiter.admit(answers, tenant, caps.open):
             most = self._max_prompt_tokens(tenant, facts)
             limits = PromptLimits(most, facts.vocab_size, _tokens_to_keep(fields, most))
             given = await self.prompts(fields, prompts, limits)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvloom.engine.sampling.params import SamplingParams
+from kvloom.engine import SamplingParams
 from kvloom.serve.api.templates import count_characters
 from kvloom.serve.errors import ApiError, bad_request
 

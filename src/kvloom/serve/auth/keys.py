@@ -1,8 +1,9 @@
 """API keys and their tenants. Keys are stored as SHA-256 digests and compared in constant time.
 
 A key file is JSON, {"KEY": "tenant"} or {"KEY": {"tenant": "t", "quota": "2GiB", "weight": 1}}, or lines of
-`KEY tenant [quota [weight]] [admin]` (# starts a comment, - means no quota). Keys of one tenant must state the same quota
-and weight. If any tenant has a weight, others default to 1; else no tenant has a guaranteed share. "admin": true (or the
+`KEY tenant [quota [weight]] [max_…=N] [admin]` (# starts a comment, - means no quota). Keys of one tenant must state the same
+quota, weight and caps. If any tenant has a weight, others default to 1; else all have equal default shares
+(`core.Tenant.firm`). `max_answers`, `max_open`, `max_ttl` and `max_priority` set the tenant's `Caps`. "admin": true (or the
 last word `admin`) marks an admin key, which sees all tenants.
 """
 
@@ -12,7 +13,8 @@ import hashlib
 import hmac
 import math
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +24,28 @@ from kvloom.arguments import parse_size
 from kvloom.serve.errors import invalid_key
 from kvloom.serve.worker import TenantConfig
 
+from .limits import Caps
+
 __all__ = ["ApiKeys", "permission_warning", "read_keys"]
 
 MIN_KEY_CHARACTERS = 8
-KeyRow = tuple[str, str, str, int | None, float | None, bool]
-"""Location in the file, key, tenant, quota, weight, and whether it is an admin key."""
+CAPS = {"max_answers": int, "max_open": int, "max_ttl": float, "max_priority": int}
+"""Caps that a key can set for its tenant, and their types."""
+KeyRow = tuple[str, str, str, int | None, float | None, dict[str, Any], bool]
+"""Location in the file, key, tenant, quota, weight, caps, and whether it is an admin key."""
 
 
 class ApiKeys:
     """Keys by digest. Without keys there is no authentication."""
 
-    def __init__(self, keys: dict[str, TenantConfig], admins: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        keys: dict[str, TenantConfig],
+        admins: Collection[str] = (),
+        caps: Mapping[str, Caps] | None = None,
+        default: Caps | None = None,
+    ) -> None:
+        self._caps, self._default = caps or {}, default or Caps()
         self._admins = [_digest(key.encode()) for key in admins]
         self._digests = [(_digest(key.encode()), rules.name) for key, rules in keys.items()]
         self.tenants = tuple({rules.name: rules for rules in keys.values()}.values())
@@ -52,6 +65,10 @@ class ApiKeys:
             raise invalid_key(bool(given))
         return found
 
+    def caps(self, tenant: str) -> Caps:
+        """Return the limits of a tenant."""
+        return self._caps.get(tenant, self._default)
+
     def is_admin(self, authorization: str | None) -> bool:
         """Whether a request's Authorization header has an admin key."""
         digest = _digest(_bearer_key(authorization).encode())
@@ -65,32 +82,36 @@ def _bearer_key(authorization: str | None) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def read_keys(path: str) -> ApiKeys:
-    """Read a key file. Raises ValueError with the line or position, never with the key."""
+def read_keys(path: str, default: Caps | None = None) -> ApiKeys:
+    """Read a key file. Keys without caps get those of `default`. Raises ValueError with the line or position, never with
+    the key."""
+    default = default or Caps()
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
     rows = _from_json(text, path) if text.lstrip().startswith("{") else _from_lines(text, path)
     keys: dict[str, TenantConfig] = {}
-    tenants: dict[str, TenantConfig] = {}
-    default_weight = float(any(weight is not None for *_, weight, _ in rows))
-    for where, key, name, quota, weight, _ in rows:
-        rules = TenantConfig(name, quota, default_weight if weight is None else weight)
+    tenants: dict[str, tuple[TenantConfig, Caps]] = {}
+    is_firm = any(weight is not None for *_, weight, _, _ in rows)
+    for where, key, name, quota, weight, caps, _ in rows:
+        rules = TenantConfig(name, quota, 1.0 if weight is None else weight, is_firm)
         if len(key) < MIN_KEY_CHARACTERS:
             raise ValueError(f"{path}, {where}: a key must have at least {MIN_KEY_CHARACTERS} characters")
         if key in keys:
             raise ValueError(f"{path}, {where}: duplicate key")
         if not name:
             raise ValueError(f"{path}, {where}: the tenant's name is empty")
-        if tenants.setdefault(name, rules) != rules:
+        given = rules, replace(default, **caps)
+        if tenants.setdefault(name, given) != given:
             raise ValueError(
-                f"{path}, {where}: tenant {name!r} has a different quota or weight in an earlier key"
+                f"{path}, {where}: tenant {name!r} has a different quota, weight or max_… in an earlier key"
             )
         keys[key] = rules
     if not keys:
         raise ValueError(f"{path} contains no keys")
-    return ApiKeys(keys, [key for _, key, *_, is_admin in rows if is_admin])
+    caps_of = {name: caps for name, (_, caps) in tenants.items()}
+    return ApiKeys(keys, [key for _, key, *_, is_admin in rows if is_admin], caps_of, default)
 
 
 def permission_warning(path: str) -> str | None:
@@ -110,12 +131,14 @@ def _from_lines(text: str, path: str) -> list[KeyRow]:
         where = f"line {number}"
         is_admin = len(words) > 2 and words[-1] == "admin"
         words = words[:-1] if is_admin else words
+        caps = dict(word.split("=", 1) for word in words[2:] if "=" in word)
+        words = words[:2] + [word for word in words[2:] if "=" not in word]
         if not 2 <= len(words) <= 4:
-            raise ValueError(f"{path}, {where}: expected `KEY tenant [quota [weight]] [admin]`")
+            raise ValueError(f"{path}, {where}: expected `KEY tenant [quota [weight]] [max_…=N] [admin]`")
         key, name, quota, weight, *_ = (*words, "-", "-")
         most = None if quota == "-" else _size(quota, f"{path}, {where}")
         share = None if weight == "-" else _weight(weight, f"{path}, {where}")
-        rows.append((where, key, name, most, share, is_admin))
+        rows.append((where, key, name, most, share, _read_caps(caps, f"{path}, {where}"), is_admin))
     return rows
 
 
@@ -128,17 +151,36 @@ def _from_json(text: str, path: str) -> list[KeyRow]:
     for number, (key, value) in enumerate(found.items(), 1):
         where = f"key {number}"
         fields = {"tenant": value} if isinstance(value, str) else value
-        unknown = set(fields) - {"tenant", "quota", "weight", "admin"}
+        caps = {name: one for name, one in fields.items() if name in CAPS}
+        unknown = set(fields) - {"tenant", "quota", "weight", "admin", *CAPS}
         name, quota, weight = fields.get("tenant"), fields.get("quota"), fields.get("weight")
         is_admin = fields.get("admin", False)
         if unknown or not isinstance(name, str) or not isinstance(is_admin, bool):
             raise ValueError(
-                f"{path}, {where}: expected a tenant, or an object with tenant, quota (bytes), weight (0 or more), admin (true)"
+                f"{path}, {where}: expected a tenant, or an object with tenant, quota (bytes), weight (0 or more), {', '.join(CAPS)}, admin (true)"
             )
         most = None if quota is None else _size(str(quota), f"{path}, {where}")
         share = None if weight is None else _weight(weight, f"{path}, {where}")
-        rows.append((where, key, name, most, share, is_admin))
+        rows.append((where, key, name, most, share, _read_caps(caps, f"{path}, {where}"), is_admin))
     return rows
+
+
+def _read_caps(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the caps of a key by the names of `Caps`. Raises ValueError for an unknown name or a value that is no number."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in CAPS:
+            raise ValueError(f"{where}: unknown cap {name!r}; known are {', '.join(CAPS)}")
+        try:
+            number = math.nan if isinstance(value, bool) else CAPS[name](value)
+            number = math.nan if isinstance(value, float) and number != value else number
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not -(1 << 63) <= number < 1 << 63 or (name != "max_priority" and number <= 0):
+            least = "" if name == "max_priority" else " above 0"
+            raise ValueError(f"{where}: {name} {value!r} must be a number{least}")
+        found[name.removeprefix("max_")] = number
+    return found
 
 
 def _weight(given: Any, where: str) -> float:

@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 from kvloom.serve.worker.stats import tier_usages
 
 if TYPE_CHECKING:
-    from kvloom.engine.engine import Engine
+    from kvloom.engine import Engine
 
 __all__ = ["CacheSnapshot"]
 
@@ -38,4 +38,4 @@ class CacheSnapshot:
         if offload is None:
             return []
         host, *others = map(asdict, tier_usages(offload))
-        return [{**host, "loaded_tokens": offload.counts["landed_tokens"]}, *others]
+        return [{**host, "loaded_tokens": offload.stats.loaded_tokens}, *others]

@@ -41,8 +41,7 @@ from .messages import (
 from .watchdog import HEARTBEAT_SECONDS
 
 if TYPE_CHECKING:
-    from kvloom.engine.engine import Engine
-    from kvloom.engine.offload.manager import OffloadManager
+    from kvloom.engine import Engine, OffloadManager
 
     from .worker import Worker
 
@@ -109,9 +108,7 @@ class _Sender:
 def load_engine(start: Start) -> Engine:
     """Load the engine that `start` describes. Takes minutes for a large model."""
     from kvloom.core import Tenant
-    from kvloom.engine.engine import Engine
-    from kvloom.engine.execution.threads import use_threads
-    from kvloom.engine.sampling.grammar import GrammarLimits
+    from kvloom.engine import Engine, EngineConfig, GrammarLimits, use_threads
     from kvloom.models.loading import choose_device, load
 
     device = choose_device(start.device)
@@ -123,20 +120,19 @@ def load_engine(start: Start) -> Engine:
         load_format=start.load_format,
         progress=start.progress,
     )
-    engine = Engine(
-        model,
-        start.pool_bytes,
-        start.kv_dtype,
+    config = EngineConfig(
+        pool_bytes=start.pool_bytes,
+        memory_fraction=start.memory_fraction,
         token_budget=start.token_budget,
         max_running=start.max_running,
-        tokenizer=tokenizer,
-        memory_fraction=start.memory_fraction,
+        kv_dtype=start.kv_dtype,
         kv_scales=start.kv_scales,
         batch_invariant=start.batch_invariant,
+        tenants=[Tenant(t.name, t.quota, t.weight, t.firm) for t in start.tenants],
         tiers=start.tiers,
-        tenants=[Tenant(tenant.name, tenant.quota, tenant.weight) for tenant in start.tenants],
         grammar_limits=GrammarLimits(start.grammar_seconds, start.grammar_memory),
     )
+    engine = Engine(model, config, tokenizer)
     _warm_up(engine, start.progress)
     return engine
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvloom.engine.sampling.params import SamplingParams
+from kvloom.engine import SamplingParams
 
 __all__ = [
     "HEADER_BYTES",
@@ -49,11 +49,12 @@ TokenLogprob = tuple[int, float, int]
 
 
 class TenantConfig(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant: its name, its quota of pool bytes (None: no quota) and its weight when the pool is full."""
+    """A tenant: its name, its quota of pool bytes (None: no quota) and its share of the pool: see `core.Tenant`."""
 
     name: str
     quota: int | None = None
     weight: float = 0.0
+    firm: bool = True
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

@@ -7,27 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
 from kvloom.core import Histogram
-from kvloom.engine.engine import Engine
-from kvloom.engine.offload.manager import OffloadManager
+from kvloom.engine import Engine, OffloadManager
 from kvloom.tiers import TierStats
 
 from .messages import EngineStats, HistogramCounts, TenantUsage, TierUsage
 
 __all__ = ["engine_stats", "tier_usage", "tier_usages"]
-
-OFFLOAD_COUNTERS = {
-    "load_jobs": "trips",
-    "loaded_tokens": "landed_tokens",
-    "loaded_bytes": "landed_bytes",
-    "failed_pages": "failed_pages",
-    "not_worth_loading": "not_worth",
-    "no_room": "no_room",
-}
 
 
 def engine_stats(
@@ -92,24 +83,18 @@ def _offload_stats(offload: OffloadManager) -> dict[str, Any]:
     faults = dict(offload.transfers.fault_log.counts)  # a copy: tier threads keep counting
     return {
         "tiers": tier_usages(offload),
-        "offload": _offload_counters(offload),
+        "offload": asdict(offload.stats),
         "tier_faults": [
             (called.get(tier, tier), verb, why, count) for (tier, verb, why), count in faults.items()
         ],
     }
 
 
-def _offload_counters(offload: OffloadManager) -> dict[str, int]:
-    """Return the offload manager's counters under the names of `EngineStats.offload`."""
-    counters = {name: offload.counts[key] for name, key in OFFLOAD_COUNTERS.items()}
-    return {**counters, "offloaded_pages": offload.offloaded_pages}
-
-
 def tier_usages(offload: OffloadManager) -> list[TierUsage]:
     """Return the usage of every tier, the nearest first."""
     host, *names = offload.tier_names
     # The offload manager copies between pool and host memory itself, so it counts these bytes.
-    copied = {"bytes_read": offload.counts["landed_bytes"], "bytes_written": offload.offloaded_bytes}
+    copied = {"bytes_read": offload.stats.loaded_bytes, "bytes_written": offload.stats.offloaded_bytes}
     return [
         msgspec.structs.replace(tier_usage(host, offload.host.stats()), **copied),
         *(

@@ -11,10 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvloom.core import CacheControl, RetainRange
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import Request
-from kvloom.engine.sampling.grammar import Grammar, GrammarBusyError, GrammarState
-from kvloom.engine.sampling.logprobs import TokenLogprobs
+from kvloom.engine import Engine, Grammar, GrammarBusyError, GrammarState, Request, TokenLogprobs
 
 from .cache_snapshot import CacheSnapshot
 from .messages import (
@@ -289,7 +286,7 @@ class Worker:
             return all(sent < 0 for sent in one.sent_tokens)
         if any(answer.finish_reason is None for answer in answers):
             return False
-        deltas += [self._delta(one, i, answer, 0) for i, answer in enumerate(one.request.best)]
+        deltas += [self._delta(one, i, answer, 0) for i, answer in enumerate(one.request.returned_samples)]
         return True
 
     def _delta(self, one: _OpenRequest, index: int, answer: Request, sent: int) -> Delta:
@@ -321,7 +318,7 @@ class Worker:
         self._stats_at = now + STATS_SECONDS
         self._mark_reported()
         waiting_for_quota = {name: len(quota.waiting) for name, quota in self._quotas.items()}
-        open_requests = [(one.message.tenant, one.request.began > 0) for one in self._open.values()]
+        open_requests = [(one.message.tenant, one.request.started > 0) for one in self._open.values()]
         made = self._finished_tokens + sum(_output_tokens(one.request) for one in self._open.values())
         return engine_stats(
             self.engine, self._steps, made, self._preemptions, waiting_for_quota, open_requests
@@ -333,11 +330,11 @@ class Worker:
 
 
 def _progress(one: _OpenRequest) -> RequestProgress:
-    request, stop = one.request, one.request.stop
+    request, stop = one.request, one.request.pool_miss
     return RequestProgress(
         one.message.id,
         request.looked_up,
-        request.began,
+        request.started,
         one.first,
         request.cached_tokens or 0,
         request.hits,
@@ -345,7 +342,7 @@ def _progress(one: _OpenRequest) -> RequestProgress:
         "" if stop is None else stop.reason,
         None if stop is None else stop.when,
         None if stop is None else stop.policy,
-        request.elsewhere,
+        request.other_tenant_has_more,
         sum(answer.preemptions for answer in request.family),
         request.loads,
     )

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from kvloom.core import CacheControl, Tenant
-from kvloom.engine.engine import Engine
-from kvloom.engine.execution import kv_memory as pool_module, memory_budget as sizing
-from kvloom.engine.execution.inflight_step import InflightStep
-from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine import Engine, Request, SamplingParams
+from kvloom.engine.execution import InflightStep, kv_memory as pool_module, memory_budget as sizing
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
 POOL = 1 << 22
@@ -44,16 +43,16 @@ class BrokenError(RuntimeError):
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "bamba"])
-def test_a_step_that_breaks_off_has_not_been(family: str, ahead: bool) -> None:
+def test_failed_step_is_discarded_and_recomputed(family: str, ahead: bool) -> None:
     rng = random.Random(family)
     model = tiny(family)
     model.set_attn_implementation("eager")
     prompts = [[rng.randrange(3, 64) for _ in range(size)] for size in (5, 20, 33, 40)]
     wanted = expected(model, prompts, 10)
-    engine = Engine(model, POOL, token_budget=24, ahead=ahead)
+    engine = make_engine(model, POOL, token_budget=24, ahead=ahead)
     lonely = engine.add(prompts[1], SamplingParams(max_tokens=10, seed=5, n=3))
     engine.run()
-    engine = Engine(model, POOL, token_budget=24, ahead=ahead)
+    engine = make_engine(model, POOL, token_budget=24, ahead=ahead)
     choose = engine.sampler.choose
 
     def breaks(*_: Any, **__: Any) -> None:
@@ -89,7 +88,7 @@ def test_a_step_that_breaks_off_has_not_been(family: str, ahead: bool) -> None:
     engine.sampler.choose = choose  # type: ignore[method-assign]
     engine.run()
     model.set_attn_implementation("eager")
-    fresh = Engine(model, POOL)
+    fresh = make_engine(model, POOL)
     for request in again:
         other = fresh.add(request.prompt, greedy(1), CacheControl(read=False))
         fresh.run()
@@ -100,7 +99,7 @@ def test_a_step_that_breaks_off_has_not_been(family: str, ahead: bool) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "bamba"])
-def test_an_interrupt_while_tokens_are_awaited_loses_none_and_every_end_is_told(
+def test_interrupt_while_waiting_for_tokens_loses_none(
     family: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(family)
@@ -109,7 +108,7 @@ def test_an_interrupt_while_tokens_are_awaited_loses_none_and_every_end_is_told(
     prompts = [[rng.randrange(3, 64) for _ in range(size)] for size in (5, 20, 33, 40)]
     wanted = expected(model, prompts, 10)
     beams = {"max_tokens": 10, "temperature": 0, "beam_width": 3}
-    calm = Engine(model, POOL)
+    calm = make_engine(model, POOL)
     alone = calm.add(prompts[1], SamplingParams(**beams))
     calm.run()
     land, broken = InflightStep.results, 0
@@ -123,9 +122,9 @@ def test_an_interrupt_while_tokens_are_awaited_loses_none_and_every_end_is_told(
         if rng.random() < 0.03:
             raise BrokenError
 
-    monkeypatch.setattr(InflightStep, "land", interrupted)
+    monkeypatch.setattr(InflightStep, "results", interrupted)
     for several in (False, True):  # beams must see their tokens at once, and those beside them
-        engine = Engine(model, POOL, token_budget=24, ahead=ahead)
+        engine = make_engine(model, POOL, token_budget=24, ahead=ahead)
         layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
         hooks = [layer.register_forward_pre_hook(breaks) for layer in layers]
         requests = [engine.add(prompt, greedy(10)) for prompt in prompts]
@@ -144,18 +143,20 @@ def test_an_interrupt_while_tokens_are_awaited_loses_none_and_every_end_is_told(
         assert [request.tokens for request in requests] == wanted
         assert told >= set(requests)
         if searched is not None:
-            assert [one.output for one in searched.best] == [one.output for one in alone.best]
+            assert [one.output for one in searched.returned_samples] == [
+                one.output for one in alone.returned_samples
+            ]
         assert idle(engine)
     assert broken
 
 
-def test_a_chunk_that_does_not_fit_is_made_shorter_where_windows_leave_pages_behind() -> None:
+def test_chunk_without_room_is_shortened_for_windows() -> None:
     model = tiny("gemma3_text", max_position_embeddings=512)
     model.set_attn_implementation("eager")
     prompt = [3 + i % 50 for i in range(200)]
     wanted = expected(model, [prompt], 10)[0]
-    slab = Engine(model, POOL).layout.slab_bytes
-    engine = Engine(model, 6 * slab, token_budget=256)
+    slab = make_engine(model, POOL).layout.slab_bytes
+    engine = make_engine(model, 6 * slab, token_budget=256)
     request = engine.add(prompt, greedy(10))
     steps_until_idle(engine, 100)
     assert request.tokens == wanted
@@ -163,10 +164,10 @@ def test_a_chunk_that_does_not_fit_is_made_shorter_where_windows_leave_pages_beh
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next", "bamba"])
-def test_what_is_not_refused_fits_and_what_is_would_not(family: str) -> None:
+def test_feasibility_is_exact(family: str) -> None:
     model = tiny(family, max_position_embeddings=1024)
-    slab = Engine(model, POOL).layout.slab_bytes
-    engine = Engine(model, 6 * slab, token_budget=40)
+    slab = make_engine(model, POOL).layout.slab_bytes
+    engine = make_engine(model, 6 * slab, token_budget=40)
 
     def accepted(size: int) -> Request | None:
         try:
@@ -187,14 +188,14 @@ def test_what_is_not_refused_fits_and_what_is_would_not(family: str) -> None:
         steps_until_idle(engine, 200)
         assert request.finish_reason == "length", low
     if low < 1022:
-        with pytest.raises(ValueError, match="bytes of cache, but the pool has"):
+        with pytest.raises(ValueError, match="bytes of pages, but the pool has"):
             engine.add([3] * (low + 1), greedy(2))
 
 
-def test_who_forked_and_ended_leaves_the_pool_to_the_next() -> None:
+def test_finished_forks_free_their_pages() -> None:
     model = tiny("bamba", max_position_embeddings=1024)
-    slab = Engine(model, POOL).layout.slab_bytes
-    engine = Engine(model, 6 * slab)
+    slab = make_engine(model, POOL).layout.slab_bytes
+    engine = make_engine(model, 6 * slab)
     first = engine.add([3, 4, 5, 6], SamplingParams(max_tokens=1, seed=1, n=3))
     engine.step()
     assert [one.finish_reason for one in first.family] == ["length"] * 3
@@ -205,9 +206,9 @@ def test_who_forked_and_ended_leaves_the_pool_to_the_next() -> None:
 
 
 @pytest.mark.parametrize("budget", [16, 256])
-def test_a_prompt_that_gets_stuck_half_way_ends(budget: int) -> None:
-    engine = Engine(tiny("llama"), POOL)
-    engine = Engine(tiny("llama"), 9 * engine.layout.slab_bytes, token_budget=budget)
+def test_stuck_prompt_finishes(budget: int) -> None:
+    engine = make_engine(tiny("llama"), POOL)
+    engine = make_engine(tiny("llama"), 9 * engine.layout.slab_bytes, token_budget=budget)
     held = engine.cache.open(engine.cache.match(np.array([1, 2, 3], np.int32)))
     assert not held.extend(64)  # nobody may take these
     request = engine.add([3 + i % 50 for i in range(100)], greedy(10))
@@ -231,28 +232,28 @@ def test_a_prompt_that_gets_stuck_half_way_ends(budget: int) -> None:
     assert request.finish_reason == "length"
 
 
-def test_a_quota_that_holds_the_end_of_a_request_but_not_its_widest_window_is_told_at_once() -> None:
+def test_quota_below_the_widest_window_is_refused_at_once() -> None:
     model = tiny("gemma3_text", max_position_embeddings=512)
-    layout = Engine(model, POOL).layout
+    layout = make_engine(model, POOL).layout
     prompt = [3 + i % 50 for i in range(117)]
     control = CacheControl(tenant="small")
     quotas = layout.slab_bytes_for(122), max(map(layout.slab_bytes_for, range(1, 123)))
     assert quotas[0] < quotas[1]  # at its end, and where windows reach into two blocks
-    engine = Engine(model, POOL, tenants=[Tenant("small", quota=quotas[0])])
+    engine = make_engine(model, POOL, tenants=[Tenant("small", quota=quotas[0])])
     with pytest.raises(ValueError, match="but the tenant's quota is"):
         engine.add(prompt, greedy(5), control)
-    engine = Engine(model, POOL, tenants=[Tenant("small", quota=quotas[1])])
+    engine = make_engine(model, POOL, tenants=[Tenant("small", quota=quotas[1])])
     request = engine.add(prompt, greedy(5), control)
     steps_until_idle(engine, 200)
     assert request.finish_reason == "length"
     assert idle(engine)
 
 
-def test_what_exceeds_a_quota_or_an_engine_without_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Engine(tiny("llama"), POOL).layout
+def test_request_beyond_quota_or_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = make_engine(tiny("llama"), POOL).layout
     tenant = Tenant("small", quota=layout.slab_bytes_for(40))
-    engine = Engine(tiny("llama"), POOL, tenants=(tenant,))
-    with pytest.raises(ValueError, match=r"need [\d,]+ bytes of cache, but the tenant's quota is"):
+    engine = make_engine(tiny("llama"), POOL, tenants=(tenant,))
+    with pytest.raises(ValueError, match=r"need [\d,]+ bytes of pages, but the tenant's quota is"):
         engine.add(range(3, 53), greedy(10), CacheControl(tenant="small"))
     engine.add(range(3, 33), greedy(10), CacheControl(tenant="small"))
     engine.add(range(3, 53), greedy(10))
@@ -260,19 +261,19 @@ def test_what_exceeds_a_quota_or_an_engine_without_limit_is_refused(monkeypatch:
     monkeypatch.setattr(pool_module, "MAX_TOKENS", 64)
     model = tiny("mamba")
     del model.config.max_position_embeddings
-    engine = Engine(model, POOL)
-    with pytest.raises(ValueError, match="60 prompt tokens and 5 new ones exceed this engine's 64"):
+    engine = make_engine(model, POOL)
+    with pytest.raises(ValueError, match="60 prompt tokens and max_tokens 5 exceed the engine's limit of 64"):
         engine.add([5] * 60, greedy(5))
     request = engine.add([5] * 60, greedy(4))
     engine.run()
     assert request.finish_reason == "length"
     with pytest.raises(ValueError, match="token_budget 0"):
-        Engine(model, POOL, token_budget=0)
+        make_engine(model, POOL, token_budget=0)
 
 
-def test_waiting_is_not_being_preempted_and_what_was_found_is_what_it_began_with() -> None:
-    engine = Engine(tiny("llama"), POOL)
-    engine = Engine(tiny("llama"), 9 * engine.layout.slab_bytes, token_budget=128)
+def test_waiting_is_not_preemption_and_cached_tokens_are_those_of_the_first_start() -> None:
+    engine = make_engine(tiny("llama"), POOL)
+    engine = make_engine(tiny("llama"), 9 * engine.layout.slab_bytes, token_budget=128)
     prompt = [3 + i % 50 for i in range(40)]
     engine.add(prompt, greedy(1))
     engine.run()
@@ -293,14 +294,14 @@ def test_waiting_is_not_being_preempted_and_what_was_found_is_what_it_began_with
     assert (waits.preemptions, waits.cached_tokens) == (0, 0)
 
 
-def test_a_page_that_others_share_half_of_does_not_end_who_needs_the_whole_pool() -> None:
+def test_half_shared_page_does_not_finish_a_request_of_pool_size() -> None:
     model = tiny("llama")
     model.set_attn_implementation("eager")
     prompt = [3 + i * 7 % 50 for i in range(20)]
     last = [*prompt[:18], *[58] * 22]
     wanted = expected(model, [last], 24)[0]
-    slab = Engine(model, POOL).layout.slab_bytes
-    engine = Engine(model, 5 * slab, token_budget=2)
+    slab = make_engine(model, POOL).layout.slab_bytes
+    engine = make_engine(model, 5 * slab, token_budget=2)
     for first in (prompt, [*prompt[:18], 60, 61]):  # they part inside a block
         engine.add(first, greedy(1))
         engine.run()
@@ -311,13 +312,13 @@ def test_a_page_that_others_share_half_of_does_not_end_who_needs_the_whole_pool(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_who_is_short_of_its_own_quota_preempts_its_own_tenants_requests_alone(ahead: bool) -> None:
+def test_request_beyond_its_quota_preempts_only_its_own_tenant(ahead: bool) -> None:
     model = tiny("llama")
     model.set_attn_implementation("eager")
     prompts = [[3 + (i * 7 + own) % 50 for i in range(30)] for own in range(3)]
     wanted = expected(model, prompts, 60)
-    slab = Engine(model, POOL).layout.slab_bytes
-    engine = Engine(model, POOL, tenants=[Tenant("red", quota=8 * slab), Tenant("blue")], ahead=ahead)
+    slab = make_engine(model, POOL).layout.slab_bytes
+    engine = make_engine(model, POOL, tenants=[Tenant("red", quota=8 * slab), Tenant("blue")], ahead=ahead)
     red = [engine.add(prompt, greedy(60), CacheControl(tenant="red"), priority=1) for prompt in prompts[:2]]
     blue = engine.add(
         prompts[2], greedy(60), CacheControl(tenant="blue")
@@ -328,10 +329,10 @@ def test_who_is_short_of_its_own_quota_preempts_its_own_tenants_requests_alone(a
     assert blue.preemptions == 0
 
 
-def test_who_stays_within_its_share_is_not_preempted_for_others() -> None:
+def test_tenant_within_its_share_is_not_preempted() -> None:
     model = tiny("llama")
-    slab = Engine(model, POOL).layout.slab_bytes
-    engine = Engine(model, 13 * slab, tenants=[Tenant("red", weight=1), Tenant("blue", weight=1)])
+    slab = make_engine(model, POOL).layout.slab_bytes
+    engine = make_engine(model, 13 * slab, tenants=[Tenant("red", weight=1), Tenant("blue", weight=1)])
     engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     red = [
         engine.add([3 + own] * 30, greedy(50), CacheControl(tenant="red"), priority=1) for own in range(2)
@@ -343,10 +344,10 @@ def test_who_stays_within_its_share_is_not_preempted_for_others() -> None:
     assert blue.preemptions == 0
 
 
-def test_a_tenant_of_weight_0_gets_what_others_shares_leave_and_is_told_when_that_is_nothing() -> None:
+def test_tenant_of_weight_0_uses_the_rest_of_the_pool() -> None:
     model = tiny("llama")
-    slab = Engine(model, POOL).layout.slab_bytes
-    engine = Engine(model, 9 * slab, tenants=[Tenant("red", weight=1), Tenant("blue", weight=0)])
+    slab = make_engine(model, POOL).layout.slab_bytes
+    engine = make_engine(model, 9 * slab, tenants=[Tenant("red", weight=1), Tenant("blue", weight=0)])
 
     def ran(tenant: str, start: int, length: int) -> Request:
         request = engine.add(
@@ -363,16 +364,16 @@ def test_a_tenant_of_weight_0_gets_what_others_shares_leave_and_is_told_when_tha
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "top_k", "seed", "logprobs", "n"])
-def test_what_is_no_whole_number_is_refused_before_a_step_meets_it(name: str) -> None:
+def test_non_integer_parameters_are_refused(name: str) -> None:
     for wrong in (2.5, "2"):
-        with pytest.raises(ValueError, match=f"{name} {wrong!r} must be a whole number"):
+        with pytest.raises(ValueError, match=f"{name} {wrong!r} must be an integer"):
             SamplingParams(**{name: wrong})  # type: ignore[arg-type]
     assert getattr(SamplingParams(**{name: np.int64(2)}), name) == 2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gemma3_text", "qwen3_next"])
-def test_a_trial_of_memory_stays_within_what_the_model_takes(
+def test_memory_trial_stays_within_the_models_limits(
     family: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
@@ -380,6 +381,6 @@ def test_a_trial_of_memory_stays_within_what_the_model_takes(
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)  # what a CPU cannot tell
     model = tiny(family)  # of 128 positions
-    layout = Engine(model, POOL).layout
+    layout = make_engine(model, POOL).layout
     assert sizing._trial(model, layout, 500, rows, None, 128, False, None) == (0, rows * 64 * 4)
     assert sizing._trial(model, layout, 100, rows, None, 128, False, None) == (0, rows * 64 * 4)

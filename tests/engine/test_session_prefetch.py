@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from kvloom.core import CacheControl
-from kvloom.engine.engine import Engine
-from kvloom.engine.offload.session_history import SessionHistory
+from kvloom.engine.offload import SessionHistory
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
-from .test_lossy import empty
-from .test_lower import PATIENT, POOL, QUICK, closed, drawn, faulty, greedy, lower_of, stored
+from .test_lossy_tiers import empty
+from .test_offload import PATIENT, POOL, QUICK, closed, drawn, faulty, greedy, offload_of, stored
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
-def test_a_hint_brings_what_a_session_said_into_host_memory(family: str, tmp_path: Path) -> None:
-    engine = Engine(tiny(family), POOL, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], lower=PATIENT)
+def test_expected_session_is_prefetched_into_host_memory(family: str, tmp_path: Path) -> None:
+    engine = make_engine(tiny(family), POOL, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], offload=PATIENT)
     control = CacheControl(session="talk", tenant="someone")
     prompt = drawn(family, 70)[0]
     first = engine.add(prompt, greedy(8), control)
@@ -26,13 +26,13 @@ def test_a_hint_brings_what_a_session_said_into_host_memory(family: str, tmp_pat
     assert not engine.expect_session("talk"), "everything is in the pool"
     assert not engine.expect_session("another")
     empty(engine)
-    lower = lower_of(engine)
+    offload = offload_of(engine)
     assert engine.expect_session("talk")
     assert engine.busy
     engine.run()
-    assert lower.counts["hinted"] == 1
-    assert lower.host.stats().objects
-    assert not lower.counts["trips"], "the pool is as it was"
+    assert offload.stats.prefetched_sessions == 1
+    assert offload.host.stats().objects
+    assert not offload.stats.load_jobs, "the pool is as it was"
     turn = [*first.tokens, 5, 6]
     again = engine.add(turn, greedy(8), control)
     engine.run()
@@ -46,12 +46,12 @@ def test_a_hint_brings_what_a_session_said_into_host_memory(family: str, tmp_pat
 
 
 @pytest.mark.parametrize("wrong", ["failing", "hung"])
-def test_a_hint_to_a_tier_that_does_not_answer_ends_and_costs_no_token(wrong: str, tmp_path: Path) -> None:
+def test_session_prefetch_from_a_faulty_tier_ends(wrong: str, tmp_path: Path) -> None:
     from kvloom.tiers.testing import Faults
 
     faults = Faults()
     place, _ = faulty(tmp_path, faults)
-    engine = Engine(tiny("llama"), POOL, tiers=["host:8MiB", place], lower=QUICK)
+    engine = make_engine(tiny("llama"), POOL, tiers=["host:8MiB", place], offload=QUICK)
     prompt = drawn(wrong, 70)[0]
     engine.add(prompt, greedy(8), CacheControl(session="talk"))
     engine.run()
@@ -69,8 +69,8 @@ def test_a_hint_to_a_tier_that_does_not_answer_ends_and_costs_no_token(wrong: st
     closed(engine)
 
 
-def test_sessions_are_remembered_within_bounds() -> None:
-    sessions = SessionHistory(most_tokens=100)
+def test_session_history_is_bounded() -> None:
+    sessions = SessionHistory(max_tokens=100)
     for number in range(5):
         sessions.record(f"s{number}", range(30), CacheControl())
     assert len(sessions) == 3

@@ -9,32 +9,30 @@ import numpy as np
 import pytest
 
 from kvloom.core import CacheControl
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import Request
+from kvloom.engine import Engine, Request
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
-from .test_lower import PATIENT, POOL, closed, drawn, greedy, lower_of, stored
+from .test_offload import PATIENT, POOL, closed, drawn, greedy, offload_of, stored
 
 NEAR = CacheControl(lossy=True)
 
 
 def opened(*tiers: str) -> Engine:
-    return Engine(tiny("llama"), POOL, tiers=tiers, lower=PATIENT)
+    return make_engine(tiny("llama"), POOL, tiers=tiers, offload=PATIENT)
 
 
 def said(engine: Engine, prompts: list[list[int]], control: CacheControl | None = None) -> list[Request]:
     requests = [engine.add(prompt, greedy(4), control) for prompt in prompts]
     engine.run()
-    lower_of(engine).poll()
+    offload_of(engine).poll()
     stored(engine)
     return requests
 
 
 @pytest.mark.parametrize("coding", ["int8", "fp8"])
 @pytest.mark.parametrize("below", ["disk", "host"])
-def test_what_was_re_encoded_serves_those_who_allow_it_and_nobody_else(
-    coding: str, below: str, tmp_path: Path
-) -> None:
+def test_lossy_pages_serve_only_requests_that_accept_them(coding: str, below: str, tmp_path: Path) -> None:
     prompts = drawn(coding, 70, 50)
     wanted = expected(tiny("llama"), prompts, 4)
     text = f"{coding}:disk:{tmp_path}:64MiB" if below == "disk" else f"{coding}:host:16MiB"
@@ -44,7 +42,7 @@ def test_what_was_re_encoded_serves_those_who_allow_it_and_nobody_else(
         [one.tokens for one in first] == [one.tokens for one in plain] == wanted
     )  # nothing came from below yet
     assert [one.cached_tokens for one in plain] == [0, 0]
-    lane = lower_of(engine).transfers.queues[0]
+    lane = offload_of(engine).transfers.queues[0]
     kept = lane.tier.stats()
     assert kept.objects == 5 + 4, "the pages of those who allow it, and of no others"
     if below == "disk":
@@ -64,13 +62,13 @@ def empty(engine: Engine) -> None:
     """Whatever is cached leaves the pool, and host memory."""
     engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
     engine._apply_copies()
-    host = lower_of(engine).host
+    host = offload_of(engine).host
     residents = host.index
     for key, slot in list(residents.entries.items()):
         residents.remove(key, slot)
 
 
-def test_the_bytes_that_come_back_are_near_those_that_were_computed(tmp_path: Path) -> None:
+def test_loaded_lossy_pages_are_close_to_computed_ones(tmp_path: Path) -> None:
     (prompt,) = drawn("near", 64)
     engine = opened("host:8MiB", f"int8:disk:{tmp_path}:64MiB")
     said(engine, [[*prompt, 5]], NEAR)
@@ -94,7 +92,7 @@ def test_the_bytes_that_come_back_are_near_those_that_were_computed(tmp_path: Pa
     closed(engine)
 
 
-def test_where_nothing_is_re_encoded_the_word_changes_nothing(tmp_path: Path) -> None:
+def test_lossy_without_a_lossy_tier_changes_nothing(tmp_path: Path) -> None:
     engine = opened("host:8MiB")
     prompts = drawn("same", 70)
     said(engine, prompts, NEAR)
@@ -102,14 +100,12 @@ def test_where_nothing_is_re_encoded_the_word_changes_nothing(tmp_path: Path) ->
     closed(engine)
 
 
-def test_pages_that_are_quantised_already_are_not_re_encoded_and_that_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_quantised_pages_are_not_re_encoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kvloom.tiers"):
-        engine = Engine(tiny("llama"), POOL, "int8", tiers=[f"fp8:disk:{tmp_path}:64MiB"])
+        engine = make_engine(tiny("llama"), POOL, "int8", tiers=[f"fp8:disk:{tmp_path}:64MiB"])
     assert "left out" in caplog.text
-    assert "not re-encoded" in caplog.text
-    assert not lower_of(engine).transfers.queues
+    assert "cannot re-encode pages" in caplog.text
+    assert not offload_of(engine).transfers.queues
     closed(engine)
 
 

@@ -13,12 +13,9 @@ import numpy as np
 import pytest
 
 from kvloom.core import CacheControl, Loading, LoadPlan, Match, Tenant, allocator as room
-from kvloom.engine.engine import Engine
-from kvloom.engine.execution.inflight_step import InflightStep
-from kvloom.engine.offload import manager as lower_module
-from kvloom.engine.offload.host_pages import HostPages
-from kvloom.engine.offload.manager import OffloadConfig, OffloadManager
-from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine import Engine, OffloadConfig, OffloadManager, Request, SamplingParams
+from kvloom.engine.execution import InflightStep
+from kvloom.engine.offload import HostPages, manager as offload_manager
 from kvloom.tiers import DiskConfig, DiskTier, Objects, OpenTier
 from kvloom.tiers.testing import Faults, FaultyTier
 from kvloom.tiers.transfers import (
@@ -27,15 +24,18 @@ from kvloom.tiers.transfers import (
     TransferConfig,
     unavailable_tier as away,
 )
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
 POOL = 1 << 22
 KINDS = ["llama", "gemma3_text", "qwen3_next", "bamba", "mamba", "deepseek_v3", "llama4_text"]
-PATIENT = OffloadConfig("always", seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0))
+PATIENT = OffloadConfig(
+    "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
+)
 """For what must be found, however busy the machine is."""
 QUICK = OffloadConfig(
     load="always",
-    seconds=(0.2, 0.2),
+    deadline_seconds=(0.2, 0.2),
     transfers=TransferConfig(
         lookup_seconds=0.2,
         queue=TierQueueConfig(
@@ -60,7 +60,7 @@ def served(engine: Engine, prompts: list[list[int]], new: int = 8) -> list[Reque
     return requests
 
 
-def lower_of(engine: Engine) -> OffloadManager:
+def offload_of(engine: Engine) -> OffloadManager:
     assert engine.offload is not None
     return engine.offload
 
@@ -75,14 +75,16 @@ def closed(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_a_restart_on_the_same_disk_answers_from_it(family: str, tmp_path: Path) -> None:
+def test_restart_loads_pages_from_disk(family: str, tmp_path: Path) -> None:
     prompts = drawn(family, 70, 50, 33, 90)
     wanted = expected(tiny(family), prompts, 8)
     turns = [[*tokens, 5, 6, 7] for tokens in wanted]
     again = expected(tiny(family), turns, 8)
     found = []
     for round_ in range(2):
-        engine = Engine(tiny(family), POOL, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], lower=PATIENT)
+        engine = make_engine(
+            tiny(family), POOL, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], offload=PATIENT
+        )
         requests = served(engine, turns if round_ else prompts)
         assert [request.tokens for request in requests] == (again if round_ else wanted)
         found.append([request.cached_tokens for request in requests])
@@ -95,11 +97,11 @@ def test_a_restart_on_the_same_disk_answers_from_it(family: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_the_very_same_prompt_is_found_below_the_second_time(family: str, tmp_path: Path) -> None:
+def test_repeated_prompt_is_loaded_after_a_restart(family: str, tmp_path: Path) -> None:
     prompts = drawn(family, 70, 50)
     wanted = expected(tiny(family), prompts, 1)
     for round_ in range(2):
-        engine = Engine(tiny(family), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=PATIENT)
+        engine = make_engine(tiny(family), POOL, tiers=[f"disk:{tmp_path}:64MiB"], offload=PATIENT)
         requests = served(engine, prompts, 1)
         assert [request.tokens for request in requests] == wanted
         found = [69, 49] if engine.layout.of("state") else [64, 48]
@@ -108,24 +110,26 @@ def test_the_very_same_prompt_is_found_below_the_second_time(family: str, tmp_pa
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_quantised_pages_come_back_with_their_scales(kv_dtype: Any, tmp_path: Path) -> None:
+def test_quantised_pages_load_with_their_scales(kv_dtype: Any, tmp_path: Path) -> None:
     prompts = drawn(kv_dtype, 70, 50)
-    plain = served(Engine(tiny("llama"), POOL, kv_dtype=kv_dtype), prompts)
+    plain = served(make_engine(tiny("llama"), POOL, kv_dtype=kv_dtype), prompts)
     turns = [[*request.tokens, 5, 6] for request in plain]
-    wanted = [request.tokens for request in served(Engine(tiny("llama"), POOL, kv_dtype=kv_dtype), turns)]
+    wanted = [
+        request.tokens for request in served(make_engine(tiny("llama"), POOL, kv_dtype=kv_dtype), turns)
+    ]
     for round_ in range(2):
-        engine = Engine(tiny("llama"), POOL, kv_dtype, tiers=[f"disk:{tmp_path}:64MiB"], lower=PATIENT)
+        engine = make_engine(tiny("llama"), POOL, kv_dtype, tiers=[f"disk:{tmp_path}:64MiB"], offload=PATIENT)
         requests = served(engine, turns if round_ else prompts)
         closed(engine)
     assert [request.cached_tokens for request in requests] == [64, 48]
     assert [request.tokens for request in requests] == wanted
 
 
-def test_other_weights_layouts_tenants_and_dtypes_never_meet_on_one_disk(tmp_path: Path) -> None:
+def test_other_weights_layouts_tenants_and_dtypes_share_no_pages_on_disk(tmp_path: Path) -> None:
     prompt = drawn("meet", 80)
 
     def cached(model: Any, control: CacheControl | None = None, **options: Any) -> int:
-        engine = Engine(model, POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=PATIENT, **options)
+        engine = make_engine(model, POOL, tiers=[f"disk:{tmp_path}:64MiB"], offload=PATIENT, **options)
         request = engine.add(prompt[0], greedy(1), control)
         engine.run()
         closed(engine)
@@ -150,10 +154,10 @@ def test_other_weights_layouts_tenants_and_dtypes_never_meet_on_one_disk(tmp_pat
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
 @pytest.mark.parametrize("write", ["through", "back"])
-def test_a_pool_far_too_small_keeps_its_hits_in_host_memory(family: str, write: str) -> None:
+def test_host_memory_keeps_the_hits_of_a_small_pool(family: str, write: str) -> None:
     """Conversations of a few turns; the pool holds about a tenth of them."""
     model = tiny(family, max_position_embeddings=512)
-    layout = Engine(model, POOL).layout
+    layout = make_engine(model, POOL).layout
     talks, turns, more = 8, 3, 24
     prompts = drawn(family, *[48] * talks)
     later = [drawn((family, turn), *[more] * talks) for turn in range(turns - 1)]
@@ -161,7 +165,7 @@ def test_a_pool_far_too_small_keeps_its_hits_in_host_memory(family: str, write: 
     small = int(1.6 * layout.slab_bytes_for(whole)) + 4 * layout.slab_bytes
     hits, said = [], []
     for pool, tiers in ((POOL * 4, []), (small, [f"host:32MiB?write={write}"])):
-        engine = Engine(tiny(family, max_position_embeddings=512), pool, tiers=tiers, lower=PATIENT)
+        engine = make_engine(tiny(family, max_position_embeddings=512), pool, tiers=tiers, offload=PATIENT)
         talk = [list(prompt) for prompt in prompts]
         for turn in range(turns):
             for i in range(talks):
@@ -176,15 +180,17 @@ def test_a_pool_far_too_small_keeps_its_hits_in_host_memory(family: str, write: 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_conversations_that_run_at_once_in_a_tenth_of_their_pages_find_all_they_said(family: str) -> None:
+def test_concurrent_conversations_in_a_tenth_of_their_pages_hit(family: str) -> None:
     """What comes for a request stays until it begins: there is room for it to go on before anything is loaded."""
     model = tiny(family, max_position_embeddings=512)
-    layout = Engine(model, POOL).layout
+    layout = make_engine(model, POOL).layout
     talks, turns, more, new = 20, 3, 28, 4
     prompts = drawn(family, *[64] * talks)
     longest = 64 + turns * new + (turns - 1) * more
     pool = talks * layout.slab_bytes_for(longest) // 10
-    engine = Engine(tiny(family, max_position_embeddings=512), pool, tiers=["host:32MiB"], lower=PATIENT)
+    engine = make_engine(
+        tiny(family, max_position_embeddings=512), pool, tiers=["host:32MiB"], offload=PATIENT
+    )
     running = {engine.add(prompt, greedy(new)): 0 for prompt in prompts}
     found = said = 0
     while running:
@@ -206,32 +212,32 @@ def test_conversations_that_run_at_once_in_a_tenth_of_their_pages_find_all_they_
 @pytest.mark.parametrize(
     ("family", "why"), [("qwen3_next", "snapshot missing"), ("gemma3_text", "window page missing")]
 )
-def test_what_keeps_pages_below_from_serving_a_prompt_is_said(family: str, why: str, tmp_path: Path) -> None:
+def test_miss_reason_of_pages_in_tiers(family: str, why: str, tmp_path: Path) -> None:
     """After a restart the pool knows none of the tokens; the disk has their pages, and lacks what one could resume on."""
     prompt = drawn(why, 100)[0]
     wanted = expected(tiny(family), [prompt], 4)[0]
     tiers = ["host:8MiB", f"disk:{tmp_path}:64MiB"]
-    engine = Engine(tiny(family), POOL, tiers=tiers, lower=PATIENT)
+    engine = make_engine(tiny(family), POOL, tiers=tiers, offload=PATIENT)
     first = served(engine, [prompt], 4)[0]
-    assert (first.stop.reason, first.tokens) == ("never seen", wanted)  # type: ignore[union-attr]
+    assert (first.pool_miss.reason, first.tokens) == ("never seen", wanted)  # type: ignore[union-attr]
     stored(engine)
-    lower = lower_of(engine)
+    offload = offload_of(engine)
     match = engine.cache.match(np.array([*wanted, 5], np.int32))
     prospect = engine.cache.loading.plan(match)
     names = [prospect.hash_at(position) for position in range(1, len(wanted) + 1)]
     for group in engine.layout.groups:
         if group.spec.unit == "state" or group.spec.visibility.windowed:
-            for form in lower.forms[group.index]:
-                lower.transfers.queues[0].tier.drop(Objects(names, group.index, form))
+            for form in offload.forms[group.index]:
+                offload.transfers.queues[0].tier.drop(Objects(names, group.index, form))
     closed(engine)
-    engine = Engine(tiny(family), POOL, tiers=tiers, lower=PATIENT)
+    engine = make_engine(tiny(family), POOL, tiers=tiers, offload=PATIENT)
     again = served(engine, [[*wanted, 5]], 4)[0]
     assert again.cached_tokens == 0
-    assert again.stop is not None
-    assert (again.stop.reason, again.stop.position) == (why, 0)
+    assert again.pool_miss is not None
+    assert (again.pool_miss.reason, again.pool_miss.position) == (why, 0)
     nothing = served(engine, drawn("new", 40), 4)[0]
-    assert nothing.stop is not None
-    assert nothing.stop.reason == "never seen"
+    assert nothing.pool_miss is not None
+    assert nothing.pool_miss.reason == "never seen"
     closed(engine)
 
 
@@ -262,7 +268,7 @@ def stored(engine: Engine) -> None:
     """Wait until nothing is to be stored any more."""
     ends = time.monotonic() + 5
     while (
-        any(lane.pending_store_bytes for lane in lower_of(engine).transfers.queues)
+        any(lane.pending_store_bytes for lane in offload_of(engine).transfers.queues)
         and time.monotonic() < ends
     ):
         time.sleep(0.01)
@@ -270,29 +276,27 @@ def stored(engine: Engine) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 @pytest.mark.parametrize("wrong", ["failing", "hung", "full", "slow", "lying", "flipped"])
-def test_whatever_a_tier_does_wrong_the_tokens_are_right_and_it_recovers(
-    family: str, wrong: str, tmp_path: Path
-) -> None:
+def test_faulty_tier_changes_no_token_and_recovers(family: str, wrong: str, tmp_path: Path) -> None:
     prompts = drawn((family, wrong), 70, 50, 33)
     wanted = expected(tiny(family), prompts, 8)
     turns = [[*tokens, 5, 6, 7] for tokens in wanted]
     again = expected(tiny(family), turns, 8)
-    engine = Engine(
-        tiny(family), POOL, tiers=[OpenTier(DiskTier(DiskConfig(tmp_path, 64 << 20)))], lower=QUICK
+    engine = make_engine(
+        tiny(family), POOL, tiers=[OpenTier(DiskTier(DiskConfig(tmp_path, 64 << 20)))], offload=QUICK
     )
     served(engine, prompts)
     closed(engine)
 
     faults = Faults()
     place, tier = faulty(tmp_path, faults)
-    engine = Engine(tiny(family), POOL, tiers=[place], lower=QUICK)
-    lower = lower_of(engine)
+    engine = make_engine(tiny(family), POOL, tiers=[place], offload=QUICK)
+    offload = offload_of(engine)
     go_wrong(wrong, faults, tier, tmp_path)
     first = served(engine, turns)
     assert [request.tokens for request in first] == again
     if wrong != "hung":
         stored(engine)
-    assert wrong == "slow" or lower.transfers.fault_log.counts
+    assert wrong == "slow" or offload.transfers.fault_log.counts
 
     faults.release()
     faults.failing = faults.full = False
@@ -300,13 +304,13 @@ def test_whatever_a_tier_does_wrong_the_tokens_are_right_and_it_recovers(
     fresh = drawn((family, wrong, "after"), 60, 40)
     after = expected(tiny(family), fresh, 4)
     ends = time.monotonic() + 5
-    while not lower.transfers.queues[0].breaker.is_closed and time.monotonic() < ends:
+    while not offload.transfers.queues[0].breaker.is_closed and time.monotonic() < ends:
         time.sleep(0.05)
         assert [r.tokens for r in served(engine, drawn(ends + time.monotonic(), 20))]
     assert [request.tokens for request in served(engine, fresh, 4)] == after
-    assert lower.transfers.queues[0].breaker.is_closed
+    assert offload.transfers.queues[0].breaker.is_closed
     closed(engine)
-    engine = Engine(tiny(family), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=PATIENT)
+    engine = make_engine(tiny(family), POOL, tiers=[f"disk:{tmp_path}:64MiB"], offload=PATIENT)
     requests = served(engine, fresh, 4)  # what was stored after the fault is there
     assert [request.tokens for request in requests] == after
     assert all(request.cached_tokens for request in requests) or bool(engine.layout.of("state"))
@@ -314,7 +318,7 @@ def test_whatever_a_tier_does_wrong_the_tokens_are_right_and_it_recovers(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
-def test_storms_in_a_pool_far_too_small_with_a_faulty_disk(family: str, tmp_path: Path) -> None:
+def test_many_requests_in_a_small_pool_with_a_faulty_disk(family: str, tmp_path: Path) -> None:
     rng = random.Random(family)
     roots = drawn((family, "roots"), 40, 33, 20)
     prompts = [
@@ -322,11 +326,11 @@ def test_storms_in_a_pool_far_too_small_with_a_faulty_disk(family: str, tmp_path
         for tail in drawn((family, "tails"), *range(1, 31))
     ]
     wanted = expected(tiny(family), prompts, 6)
-    slab = Engine(tiny(family), POOL).layout.slab_bytes
+    slab = make_engine(tiny(family), POOL).layout.slab_bytes
     faults = Faults()
     place, _ = faulty(tmp_path, faults)
-    engine = Engine(
-        tiny(family), 24 * slab, token_budget=24, max_running=6, tiers=["host:1MiB", place], lower=QUICK
+    engine = make_engine(
+        tiny(family), 24 * slab, token_budget=24, max_running=6, tiers=["host:1MiB", place], offload=QUICK
     )
     requests = [engine.add(prompt, greedy(6)) for prompt in prompts]
     extra = [engine.add(prompt, greedy(6)) for prompt in prompts[::5]]
@@ -347,14 +351,14 @@ def test_storms_in_a_pool_far_too_small_with_a_faulty_disk(family: str, tmp_path
     closed(engine)
 
 
-def test_quotas_hold_for_what_comes_from_below(tmp_path: Path) -> None:
+def test_quotas_hold_for_loaded_pages(tmp_path: Path) -> None:
     model = tiny("llama", max_position_embeddings=512)
-    layout = Engine(model, POOL).layout
+    layout = make_engine(model, POOL).layout
     tenant = Tenant("small", quota=layout.slab_bytes_for(120))
     prompts = drawn("quota", 100, 100, 100)
-    engine = Engine(
+    engine = make_engine(
         tiny("llama", max_position_embeddings=512), POOL, tenants=(tenant,), tiers=["host:16MiB"],
-        lower=PATIENT,
+        offload=PATIENT,
     )  # fmt: skip
     control = CacheControl(tenant="small")
     for _ in range(2):
@@ -366,15 +370,15 @@ def test_quotas_hold_for_what_comes_from_below(tmp_path: Path) -> None:
     closed(engine)
 
 
-def test_what_a_preempted_request_gets_back_is_no_hit() -> None:
+def test_reload_after_preemption_is_not_a_hit() -> None:
     """Two that do not fit together, and a third that comes before them: they lose their pages and load them again."""
     model = tiny("llama", max_position_embeddings=512)
-    layout = Engine(model, POOL).layout
+    layout = make_engine(model, POOL).layout
     prompts = drawn("back", 90, 90, 90)
     wanted = expected(tiny("llama", max_position_embeddings=512), prompts, 24)
-    engine = Engine(
+    engine = make_engine(
         tiny("llama", max_position_embeddings=512), layout.slab_bytes_for(130) + 2 * layout.slab_bytes,
-        tiers=["host:16MiB?write=back"], lower=PATIENT,
+        tiers=["host:16MiB?write=back"], offload=PATIENT,
     )  # fmt: skip
     engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     requests = [engine.add(prompt, greedy(24)) for prompt in prompts[:2]]
@@ -389,14 +393,14 @@ def test_what_a_preempted_request_gets_back_is_no_hit() -> None:
     closed(engine)
 
 
-def test_a_request_that_loads_holds_nobody_up(tmp_path: Path) -> None:
+def test_loading_request_does_not_block_others(tmp_path: Path) -> None:
     prompts = drawn("aside", 60, 30)
-    engine = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=QUICK)
+    engine = make_engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"], offload=QUICK)
     wanted = [request.tokens for request in served(engine, prompts)]
     closed(engine)
     faults = Faults(slow=0.15)
     place, _ = faulty(tmp_path, faults)
-    engine = Engine(tiny("llama"), POOL, tiers=[place], lower=PATIENT)
+    engine = make_engine(tiny("llama"), POOL, tiers=[place], offload=PATIENT)
     slow = engine.add(prompts[0], greedy(8))
     quick = engine.add(prompts[1][:14], greedy(2))  # nothing of it can be below
     while quick.finish_reason is None:
@@ -408,14 +412,14 @@ def test_a_request_that_loads_holds_nobody_up(tmp_path: Path) -> None:
     closed(engine)
 
 
-def test_cancelling_a_request_that_loads_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_cancel_while_loading_leaves_no_page(tmp_path: Path) -> None:
     prompts = drawn("cancel", 60)
-    engine = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"], lower=QUICK)
+    engine = make_engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"], offload=QUICK)
     served(engine, prompts)
     closed(engine)
     faults = Faults(hung=True)
     place, _ = faulty(tmp_path, faults)
-    engine = Engine(tiny("llama"), POOL, tiers=[place], lower=QUICK)
+    engine = make_engine(tiny("llama"), POOL, tiers=[place], offload=QUICK)
     request = engine.add(prompts[0], greedy(8))
     for _ in range(5):
         engine.step()
@@ -427,11 +431,11 @@ def test_cancelling_a_request_that_loads_leaves_nothing_behind(tmp_path: Path) -
     closed(engine)
 
 
-def test_what_makes_no_sense_is_refused_and_nothing_is_left_open(tmp_path: Path) -> None:
+def test_invalid_tiers_are_refused_and_leave_nothing_open(tmp_path: Path) -> None:
     for tiers in (["host:1MiB", "host:2MiB"], [f"disk:{tmp_path}:64MiB", "tape:1"], ["host:16"]):
         with pytest.raises(ValueError, match=r"host tiers were asked for|no known kind|too small"):
-            Engine(tiny("llama"), POOL, tiers=tiers)
-    engine = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])  # its lock is free
+            make_engine(tiny("llama"), POOL, tiers=tiers)
+    engine = make_engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])  # its lock is free
     assert np.isfinite(served(engine, drawn("x", 5))[0].tokens).all()
     closed(engine)
 
@@ -459,7 +463,7 @@ def leave_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that computes while the engine waits; in pools as small as these, too, pages leave ahead of need then."""
     rng = random.Random(1)
     monkeypatch.setattr(room, "AHEAD", 2)
-    monkeypatch.setattr(InflightStep, "arrived", property(lambda flight: rng.random() < 0.3))
+    monkeypatch.setattr(InflightStep, "is_ready", property(lambda flight: rng.random() < 0.3))
 
 
 class LatePages(HostPages):
@@ -469,31 +473,31 @@ class LatePages(HostPages):
     def wait(self, event: Any) -> None:
         event.synchronize()
 
-    def down(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
+    def offload(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
         return LateCopy(
             lambda: HostPages.offload(self, stride, pages, offsets), self.rng.randrange(*self.polls)
         )
 
-    def up(self, stride: int, pages: Any, offsets: Any) -> Any:
+    def load(self, stride: int, pages: Any, offsets: Any) -> Any:
         return LateCopy(lambda: HostPages.load(self, stride, pages, offsets), self.rng.randrange(*self.polls))
 
 
 @pytest.mark.parametrize("write", ["through", "back"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba", "qwen3_next"])
-def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
+def test_slow_copies_neither_overwrite_nor_read_other_pages(
     family: str, write: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lower_module, "HostPages", LatePages)
+    monkeypatch.setattr(offload_manager, "HostPages", LatePages)
     leave_early(monkeypatch)
     rng = random.Random(family)
     roots = drawn((family, "late roots"), 40, 33, 20)
     tails = drawn((family, "late"), *range(1, 25))
     prompts = [[*rng.choice(roots)[: rng.randrange(10, 40)], *tail] for tail in tails]
     wanted = expected(tiny(family), prompts, 6)
-    slab = Engine(tiny(family), POOL).layout.slab_bytes
-    engine = Engine(
+    slab = make_engine(tiny(family), POOL).layout.slab_bytes
+    engine = make_engine(
         tiny(family), 24 * slab, token_budget=24, max_running=5, tiers=[f"host:4MiB?write={write}"],
-        lower=PATIENT,
+        offload=PATIENT,
     )  # fmt: skip
     for _ in range(2):
         requests = [engine.add(prompt, greedy(6)) for prompt in prompts]
@@ -505,23 +509,23 @@ def test_copies_that_take_their_time_overwrite_nothing_and_read_nothing_else(
             if steps % 7 == 0:
                 engine.cache.check()
         assert [request.tokens for request in requests] == wanted
-    assert lower_of(engine).counts["landed_tokens"] or engine.layout.of("state")
-    while lower_of(engine).retained_bytes:
-        lower_of(engine).poll()
+    assert offload_of(engine).stats.loaded_tokens or engine.layout.of("state")
+    while offload_of(engine).is_retaining_pages:
+        offload_of(engine).poll()
     closed(engine)
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("slabs", [20, 24, 28, 32])
-def test_conversations_that_come_back_at_once_lose_nothing_to_each_other(
+def test_returning_conversations_keep_their_loaded_pages(
     slabs: int, ahead: bool, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The room for one is that of the next in line, whose turn is in the same step; and a while later, of who waits for room."""
-    monkeypatch.setattr(lower_module, "HostPages", LatePages if late else HostPages)
-    slab = Engine(tiny("llama"), POOL).layout.slab_bytes
-    engine = Engine(
-        tiny("llama"), slabs * slab, token_budget=256, max_running=16, ahead=ahead, tiers=["host:4MiB"], lower=PATIENT
+    monkeypatch.setattr(offload_manager, "HostPages", LatePages if late else HostPages)
+    slab = make_engine(tiny("llama"), POOL).layout.slab_bytes
+    engine = make_engine(
+        tiny("llama"), slabs * slab, token_budget=256, max_running=16, ahead=ahead, tiers=["host:4MiB"], offload=PATIENT
     )  # fmt: skip
     first = [served(engine, [prompt], 4)[0] for prompt in drawn("turns", *[60] * 8)]
     prompts = [[*request.tokens, 5, 6, 7] for request in first]
@@ -533,42 +537,40 @@ def test_conversations_that_come_back_at_once_lose_nothing_to_each_other(
         assert steps < 2000
     assert [request.tokens for request in requests] == wanted
     assert min(request.cached_tokens or 0 for request in requests) >= 48
-    while lower_of(engine).retained_bytes:
-        lower_of(engine).poll()
+    while offload_of(engine).is_retaining_pages:
+        offload_of(engine).poll()
     closed(engine)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
-def test_what_comes_back_from_a_full_host_memory_does_not_lose_its_place_there(family: str) -> None:
+def test_pages_stay_in_full_host_memory_while_they_load(family: str) -> None:
     """What leaves the pool for it wants a place, and what comes back has been there for longest."""
     prompts = drawn((family, "in turns"), *[70] * 6)
     wanted = expected(tiny(family), prompts, 4)
-    slab = Engine(tiny(family), POOL).layout.slab_bytes
+    slab = make_engine(tiny(family), POOL).layout.slab_bytes
     landed = evicted = 0
     for places in (12, 16, 20, 24):
-        engine = Engine(
-            tiny(family), 16 * slab, token_budget=64, max_running=2, tiers=[f"host:{places * slab}"], lower=PATIENT
+        engine = make_engine(
+            tiny(family), 16 * slab, token_budget=64, max_running=2, tiers=[f"host:{places * slab}"], offload=PATIENT
         )  # fmt: skip
         for _ in range(3):
             assert [served(engine, [prompt], 4)[0].tokens for prompt in prompts] == wanted
-        assert lower_of(engine).counts["failed_pages"] == 0
-        evicted += lower_of(engine).host.stats().evicted
-        landed += lower_of(engine).counts["landed_tokens"]
+        assert offload_of(engine).stats.failed_pages == 0
+        evicted += offload_of(engine).host.stats().evicted
+        landed += offload_of(engine).stats.loaded_tokens
         closed(engine)
     assert landed
     assert evicted
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_what_one_request_loads_is_loaded_once_however_many_wait_for_it(
-    cancelled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lower_module, "HostPages", LatePages)
+def test_shared_pages_are_loaded_once(cancelled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_manager, "HostPages", LatePages)
     monkeypatch.setattr(LatePages, "polls", (20, 30))
     roots = drawn("roots of many", 64, 48)
     prompts = [[*roots[i % 2], *tail] for i, tail in enumerate(drawn("many", *[5] * 80))]
     wanted = expected(tiny("llama"), prompts, 4)
-    engine = Engine(tiny("llama"), POOL, max_running=80, tiers=["host:8MiB"], lower=PATIENT)
+    engine = make_engine(tiny("llama"), POOL, max_running=80, tiers=["host:8MiB"], offload=PATIENT)
     served(engine, roots)
     engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
     requests = [engine.add(prompt, greedy(4)) for prompt in prompts]
@@ -583,18 +585,18 @@ def test_what_one_request_loads_is_loaded_once_however_many_wait_for_it(
     left = requests[2:] if cancelled else requests
     assert [request.tokens for request in left] == wanted[len(requests) - len(left) :]
     assert [request.cached_tokens for request in left] == [64, 48] * (len(left) // 2)
-    assert lower_of(engine).counts["trips"] == (4 if cancelled else 2)
-    while lower_of(engine).retained_bytes:  # what came for those that were cancelled
-        lower_of(engine).poll()
+    assert offload_of(engine).stats.load_jobs == (4 if cancelled else 2)
+    while offload_of(engine).is_retaining_pages:  # what came for those that were cancelled
+        offload_of(engine).poll()
     closed(engine)
 
 
-def test_who_has_its_turn_before_who_loads_finds_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower_module, "HostPages", LatePages)
+def test_request_scheduled_before_the_loading_one_hits_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_manager, "HostPages", LatePages)
     monkeypatch.setattr(LatePages, "polls", (20, 30))
     root = drawn("root of few", 64)[0]
     prompts = [[*root, *tail] for tail in drawn("few", *[5] * 7)]
-    engine = Engine(tiny("llama"), POOL, tiers=["host:8MiB"], lower=PATIENT)
+    engine = make_engine(tiny("llama"), POOL, tiers=["host:8MiB"], offload=PATIENT)
     served(engine, [root])
     engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
     requests = [engine.add(prompts[0], greedy(4))]
@@ -603,22 +605,24 @@ def test_who_has_its_turn_before_who_loads_finds_what_came(monkeypatch: pytest.M
     engine.run()
     assert [request.tokens for request in requests] == expected(tiny("llama"), prompts, 4)
     assert [request.cached_tokens for request in requests] == [64] * 7
-    assert lower_of(engine).counts["trips"] == 1
+    assert offload_of(engine).stats.load_jobs == 1
     closed(engine)
 
 
 @pytest.mark.parametrize("sooner", [False, True])
-def test_what_came_for_who_waits_holds_no_room_from_who_comes_first(
+def test_loaded_pages_of_queued_requests_do_not_block_earlier_ones(
     sooner: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose turn it is needs the pages of those behind it, which come or have come: because it grew, or ranks better."""
-    monkeypatch.setattr(lower_module, "HostPages", LatePages)
+    monkeypatch.setattr(offload_manager, "HostPages", LatePages)
     monkeypatch.setattr(LatePages, "polls", (50, 51))
     first, *others = drawn("in each other's way", 62, 40, 40, 40)
     model = tiny("llama", max_position_embeddings=512)
     wanted = [*expected(model, [first], 60), *expected(model, others, 4)]
-    slab = Engine(model, POOL).layout.slab_bytes
-    engine = Engine(model, (9 if sooner else 11) * slab, token_budget=64, tiers=["host:8MiB"], lower=PATIENT)
+    slab = make_engine(model, POOL).layout.slab_bytes
+    engine = make_engine(
+        model, (9 if sooner else 11) * slab, token_budget=64, tiers=["host:8MiB"], offload=PATIENT
+    )
     served(engine, others, 4)
     engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
     requests = [] if sooner else [engine.add(first, greedy(60))]
@@ -633,16 +637,14 @@ def test_what_came_for_who_waits_holds_no_room_from_who_comes_first(
         steps += 1
         assert steps < 1000
     assert [request.tokens for request in requests] == wanted
-    assert lower_of(engine).counts["landed_tokens"]
+    assert offload_of(engine).stats.loaded_tokens
     closed(engine)
 
 
-def test_a_tier_that_cannot_be_opened_is_left_out_and_serving_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unavailable_tier_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiers = [f"disk:{tmp_path}:64MiB"]
-    first = Engine(tiny("llama"), POOL, tiers=tiers)
-    second = Engine(tiny("llama"), POOL, tiers=tiers)  # two on one directory
+    first = make_engine(tiny("llama"), POOL, tiers=tiers)
+    second = make_engine(tiny("llama"), POOL, tiers=tiers)  # two on one directory
     assert "is left out, serving goes on without it" in caplog.text
     prompts = drawn("two", 40)
     assert [r.tokens for r in served(first, prompts)] == [r.tokens for r in served(second, prompts)]
@@ -650,14 +652,14 @@ def test_a_tier_that_cannot_be_opened_is_left_out_and_serving_goes_on(
     closed(second)
 
 
-def test_a_tier_that_was_away_is_used_once_it_is_there(
+def test_unavailable_tier_is_used_once_it_opens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(away, "FIRST_PAUSE", 0.05)
     tiers = [f"disk:{tmp_path}:64MiB"]
-    first = Engine(tiny("llama"), POOL, tiers=tiers)
-    second = Engine(tiny("llama"), POOL, tiers=tiers)
-    (lane,) = lower_of(second).transfers.queues
+    first = make_engine(tiny("llama"), POOL, tiers=tiers)
+    second = make_engine(tiny("llama"), POOL, tiers=tiers)
+    (lane,) = offload_of(second).transfers.queues
     prompts = drawn("away", 40)
     served(second, prompts)  # fails to keep them, and says so
     assert not lane.tier.stats().objects
@@ -675,22 +677,22 @@ def test_a_tier_that_was_away_is_used_once_it_is_there(
         others = [[*others[0], len(others[0])]]
         time.sleep(0.1)
     closed(second)
-    third = Engine(tiny("llama"), POOL, tiers=tiers)  # its lock was let go
-    assert not lower_of(third).unavailable
+    third = make_engine(tiny("llama"), POOL, tiers=tiers)  # its lock was let go
+    assert not offload_of(third).unavailable
     closed(third)
 
 
-def test_a_tier_that_stays_away_ends_with_its_engine(tmp_path: Path) -> None:
-    first = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])
-    second = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])
+def test_unavailable_tier_closes_with_its_engine(tmp_path: Path) -> None:
+    first = make_engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])
+    second = make_engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])
     closed(second)
     closed(first)
-    third = Engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])
-    assert not lower_of(third).unavailable
+    third = make_engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])
+    assert not offload_of(third).unavailable
     closed(third)
 
 
-def test_host_memory_without_a_prompts_next_block_costs_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_miss_in_host_memory_costs_one_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     plan = Loading.plan
 
@@ -701,12 +703,12 @@ def test_host_memory_without_a_prompts_next_block_costs_one_look(monkeypatch: py
     monkeypatch.setattr(Loading, "plan", counted)
     prompts = drawn("one look", 70, 50, 90)
     wanted = expected(tiny("llama"), prompts, 8)
-    engine = Engine(tiny("llama"), POOL, tiers=["host:8MiB?write=through"], lower=PATIENT)
+    engine = make_engine(tiny("llama"), POOL, tiers=["host:8MiB?write=through"], offload=PATIENT)
     assert [request.tokens for request in served(engine, prompts)] == wanted
     again = served(
         engine, [[*prompts[0][:40], 5, 6, 7], *prompts[1:]]
     )  # the pool has more of them than host memory
-    assert lower_of(engine).offloaded_pages
+    assert offload_of(engine).stats.offloaded_pages
     assert not made
     assert all(request.looked_in_tiers is not None for request in again)
     engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())

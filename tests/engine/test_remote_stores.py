@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvloom.engine.engine import Engine
 from kvloom.tiers import Form, HostConfig, HostTier, Outcome
 from kvloom.tiers.encoding import make_codec, parse_head, seal
 from kvloom.tiers.host import SharedMemory
@@ -18,10 +17,11 @@ from kvloom.tiers.peer import PeerConfig, PeerServer
 from kvloom.tiers.remote.redis_protocol import RespConnection
 from kvloom.tiers.remote.store_tier import PREFIX
 from kvloom.tiers.transfers import CircuitBreakerConfig, TierQueueConfig
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 from tests.tiers.servers import mooncake_master, redis_server
 
-from .test_lower import PATIENT, POOL, QUICK, closed, drawn, served
+from .test_offload import PATIENT, POOL, QUICK, closed, drawn, served
 
 pytestmark = pytest.mark.server
 MIB = 1 << 20
@@ -67,14 +67,14 @@ def mooncake_text(folder: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("text_of", [redis_text, peer_text, nixl_text, mooncake_text])
 @pytest.mark.parametrize("family", ["gemma3_text", "bamba"])
-def test_a_restarted_engine_answers_from_the_store(family: str, text_of: object, tmp_path: Path) -> None:
+def test_restart_loads_pages_from_the_store(family: str, text_of: object, tmp_path: Path) -> None:
     prompts = drawn(family, 70, 50, 90)
     wanted = expected(tiny(family), prompts, 8)
     turns = [[*tokens, 5, 6, 7] for tokens in wanted]
     again = expected(tiny(family), turns, 8)
     with text_of(tmp_path) as text:  # type: ignore[operator]
         for round_ in range(2):
-            engine = Engine(tiny(family), POOL, tiers=[text], lower=PATIENT)
+            engine = make_engine(tiny(family), POOL, tiers=[text], offload=PATIENT)
             assert engine.offload is not None
             requests = served(engine, turns if round_ else prompts)
             assert [request.tokens for request in requests] == (again if round_ else wanted)
@@ -83,15 +83,15 @@ def test_a_restarted_engine_answers_from_the_store(family: str, text_of: object,
             closed(engine)
 
 
-def test_a_store_that_dies_in_between_changes_no_token(tmp_path: Path) -> None:
+def test_store_failure_changes_no_token(tmp_path: Path) -> None:
     prompts = drawn("dies", 70, 50, 90)
     wanted = expected(tiny("llama"), prompts, 8)
     with redis_server(tmp_path) as (port, _):
         text = f"redis://127.0.0.1:{port}/0?capacity=64MiB&timeout=0.3"
-        first = Engine(tiny("llama"), POOL, tiers=[text], lower=QUICK)
+        first = make_engine(tiny("llama"), POOL, tiers=[text], offload=QUICK)
         assert [r.tokens for r in served(first, prompts)] == wanted
         closed(first)
-        engine = Engine(tiny("llama"), POOL, tiers=[text], lower=QUICK)
+        engine = make_engine(tiny("llama"), POOL, tiers=[text], offload=QUICK)
     assert [r.tokens for r in served(engine, prompts)] == wanted
     closed(engine)
 
@@ -122,7 +122,9 @@ def test_forged_pages_in_a_keyed_store_change_no_token_and_are_counted(protect: 
     with redis_server(tmp_path) as (port, _):
         text = f"redis://127.0.0.1:{port}/0?capacity=64MiB&keys={keys}&protect={protect}"
         for round_ in range(3):
-            engine = Engine(tiny("llama"), POOL, tiers=[text], lower=replace(PATIENT, transfers=UNBROKEN))
+            engine = make_engine(
+                tiny("llama"), POOL, tiers=[text], offload=replace(PATIENT, transfers=UNBROKEN)
+            )
             assert engine.offload is not None
             requests = served(engine, prompts)
             assert [request.tokens for request in requests] == wanted

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from kvloom.core import CacheControl
-from kvloom.engine.engine import Engine
-from kvloom.engine.offload import manager as lower_module
-from kvloom.engine.offload.manager import OffloadConfig
-from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine import OffloadConfig, Request, SamplingParams
+from kvloom.engine.offload import manager, pool_loader
 from kvloom.tiers import DiskConfig, DiskTier, Objects, OpenTier
 from kvloom.tiers.testing import Faults, FaultyTier
 from kvloom.tiers.transfers import TierQueueConfig, TransferConfig
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
 LENGTH = 400
@@ -43,7 +42,7 @@ class Rig:
     def __init__(self, family: str, path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.prompt = prompt()
         self.expected = expected(model(family), [self.prompt], 4)[0]
-        first = Engine(model(family), 1 << 22, tiers=[f"disk:{path}:64MiB"])
+        first = make_engine(model(family), 1 << 22, tiers=[f"disk:{path}:64MiB"])
         first.add(self.prompt, PARAMS)
         first.run()
         first.close()
@@ -52,16 +51,19 @@ class Rig:
         faults = Faults(tamper=lambda objects: self.gate.acquire() and None)
         self.tier = tier = FaultyTier(DiskTier(DiskConfig(path, 64 << 20)), faults)
         lane = TierQueueConfig(max_inflight_bytes=1)  # one read at a time, so that they come in their order
-        lower = OffloadConfig(seconds=(60.0, 60.0), transfers=TransferConfig(lookup_seconds=60.0, queue=lane))
+        offload = OffloadConfig(
+            deadline_seconds=(60.0, 60.0), transfers=TransferConfig(lookup_seconds=60.0, queue=lane)
+        )
         tiers: list[str | OpenTier] = ["host:16MiB", OpenTier(tier)]
-        self.engine = Engine(model(family), 1 << 22, tiers=tiers, lower=lower, **options)
+        self.engine = make_engine(model(family), 1 << 22, tiers=tiers, offload=offload, **options)
         assert self.engine.offload is not None
-        self.lower, run = self.engine.offload, self.engine.runner.run
+        self.offload, run = self.engine.offload, self.engine.runner.run
         for _ in range(4):
-            self.lower.observe_prefill(64, 64 * EACH)
-        monkeypatch.setattr(self.lower, "computed", lambda tokens, seconds: None)
-        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=time.sleep)
-        monkeypatch.setattr(lower_module, "time", clock)
+            self.offload.observe_prefill(64, 64 * EACH)
+        monkeypatch.setattr(self.offload, "observe_prefill", lambda tokens, seconds: None)
+        clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter, sleep=time.sleep)
+        for module in (manager, pool_loader):
+            monkeypatch.setattr(module, "time", clock)
 
         def counted(works: Sequence[Any], *rest: Any) -> Any:
             self.computed += [len(work.tokens) for work in works]
@@ -72,31 +74,31 @@ class Rig:
     def believe(self, ratio: float) -> None:
         """The disk is said to give tokens so many times as fast as they are computed."""
         full = sum(g.unit_bytes for g in self.engine.layout.of("token") if not g.spec.visibility.windowed)
-        lane = self.lower.transfers.queues[0]
+        lane = self.offload.transfers.queues[0]
         lane.throughput.bytes_per_second, lane.lookup_latency = ratio * full / EACH, 0.0
         lane.throughput.record = lambda size, began, now: None  # type: ignore[method-assign]
 
     def add(self, control: CacheControl | None = None) -> Request:
         """A request whose pages are looked for, and found."""
         request = self.engine.add(self.prompt, PARAMS, control)
-        self.until(lambda: self.lower._jobs[request].is_planned)
+        self.until(lambda: self.offload._jobs[request].lookup.is_complete)
         return request
 
     def until(self, done: Callable[[], object]) -> None:
         """Real time passes, for threads; the clock stands."""
         ends = time.monotonic() + 60
         while not done():
-            self.lower.poll()
+            self.offload.poll()
             assert time.monotonic() < ends
             time.sleep(0.001)
 
     def let(self, request: Request, tokens: int) -> None:
         """Let pages come until so many tokens of the prompt's end are there."""
-        trip = self.lower._jobs[request]
-        while trip.loaded_from > LENGTH - tokens:
-            low = trip.loaded_from
-            self.gate.release(sum(len(fetch._loads) for fetch in trip.chunks[0].fetches))
-            self.until(lambda low=low: trip.loaded_from < low)  # type: ignore[misc]
+        transfer = self.offload._jobs[request].transfer
+        while transfer.loaded_from > LENGTH - tokens:
+            before = transfer.loaded_from
+            self.gate.release(sum(len(fetch._loads) for fetch in transfer.chunks[0].fetches))
+            self.until(lambda before=before: transfer.loaded_from < before)  # type: ignore[misc]
 
     def step(self) -> None:
         """One step, which takes as long as is said; a millisecond where there is nothing to compute."""
@@ -131,7 +133,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
-def test_what_has_come_when_the_head_meets_it_is_not_computed(family: str, rig: Callable[..., Rig]) -> None:
+def test_loaded_tail_is_not_computed(family: str, rig: Callable[..., Rig]) -> None:
     one = rig(family, token_budget=64)
     one.believe(0.5)
     request = one.add()
@@ -139,7 +141,7 @@ def test_what_has_come_when_the_head_meets_it_is_not_computed(family: str, rig: 
         one.step()
     one.let(request, LENGTH - 256)
     one.ends(request)
-    landed = one.lower.counts["landed_tokens"]
+    landed = one.offload.stats.loaded_tokens
     assert landed >= LENGTH - 256 - 16
     assert one.prefilled <= 256 + 1
     assert one.prefilled + landed == LENGTH or one.engine.layout.of(
@@ -148,7 +150,7 @@ def test_what_has_come_when_the_head_meets_it_is_not_computed(family: str, rig: 
     assert request.cached_tokens == landed == sum(request.hits.values())
 
 
-def test_the_step_after_the_meeting_point_is_not_launched_before_it_is_known_what_has_come(
+def test_step_after_the_meeting_point_waits_for_the_tail(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device that computes while its host goes on a step is decided while the one before it runs: the last one of the
@@ -161,7 +163,7 @@ def test_the_step_after_the_meeting_point_is_not_launched_before_it_is_known_wha
         one.now += 128 * EACH
         return land(*given)
 
-    monkeypatch.setattr(one.engine._output_processor, "land", landed)
+    monkeypatch.setattr(one.engine._output_processor, "process", landed)
     request = one.add()
     for _ in range(2):
         one.engine.step()
@@ -173,14 +175,12 @@ def test_the_step_after_the_meeting_point_is_not_launched_before_it_is_known_wha
     assert sum(one.computed) == met, "it computes what it loads"
     one.let(request, LENGTH - met)
     one.ends(request)
-    assert one.prefilled + one.lower.counts["landed_tokens"] == LENGTH
-    assert one.lower.counts["landed_tokens"] >= LENGTH - met - 16
+    assert one.prefilled + one.offload.stats.loaded_tokens == LENGTH
+    assert one.offload.stats.loaded_tokens >= LENGTH - met - 16
 
 
 @pytest.mark.parametrize("believed", [3.0, 100.0])
-def test_a_tier_that_was_fast_and_gives_nothing_costs_a_part_of_computing_and_no_more(
-    believed: float, rig: Callable[..., Rig]
-) -> None:
+def test_stalled_tier_costs_a_bounded_wait(believed: float, rig: Callable[..., Rig]) -> None:
     one = rig(token_budget=512)
     one.believe(believed)
     request = one.add()
@@ -192,9 +192,9 @@ def test_a_tier_that_was_fast_and_gives_nothing_costs_a_part_of_computing_and_no
     assert len(one.computed) - 3 <= 6
 
 
-def test_what_host_memory_has_of_a_head_is_copied_while_the_tail_comes(rig: Callable[..., Rig]) -> None:
+def test_head_is_copied_from_host_memory_while_the_tail_loads(rig: Callable[..., Rig]) -> None:
     one = rig(token_budget=64)
-    cache, host = one.engine.cache, one.lower.host
+    cache, host = one.engine.cache, one.offload.host
     one.engine.add(one.prompt[:200], PARAMS)  # a prompt that begins alike, whose pages left the pool since
     one.gate.release(1000)
     one.engine.run()
@@ -203,7 +203,7 @@ def test_what_host_memory_has_of_a_head_is_copied_while_the_tail_comes(rig: Call
     cache.grow(slabs.tolist())
     names = cache.loading.plan(cache.match(np.array(one.prompt, np.int32))).hashes
     for group in one.engine.layout.groups:
-        for form in one.lower.forms[group.index]:
+        for form in one.offload.forms[group.index]:
             assert host.lookup(Objects(names[:12], group.index, form)).all()
             host.drop(Objects(names[12:], group.index, form))
     one.gate, one.computed = threading.Semaphore(0), []
@@ -219,9 +219,7 @@ def test_what_host_memory_has_of_a_head_is_copied_while_the_tail_comes(rig: Call
 
 
 @pytest.mark.parametrize("believed", [0.5, 100.0])
-def test_a_request_whose_pages_are_not_kept_does_not_compute_them_twice(
-    believed: float, rig: Callable[..., Rig]
-) -> None:
+def test_request_without_store_loads_or_computes_everything(believed: float, rig: Callable[..., Rig]) -> None:
     """Nothing of its head would be there when the tail has come: it loads all, or computes all."""
     one = rig(token_budget=64)
     one.believe(believed)
@@ -234,7 +232,7 @@ def test_a_request_whose_pages_are_not_kept_does_not_compute_them_twice(
     assert one.prefilled == (1 if believed > 1 else LENGTH)
 
 
-def test_a_lookup_that_hangs_is_waited_for_no_longer_than_a_page_would_be(rig: Callable[..., Rig]) -> None:
+def test_hung_lookup_costs_a_bounded_wait(rig: Callable[..., Rig]) -> None:
     one = rig(token_budget=512)
     lookup, answered = one.tier.lookup, threading.Event()
     one.tier.lookup = lambda objects: answered.wait(60) and lookup(objects)  # type: ignore[assignment, method-assign, return-value]
@@ -247,7 +245,7 @@ def test_a_lookup_that_hangs_is_waited_for_no_longer_than_a_page_would_be(rig: C
     assert one.prefilled == LENGTH
 
 
-def test_what_a_request_has_computed_itself_is_loaded_no_further(rig: Callable[..., Rig]) -> None:
+def test_load_ends_once_the_prompt_is_computed(rig: Callable[..., Rig]) -> None:
     """Its prompt is over, and it decodes: a disk that is slow has others to serve."""
     one = rig(token_budget=512)
     one.believe(0.2)
@@ -255,5 +253,5 @@ def test_what_a_request_has_computed_itself_is_loaded_no_further(rig: Callable[.
     while not request.output_count:
         one.step()
     one.step()
-    assert not one.lower._jobs
+    assert not one.offload._jobs
     one.ends(request)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.engine import preflight as checking
-from kvloom.engine.preflight import check_engine, check_model
+from kvloom.engine import check_engine, check_model, preflight as checking
 from kvloom.kernels.memory import CudaError
 from kvloom.models.specs import folder_of
 
@@ -23,18 +22,18 @@ LLAMA = folder_of("kvloom-llama")
     [
         ({"kv_dtype": "int3"}, "KV dtype 'int3' is not known"),
         ({"kv_dtype": "fp8,sliding=bf16"}, "no sliding layers"),
-        ({"kv_scales": "scales.safetensors"}, "no layer keeps them so"),
+        ({"kv_scales": "scales.safetensors"}, "there is none"),
         ({"kv_scales": "/no/scales", "kv_dtype": "fp8"}, "there is no file /no/scales with scales"),
         ({"pool_bytes": 1 << 10}, "a pool of 1,024 bytes is too small"),
         ({"tiers": ["host:x"]}, "tier 'host:x': size 'x' is not understood"),
     ],
 )
-def test_what_could_never_run_is_refused(asked: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_engine(LLAMA, **asked)
 
 
-def test_what_runs_is_let_through(tmp_path: Path) -> None:
+def test_valid_settings_pass(tmp_path: Path) -> None:
     scales = tmp_path / "scales.safetensors"
     scales.touch()
     check_engine(LLAMA, kv_dtype="fp8", kv_scales=scales, dtype="float32", pool_bytes=64 << 20)
@@ -46,21 +45,21 @@ def test_what_runs_is_let_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "count", "said"),
     [
-        ("cuda", OSError("no libcuda"), "no device 'cuda' here: no NVIDIA driver is installed; give cpu"),
+        ("cuda", OSError("no libcuda"), "no device 'cuda': no NVIDIA driver is installed; use --device cpu"),
         (
             "cuda:0",
             CudaError("cuInit", 100, "none found"),
-            "here: the NVIDIA driver says: cuInit failed with 100",
+            ": the NVIDIA driver reports: cuInit failed with 100",
         ),
-        ("cuda", 0, "the NVIDIA driver sees 0 GPUs; give cpu .--device cpu., or leave it out"),
-        ("cuda:1", 1, "no device 'cuda:1' here: the NVIDIA driver sees 1 GPU;"),
+        ("cuda", 0, "the NVIDIA driver sees 0 GPUs; use --device cpu, or omit"),
+        ("cuda:1", 1, "no device 'cuda:1': the NVIDIA driver sees 1 GPU;"),
         ("cuda", 1, None),
         ("cuda:1", 2, None),
         ("cpu", OSError("nobody asks"), None),
         ("cuda:x", OSError("nobody asks"), None),
     ],
 )
-def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(
+def test_missing_gpu_is_refused_before_loading(
     monkeypatch: pytest.MonkeyPatch, device: str, count: int | Exception, said: str | None
 ) -> None:
     class Driver:
@@ -78,14 +77,14 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_is_loaded(
         check_engine(LLAMA, device=device)
 
 
-def test_a_pool_is_measured_as_the_engine_will_have_it() -> None:
+def test_pool_check_matches_the_engines_layout() -> None:
     for dtype, unit in (("float32", 98_304), ("bfloat16", 49_152)):
         check_engine(LLAMA, dtype=dtype, pool_bytes=2 * unit)
-        with pytest.raises(ValueError, match=f"its unit is {unit:,}"):
+        with pytest.raises(ValueError, match=f"two slabs of {unit:,} bytes"):
             check_engine(LLAMA, dtype=dtype, pool_bytes=2 * unit - 1)
 
 
-def test_a_config_that_only_transformers_can_read_is_left_to_it(tmp_path: Path) -> None:
+def test_config_for_transformers_only_passes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
     check_engine(str(tmp_path), pool_bytes=1)
 
@@ -93,20 +92,20 @@ def test_a_config_that_only_transformers_can_read_is_left_to_it(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("nothing-like-it", "no model 'nothing-like-it' here.*kvloom-llama"),
-        ("no/such/folder", "no model 'no/such/folder' here"),
+        ("nothing-like-it", "no model 'nothing-like-it'.*kvloom-llama"),
+        ("no/such/folder", "no model 'no/such/folder'"),
         ("./org/name", "no model"),
         ("llama-3-8b", "a config without weights"),
         (__file__, "a config without weights"),
         (str(Path(__file__).parent), "the folder has no config.json"),
     ],
 )
-def test_what_is_no_model_is_said_with_the_way_out(model: str, said: str) -> None:
+def test_missing_model_is_refused_with_advice(model: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_model(model)
 
 
-def test_a_hub_that_is_away_is_told_at_once_and_one_behind_a_proxy_is_left_to_its_library(
+def test_unreachable_hub_is_refused_at_once_unless_behind_a_proxy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from huggingface_hub import constants

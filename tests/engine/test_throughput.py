@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvloom.core import CacheControl
-from kvloom.engine.offload.host_pages import LoadEvent
-from kvloom.engine.offload.load_job import LoadJob
-from kvloom.engine.offload.throughput import TimeModel
-from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.offload import LoadEvent, PoolCopy, TimeModel
 from kvloom.kernels.copy import FinishedEvent
 
 
-def test_a_line_goes_through_what_was_seen() -> None:
+def test_time_model_fits_a_line() -> None:
     line = TimeModel()
     assert not line.is_known
     assert line.seconds(5) == 0
@@ -24,14 +21,14 @@ def test_a_line_goes_through_what_was_seen() -> None:
     assert line.seconds(100) == pytest.approx(10.5)
 
 
-def test_one_sight_is_no_ground_to_refuse_anything() -> None:
+def test_time_model_needs_three_measurements_to_be_trusted() -> None:
     line = TimeModel()
     for seen in range(4):
         assert line.is_trusted == (seen >= 3)
         line.observe(1000, 0.01)
 
 
-def test_what_was_refused_is_tried_again_by_and_by() -> None:
+def test_doubt_lowers_the_estimate() -> None:
     line = TimeModel()
     for _ in range(5):
         line.observe(1000, 1.0)
@@ -44,7 +41,7 @@ def test_what_was_refused_is_tried_again_by_and_by() -> None:
     assert line.seconds(1000) < 0.01
 
 
-def test_a_moment_in_which_the_machine_did_something_else_says_little_and_a_slower_one_is_believed() -> None:
+def test_outlier_counts_little_and_a_slowdown_soon() -> None:
     line = TimeModel()
     for _ in range(20):
         line.observe(1000, 0.001)
@@ -55,7 +52,7 @@ def test_a_moment_in_which_the_machine_did_something_else_says_little_and_a_slow
     assert line.seconds(1000) == pytest.approx(0.1, rel=0.2)
 
 
-def test_what_nothing_takes_tells_what_amounts_that_hardly_differ_do_not() -> None:
+def test_measurement_of_amount_0_sets_the_base() -> None:
     line = TimeModel()
     for amount, seconds in ((96, 0.016), (96, 0.0158), (90, 0.0161), (96, 0.0155)):
         line.observe(amount, seconds)
@@ -66,7 +63,7 @@ def test_what_nothing_takes_tells_what_amounts_that_hardly_differ_do_not() -> No
     assert line.seconds(96) - line.seconds(32) == pytest.approx(64 / 96 * 0.0128, rel=0.05)
 
 
-def test_nothing_alone_makes_no_line_and_one_that_takes_longer_than_something_is_not_believed() -> None:
+def test_amount_0_alone_gives_no_estimate() -> None:
     line = TimeModel()
     line.observe(0, 0.01)
     assert not line.is_known
@@ -88,14 +85,15 @@ class Moment:
         return True
 
 
-def test_copies_to_a_device_take_what_its_clock_says_however_late_someone_looks() -> None:
+def test_copy_seconds_use_the_devices_clock() -> None:
     def between(begun: float, done: float) -> LoadEvent:
         moments: list[Any] = [Moment(begun), Moment(done)]
         return LoadEvent(*moments)
 
-    request = Request(0, (1, 2), SamplingParams(max_tokens=1), CacheControl())
-    trip = LoadJob(request, copy_started=1.0, events=[between(70.0, 72.5), between(72.5, 75.0)])
-    assert all(event.query() for event in trip.events)
-    assert trip.copy_seconds(now=9.0) == pytest.approx(0.005)
-    trip.events = [FinishedEvent(), FinishedEvent()]
-    assert trip.copy_seconds(now=9.0) == pytest.approx(8.0)
+    reservation: Any = None
+    copy = PoolCopy(reservation, resume=0, bytes=1, pages=1, started=1.0, leases=[], loaded=np.zeros(1))
+    copy.events = [between(70.0, 72.5), between(72.5, 75.0)]
+    assert copy.is_done
+    assert copy.seconds(now=9.0) == pytest.approx(0.005)
+    copy.events = [FinishedEvent(), FinishedEvent()]
+    assert copy.seconds(now=9.0) == pytest.approx(8.0)

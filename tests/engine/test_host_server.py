@@ -8,43 +8,46 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.engine.engine import Engine
+from kvloom.engine import Engine
 from kvloom.tiers.peer import PeerServer
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
-from .test_lower import PATIENT, POOL, closed, drawn, lower_of, served, stored
+from .test_offload import PATIENT, POOL, closed, drawn, offload_of, served, stored
 
 
 def offered(engine: Engine) -> PeerServer:
-    server = lower_of(engine).host_server
+    server = offload_of(engine).host_server
     assert server is not None
     return server
 
 
 def guest(engine: Engine, options: str = "") -> Engine:
     host, port = offered(engine).address
-    return Engine(tiny("llama"), POOL, tiers=[f"peer://{host}:{port}?timeout=1{options}"], lower=PATIENT)
+    return make_engine(
+        tiny("llama"), POOL, tiers=[f"peer://{host}:{port}?timeout=1{options}"], offload=PATIENT
+    )
 
 
 @pytest.mark.parametrize("by", ["shared", "connection"])
-def test_another_engine_reads_what_one_has_and_changes_nothing(by: str, tmp_path: Path) -> None:
+def test_another_engine_reads_served_host_memory(by: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("a secret of more than 16 bytes")
     secret.chmod(0o600)
     prompts, other = drawn("offer", 70, 50), drawn("other", 40)
     wanted = expected(tiny("llama"), [*prompts, *other], 8)
-    owner = Engine(tiny("llama"), POOL, tiers=[f"host:8MiB?share=0&secret={secret}"], lower=PATIENT)
+    owner = make_engine(tiny("llama"), POOL, tiers=[f"host:8MiB?share=0&secret={secret}"], offload=PATIENT)
     served(owner, prompts)
     assert offered(owner).address[0] == "127.0.0.1"
-    before = lower_of(owner).host.stats()
+    before = offload_of(owner).host.stats()
     second = guest(owner, f"&by={by}&secret={secret}")
     found = served(second, [*prompts, *other])
     assert [one.tokens for one in found] == wanted
     assert [one.cached_tokens for one in found] == [64, 48, 0]
     stored(second)
-    lane = lower_of(second).transfers.queues[0]
+    lane = offload_of(second).transfers.queues[0]
     assert lane.tier.stats().writes.get("full"), "it offered its own pages, and they were refused"
-    after = lower_of(owner).host.stats()
+    after = offload_of(owner).host.stats()
     assert (after.objects, after.bytes) == (before.objects, before.bytes)
     closed(owner)
     again = served(second, [[*prompts[0], 9]])  # its pool still has it; nobody below does
@@ -54,21 +57,21 @@ def test_another_engine_reads_what_one_has_and_changes_nothing(by: str, tmp_path
     closed(second)
 
 
-def test_beyond_loopback_a_secret_is_a_must_and_an_address_in_use_is_said(
+def test_host_server_needs_a_secret_beyond_loopback_and_a_free_address(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def opened(text: str) -> Engine:
-        return Engine(tiny("llama"), POOL, tiers=[text])
+        return make_engine(tiny("llama"), POOL, tiers=[text])
 
     with pytest.raises(ValueError, match="give a secret"):
         opened("host:8MiB?share=0.0.0.0:0")
     with pytest.raises(ValueError, match="no PORT and no HOST:PORT"):
         opened("host:8MiB?share=here")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="cannot read the secret file"):
         opened("host:8MiB?share=0&secret=/nowhere")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with caplog.at_level(logging.WARNING, "kvloom.tiers"):
             engine = opened(f"host:8MiB?share={taken.getsockname()[1]}")
-        assert "not offered" in caplog.text
-        assert lower_of(engine).host_server is None
+        assert "not shared" in caplog.text
+        assert offload_of(engine).host_server is None
         closed(engine)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvloom.engine.offload.load_or_recompute import LoadOrRecompute
+from kvloom.engine.offload import Estimates, LoadOrRecompute, Progress
 
 BLOCK, LENGTH, BUDGET = 16, 4096, 2048
 EACH, BASE = 0.001, 0.02  # seconds of a token, of a step
@@ -48,15 +48,19 @@ class Run:
 
     def seconds(self) -> float:
         """Until the first token: the last one of the prompt is always computed."""
-        pace, front, lands = LoadOrRecompute(), 0, None
+        decision, front, lands = LoadOrRecompute(), 0, None
         while front < (low := LENGTH - self.came(self.now)):
             assert self.now < 20 * ALL
             speed = self.speed()
-            tokens = pace.tokens_to_compute(
-                front, low, LENGTH, BLOCK, LENGTH // 32, computing,
-                None if speed is None else lambda first, low=low, speed=speed: (low - first) / speed,  # type: ignore[misc]
-                None if lands is None else lands - self.now, 0.04 * ALL, self.now,
-            )  # fmt: skip
+            load = None
+            if speed is not None:
+                load = lambda first, low=low, speed=speed: (low - first) / speed  # noqa: E731
+            inflight = None if lands is None else lands - self.now
+            tokens = decision.tokens_to_compute(
+                Progress(front, low, LENGTH, BLOCK, min_step=LENGTH // 32),
+                Estimates(computing, load, inflight, 0.04 * ALL),
+                self.now,
+            )
             took = min(tokens, BUDGET)
             if lands is not None:
                 before, lands = lands, lands + computing(took) if took else None
@@ -79,9 +83,7 @@ class Run:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("belief", ["right", "unknown", "3 times", "30 times", "a third", "cached"])
-def test_deciding_is_never_much_slower_than_computing_everything(
-    ratio: float, belief: str, ahead: bool
-) -> None:
+def test_decision_is_never_much_slower_than_recomputing(ratio: float, belief: str, ahead: bool) -> None:
     wrong = {"3 times": 3.0, "30 times": 30.0, "a third": 1 / 3}.get(belief, 1.0)
     believed = None if belief == "unknown" else max(ratio, 0.01) * wrong
     run = Run(ratio, believed, ahead, LENGTH // 4 if belief == "cached" else 0)
@@ -91,9 +93,7 @@ def test_deciding_is_never_much_slower_than_computing_everything(
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("ratio", RATIOS[2:])
-def test_where_the_speeds_are_known_both_ends_meet_nearly_as_soon_as_they_can(
-    ratio: float, ahead: bool
-) -> None:
+def test_known_throughput_meets_nearly_optimally(ratio: float, ahead: bool) -> None:
     run = Run(ratio, ratio, ahead)
     best = ALL / (1 + ratio)
     steps = 3 * BASE + 2 * EACH * LENGTH / 32  # a strip, and the steps that come between
@@ -101,37 +101,40 @@ def test_where_the_speeds_are_known_both_ends_meet_nearly_as_soon_as_they_can(
     assert run.waited <= EACH * LENGTH / 16 if ratio < 1 else True
 
 
-def test_a_disk_far_faster_than_computing_is_waited_for_and_nothing_is_computed() -> None:
+def test_fast_disk_is_waited_for() -> None:
     run = Run(40.0, 40.0)
     assert run.seconds() < 0.06 * ALL
     assert run.computed == []
 
 
 @pytest.mark.parametrize("believed", [0.5, 1.0, 10.0, 100.0, 1000.0])
-def test_one_that_hangs_costs_a_few_percent_however_fast_it_was_before(believed: float) -> None:
+def test_hung_disk_costs_a_few_percent(believed: float) -> None:
     run = Run(0.0, believed)
     assert run.seconds() <= 1.07 * ALL
     assert run.waited <= 0.04 * ALL + 0.003
 
 
-def test_a_step_that_would_end_just_before_the_prompt_does_goes_to_its_end() -> None:
+def test_step_close_to_the_end_of_the_prompt_reaches_it() -> None:
     """What was loaded saves less than the step behind it costs."""
-    pace = LoadOrRecompute()
-    found = pace.tokens_to_compute(
-        3840, 4080, LENGTH, BLOCK, 128, computing, lambda first: 9.0, None, 0.1, 0.0
+    found = LoadOrRecompute().tokens_to_compute(
+        Progress(3840, 4080, LENGTH, BLOCK, min_step=128),
+        Estimates(computing, lambda first: 9.0, None, 0.1),
+        0.0,
     )
     assert found == LENGTH - 3840
 
 
-def test_while_its_own_step_is_on_the_device_a_request_waits_for_nothing() -> None:
+def test_waiting_is_free_during_the_inflight_step() -> None:
     """What should have come when that is over is not computed; nor is anything while nobody knows."""
-    pace = LoadOrRecompute()
+    decision = LoadOrRecompute()
 
     def asked(busy: float | None, seconds: float | None) -> int:
         loading = None if seconds is None else lambda first: seconds * (3072 - first) / 1024
-        return pace.tokens_to_compute(2048, 3072, LENGTH, BLOCK, 128, computing, loading, busy, 0.0, 0.0)
+        return decision.tokens_to_compute(
+            Progress(2048, 3072, LENGTH, BLOCK, min_step=128), Estimates(computing, loading, busy, 0.0), 0.0
+        )
 
     assert asked(1.0, 0.9) == asked(1.0, None) == 0
-    assert pace.seconds_lost == 0
+    assert decision.seconds_lost == 0
     assert 128 <= asked(1.0, 2.0) < 1024  # the rest of the gap comes while this is computed
     assert asked(None, 0.01) == 0

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.execution.model_runner import ModelRunner
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.sampling.sampler import Sampler
+from kvloom.engine import Engine, Request, SamplingParams
+from kvloom.engine.execution import ModelRunner
+from kvloom.engine.sampling import Sampler
+from tests.engines import make_engine
 from tests.models.zoo import tiny
 
 from .invariance import apart, prompts_of, together, told
@@ -27,31 +27,35 @@ DRAWN = [
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "bamba"])
-def test_a_seed_gives_its_tokens_whatever_runs_beside_on_a_cpu(family: str) -> None:
+def test_cpu_tokens_of_a_seed_do_not_depend_on_the_batch(family: str) -> None:
     model, prompts = tiny(family), prompts_of(8, 64, 40)
     params = [DRAWN[i % len(DRAWN)] for i in range(len(prompts))]
 
     def tokens(found: list[list[tuple[int, list[float]]]]) -> list[list[int]]:
         return [[token for token, _ in one] for one in found]
 
-    alone = tokens(apart(Engine(model, 8 << 20, batch_invariant=True), prompts, params))
-    assert tokens(together(Engine(model, 8 << 20), prompts, params)) == alone
-    assert tokens(together(Engine(model, 8 << 20, token_budget=7, max_running=3), prompts, params)) == alone
+    alone = tokens(apart(make_engine(model, 8 << 20, batch_invariant=True), prompts, params))
+    assert tokens(together(make_engine(model, 8 << 20), prompts, params)) == alone
+    assert (
+        tokens(together(make_engine(model, 8 << 20, token_budget=7, max_running=3), prompts, params)) == alone
+    )
 
 
-def test_a_cpu_promises_it_in_float32_alone() -> None:
-    with pytest.raises(ValueError, match=r"batch_invariant on a CPU needs float32, not torch\.bfloat16"):
-        Engine(tiny("llama").to(torch.bfloat16), 8 << 20, batch_invariant=True)
+def test_cpu_batch_invariance_needs_float32() -> None:
+    with pytest.raises(
+        ValueError, match=r"batch_invariant on a CPU needs dtype float32, not torch\.bfloat16"
+    ):
+        make_engine(tiny("llama").to(torch.bfloat16), 8 << 20, batch_invariant=True)
 
 
 def invariant_engine(model: Any, budget: int) -> Engine:
     """An engine on a CPU that computes in a GPU's way."""
-    made = Engine(model, 2 << 20, token_budget=budget, max_running=4)
+    made = make_engine(model, 2 << 20, token_budget=budget, max_running=4)
     made.runner = ModelRunner(model, made.cache, made.buffer, budget, 4, graphs=False, invariant=True)
     return made
 
 
-def test_the_gpus_way_gives_the_same_bits_in_any_batch_and_by_any_chunks() -> None:
+def test_invariant_kernels_give_equal_bits_for_any_batch_and_chunks() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     model = tiny(
         "qwen2",
@@ -69,7 +73,7 @@ def test_the_gpus_way_gives_the_same_bits_in_any_batch_and_by_any_chunks() -> No
     found = [crowded.add(prompt, mine) for prompt, mine in zip(prompts, params, strict=True)]
     crowded.run()
     assert [told(request) for request in found] == alone
-    plain = Engine(model, 2 << 20)
+    plain = make_engine(model, 2 << 20)
     wanted = apart(plain, prompts, params)
     for ours, theirs in zip(alone, wanted, strict=True):
         assert [token for token, _ in ours] == [token for token, _ in theirs]
@@ -86,7 +90,7 @@ def test_the_gpus_way_gives_the_same_bits_in_any_batch_and_by_any_chunks() -> No
         ("lfm2", {"layer_types": ["conv"]}),
     ],
 )
-def test_the_gpus_way_gives_the_same_bits_of_states_wherever_prompts_are_cut(
+def test_invariant_kernels_give_equal_states_for_any_chunks(
     family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -101,15 +105,15 @@ def test_the_gpus_way_gives_the_same_bits_of_states_wherever_prompts_are_cut(
     found = [crowded.add(prompt, mine) for prompt, mine in zip(prompts, params, strict=True)]
     crowded.run()
     assert [told(request) for request in found] == alone
-    wanted = apart(Engine(model, 2 << 20), prompts, params)
+    wanted = apart(make_engine(model, 2 << 20), prompts, params)
     for ours, theirs in zip(alone, wanted, strict=True):
         assert [token for token, _ in ours] == [token for token, _ in theirs]
         np.testing.assert_allclose(ours[0][1], theirs[0][1], rtol=1e-3)
 
 
-def test_every_way_of_choosing_tokens_runs_in_the_mode() -> None:
+def test_all_sampling_parameters_run_in_invariant_mode() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from kvloom.engine.sampling.logit_processors import apply_grammar_mask
+    from kvloom.engine.sampling import apply_grammar_mask
     from kvloom.kernels.batch_invariant import BatchInvariant
 
     ways: list[dict[str, Any]] = [

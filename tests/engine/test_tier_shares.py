@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from kvloom.core import CacheControl, Tenant
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import Request
+from kvloom.engine import Engine, Request
 from kvloom.tiers import DiskTier, HostTier
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
-from .test_lower import PATIENT, closed, drawn, greedy, lower_of, stored
+from .test_offload import PATIENT, closed, drawn, greedy, offload_of, stored
 
 
 def said(engine: Engine, tenant: str, prompts: list[list[int]]) -> list[Request]:
     requests = [engine.add(prompt, greedy(2), CacheControl(tenant=tenant)) for prompt in prompts]
     engine.run()
-    lower_of(engine).poll()
+    offload_of(engine).poll()
     stored(engine)
     return requests
 
@@ -34,13 +34,13 @@ def said(engine: Engine, tenant: str, prompts: list[list[int]]) -> list[Request]
         ("qwen3_next", "host", "quota"),
     ],
 )
-def test_a_flood_of_one_tenant_pushes_nobody_else_out(
+def test_one_tenant_does_not_evict_another_within_its_share(
     family: str, below: str, rule: str, tmp_path: Path
 ) -> None:
     def model() -> Any:
         return tiny(family, max_position_embeddings=512)
 
-    layout = Engine(model(), 1 << 24).layout
+    layout = make_engine(model(), 1 << 24).layout
     talk = max(layout.slab_bytes, layout.slab_bytes_for(80))
     flooding = Tenant("flood", quota=2 * talk) if rule == "quota" else Tenant("flood", weight=1)
     tenants = (flooding, Tenant("calm", weight=0 if rule == "quota" else 1))
@@ -52,12 +52,12 @@ def test_a_flood_of_one_tenant_pushes_nobody_else_out(
     )
 
     def opened() -> Engine:
-        return Engine(model(), 6 * talk, tenants=tenants, tiers=[text], lower=PATIENT)
+        return make_engine(model(), 6 * talk, tenants=tenants, tiers=[text], offload=PATIENT)
 
     engine = opened()
     first = said(engine, "calm", calm)
-    lower = lower_of(engine)
-    tier = lower.host if below == "host" else lower.transfers.queues[0].tier
+    offload = offload_of(engine)
+    tier = offload.host if below == "host" else offload.transfers.queues[0].tier
     assert isinstance(tier, HostTier | DiskTier)
     kept = tier.used_by("calm")
     flooded = [said(engine, "flood", flood[at : at + 4]) for at in range(0, 20, 4)]
@@ -70,12 +70,12 @@ def test_a_flood_of_one_tenant_pushes_nobody_else_out(
         engine = opened()
     else:  # whatever is cached leaves the pool
         engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
-    landed = lower_of(engine).counts["landed_tokens"]  # of the flood, which loses pages while it waits
+    landed = offload_of(engine).stats.loaded_tokens  # of the flood, which loses pages while it waits
     back = said(engine, "calm", [[*one.tokens, 5] for one in first])
     for one, turn in zip(first, back, strict=True):
         computed = len(one.tokens) - 1
         assert turn.cached_tokens == (computed if engine.layout.of("state") else computed // 16 * 16)
-    landed = lower_of(engine).counts["landed_tokens"] - landed
+    landed = offload_of(engine).stats.loaded_tokens - landed
     assert sum(turn.cached_tokens or 0 for turn in back) == landed
     closed(engine)
     wanted = expected(model(), [*calm, *flood[-4:]], 2)

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from kvloom.core import CacheControl
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.scheduling.admission import MEMORY, TYPICAL, Admission
+from kvloom.engine import Request, SamplingParams
+from kvloom.engine.scheduling import Admission
+from kvloom.engine.scheduling.admission import MEMORY, TYPICAL
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
 
@@ -29,12 +30,12 @@ def asked(seed: str, count: int, longest: int) -> list[list[int]]:
         ("gemma3_text", True, True), ("llama4_text", True, True), ("qwen3_next", True, True),
     ],
 )  # fmt: skip
-def test_nobody_gives_its_pages_up_where_ends_are_known(family: str, ahead: bool, foresees: bool) -> None:
+def test_no_preemption_with_known_output_lengths(family: str, ahead: bool, foresees: bool) -> None:
     model, prompts = tiny(family), asked(family, 10, 40)
     wanted = expected(model, prompts, 28)
-    layout = Engine(model, 1 << 24).layout
+    layout = make_engine(model, 1 << 24).layout
     room = 4 * layout.slab_bytes_for(68, states=2) + 2 * layout.slab_bytes
-    engine = Engine(model, room, token_budget=32, max_running=12, ahead=ahead)
+    engine = make_engine(model, room, token_budget=32, max_running=12, ahead=ahead)
     if not foresees:
         engine.scheduler.admission = None
     requests = [engine.add(prompt, greedy(28)) for prompt in prompts]
@@ -49,13 +50,13 @@ def test_nobody_gives_its_pages_up_where_ends_are_known(family: str, ahead: bool
     assert engine.cache.stats()["in_use_pages"] == 0
 
 
-def test_who_shares_what_is_held_needs_room_for_its_own_alone() -> None:
+def test_shared_pages_count_once_for_admission() -> None:
     """Twelve of one long prompt in a pool for two of them apart."""
     model = tiny("llama", max_position_embeddings=512)
-    layout = Engine(model, 1 << 24).layout
+    layout = make_engine(model, 1 << 24).layout
     root = asked("root", 1, 10)[0] * 40
     prompts = [[*root[:320], 3 + i, 4, 5] for i in range(12)]
-    engine = Engine(model, 3 * layout.slab_bytes_for(340), max_running=12)
+    engine = make_engine(model, 3 * layout.slab_bytes_for(340), max_running=12)
     engine.add(root[:320], greedy(1))
     engine.run()
     requests = [engine.add(prompt, greedy(8)) for prompt in prompts]
@@ -66,14 +67,14 @@ def test_who_shares_what_is_held_needs_room_for_its_own_alone() -> None:
     assert not any(request.preemptions for request in requests)
 
 
-def test_a_prompt_needs_its_room_at_once_and_not_by_and_by() -> None:
+def test_prompt_needs_all_its_room_at_admission() -> None:
     """Long prompts and short answers, with most of a prompt's room left over: whoever began in that would lose it to the growth
     of the others."""
     model, rng = tiny("llama", max_position_embeddings=512), random.Random("long")
     prompts = [[rng.randrange(3, 64) for _ in range(320)] for _ in range(9)]
-    layout = Engine(model, 1 << 24).layout
+    layout = make_engine(model, 1 << 24).layout
     pages = layout.slab_bytes_for(320)
-    engine = Engine(model, 5 * pages + pages * 19 // 20, token_budget=320, ahead=True)
+    engine = make_engine(model, 5 * pages + pages * 19 // 20, token_budget=320, ahead=True)
     assert engine.scheduler.admission is not None
     engine.scheduler.admission._typical = 60.0
     requests = [engine.add(prompt, greedy(30)) for prompt in prompts]
@@ -85,8 +86,8 @@ def test_a_prompt_needs_its_room_at_once_and_not_by_and_by() -> None:
     assert not any(request.preemptions for request in requests)
 
 
-def test_answers_are_expected_to_be_as_long_as_they_were_of_late() -> None:
-    engine = Engine(tiny("llama", max_position_embeddings=4096), 1 << 24)
+def test_expected_output_length_follows_recent_outputs() -> None:
+    engine = make_engine(tiny("llama", max_position_embeddings=4096), 1 << 24)
     growth = Admission(engine.cache)
 
     def request(said: int, limit: int = 3000) -> Request:
@@ -94,19 +95,19 @@ def test_answers_are_expected_to_be_as_long_as_they_were_of_late() -> None:
         made.tokens += [7] * said
         return made
 
-    assert growth._end_of(request(0)) == 3 + TYPICAL
-    assert growth._end_of(request(0, limit=20)) == 23
-    assert growth._end_of(request(1000)) == 3 + 1251  # longer than most: it goes on for a while
+    assert growth.end_of(request(0)) == 3 + TYPICAL
+    assert growth.end_of(request(0, limit=20)) == 23
+    assert growth.end_of(request(1000)) == 3 + 1251  # longer than most: it goes on for a while
     for _ in range(20 * MEMORY):
         growth.request_finished(request(10))
-    assert growth._end_of(request(0)) <= 3 + 11
+    assert growth.end_of(request(0)) <= 3 + 11
 
 
-def test_where_estimates_are_too_low_somebody_still_gives_way() -> None:
+def test_preemption_corrects_low_estimates() -> None:
     model, prompts = tiny("llama", max_position_embeddings=512), asked("low", 4, 30)
     wanted = expected(model, prompts, 100)
-    layout = Engine(model, 1 << 24).layout
-    engine = Engine(model, 2 * layout.slab_bytes_for(140) + layout.slab_bytes)
+    layout = make_engine(model, 1 << 24).layout
+    engine = make_engine(model, 2 * layout.slab_bytes_for(140) + layout.slab_bytes)
     growth = engine.scheduler.admission
     assert growth is not None
     growth._typical = 8.0

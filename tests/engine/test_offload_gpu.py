@@ -13,15 +13,16 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.offload.manager import OffloadConfig
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import Engine, OffloadConfig, SamplingParams
 from kvloom.tiers.transfers import TransferConfig
+from tests.engines import make_engine
 
-from .test_invariant_gpu import made
+from .test_batch_invariance_gpu import made
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-PATIENT = OffloadConfig("always", seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0))
+PATIENT = OffloadConfig(
+    "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
+)
 """Waits for pages however busy the machine is."""
 
 
@@ -42,24 +43,24 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("option", ["write=through", "write=back", "share=0"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_small_pool_with_host_memory_below_gives_the_same_bits(family: str, option: str) -> None:
+def test_small_pool_with_host_memory_gives_equal_bits(family: str, option: str) -> None:
     roots = prompts_of(
         family, 1200, 700, 400, 1100, 900, 800, 1000
     )  # together more than the small pool holds
     tails = prompts_of(family + " tails", *range(20, 44))
     prompts = [[*roots[i % 7], *tail] for i, tail in enumerate(tails)]
-    wanted = answers(Engine(made(family), 1 << 30, batch_invariant=True), prompts)
-    layout = Engine(made(family), 1 << 28, batch_invariant=True).layout
+    wanted = answers(make_engine(made(family), 1 << 30, batch_invariant=True), prompts)
+    layout = make_engine(made(family), 1 << 28, batch_invariant=True).layout
     small = 3 * layout.slab_bytes_for(1400) + 8 * layout.slab_bytes
-    engine = Engine(
-        made(family), small, batch_invariant=True, max_running=4, tiers=[f"host:1GiB?{option}"], lower=PATIENT
+    engine = make_engine(
+        made(family), small, batch_invariant=True, max_running=4, tiers=[f"host:1GiB?{option}"], offload=PATIENT
     )  # fmt: skip
     engine.prepare()
     for _ in range(3):
         assert answers(engine, prompts) == wanted
     assert engine.offload is not None
-    assert engine.offload.counts["landed_tokens"]
-    while engine.offload.retained_bytes:
+    assert engine.offload.stats.loaded_tokens
+    while engine.offload.is_retaining_pages:
         engine.offload.poll()
     engine.cache.take_copies()
     engine.cache.check()
@@ -68,14 +69,14 @@ def test_a_small_pool_with_host_memory_below_gives_the_same_bits(family: str, op
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_restart_on_the_same_disk_gives_the_same_bits(family: str, tmp_path: Path) -> None:
+def test_restart_on_the_same_disk_gives_equal_bits(family: str, tmp_path: Path) -> None:
     prompts = prompts_of(family, 900, 500)
-    first = answers(Engine(made(family), 1 << 30, batch_invariant=True), prompts)
+    first = answers(make_engine(made(family), 1 << 30, batch_invariant=True), prompts)
     turns = [[*prompt, *answer, 7, 8] for prompt, answer in zip(prompts, first, strict=True)]
-    wanted = answers(Engine(made(family), 1 << 30, batch_invariant=True), turns)
+    wanted = answers(make_engine(made(family), 1 << 30, batch_invariant=True), turns)
     tiers = ["host:256MiB", f"disk:{tmp_path}:1GiB"]
     for given, expected in ((prompts, first), (turns, wanted)):
-        engine = Engine(made(family), 1 << 30, batch_invariant=True, tiers=tiers, lower=PATIENT)
+        engine = make_engine(made(family), 1 << 30, batch_invariant=True, tiers=tiers, offload=PATIENT)
         requests = [engine.add(prompt, GREEDY) for prompt in given]
         engine.run()
         assert [request.output for request in requests] == expected

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.execution.model_runner import ModelRunner
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import Engine, SamplingParams
+from kvloom.engine.execution import ModelRunner
 from kvloom.models.fusion.fused_attention import GpuFusedAttention, fuse_attention
 from kvloom.models.fusion.modules import _fuse_projections
 from kvloom.models.paged import BatchBuilder, install
+from tests.engines import make_engine
 from tests.models.zoo import expected, prompts_of, tiny
 
 from .invariance import run_interrupted
@@ -39,7 +39,7 @@ class Eager:
 
 
 def replaying(model: Any, rows: int, **options: Any) -> tuple[Engine, dict[int, Eager]]:
-    engine = Engine(model, 1 << 24, max_running=rows, ahead=True, **options)
+    engine = make_engine(model, 1 << 24, max_running=rows, ahead=True, **options)
     runner, made = engine.runner, dict[int, Eager]()
     runner.stage = BatchBuilder(engine.cache, "cpu", 256, rows, mirrored=True)
     runner._sizes = [2, rows]
@@ -57,7 +57,7 @@ def replaying(model: Any, rows: int, **options: Any) -> tuple[Engine, dict[int, 
 @pytest.mark.parametrize(
     ("family", "turned"), [("llama", True), ("gemma3_text", True), ("qwen3", True), ("qwen3_next", False)]
 )
-def test_replayed_steps_give_the_tokens_of_generate(family: str, turned: bool) -> None:
+def test_replayed_steps_match_generate(family: str, turned: bool) -> None:
     prompts = prompts_of(3, (5, 17, 29, 40, 14))
     wanted = expected(tiny(family), prompts, 40)  # over a few blocks, where tables change
     model = tiny(family)
@@ -76,7 +76,7 @@ def test_replayed_steps_give_the_tokens_of_generate(family: str, turned: bool) -
     assert sum(eager.replays for eager in made.values()) > 30
 
 
-def test_rows_that_were_preempted_and_come_back_find_their_tables() -> None:
+def test_preempted_rows_resume_with_their_block_tables() -> None:
     prompts = prompts_of(4, (30, 20, 40, 25, 33, 18))
     wanted = expected(tiny("llama"), prompts, 30)
     engine, made = replaying(tiny("llama"), 4, token_budget=16)

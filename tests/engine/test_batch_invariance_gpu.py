@@ -10,8 +10,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import SamplingParams
+from tests.engines import make_engine
 
 from .invariance import apart, interrupted, prompts_of, together
 
@@ -90,45 +90,47 @@ def params_of(count: int) -> list[SamplingParams]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kv_dtype", [None, "fp8"])
-def test_tokens_and_logprobs_are_the_same_bits_alone_among_64_and_by_chunks(
+def test_tokens_and_logprobs_are_bit_equal_alone_in_a_batch_and_in_chunks(
     family: str, kv_dtype: str | None
 ) -> None:
     model = made(family)
     prompts = prompts_of(64, SHAPE["vocab_size"], 1500)
     params = params_of(len(prompts))
     options: dict[str, Any] = {"pool_bytes": 1 << 30, "kv_dtype": kv_dtype, "batch_invariant": True}
-    alone = apart(Engine(model, max_running=64, **options), prompts, params)
-    assert together(Engine(model, max_running=64, **options), prompts, params) == alone
-    assert together(Engine(model, max_running=64, token_budget=100, **options), prompts, params) == alone
+    alone = apart(make_engine(model, max_running=64, **options), prompts, params)
+    assert together(make_engine(model, max_running=64, **options), prompts, params) == alone
+    assert together(make_engine(model, max_running=64, token_budget=100, **options), prompts, params) == alone
     if family == "llama":
         few = slice(0, 12)
-        assert apart(Engine(model, graphs=False, **options), prompts[few], params[few]) == alone[few]
-        small = Engine(
+        assert (
+            apart(make_engine(model, cuda_graphs=False, **options), prompts[few], params[few]) == alone[few]
+        )
+        small = make_engine(
             model, **{**options, "pool_bytes": 6 << 20}, max_running=64
         )  # many give their pages up
         assert together(small, prompts, params) == alone
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba2", "qwen3_5_text"])
-def test_what_it_gives_is_close_to_what_is_computed_without(family: str) -> None:
+def test_invariant_results_are_close_to_normal_ones(family: str) -> None:
     model = made(family)
     prompts = prompts_of(8, SHAPE["vocab_size"], 300)
     params = [SamplingParams(max_tokens=1, temperature=0, logprobs=5)] * len(prompts)
-    ours = apart(Engine(model, 1 << 28, batch_invariant=True), prompts, params)
-    theirs = apart(Engine(model, 1 << 28), prompts, params)
+    ours = apart(make_engine(model, 1 << 28, batch_invariant=True), prompts, params)
+    theirs = apart(make_engine(model, 1 << 28), prompts, params)
     for one, other in zip(ours, theirs, strict=True):
         assert abs(one[0][1][0] - other[0][1][0]) < 0.1
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_states_are_the_same_bits_alone_in_company_by_chunks_and_begun_again(family: str) -> None:
+def test_states_are_bit_equal_alone_in_a_batch_in_chunks_and_resumed(family: str) -> None:
     model = made(family)
     prompts = prompts_of(20, SHAPE["vocab_size"], 700)
     params = params_of(len(prompts))
     options: dict[str, Any] = {"pool_bytes": 1 << 30, "batch_invariant": True, "max_running": 20}
-    alone = apart(Engine(model, **options), prompts, params)
-    assert together(Engine(model, **options), prompts, params) == alone
-    assert together(Engine(model, token_budget=100, **options), prompts, params) == alone
+    alone = apart(make_engine(model, **options), prompts, params)
+    assert together(make_engine(model, **options), prompts, params) == alone
+    assert together(make_engine(model, token_budget=100, **options), prompts, params) == alone
     few = slice(0, 4)
-    assert apart(Engine(model, graphs=False, **options), prompts[few], params[few]) == alone[few]
-    assert interrupted(Engine(model, **options), prompts, params) == alone
+    assert apart(make_engine(model, cuda_graphs=False, **options), prompts[few], params[few]) == alone[few]
+    assert interrupted(make_engine(model, **options), prompts, params) == alone

@@ -21,18 +21,15 @@ from kvloom.core import (
     Visibility,
     attention_fields,
 )
-from kvloom.engine import engine as engine_module
-from kvloom.engine.engine import Engine
-from kvloom.engine.offload import manager as lower_module
-from kvloom.engine.offload.host_pages import HostPages, form_of, open_host
-from kvloom.engine.offload.store import HostStore
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import Engine, SamplingParams, engine as engine_module
+from kvloom.engine.offload import HostPages, HostStore, form_of, manager as offload_manager, open_host
 from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers.host import copy_pages
 from kvloom.tiers.transfers import TransferManager
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
-from .test_lower import PATIENT, POOL, LateCopy, closed, drawn, greedy, leave_early, lower_of
+from .test_offload import PATIENT, POOL, LateCopy, closed, drawn, greedy, leave_early, offload_of
 
 FULL = LayerSpec("token", attention_fields(2, 16, "fp32"))
 STATE = LayerSpec("state", (Field("ssm", (3, 40), "fp32"),))
@@ -53,7 +50,7 @@ class Told(HostPages):
     def mark(self, moved: bool = False) -> None:
         self.marks += 1
 
-    def down(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
+    def offload(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
         self.copies.append((age, set(pages.tolist())))
         done = super().offload(stride, pages, offsets, age)
         return LateCopy(lambda: None, 4) if self.late else done
@@ -95,7 +92,7 @@ def pages_of(sequence: Sequence) -> set[int]:
     return set(sequence.table(0).ravel()[:3].tolist())
 
 
-def test_pages_that_were_there_at_the_mark_are_old_and_those_that_came_since_are_not() -> None:
+def test_pages_cached_before_the_mark_are_old() -> None:
     desk = Desk(FULL, FULL)
     before, used = desk.computed(0), desk.computed(1000)
     old = pages_of(before) | pages_of(used)
@@ -115,9 +112,7 @@ def test_pages_that_were_there_at_the_mark_are_old_and_those_that_came_since_are
 
 @pytest.mark.parametrize("steps", [(32,), (16, 16), (5, 27), (1, 15, 16)])
 @pytest.mark.parametrize("first", [48, 41])
-def test_of_a_run_that_grew_since_the_mark_only_what_it_grew_by_is_young(
-    first: int, steps: tuple[int, ...]
-) -> None:
+def test_only_the_growth_of_a_run_since_the_mark_is_young(first: int, steps: tuple[int, ...]) -> None:
     desk = Desk(FULL)
     text = np.arange(first + 32, dtype=np.int32)
     sequence = desk.cache.open(desk.cache.match(text))
@@ -132,7 +127,7 @@ def test_of_a_run_that_grew_since_the_mark_only_what_it_grew_by_is_young(
     assert desk.left() == [(1, set(pages[:whole])), (0, set(pages[whole:]))]
 
 
-def test_runs_that_are_cut_are_as_old_as_they_were() -> None:
+def test_split_runs_keep_their_age() -> None:
     desk = Desk(FULL)
     text = np.arange(96, dtype=np.int32)
     sequence = desk.cache.open(desk.cache.match(text))
@@ -152,7 +147,7 @@ def test_runs_that_are_cut_are_as_old_as_they_were() -> None:
     assert set().union(*(some for age, some in found if not age)) >= set(pages[3:])
 
 
-def test_a_partial_block_that_gave_way_to_a_fuller_one_is_not_lent() -> None:
+def test_replaced_partial_block_is_not_retained() -> None:
     """One text twice: when the shorter has ended and was offered, the longer one grows its last block."""
     desk = Desk(FULL, writes="through")
     text = np.arange(40, dtype=np.int32)
@@ -173,7 +168,7 @@ def test_a_partial_block_that_gave_way_to_a_fuller_one_is_not_lent() -> None:
     assert desk.cache.stats()["in_use_pages"] == 0
 
 
-def test_a_run_does_not_grow_by_a_block_that_lacks_a_windows_page_which_it_has() -> None:
+def test_run_does_not_grow_by_a_block_without_its_window_page() -> None:
     """As pages that came from below do, of which a window behind needs none: its resume point would lose its own."""
     desk = Desk(FULL, replace(FULL, visibility=Visibility("sliding", 20)))
     cache, text = desk.cache, np.arange(32, dtype=np.int32)
@@ -193,7 +188,7 @@ def test_a_run_does_not_grow_by_a_block_that_lacks_a_windows_page_which_it_has()
     cache.check()
 
 
-def test_without_a_mark_nothing_is_old_and_a_later_mark_makes_it_so() -> None:
+def test_pages_become_old_with_a_later_mark() -> None:
     desk = Desk(FULL)
     desk.computed(0).close()
     assert [age for age, _ in desk.left()] == [0]
@@ -204,7 +199,7 @@ def test_without_a_mark_nothing_is_old_and_a_later_mark_makes_it_so() -> None:
 
 
 @pytest.mark.parametrize("moved", [(), (0,), (1,), (2,)])
-def test_pages_are_as_old_as_the_marks_that_they_were_there_at_and_have_not_moved_since(
+def test_age_counts_marks_since_a_page_was_cached_or_moved(
     moved: tuple[int, ...],
 ) -> None:
     desk, ages = Desk(FULL), dict[int, int]()
@@ -222,7 +217,7 @@ def test_pages_are_as_old_as_the_marks_that_they_were_there_at_and_have_not_move
     assert found == [{2}, {2}, {2 if 2 in moved else 1}, {0}]
 
 
-def test_of_a_run_that_grew_between_the_marks_the_rest_is_older() -> None:
+def test_growth_between_two_marks_is_younger_than_the_rest() -> None:
     desk = Desk(FULL)
     text = np.arange(96, dtype=np.int32)
     sequence = desk.cache.open(desk.cache.match(text))
@@ -245,7 +240,7 @@ def test_of_a_run_that_grew_between_the_marks_the_rest_is_older() -> None:
     assert desk.left() == [(2, set(pages[:2])), (1, set(pages[2:]))]
 
 
-def test_a_mark_that_fails_makes_nothing_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_mark_makes_no_page_old(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(FULL)
     desk.computed(0).close()
 
@@ -258,7 +253,7 @@ def test_a_mark_that_fails_makes_nothing_old(monkeypatch: pytest.MonkeyPatch) ->
     assert [age for age, _ in desk.left()] == [0]
 
 
-def test_states_are_as_young_as_their_snapshot() -> None:
+def test_states_have_the_age_of_their_snapshot() -> None:
     desk = Desk(FULL, STATE)
     sequence = desk.computed(0)
     desk.clock.advance(1)
@@ -270,10 +265,10 @@ def test_states_are_as_young_as_their_snapshot() -> None:
     assert [age for age, _ in desk.pages.copies] == [0]
 
 
-def test_a_step_and_copies_inside_the_pool_move_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower_module, "HostPages", Told)
+def test_steps_and_copies_inside_the_pool_set_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_manager, "HostPages", Told)
     engine = crowded("bamba", ahead=False)
-    pages = lower_of(engine)._pages
+    pages = offload_of(engine)._pages
     assert isinstance(pages, Told)
     engine.add(drawn("marks", 20)[0], greedy(4))
     engine.step()
@@ -297,7 +292,7 @@ class Late(HostPages):
         now = self.buffer.numpy().copy()
         self.then = (now, now if moved or not self.then else self.then[0])
 
-    def down(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
+    def offload(self, stride: int, pages: Any, offsets: Any, age: int = 0) -> Any:
         self.counts[age] += len(pages)
         if not age:
             return super().offload(stride, pages, offsets)
@@ -310,7 +305,7 @@ class Late(HostPages):
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """Pages that were copied by their age, on such a device."""
     Late.counts = dict.fromkeys(range(3), 0)
-    monkeypatch.setattr(lower_module, "HostPages", Late)
+    monkeypatch.setattr(offload_manager, "HostPages", Late)
     leave_early(monkeypatch)
     return Late.counts
 
@@ -324,9 +319,9 @@ def storm(family: str) -> list[list[int]]:
 
 def crowded(family: str, ahead: bool) -> Engine:
     """Pages leave while others are made, and requests lose theirs to others."""
-    slab = Engine(tiny(family), POOL).layout.slab_bytes
-    engine = Engine(
-        tiny(family), SLABS[family] * slab, token_budget=24, max_running=5, ahead=ahead, lower=PATIENT,
+    slab = make_engine(tiny(family), POOL).layout.slab_bytes
+    engine = make_engine(
+        tiny(family), SLABS[family] * slab, token_budget=24, max_running=5, ahead=ahead, offload=PATIENT,
         tiers=[f"host:{16 * slab}"],
     )  # fmt: skip
     engine.scheduler.admission = None
@@ -337,7 +332,7 @@ def crowded(family: str, ahead: bool) -> Engine:
 @pytest.mark.parametrize(
     "family", ["llama", "gemma3_text", "llama4_text", "mamba2", "jamba", "bamba", "qwen3_next"]
 )
-def test_old_pages_have_all_their_bytes_before_the_step_in_flight(
+def test_old_pages_are_complete_before_the_inflight_step(
     family: str, ahead: bool, counts: dict[int, int]
 ) -> None:
     prompts = storm(family)
@@ -349,12 +344,12 @@ def test_old_pages_have_all_their_bytes_before_the_step_in_flight(
         assert [request.tokens for request in requests] == wanted
     assert counts[1] or not ahead
     assert counts[2]
-    assert lower_of(engine).counts["landed_tokens"]
+    assert offload_of(engine).stats.loaded_tokens
     closed(engine)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
-def test_what_grew_until_it_left_has_all_its_bytes(family: str, counts: dict[int, int]) -> None:
+def test_pages_evicted_after_growth_are_complete(family: str, counts: dict[int, int]) -> None:
     """Answers of several blocks, whose pages leave in the step after their last token, or while they are written."""
     prompts = storm(family)[::2]
     wanted = expected(tiny(family), prompts, 40)
@@ -371,17 +366,17 @@ def test_what_grew_until_it_left_has_all_its_bytes(family: str, counts: dict[int
         again = [engine.add(prompt, greedy(3)) for prompt in more]
         engine.run()
         assert [request.tokens for request in again] == expected(tiny(family), more, 3)
-    assert lower_of(engine).counts["landed_tokens"]
+    assert offload_of(engine).stats.loaded_tokens
     closed(engine)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
 @pytest.mark.parametrize("width", [1, 3])
-def test_forks_and_beams_find_their_pages_again(family: str, width: int, counts: dict[int, int]) -> None:
+def test_forks_and_beams_load_their_pages_again(family: str, width: int, counts: dict[int, int]) -> None:
     """Forks copy pages inside the pool while pages leave it."""
     params = SamplingParams(max_tokens=8, temperature=0 if width > 1 else 1.0, seed=3, n=3, beam_width=width)
     prompts = storm(family)[::2]
-    plain = Engine(tiny(family), POOL * 4, token_budget=24, ahead=True)
+    plain = make_engine(tiny(family), POOL * 4, token_budget=24, ahead=True)
     wanted = [plain.add(prompt, params) for prompt in prompts]
     plain.run()
     engine = crowded(family, ahead=True)
@@ -389,7 +384,9 @@ def test_forks_and_beams_find_their_pages_again(family: str, width: int, counts:
         found = [engine.add(prompt, params) for prompt in prompts]
         engine.run()
         for one, other in zip(wanted, found, strict=True):
-            assert [best.output for best in other.best] == [best.output for best in one.best]
+            assert [best.output for best in other.returned_samples] == [
+                best.output for best in one.returned_samples
+            ]
     assert counts[1]
     assert counts[2]
     closed(engine)
@@ -409,7 +406,7 @@ def stepped(engine: Engine) -> int:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["gemma3_text", "bamba", "jamba"])
-def test_copies_inside_the_pool_that_fail_are_made_before_anything_else(
+def test_failed_copies_inside_the_pool_are_retried_first(
     family: str, ahead: bool, counts: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = storm(family)
@@ -433,32 +430,30 @@ def test_copies_inside_the_pool_that_fail_are_made_before_anything_else(
     closed(engine)
 
 
-def test_what_was_never_copied_inside_the_pool_is_not_kept_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncopied_pages_are_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any) -> None:
         raise RuntimeError("no memory for ids")
 
-    engine = Engine(tiny("bamba"), POOL, tiers=["host:64MiB?write=through"], lower=PATIENT)
+    engine = make_engine(tiny("bamba"), POOL, tiers=["host:64MiB?write=through"], offload=PATIENT)
     engine.add(drawn("lost", 40)[0], greedy(2))
     engine.step()
     monkeypatch.setattr(engine_module, "copy_pages", fails)
     with pytest.raises(RuntimeError, match="no memory"):
         engine.step()
-    lower = lower_of(engine)
+    offload = offload_of(engine)
     engine.close()
-    assert lower.offloaded_pages == 0
+    assert offload.stats.offloaded_pages == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "bamba"])
-def test_copies_to_and_from_host_memory_that_fail_cost_time_and_nothing_else(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_offloads_and_loads_change_no_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, failed = random.Random(family), {"down": 0, "up": 0}
 
     class Flaky(HostPages):
-        def down(self, *given: Any) -> Any:
+        def offload(self, *given: Any) -> Any:
             return self._may("down", super().offload, given)
 
-        def up(self, *given: Any) -> Any:
+        def load(self, *given: Any) -> Any:
             return self._may("up", super().load, given)
 
         def _may(self, which: str, call: Any, given: Any) -> Any:
@@ -467,7 +462,7 @@ def test_copies_to_and_from_host_memory_that_fail_cost_time_and_nothing_else(
                 raise RuntimeError("no memory for ids")
             return call(*given)
 
-    monkeypatch.setattr(lower_module, "HostPages", Flaky)
+    monkeypatch.setattr(offload_manager, "HostPages", Flaky)
     prompts = storm(family)
     wanted = expected(tiny(family), prompts, 6)
     engine, rounds = crowded(family, ahead=True), 0
@@ -478,10 +473,10 @@ def test_copies_to_and_from_host_memory_that_fail_cost_time_and_nothing_else(
         rounds += 1
         assert rounds < 20, failed
     monkeypatch.setattr(rng, "random", lambda: 1.0)
-    lower = lower_of(engine)
+    offload = offload_of(engine)
     engine._apply_copies()
-    while lower.retained_bytes:
-        lower.poll()
-    assert lower.host.index.loading == 0
-    assert not lower.host._slots.refs.any(), "places are held that nobody lets go"
+    while offload.is_retaining_pages:
+        offload.poll()
+    assert offload.host.index.loading == 0
+    assert not offload.host._slots.refs.any(), "places are held that nobody lets go"
     closed(engine)

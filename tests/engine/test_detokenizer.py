@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.engine.sampling.detokenizer import Detokenizer, TextStream
+from kvloom.engine.sampling import Detokenizer, TextStream
 
 from . import made_tokenizers as tokenizers
 
@@ -25,7 +25,7 @@ def pieces(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_pieces_are_the_whole_text(kind: str) -> None:
+def test_deltas_join_to_the_whole_text(kind: str) -> None:
     tokenizer = KINDS[kind]
     texts = ["w3 w4 w5 w6", "w7"] if kind == "words" else TEXTS
     for text in texts:
@@ -42,14 +42,14 @@ def test_the_pieces_are_the_whole_text(kind: str) -> None:
             assert not any("\ufffd" in piece for piece in found)
 
 
-def test_a_character_comes_when_its_last_byte_does() -> None:
+def test_character_is_returned_with_its_last_byte() -> None:
     tokenizer = KINDS["bytes"]
     ids = tokenizer("é🙂x")["input_ids"]
     assert pieces(Detokenizer(tokenizer), ids) == ["", "é", "", "", "", "🙂", "x", ""]
     assert pieces(Detokenizer(tokenizer), ids[:4]) == ["", "é", "", "", "\ufffd"]  # it ended amid a character
 
 
-def test_special_tokens_are_left_out_unless_wanted() -> None:
+def test_special_tokens_are_skipped_unless_requested() -> None:
     tokenizer = KINDS["bytes"]
     ids = [1, *tokenizer("hello", add_special_tokens=False)["input_ids"], 2]
     assert "".join(pieces(Detokenizer(tokenizer), ids)) == "hello"
@@ -57,7 +57,7 @@ def test_special_tokens_are_left_out_unless_wanted() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "fallback"])
-def test_bytes_that_are_no_text_pass_through_at_a_bounded_cost(kind: str) -> None:
+def test_invalid_bytes_pass_at_a_bounded_cost(kind: str) -> None:
     tokenizer = KINDS[kind]
     first = next(i for i in range(3, 259) if tokenizer.decode([i]) == "\ufffd")
     detokenizer, longest = Detokenizer(tokenizer), 0
@@ -69,7 +69,7 @@ def test_bytes_that_are_no_text_pass_through_at_a_bounded_cost(kind: str) -> Non
     assert "hello" in "".join(pieces(detokenizer, ids))
 
 
-def test_the_cost_of_a_token_does_not_grow() -> None:
+def test_decode_cost_does_not_grow() -> None:
     tokenizer = KINDS["bytes"]
     ids = tokenizer("hello world the " * 500)["input_ids"]
 
@@ -98,7 +98,7 @@ def run(tokenizer: Any, text: str, stops: list[str], **options: Any) -> tuple[Te
     return made, [*told, made.take()]
 
 
-def test_a_stop_text_ends_it_across_tokens_and_is_never_told() -> None:
+def test_stop_text_across_tokens_is_never_returned() -> None:
     text, told = run(KINDS["bytes"], "one two END three", ["END"])
     assert text.stopped == "END"
     assert text.text == "".join(told) == "one two "
@@ -106,7 +106,7 @@ def test_a_stop_text_ends_it_across_tokens_and_is_never_told() -> None:
     assert text.text == "".join(told) == "one two END"
 
 
-def test_what_may_begin_a_stop_text_is_held_back_until_it_is_decided() -> None:
+def test_possible_stop_text_is_held_back() -> None:
     text, told = run(KINDS["bytes"], "aaENaENDb", ["ENDING", "NEVER"])
     assert text.stopped is None
     assert text.text == "".join(told) == "aaENaENDb"
@@ -115,12 +115,12 @@ def test_what_may_begin_a_stop_text_is_held_back_until_it_is_decided() -> None:
     assert told == ["x", "", "", "EN"]  # nothing more comes
 
 
-def test_the_earliest_of_several_stop_texts_counts() -> None:
+def test_earliest_stop_text_wins() -> None:
     text, _ = run(tokenizers.byte_level("abcdef"), "xabcdefx", ["def", "bc"])
     assert (text.stopped, text.text) == ("bc", "xa")
 
 
-def test_stop_texts_may_be_told_to_wait() -> None:
+def test_stop_texts_are_ignored_before_min_tokens() -> None:
     tokenizer = KINDS["bytes"]
     text = TextStream(tokenizer, (), ["b"])
     ids = tokenizer("abab")["input_ids"]
