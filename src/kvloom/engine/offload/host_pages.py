@@ -93,7 +93,7 @@ def _unpin(address: int) -> None:
 class LoadEvent:
     """A copy to the device, between two events of its stream."""
 
-    begun: torch.cuda.Event
+    start: torch.cuda.Event
     done: torch.cuda.Event
 
     def query(self) -> bool:
@@ -103,7 +103,7 @@ class LoadEvent:
         """Return the seconds from the start of the `first` copy to the end of this one, by the device's clock.
 
         Excludes the wait for an in-flight step, and the time until the host polls."""
-        return first.begun.elapsed_time(self.done) / 1e3  # type: ignore[no-any-return]
+        return first.start.elapsed_time(self.done) / 1e3  # type: ignore[no-any-return]
 
 
 class HostPages:
@@ -162,11 +162,11 @@ class HostPages:
             copy_pages(self._pool, np.asarray(pages, np.int64) * stride, self._arena, offsets, stride)
             return Done()
         assert self._load_stream is not None
-        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._load_stream.wait_stream(torch.cuda.current_stream(self.buffer.device))
-        begun.record(self._load_stream)
+        start.record(self._load_stream)
         self._copiers[stride].scatter(
-            self._rows[stride], pages, offsets // stride, stream=self._load_stream, after=begun
+            self._rows[stride], pages, offsets // stride, stream=self._load_stream, after=start
         )
         done.record(self._load_stream)
-        return LoadEvent(begun, done)
+        return LoadEvent(start, done)

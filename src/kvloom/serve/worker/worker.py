@@ -131,7 +131,7 @@ class Worker:
     def _hear(self, landed: list[Request]) -> list[Story]:
         """What can be told of prompts that have just begun, or have their first token now."""
         heard = self._unheard
-        stories = [_story(heard[r.order]) for r in self.engine.scheduler.begun if r.order in heard]
+        stories = [_story(heard[r.order]) for r in self.engine.scheduler.started_requests if r.order in heard]
         for request in landed:
             one = heard.pop(request.order, None)
             if one is not None:
