@@ -187,7 +187,7 @@ def test_infeasible_request_is_refused_with_the_numbers() -> None:
     engine = make_engine(model, 1 << 16)
     with pytest.raises(ValueError, match=r"need [\d,]+ bytes of pages, but the pool has"):
         engine.add([3] * 97, SamplingParams(max_tokens=20))
-    with pytest.raises(ValueError, match="exceed the model's 128"):
+    with pytest.raises(ValueError, match="exceed the model's limit of 128"):
         engine.add([3] * 120, SamplingParams(max_tokens=20))
     with pytest.raises(ValueError, match="at least one token"):
         engine.add([])

@@ -59,7 +59,7 @@ def test_prompt_logprobs_match_the_logits_for_any_chunks(family: str, ahead: boo
 
 
 def test_preempted_request_returns_prompt_logprobs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MOST_TOLD", 7)
+    monkeypatch.setattr(scheduler, "MAX_PROMPT_LOGPROBS", 7)
     model, prompts = tiny("llama"), prompts_of(5, (50, 60, 70, 45))
     exact = [wanted(model, prompt) for prompt in prompts]
     engine = make_engine(model, 96 << 10, token_budget=16)

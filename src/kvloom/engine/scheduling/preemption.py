@@ -1,4 +1,4 @@
-"""Who gives its pages up when others need room. Chooses; the scheduler acts."""
+"""Preemption: chooses the running request that releases its pages when another needs room. The scheduler acts."""
 
 from __future__ import annotations
 
@@ -23,28 +23,32 @@ def choose_victim(
     picked: Many[Scheduled],
     excess: Callable[[Request], float],
 ) -> Request | None:
-    """The running request that ranks last, behind `request` or parked, and has no work in this step; of those whose pages can
-    help `count` tokens of `request`: its own tenant's and, where its quota is not what is short, those of tenants that use
-    more than their share. None where there is none.
+    """Return the running request to preempt so that `request` gets pages for `count` tokens; None if there is none.
 
-    `excess` says how far the tenant of a request is above its fair part of the pool, 0 and below where it is not. A tenant that
-    is not above it preempts those that are, whatever their rank; priorities count inside one tenant only."""
+    Candidates have no work in this step. Of the same tenant: requests of lower rank, and parked ones. Of other tenants, unless
+    the tenant's own quota is short: requests of tenants above their share that arrived later, or are parked.
+
+    `excess(request)` is how far a tenant is above its fair share of the pool. A tenant within its share preempts tenants above
+    theirs whatever their rank, the largest excess first."""
     assert request.sequence is not None
     busy = {id(other) for other, _ in picked} | {id(request)}
     others = [r for r in running if id(r) not in busy]
     if len(cache.inspect.accounts) == 1:
         return max((r for r in others if r.rank > request.rank or r.parked), key=RANK, default=None)
-    mine, own = cache.account(request.control.tenant), cache.exceeds_quota(request.sequence, count)
-    needy = excess(request) <= 0
+    own_account, quota_is_short = (
+        cache.account(request.control.tenant),
+        cache.exceeds_quota(request.sequence, count),
+    )
+    within_share = excess(request) <= 0
     best: tuple[tuple[float, tuple[int, int]], Request] | None = None
-    for one in others:
-        account, above = cache.account(one.control.tenant), 0.0
-        if account is mine:
-            may = one.rank > request.rank or one.parked
+    for other in others:
+        account, above = cache.account(other.control.tenant), 0.0
+        if account is own_account:
+            may = other.rank > request.rank or other.parked
         else:
-            above = max(0.0, excess(one)) if needy else 0.0
-            may = not own and account.used > account.guaranteed
-            may = may and (above > 0 or one.order > request.order or one.parked)
-        if may and (best is None or (above, one.rank) > best[0]):
-            best = (above, one.rank), one
+            above = max(0.0, excess(other)) if within_share else 0.0
+            may = not quota_is_short and account.used > account.guaranteed
+            may = may and (above > 0 or other.order > request.order or other.parked)
+        if may and (best is None or (above, other.rank) > best[0]):
+            best = (above, other.rank), other
     return None if best is None else best[1]

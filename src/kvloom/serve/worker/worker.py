@@ -130,7 +130,11 @@ class Worker:
     def _progress_of_step(self, stepped: list[Request]) -> list[RequestProgress]:
         """Return the progress of prompts that started in this step or have their first token now."""
         awaiting = self._awaiting_first_token
-        progress = [_progress(awaiting[r.order]) for r in self.engine.scheduler.begun if r.order in awaiting]
+        progress = [
+            _progress(awaiting[r.order])
+            for r in self.engine.scheduler.started_requests
+            if r.order in awaiting
+        ]
         for request in stepped:
             one = awaiting.pop(request.order, None)
             if one is not None:
