@@ -12,7 +12,7 @@ from kvloom.bench import index, index_work
 
 
 @pytest.mark.parametrize("layout", index_work.LAYOUTS)
-def test_a_life_hits_what_is_cached(layout: str) -> None:
+def test_a_request_hits_cached_tokens(layout: str) -> None:
     figures = index_work.life(layout, tokens=2048, cached=1024, repeats=5)
     assert figures["hit"] == 1024
     assert figures["total"] >= figures["match"] > 0

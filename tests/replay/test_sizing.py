@@ -25,7 +25,7 @@ def test_by_default_it_aims_at_nine_tenths_of_the_ideal() -> None:
     assert sizing.ideal == replay(SAMPLE, 1, "ideal").hit_rate
 
 
-def test_the_next_gigabyte_buys_what_a_replay_with_it_shows() -> None:
+def test_the_gain_of_a_gigabyte_matches_a_replay() -> None:
     block = GIGABYTE // 5
     sizing = size_cache(SAMPLE, block, target=0.5)
     assert sizing.capacity_blocks is not None

@@ -1,4 +1,4 @@
-"""The server's parts by themselves: messages, mailboxes, keys, the gate, the worker on a real engine."""
+"""Parts of the server alone: messages, response streams, keys, limiter, watchdog, worker."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from kvloom.serve.worker.worker import Worker
 READY = Ready("cpu", "float32", 320, 4096, {}, 1 << 20, 1 << 12, 16, 64, [], 1.0)
 
 
-def test_messages_come_back_as_they_were() -> None:
+def test_messages_survive_encoding() -> None:
     params = SamplingParams(stop=["x"], logit_bias={3: -1.0}, json_schema={"type": "object"}, n=2, seed=1)
     for message, kind in (
         (Add(7, [1, 2, 3], params, stream=True, tenant="t", ttl=1.5), ToEngine),
@@ -55,7 +55,7 @@ def test_messages_come_back_as_they_were() -> None:
         assert msgspec.msgpack.decode(data[HEADER_BYTES:], type=kind) == message
 
 
-def test_pieces_that_wait_are_merged_and_an_error_comes_after_them() -> None:
+def test_waiting_deltas_are_merged_and_errors_follow_them() -> None:
     async def talk() -> None:
         stream = ResponseStream([1, 2], max_characters=100)
         stream.put(Delta(1, 0, "a", [5]))
@@ -76,7 +76,7 @@ def test_pieces_that_wait_are_merged_and_an_error_comes_after_them() -> None:
     asyncio.run(talk())
 
 
-def test_a_mailbox_that_nobody_empties_is_bounded_and_one_whose_client_left_is_silent() -> None:
+def test_an_unread_stream_is_bounded_and_a_disconnected_one_ends() -> None:
     async def talk() -> None:
         stream = ResponseStream([1], max_characters=10)
         for _ in range(11):
@@ -92,7 +92,7 @@ def test_a_mailbox_that_nobody_empties_is_bounded_and_one_whose_client_left_is_s
     asyncio.run(talk())
 
 
-def test_a_gate_counts_and_shuts() -> None:
+def test_the_limiter_counts_answers_and_drains() -> None:
     limiter = RequestLimiter(2)
     with limiter.admit(2):
         with pytest.raises(ApiError, match="queue is full"), limiter.admit(1):
@@ -108,7 +108,7 @@ def test_a_gate_counts_and_shuts() -> None:
         Limits(body_bytes=0)
 
 
-def test_restarts_wait_longer_and_are_bounded() -> None:
+def test_restarts_back_off_and_are_bounded() -> None:
     backoff, now, starts = Backoff(), 100.0, []
     for _ in range(40):
         now += backoff.pause(now)
@@ -124,7 +124,7 @@ def test_restarts_wait_longer_and_are_bounded() -> None:
     assert backoff.pause(now) < 1  # what was long ago is forgotten
 
 
-def test_an_engine_is_hung_when_it_is_silent_and_not_when_it_takes_its_time() -> None:
+def test_the_watchdog_detects_silence_and_long_steps() -> None:
     dog = Watchdog(WatchdogLimits(silent_seconds=5, step_seconds=20))
     assert [dog.tick(1.0) for _ in range(20)] == [
         None
@@ -147,7 +147,7 @@ def test_an_engine_is_hung_when_it_is_silent_and_not_when_it_takes_its_time() ->
     assert dog.tick(3600.0) is None  # this process slept, and the engine with it
 
 
-def test_patience_may_be_endless_and_never_shorter_than_beats() -> None:
+def test_watchdog_limits_may_be_off_but_not_below_heartbeats() -> None:
     dog = Watchdog(WatchdogLimits(0, 0))
     dog.received(READY)
     dog.received(Heartbeat(1))
@@ -177,7 +177,7 @@ def test_keys_are_read_from_lines_and_from_json(tmp_path: Path) -> None:
     )
 
 
-def test_a_tenant_that_names_no_weight_counts_1_where_another_names_one(tmp_path: Path) -> None:
+def test_a_missing_weight_is_1_if_another_tenant_has_one(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(
         "key-number-1 red\nkey-number-2 blue 2MiB 0.5\nkey-number-3 grey - 0\nkey-number-4 blue 2MiB 0.5"
@@ -187,7 +187,7 @@ def test_a_tenant_that_names_no_weight_counts_1_where_another_names_one(tmp_path
     )  # fmt: skip
 
 
-def test_a_file_of_keys_that_others_can_read_is_told_of(tmp_path: Path) -> None:
+def test_a_readable_key_file_causes_a_warning(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("key-number-1 red")
     file.chmod(0o644)
@@ -216,9 +216,7 @@ def test_a_file_of_keys_that_others_can_read_is_told_of(tmp_path: Path) -> None:
         ('{"key-number-1": {"tenant": ""}}', "name"),
     ],
 )
-def test_keys_that_make_no_sense_are_refused_without_showing_them(
-    tmp_path: Path, text: str, said: str
-) -> None:
+def test_invalid_keys_are_refused_without_showing_them(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(ValueError, match=said) as caught:
@@ -243,7 +241,7 @@ def drained(worker: Worker) -> list[Delta]:
     return deltas
 
 
-def test_a_worker_tells_streams_as_they_grow_and_others_at_the_end() -> None:
+def test_the_worker_sends_streams_per_step_and_others_at_the_end() -> None:
     worker = Worker(engine())
     greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
     worker.handle(Add(1, [5, 6, 7], greedy, stream=True))
@@ -256,7 +254,7 @@ def test_a_worker_tells_streams_as_they_grow_and_others_at_the_end() -> None:
     assert whole[0].finish_reason == "length"
 
 
-def test_a_worker_refuses_and_cancels() -> None:
+def test_the_worker_rejects_and_cancels() -> None:
     worker = Worker(engine())
     worker.handle(Add(1, [5] * 300, SamplingParams(max_tokens=5)))
     outputs = worker.step()
@@ -271,7 +269,7 @@ def test_a_worker_refuses_and_cancels() -> None:
     worker.engine.cache.check()
 
 
-def test_a_session_that_ends_with_an_answer_leaves_first() -> None:
+def test_pages_of_an_ended_session_are_evicted_first() -> None:
     made = engine()
     worker = Worker(made)
     params = SamplingParams(max_tokens=2, temperature=0)
@@ -284,7 +282,7 @@ def test_a_session_that_ends_with_an_answer_leaves_first() -> None:
     assert {first: run.ended for first, run in root.children.items()} == {5: True, 15: False}
 
 
-def test_a_tenant_at_its_quota_waits_for_itself_and_lets_others_pass() -> None:
+def test_a_tenant_at_its_quota_does_not_block_others() -> None:
     one = engine().layout.slab_bytes_for(8 + 24)
     made = engine((Tenant("small", one),))
     worker = Worker(made, (TenantConfig("small", one),))
@@ -311,7 +309,7 @@ def test_a_tenant_at_its_quota_waits_for_itself_and_lets_others_pass() -> None:
     assert [delta.id for delta in drained(worker)] == [5]
 
 
-def test_models_that_come_along_are_taken_by_name_and_others_as_they_are(tmp_path: Path) -> None:
+def test_embedded_models_are_found_by_name(tmp_path: Path) -> None:
     for name in ("llama", "hybrid", "draft"):
         assert folder_of(f"kvloom-{name}") == embedded(name)
     for other in (str(tmp_path), "org/name", "llama-3-70b"):
@@ -320,7 +318,7 @@ def test_models_that_come_along_are_taken_by_name_and_others_as_they_are(tmp_pat
         folder_of("kvloom-none")
 
 
-def test_keys_that_are_no_text_are_refused_by_their_files_name(tmp_path: Path) -> None:
+def test_a_binary_key_file_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="keys is not UTF-8 text"):
