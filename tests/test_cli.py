@@ -133,7 +133,7 @@ def test_bad_input_is_named_and_exits_with_two(arguments: list[str], words: str)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["bench"], "which benchmark? One of index, kernels"),
+        (["bench"], "no benchmark given: use one of index, kernels"),
         (["plann"], "unknown command 'plann'; did you mean plan?"),
         (["zzz"], "commands: plan, generate"),
         (["--nothing"], "--nothing is not a known argument"),

@@ -95,7 +95,7 @@ def test_a_draft_shares_the_pool() -> None:
         ({"context": 10, "concurrency": 0}, "concurrency is 0"),
         ({"context": 10, "image_tokens": 5}, "llama-3-8b takes no images, but 5"),
         ({"context": 100, "max_context": 99}, "max context 99 is shorter than the request's 100"),
-        ({"context": 10, "block_tokens": 24}, "24 tokens.*multiple of 16"),
+        ({"context": 10, "block_tokens": 24}, "block_tokens 24.*multiple of 16"),
     ],
 )
 def test_invalid_loads_are_refused(options: dict[str, int], words: str) -> None:

@@ -79,9 +79,9 @@ def test_scaling_keeps_a_workloads_character() -> None:
     assert select_workloads(["W7"]) == [BY_NAME["W7"]]
     assert [work.name for work in select_workloads(["W3"])] == ["W3", "W3 warm"]
     for scale in (0, -1, 1.5):
-        with pytest.raises(ValueError, match=r"must lie in \(0, 1\]"):
+        with pytest.raises(ValueError, match="above 0 and at most 1"):
             BY_NAME["W1"].scaled(scale)
-    with pytest.raises(ValueError, match="'W9' is not known; known: W1"):
+    with pytest.raises(ValueError, match="unknown workload 'W9'; known: W1"):
         select_workloads(["W9"])
 
 
@@ -303,7 +303,7 @@ def test_hugging_face_batches_do_not_change_answers() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_a_missing_peer_is_reported_with_a_remedy() -> None:
     with pytest.raises(
-        NotInstalledError, match=r"not installed for .*--vllm-python, or leave it out with --peers hf"
+        NotInstalledError, match=r"not installed for .*--vllm-python, or exclude it with --peers hf"
     ):
         Vllm("tiny", Options())
 
@@ -382,11 +382,11 @@ def test_help_names_workloads_and_shapes(capsys: pytest.CaptureFixture[str]) -> 
         (["--scale", "2"], "--scale: 2 is out of range"),
         (["--pool", "much"], "'much' is not understood"),
         (["--capacity", "0"], "--capacity: 0 is out of range"),
-        (["--only", "W7", "--scale", "1"], "W7 comes to 131,072 tokens, and tiny takes 32,768"),
+        (["--only", "W7", "--scale", "1"], "W7 needs 131,072 tokens, but the limit of tiny is 32,768"),
         (["--capacity", "16", "--kv-dtype", "int3"], "'int3' is not known"),
         (["--kv-dtype", "int3"], "'int3' is not known"),
         (["--tier", "attic:1GiB"], "tier 'attic:1GiB' is of no known kind"),
-        (["--vllm-python", "/no/python"], "there is no interpreter '/no/python'"),
+        (["--vllm-python", "/no/python"], "no interpreter '/no/python'"),
     ],
 )
 def test_bad_input_is_named_and_returns_two(

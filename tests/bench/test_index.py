@@ -34,7 +34,7 @@ def test_ratios_compare_like_with_like() -> None:
     peers = {"vllm_life": {"full": {"total": 1000.0}}, "sglang_tree": {"rust": {"match": 3.0}}}
     rows = {(row["work"], row["peer"]): row for row in index.compare(own, peers)}
     assert rows["life of 8,192 tokens, half cached, full", "vLLM"]["ratio"] == 10
-    assert rows["… with names told to a listener, full", "vLLM"]["ratio"] == 5
+    assert rows["… with events published, full", "vLLM"]["ratio"] == 5
     assert rows["decode step of 256, full", "vLLM"]["ratio"] is None
     assert rows["prefix tree: match", "SGLang rust"]["ratio"] == 3
 

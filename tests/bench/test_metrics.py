@@ -1,4 +1,4 @@
-"""Being watched costs less than a hundredth of the work, on the smallest model there is: on any other it is a smaller share."""
+"""Metrics cost less than one percent of the work on the smallest model, where their share is the largest."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_wrong_bytes_end_the_benchmark() -> None:
     rows = measure(Work("a", "b", right, right), memory, 2, None)
     assert [row.verb for row in rows] == ["write", "read"]
     wrong = Side(lambda: None, lambda: None)
-    with pytest.raises(RuntimeError, match="not those that were written"):
+    with pytest.raises(RuntimeError, match="differ from those written"):
         measure(Work("a", "b", wrong, right), memory, 1, None)
 
 
@@ -76,10 +76,10 @@ def test_every_lmcache_backend_has_rows_or_a_reason() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--pages", "1000"], "whole blocks of 4096"),
+        (["--pages", "1000"], "multiples of 4096"),
         (["--total", "1MiB", "--pages", "2MiB"], "divide --total"),
         (["--rounds", "0"], "--rounds: 0 is out of range"),
-        (["--dir", "/nonexistent"], "is no folder"),
+        (["--dir", "/nonexistent"], "is not a folder"),
         (["--total", "much"], "'much' is not understood"),
     ],
 )

@@ -67,7 +67,7 @@ def test_tiers_and_cost_add_their_parts(trace: str, capsys: pytest.CaptureFixtur
 def test_tables_describe_the_traffic(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", trace]) == 0
     out = capsys.readouterr().out
-    assert "6 requests in 5 s, 15 blocks of 512 tokens asked for, 8 distinct ones in all" in out
+    assert "6 requests in 5 s, 15 blocks of 512 tokens looked up, 8 of them distinct" in out
     assert all(policy in out for policy in ("ideal", "min", "lru", "adaptive"))
     assert "46.67%" in out
 
@@ -98,9 +98,9 @@ def test_plot_writes_an_image(trace: str, tmp_path: Path, capsys: pytest.Capture
     [
         (["--policy", "belady"], "unknown policy 'belady'"),
         (["--capacity", "0"], "capacity '0' is 0 blocks"),
-        (["--capacity", "lots"], "capacity 'lots': write blocks"),
+        (["--capacity", "lots"], "capacity 'lots': use blocks"),
         (["--capacity", "1KiB"], "is 0 blocks of 67108864 bytes"),
-        (["--tier", "host"], "tier 'host': write its name and size"),
+        (["--tier", "host"], "tier 'host': use name and size"),
         (["--tier", "tape=5", "--cost"], "no read rate for tier 'tape'"),
         (["--size", "--target", "7"], "--target: 7 is out of range"),
         (["--model", "no-such-model"], "no-such-model"),

@@ -68,7 +68,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path) -> None
     with Recorder(tmp_path / "t.jsonl") as recorder:
         recorder.flush()
         before = (tmp_path / "t.jsonl").read_bytes()
-        with pytest.raises(ValueError, match="a prompt of 9 tokens in a request of 3"):
+        with pytest.raises(ValueError, match="prompt is 9 tokens, but the request has 3"):
             recorder.add(0.0, [1, 2, 3], 9)
         recorder.flush()
         assert (tmp_path / "t.jsonl").read_bytes() == before
@@ -81,7 +81,7 @@ def test_a_recording_is_never_overwritten(tmp_path: Path, name: str) -> None:
     path.touch()  # nothing is lost with it
     record(path)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=f"{name} is there already.*give another name, or remove"):
+    with pytest.raises(ValueError, match=f"{name} exists.*choose another name or remove"):
         Recorder(path)
     assert path.read_bytes() == before
 
@@ -105,7 +105,7 @@ def test_an_empty_recording_leaves_no_file(tmp_path: Path, name: str) -> None:
         ({"version": 2}, {}, "version 2"),
         ({"block_tokens": 0}, {}, "block_tokens 0"),
         ({}, {"names": "zz"}, "line 2: not a recorded request"),
-        ({}, {"names": "00" * 8}, "1 names for 60 . 40 tokens"),
+        ({}, {"names": "00" * 8}, "1 block hashes for 60 . 40 tokens"),
         ({}, {"prompt": None}, "line 2: not a recorded request"),
     ],
 )

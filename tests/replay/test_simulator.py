@@ -107,11 +107,11 @@ def test_blocks_of_an_ended_session_are_evicted_first(policy: str) -> None:
 
 def test_bad_input_is_refused() -> None:
     sample = traffic([1])
-    with pytest.raises(ValueError, match="a cache of 0 blocks"):
+    with pytest.raises(ValueError, match="capacity 0 must be"):
         replay(sample, 0)
     with pytest.raises(ValueError, match="unknown policy 'belady'; known: ideal, min, lru"):
         replay(sample, 1, "belady")
-    with pytest.raises(ValueError, match="tier 'host' of 0 blocks"):
+    with pytest.raises(ValueError, match="tier 'host': capacity 0"):
         Tier("host", 0)
 
 

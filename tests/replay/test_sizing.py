@@ -54,9 +54,9 @@ def test_a_target_above_the_ideal_is_not_reached() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"target hit rate of 1\.5"):
+    with pytest.raises(ValueError, match=r"target hit rate 1\.5"):
         size_cache(SAMPLE, 1000, target=1.5)
     with pytest.raises(ValueError, match="block_bytes 0"):
         size_cache(SAMPLE, 0)
-    with pytest.raises(ValueError, match="no tier"):
+    with pytest.raises(ValueError, match="at least one tier"):
         size_cache(SAMPLE, 1000, limits=[])

@@ -43,7 +43,7 @@ def test_traffic_of_several_origins_shares_no_blocks_and_is_in_order_of_time() -
 
 
 def test_blocks_of_different_sizes_cannot_be_mixed() -> None:
-    with pytest.raises(ValueError, match="different sizes"):
+    with pytest.raises(ValueError, match="different block sizes"):
         Traffic.merged([traffic([1]), traffic([1], block_tokens=64)])
     with pytest.raises(ValueError, match="at least one"):
         Traffic.merged([])
