@@ -9,7 +9,7 @@ PLAN ?= --context 32768 --concurrency 16 --gpu-memory 80GiB
 FUZZ_SECONDS ?= 600
 GPU_PYTHON ?= python3
 GPU_JOBS ?= 8
-GPU_TESTS := tests/*/test_*_gpu.py tests/kernels/test_*.py tests/engine/test_sizing.py tests/models/test_real_heads.py
+GPU_TESTS := tests/*/test_*_gpu.py tests/kernels/test_*.py tests/engine/test_memory_budget.py tests/models/test_real_heads.py
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvloom-setup

@@ -57,7 +57,7 @@ def test_max_requests_is_null_without_gpu_memory() -> None:
     assert {scheme["max_requests"] for scheme in got["schemes"].values()} == {None}
 
 
-def test_the_flags_of_the_load() -> None:
+def test_plan_accepts_load_arguments() -> None:
     done = kvloom(
         *(
             "plan",
@@ -104,13 +104,13 @@ def test_list() -> None:
     ("arguments", "words"),
     [
         ([], "usage"),
-        (["plan"], "which model"),
+        (["plan"], "no model given"),
         (["plan", "llama-3-70"], "did you mean llama-3-70b"),
         (["plan", "meta-llama/Llama-3.1-8B-Instruct"], "llama-3.1-8b"),
         (["plan", "zzz"], "--list"),
         (["plan", "no/such/config.json"], "no file 'no/such/config.json'"),
         (["plan", "llama-3-8b", "--context", "-5"], "-5 is out of range"),
-        (["plan", "llama-3-8b", "--context", "many"], "'many' is not a whole number"),
+        (["plan", "llama-3-8b", "--context", "many"], "'many' is not an integer"),
         (["plan", "llama-3-8b", "--concurrency", "0"], "0 is out of range"),
         (["plan", "llama-3-8b", "--gpu-memory", "80 gigs"], "'80 gigs' is not understood"),
         (["plan", "llama-3-8b", "--gpu-memory=-1GiB"], "'-1GiB' is not understood"),
@@ -119,7 +119,7 @@ def test_list() -> None:
         (["plan", "llama-3-8b", "--block-tokens", "10"], "multiple of 16"),
         (["plan", "llama-3-8b", "--context", "100", "--max-context", "50"], "shorter than the request's 100"),
         (["plan", "llama-3-8b", "--draft", "nothing-like-it"], "'nothing-like-it' is not known"),
-        (["bench", "nothing"], "'nothing' is none of index, kernels"),
+        (["bench", "nothing"], "'nothing' is not one of index, kernels"),
     ],
 )
 def test_bad_input_is_named_and_exits_with_two(arguments: list[str], words: str) -> None:
@@ -133,16 +133,19 @@ def test_bad_input_is_named_and_exits_with_two(arguments: list[str], words: str)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["bench"], "which benchmark? One of index, kernels"),
-        (["plann"], "there is no command 'plann'; did you mean plan?"),
-        (["zzz"], "there are plan, generate"),
-        (["--nothing"], "--nothing is not understood"),
-        (["plan", "llama-3-8b", "--contxt", "5"], "--contxt 5 is not understood; did you mean --context?"),
+        (["bench"], "no benchmark given: use one of index, kernels"),
+        (["plann"], "unknown command 'plann'; did you mean plan?"),
+        (["zzz"], "commands: plan, generate"),
+        (["--nothing"], "--nothing is not a known argument"),
+        (
+            ["plan", "llama-3-8b", "--contxt", "5"],
+            "--contxt 5 is not a known argument; did you mean --context?",
+        ),
         (["plan", "--context"], "--context: expected one argument"),
-        (["replay"], "TRACE must be given (`kvloom replay --help` tells more)"),
+        (["replay"], "TRACE must be given (see `kvloom replay --help`)"),
         (["serve", "--port", "99999"], "--port: 99999 is out of range; it must be 0 to 65,535"),
         (["serve", "--pool", "lots"], "--pool: size 'lots' is not understood"),
-        (["serve", "--dtype", "int3"], "--dtype: 'int3' is not known; give bfloat16"),
+        (["serve", "--dtype", "int3"], "--dtype: unknown dtype 'int3'; use bfloat16"),
         (["serve", "--memory-fraction", "1.5"], "1.5 is out of range; it must be above 0, and 1 at most"),
         (["serve", "--read-seconds", "inf"], "--read-seconds: inf is out of range"),
         (["serve", "--tier", "attic:1GiB"], "tier 'attic:1GiB' has no known scheme"),
@@ -152,11 +155,11 @@ def test_bad_input_is_named_and_exits_with_two(arguments: list[str], words: str)
         (["generate", "kvloom-llama"], "give a PROMPT or --tokens"),
         (["calibrate", "nothing-like-it", "--prompts", "x", "--out", "x"], "there is no model"),
         (["share", "lots"], "size 'lots' is not understood"),
-        (["top", "--url", "localhost:99999"], "--url: 'localhost:99999' is no address of a server"),
-        (["explain", "--url", "localhost:1"], "no server answers at http://localhost:1 (Connection refused)"),
+        (["top", "--url", "localhost:99999"], "--url: 'localhost:99999' is not the address of a server"),
+        (["explain", "--url", "localhost:1"], "no server at http://localhost:1 (Connection refused)"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(
+def test_errors_are_reported_in_one_line(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
@@ -165,7 +168,7 @@ def test_what_is_wrong_is_told_in_one_line(
     assert (len(shown.err.splitlines()), shown.out) == (1, "")
 
 
-def test_what_can_be_told_before_a_model_is_loaded_needs_no_torch() -> None:
+def test_early_errors_need_no_torch() -> None:
     code = (
         "import sys; from kvloom.cli import main; "
         "assert main(['serve', '--tier', 'attic:1']) == main(['generate', 'kvloom-llama', 'x', '--kv-dtype', 'int3']) == 2; "
@@ -204,7 +207,7 @@ def test_ctrl_c_ends_a_command_quietly() -> None:
         assert (waiting.returncode, said) == (130, "\n")
 
 
-def test_a_reader_that_leaves_is_no_fault() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "kvloom.cli", "plan", "--list"],
         stdout=subprocess.PIPE,
@@ -248,7 +251,7 @@ def test_planning_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_not_installed_is_named_with_the_way_to_get_it() -> None:
+def test_a_missing_package_is_named_with_a_remedy() -> None:
     code = (
         "import sys; sys.modules['uvicorn'] = None; from kvloom.cli import main; "
         "sys.exit(main(['serve', '--port', '0']))"

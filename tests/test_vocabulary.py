@@ -24,7 +24,7 @@ REPLACED = {
     r"lies? below|from below|below the pool|lower tiers?": "tier",
     r"gives? way|gave way|giving way": "evict",
     r"land(?:ed|s|ing)": "load, publish",
-    r"(?<!in )(?<!in-)flights?": "in-flight step",
+    r"(?<!in\s)(?<!in-)(?<!\s\s)flights?": "in-flight step",
     r"in line(?! with)": "waiting",
 }
 WORDS = {re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE): instead for pattern, instead in REPLACED.items()}

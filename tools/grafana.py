@@ -1,7 +1,7 @@
-"""Make the Grafana dashboard that comes with the server: `python tools/grafana.py` writes src/kvloom/serve/grafana.json.
+"""Generates the server's Grafana dashboard: `python tools/grafana.py` writes src/kvloom/serve/grafana.json.
 
-A panel is a row of SECTIONS: its title, what it shows, the unit, and its queries with their legends. Knows Grafana's schema, and
-nothing of kvloom but the names of its series.
+SECTIONS lists the panels: title, description, unit, and queries with their legends. Knows Grafana's schema and the names
+of kvloom's metrics.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ SCHEMA = 39
 WIDTH = 24
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 AT = 'instance=~"$instance"'
-QUANTILES = ((0.5, "half"), (0.95, "95 %"), (0.99, "99 %"))
+QUANTILES = ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`queries` are pairs of an expression and its legend. `kind` is Grafana's; `width` of 24 columns."""
+    """One panel. `queries` are pairs of expression and legend; `kind` is Grafana's panel type; `width` is in columns of 24."""
 
     title: str
     help: str
@@ -35,7 +35,7 @@ class Panel:
 
 
 def rate(name: str, by: str = "") -> str:
-    """A counter's increase a second."""
+    """Return the query for a counter's increase per second."""
     inner = f"rate({name}{{{AT}}}[$__rate_interval])"
     return f"sum by ({by}) ({inner})" if by else f"sum({inner})"
 
@@ -61,62 +61,62 @@ def total(name: str, by: str = "") -> str:
 HIT_RATE = share("kvloom_hit_tokens_total", "kvloom_looked_up_tokens_total")
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "At a glance": (
-        Panel("Hit rate", "Of the tokens looked up, those that the cache had", "percentunit", ((HIT_RATE, ""),), "stat", 4),
-        Panel("First token", "95 % of requests had theirs within", "s", (quantiles("kvloom_time_to_first_token_seconds")[1],), "stat", 4),
-        Panel("Tokens made", "A second, of answers", "short", ((rate("kvloom_output_tokens_total"), ""),), "stat", 4),
-        Panel("Running", "Answers that hold pages", "short", ((total("kvloom_running"), ""),), "stat", 4),
-        Panel("Waiting", "Answers that wait for their turn", "short", ((total("kvloom_waiting"), ""),), "stat", 4),
-        Panel("Engines up", "Engines that are ready", "short", ((total("kvloom_engine_up"), ""),), "stat", 4),
+        Panel("Hit rate", "Share of looked-up tokens that were found", "percentunit", ((HIT_RATE, ""),), "stat", 4),
+        Panel("Time to first token", "95th percentile", "s", (quantiles("kvloom_time_to_first_token_seconds")[1],), "stat", 4),
+        Panel("Output tokens", "Per second", "short", ((rate("kvloom_output_tokens_total"), ""),), "stat", 4),
+        Panel("Running", "Running answers", "short", ((total("kvloom_running"), ""),), "stat", 4),
+        Panel("Waiting", "Waiting answers", "short", ((total("kvloom_waiting"), ""),), "stat", 4),
+        Panel("Engines up", "Ready engines", "short", ((total("kvloom_engine_up"), ""),), "stat", 4),
     ),
-    "Why it hits, why it misses": (
-        Panel("Hit rate", "Of the tokens looked up, those that the cache had", "percentunit", ((HIT_RATE, "hit rate"),)),
-        Panel("Why lookups hit no further", "Lookups by the reason for their end", "short", ((rate("kvloom_lookups_total", "reason"), "{{reason}}"),), stacked=True),
-        Panel("Hits by tier", "Tokens found a second, by the tier that had them", "short", ((rate("kvloom_tier_hit_tokens_total", "tier"), "{{tier}}"),), stacked=True),
-        Panel("Hits by kind", "Pages found a second, by the kind of layers they serve", "short", ((rate("kvloom_hit_pages_total", "kind"), "{{kind}}"),), stacked=True),
-        Panel("Time between uses", "How long what was hit had not been used", "s", quantiles("kvloom_reuse_seconds")),
-        Panel("Age of what leaves", "How long what was evicted had not been used: below the time between uses, the cache is too small", "s", quantiles("kvloom_eviction_age_seconds")),
+    "Hits and misses": (
+        Panel("Hit rate", "Share of looked-up tokens that were found", "percentunit", ((HIT_RATE, "hit rate"),)),
+        Panel("Miss reasons", "Lookups per second, by miss reason", "short", ((rate("kvloom_lookups_total", "reason"), "{{reason}}"),), stacked=True),
+        Panel("Hits by tier", "Tokens found per second, by tier", "short", ((rate("kvloom_tier_hit_tokens_total", "tier"), "{{tier}}"),), stacked=True),
+        Panel("Hits by kind", "Pages found per second, by kind of layer", "short", ((rate("kvloom_hit_pages_total", "kind"), "{{kind}}"),), stacked=True),
+        Panel("Reuse age", "Time since the last use of hit entries", "s", quantiles("kvloom_reuse_seconds")),
+        Panel("Eviction age", "Time since the last use of evicted entries; if below the reuse age, the pool is too small", "s", quantiles("kvloom_eviction_age_seconds")),
     ),
     "Latency": (
-        Panel("Time to first token", "From request to first token", "s", quantiles("kvloom_time_to_first_token_seconds")),
-        Panel("Between tokens", "Between the tokens of an answer", "s", quantiles("kvloom_inter_token_seconds")),
-        Panel("Whole requests", "From request to the end of its answer", "s", quantiles("kvloom_request_seconds")),
-        Panel("Where the time goes", "Mean seconds of a request in each part of its way", "s", tuple((mean(f"kvloom_{part}_seconds"), part) for part in ("queue", "prefill", "decode")), stacked=True),
+        Panel("Time to first token", "Time from request to first token", "s", quantiles("kvloom_time_to_first_token_seconds")),
+        Panel("Inter-token latency", "Time between output tokens", "s", quantiles("kvloom_inter_token_seconds")),
+        Panel("Request latency", "Time from request to the end of its answers", "s", quantiles("kvloom_request_seconds")),
+        Panel("Latency by phase", "Mean seconds of a request in each phase", "s", tuple((mean(f"kvloom_{part}_seconds"), part) for part in ("queue", "prefill", "decode")), stacked=True),
     ),
     "Pool": (
-        Panel("Bytes of the pool", "Held by requests, kept for later ones, lent to nobody", "bytes", ((total("kvloom_held_bytes"), "held"), (total("kvloom_cached_bytes"), "cached"), (total("kvloom_pool_free_bytes"), "free")), stacked=True),
-        Panel("Waste", "Free pages in lent slabs", "bytes", ((total("kvloom_fragmented_bytes"), "fragmented"),)),
-        Panel("Reserved, not computed", "Tokens that running requests have room for and have not computed", "short", ((total("kvloom_unused_tokens"), "tokens"),)),
-        Panel("Padding", "Share of the pages of a kind of layers that is padding", "percentunit", ((f"max by (kind) (kvloom_padding_ratio{{{AT}}})", "{{kind}}"),)),
-        Panel("Evictions", "Entries that leave a second, by what they are", "short", ((rate("kvloom_evicted_entries_total", "kind"), "{{kind}}"),), stacked=True),
-        Panel("Prefix tree", "Nodes", "short", ((total("kvloom_prefix_nodes"), "nodes"),)),
+        Panel("Page pool", "Bytes in use, cached and free", "bytes", ((total("kvloom_in_use_bytes"), "in use"), (total("kvloom_cached_bytes"), "cached"), (total("kvloom_pool_free_bytes"), "free")), stacked=True),
+        Panel("Fragmentation", "Free pages in occupied slabs", "bytes", ((total("kvloom_fragmented_bytes"), "fragmented"),)),
+        Panel("Allocated, not computed", "Tokens of running requests with allocated pages that are not computed yet", "short", ((total("kvloom_unused_tokens"), "tokens"),)),
+        Panel("Padding", "Share of padding in pages, by kind of layer", "percentunit", ((f"max by (kind) (kvloom_padding_ratio{{{AT}}})", "{{kind}}"),)),
+        Panel("Evictions", "Evicted entries per second, by kind", "short", ((rate("kvloom_evicted_entries_total", "kind"), "{{kind}}"),), stacked=True),
+        Panel("Prefix tree", "Nodes of the radix tree", "short", ((total("kvloom_prefix_nodes"), "nodes"),)),
     ),
     "Traffic": (
-        Panel("Tokens", "A second", "short", ((rate("kvloom_prompt_tokens_total"), "of prompts"), (rate("kvloom_cached_prompt_tokens_total"), "of those, cached"), (rate("kvloom_output_tokens_total"), "of answers"))),
-        Panel("Queues", "Answers that run and wait, requests that are open", "short", ((total("kvloom_running"), "running"), (total("kvloom_waiting"), "waiting"), (total("kvloom_open_requests"), "open requests"))),
-        Panel("How answers end", "A second, by reason", "short", ((rate("kvloom_finished_answers_total", "reason"), "{{reason}}"),), stacked=True),
-        Panel("HTTP", "Answers a second, by status", "short", ((rate("kvloom_requests_total", "status"), "{{status}}"),), stacked=True),
-        Panel("Preemptions", "Answers a second that gave their pages up and waited again", "short", ((rate("kvloom_preemptions_total"), "preemptions"),)),
-        Panel("Engine restarts", "Times the engine was started again", "short", ((total("kvloom_engine_restarts_total"), "restarts"),)),
+        Panel("Tokens", "Tokens per second", "short", ((rate("kvloom_prompt_tokens_total"), "prompt"), (rate("kvloom_cached_prompt_tokens_total"), "cached prompt"), (rate("kvloom_output_tokens_total"), "output"))),
+        Panel("Queues", "Running and waiting answers, open requests", "short", ((total("kvloom_running"), "running"), (total("kvloom_waiting"), "waiting"), (total("kvloom_open_requests"), "open requests"))),
+        Panel("Finish reasons", "Finished answers per second, by reason", "short", ((rate("kvloom_finished_answers_total", "reason"), "{{reason}}"),), stacked=True),
+        Panel("HTTP", "Responses per second, by status", "short", ((rate("kvloom_requests_total", "status"), "{{status}}"),), stacked=True),
+        Panel("Preemptions", "Preemptions per second", "short", ((rate("kvloom_preemptions_total"), "preemptions"),)),
+        Panel("Engine restarts", "Restarts of the engine", "short", ((total("kvloom_engine_restarts_total"), "restarts"),)),
     ),
     "Tiers": (
-        Panel("Bytes in tiers", "What lower tiers hold", "bytes", ((total("kvloom_tier_bytes", "tier"), "{{tier}}"),)),
-        Panel("Reads", "Objects a second, by tier and outcome", "short", ((rate("kvloom_tier_reads_total", "tier, outcome"), "{{tier}} {{outcome}}"),)),
-        Panel("Writes", "Objects a second, by tier and outcome", "short", ((rate("kvloom_tier_writes_total", "tier, outcome"), "{{tier}} {{outcome}}"),)),
-        Panel("Transfers", "Bytes a second", "Bps", ((rate("kvloom_tier_read_bytes_total", "tier"), "{{tier}} read"), (rate("kvloom_tier_written_bytes_total", "tier"), "{{tier}} written"))),
-        Panel("Brought from below", "Tokens a second that came into the pool from lower tiers", "short", ((rate("kvloom_landed_tokens_total"), "tokens"),)),
-        Panel("Faults", "Pages a second that tiers failed with", "short", ((rate("kvloom_tier_faults_total", "tier, outcome"), "{{tier}} {{outcome}}"),)),
-        Panel("Breakers", "1 where a tier is left alone after faults", "short", ((f'max by (tier) (kvloom_tier_breaker{{state="open", {AT}}})', "{{tier}}"),)),
+        Panel("Bytes in tiers", "Stored bytes, by tier", "bytes", ((total("kvloom_tier_bytes", "tier"), "{{tier}}"),)),
+        Panel("Reads", "Objects per second, by tier and outcome", "short", ((rate("kvloom_tier_reads_total", "tier, outcome"), "{{tier}} {{outcome}}"),)),
+        Panel("Writes", "Objects per second, by tier and outcome", "short", ((rate("kvloom_tier_writes_total", "tier, outcome"), "{{tier}} {{outcome}}"),)),
+        Panel("Transfers", "Bytes per second, by tier", "Bps", ((rate("kvloom_tier_read_bytes_total", "tier"), "{{tier}} read"), (rate("kvloom_tier_written_bytes_total", "tier"), "{{tier}} written"))),
+        Panel("Loads", "Prompt tokens loaded from tiers per second", "short", ((rate("kvloom_loaded_tokens_total"), "tokens"),)),
+        Panel("Faults", "Failed pages per second, by tier and outcome", "short", ((rate("kvloom_tier_faults_total", "tier, outcome"), "{{tier}} {{outcome}}"),)),
+        Panel("Circuit breakers", "1 while a tier is disabled after faults", "short", ((f'max by (tier) (kvloom_tier_breaker{{state="open", {AT}}})', "{{tier}}"),)),
     ),
-    "Tenants (asked with an operator's key)": (
-        Panel("Bytes by tenant", "Of the pool", "bytes", ((f'sum by (tenant) (kvloom_tenant_bytes{{state="used", {AT}}})', "{{tenant}}"),), stacked=True),
-        Panel("Hit rate by tenant", "Of the tokens it looked up", "percentunit", ((share("kvloom_tenant_hit_tokens_total", "kvloom_tenant_looked_up_tokens_total", "tenant"), "{{tenant}}"),)),
-        Panel("Waiting by tenant", "Prompts that wait", "short", ((f'sum by (tenant) (kvloom_tenant_requests{{state="waiting", {AT}}})', "{{tenant}}"),)),
+    "Tenants (scraped with an admin key)": (
+        Panel("Pool bytes by tenant", "Used bytes of the pool", "bytes", ((f'sum by (tenant) (kvloom_tenant_bytes{{state="used", {AT}}})', "{{tenant}}"),), stacked=True),
+        Panel("Hit rate by tenant", "Share of its looked-up tokens", "percentunit", ((share("kvloom_tenant_hit_tokens_total", "kvloom_tenant_looked_up_tokens_total", "tenant"), "{{tenant}}"),)),
+        Panel("Waiting by tenant", "Waiting prompts", "short", ((f'sum by (tenant) (kvloom_tenant_requests{{state="waiting", {AT}}})', "{{tenant}}"),)),
     ),
 }  # fmt: skip
 
 
 def dashboard() -> dict[str, Any]:
-    """The whole dashboard, as Grafana imports it."""
+    """Return the dashboard in Grafana's import format."""
     panels: list[dict[str, Any]] = []
     top = 0
     for title, section in SECTIONS.items():
@@ -138,7 +138,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": "kvloom-cache",
         "title": "kvloom",
-        "description": "The cache at work: hits and why not more, latency, the pool, traffic, tiers, tenants",
+        "description": "KV cache: hits and miss reasons, latency, page pool, traffic, tiers, tenants",
         "tags": ["kvloom", "llm", "kv-cache"],
         "editable": True,
         "graphTooltip": 1,

@@ -1,4 +1,4 @@
-"""Write the table of metrics into docs/observability.md, from the rows that the server serves: `python tools/metrics_table.py`."""
+"""Writes the tables of metrics and of deprecated names into docs/observability.md: `python tools/metrics_table.py`."""
 
 from __future__ import annotations
 
@@ -6,39 +6,54 @@ import asyncio
 import re
 from pathlib import Path
 
-from kvloom.serve.auth.limits import Gate
-from kvloom.serve.metrics.metrics import Metrics
-from kvloom.serve.metrics.series import Row, tenant_rows
-from kvloom.serve.worker.engine_link import EngineLink
-from kvloom.serve.worker.messages import Start, TenantUse
+from kvloom.serve.auth import RequestLimiter
+from kvloom.serve.metrics import Metrics, Series, full_name, tenant_series
+from kvloom.serve.worker import EngineClient, Start, TenantUsage
 
-__all__ = ["FILE", "main", "table"]
+__all__ = ["FILE", "aliases_table", "main", "metrics_table"]
 
 FILE = Path(__file__).parent.parent / "docs" / "observability.md"
-PLACE = re.compile(r"(?<=<!-- metrics -->\n).*?(?=<!-- /metrics -->)", re.DOTALL)
+TABLES = ("metrics", "aliases")
 
 
-def table() -> str:
-    """Every series, one line each: ours, the field's name for it, what it is."""
+def all_series() -> list[Series]:
+    """Return every series of a server, with those of one tenant."""
 
-    async def rows() -> list[Row]:
-        metrics = Metrics(EngineLink(Start(""), print, print), Gate(1))
-        return [*metrics.rows(), *tenant_rows({"": TenantUse()})]
+    async def series() -> list[Series]:
+        metrics = Metrics(EngineClient(Start(""), print, print), RequestLimiter(1))
+        return [*metrics.series(), *tenant_series({"": TenantUsage()})]
 
+    return asyncio.run(series())
+
+
+def metrics_table() -> str:
+    """Return one line per series: its name, labels, vLLM's name and help text."""
     lines = ["| series | labels | also as | what |", "|---|---|---|---|"]
-    for row in asyncio.run(rows()):
-        end = "_total" if row.kind == "counter" else ""
-        ours = f"`{row.name}{end}`" if row.name else ""
-        usual = ", ".join(f"`{name}{end}`" for name in row.usual)
+    for row in all_series():
+        ours = f"`{full_name(row.name, row.kind)}`" if row.name else ""
+        vllm = ", ".join(f"`{full_name(name, row.kind)}`" for name in row.vllm_names)
         labels = ", ".join(f"`{label}`" for label in row.labels)
         what = f"{row.help} (histogram)" if row.kind == "histogram" else row.help
-        lines.append(f"| {ours} | {labels} | {usual} | {what} |")
+        lines.append(f"| {ours} | {labels} | {vllm} | {what} |")
+    return "\n".join(lines) + "\n"
+
+
+def aliases_table() -> str:
+    """Return one line per deprecated name: the old and the new name."""
+    lines = ["| old | new |", "|---|---|"]
+    for row in all_series():
+        for alias in row.aliases:
+            lines.append(f"| `{full_name(alias, row.kind)}` | `{full_name(row.name, row.kind)}` |")
+    lines.append('| `kvloom_tenant_bytes{state="held"}` | `kvloom_tenant_bytes{state="in_use"}` |')
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     text = FILE.read_text(encoding="utf-8")
-    FILE.write_text(PLACE.sub(lambda _: table(), text), encoding="utf-8")
+    for name, table in zip(TABLES, (metrics_table(), aliases_table()), strict=True):
+        place = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
+        text = place.sub(lambda _, table=table: table, text)  # type: ignore[misc]
+    FILE.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -6,12 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvloom.engine.llm import LLM
-    from kvloom.engine.request import SamplingParams
+    from kvloom.engine import LLM, SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]
 
-_HOMES = {"LLM": "kvloom.engine.llm", "SamplingParams": "kvloom.engine.request"}
+_HOMES = {"LLM": "kvloom.engine", "SamplingParams": "kvloom.engine"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
-"""What the command line's arguments have in common: the parser, types, words that several commands say, a progress bar.
+"""Shared parts of the command line: the parser, argument types, help texts, a progress bar.
 
-A command lives in its room's command.py. It knows argparse and this; nothing here knows a command.
+Commands import this module; it knows none of them.
 """
 
 from __future__ import annotations
@@ -34,65 +34,65 @@ __all__ = [
     "Parser",
     "device",
     "dtype",
+    "error_text",
     "interpreter",
     "number",
     "parse_size",
     "progress_bar",
-    "said",
     "server",
     "size",
     "token_ids",
     "whole",
 ]
 
-BATCH_INVARIANT = "the same tokens for the same seed on a GPU, too, whatever runs beside; slower"
+BATCH_INVARIANT = "same tokens for the same seed, independent of the batch, on a GPU, too; slower"
 DEVICE = "cpu, cuda or cuda:N (default: a GPU if there is one)"
-DTYPE = "of the weights: bfloat16, float16 or float32 (default: auto, their own)"
-KV_DTYPE = "bf16, fp16, fp32, int8 or fp8 (default: the model's own); by kind of layers: fp8,sliding=bf16"
-KV_SCALES = "scales of int8 and fp8: dynamic (default), checkpoint, or a file of `kvloom calibrate`"
-MODEL = "a folder with a Hugging Face model, its hub id, or one that comes along: kvloom-llama, kvloom-hybrid"
-POOL = "memory for the cache (default: 1GiB; on a GPU what is left)"
+DTYPE = "dtype of the weights: bfloat16, float16 or float32 (default: auto, the checkpoint's)"
+KV_DTYPE = "dtype of the KV cache: bf16, fp16, fp32, int8 or fp8 (default: the model's); per kind of layer: fp8,sliding=bf16"
+KV_SCALES = "scales for int8 and fp8: dynamic (default), checkpoint, or a file from `kvloom calibrate`"
+MODEL = "folder of a Hugging Face model, its hub id, or an embedded model: kvloom-llama, kvloom-hybrid"
+POOL = "size of the page pool (default: 1GiB; on a GPU the memory left)"
 LOAD_FORMAT = (
-    "'random' makes the weights up: MODEL may be a config.json or a name of `kvloom plan --list`, too"
+    "'random' uses random weights: MODEL may be a config.json or a name of `kvloom plan --list`, too"
 )
 LOAD_FORMATS = ("auto", "random")
-SERVER = "the server, like 127.0.0.1:8000 or https://host/path (default: http://127.0.0.1:8000)"
-THREADS = "CPU threads of the model (default: $KVLOOM_THREADS, $OMP_NUM_THREADS, or all cores but one)"
+SERVER = "address of the server, such as 127.0.0.1:8000 or https://host/path (default: http://127.0.0.1:8000)"
+THREADS = "CPU threads for the model (default: $KVLOOM_THREADS, $OMP_NUM_THREADS, or all cores but one)"
 TIER = (
-    "a place for pages below the pool, nearest first: host:64GiB, disk:/path:1TiB, or redis://, mooncake://, nixl://, s3:// and "
+    "a tier, nearest first: host:64GiB, disk:/path:1TiB, or redis://, mooncake://, nixl://, s3:// and "
     "peer:// with an address and ?capacity=64GiB&…; repeatable (docs/tiers.md)"
 )
-GRAMMAR_SECONDS = "CPU time that one grammar may take to compile, and again for each step (default: 2)"
-GRAMMAR_MEMORY = "memory that one grammar may take; all together may take eight times that (default: 256MiB)"
-MOST = 10**12
+GRAMMAR_SECONDS = "CPU seconds to compile one grammar, and again for each step (default: 2)"
+GRAMMAR_MEMORY = "memory of one grammar at most; all together may use eight times that (default: 256MiB)"
+MAX_NUMBER = 10**12
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 BAD_INPUT = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, for every command: what is wrong is told in one line, with the way out."""
+    """argparse's parser with errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        said = re.sub(r"^argument (\S+): ", r"\1: ", message)
-        said = re.sub(r"^the following arguments are required: (.*)", r"\1 must be given", said)
-        if choice := re.fullmatch(r"(.*)invalid choice: (.*) \(choose from (.*)\)", said):
-            said = f"{choice[1]}{choice[2]} is none of {choice[3].replace(chr(39), '')}"
-        unknown = re.fullmatch(r"unrecognized arguments: (.*)", said)
+        text = re.sub(r"^argument (\S+): ", r"\1: ", message)
+        text = re.sub(r"^the following arguments are required: (.*)", r"\1 must be given", text)
+        if choice := re.fullmatch(r"(.*)invalid choice: (.*) \(choose from (.*)\)", text):
+            text = f"{choice[1]}{choice[2]} is not one of {choice[3].replace(chr(39), '')}"
+        unknown = re.fullmatch(r"unrecognized arguments: (.*)", text)
         if unknown is not None:
             flags = [flag for action in self._actions for flag in action.option_strings]
             close = difflib.get_close_matches(unknown[1].split()[0].partition("=")[0], flags, n=1)
-            said = f"{unknown[1]} is not understood" + (f"; did you mean {close[0]}?" if close else "")
-        self.exit(BAD_INPUT, f"{self.prog}: {said} (`{self.prog} --help` tells more)\n")
+            text = f"{unknown[1]} is not a known argument" + (f"; did you mean {close[0]}?" if close else "")
+        self.exit(BAD_INPUT, f"{self.prog}: {text} (see `{self.prog} --help`)\n")
 
 
-def whole(least: int, most: int = MOST) -> Callable[[str], int]:
-    """An argparse type: a whole number from `least` to `most`."""
+def whole(least: int, most: int = MAX_NUMBER) -> Callable[[str], int]:
+    """An argparse type: an integer from `least` to `most`."""
 
     def parse(text: str) -> int:
         try:
             value = int(text.replace(",", "").replace("_", ""))
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"{value} is out of range; it must be {least} to {most:,}")
         return value
@@ -100,8 +100,8 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
     return parse
 
 
-def number(least: float, most: float = MOST, above: bool = False) -> Callable[[str], float]:
-    """An argparse type: a number from `least` (with `above`: more than that) to `most`."""
+def number(least: float, most: float = MAX_NUMBER, above: bool = False) -> Callable[[str], float]:
+    """An argparse type: a number from `least` (with `above`: greater) to `most`."""
 
     def parse(text: str) -> float:
         try:
@@ -109,16 +109,16 @@ def number(least: float, most: float = MOST, above: bool = False) -> Callable[[s
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
         if not least <= value <= most or (above and value == least):
-            said = f"above {least:g}" if above else f"{least:g} or more"
-            said += "" if most == MOST else f", and {most:g} at most"
-            raise argparse.ArgumentTypeError(f"{text} is out of range; it must be {said}")
+            range_ = f"above {least:g}" if above else f"{least:g} or more"
+            range_ += "" if most == MAX_NUMBER else f", and {most:g} at most"
+            raise argparse.ArgumentTypeError(f"{text} is out of range; it must be {range_}")
         return value
 
     return parse
 
 
 def size(text: str) -> int:
-    """An argparse type: bytes, as people write them."""
+    """An argparse type: a size in bytes, such as 64GiB."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -126,58 +126,58 @@ def size(text: str) -> int:
 
 
 def dtype(text: str) -> str:
-    """An argparse type: what weights are kept in, by torch's name; the short names of --kv-dtype are understood."""
+    """An argparse type: a weight dtype by torch's name, or a short name of --kv-dtype."""
     found = DTYPES.get(text.lower(), text.lower())
     if found not in DTYPES.values():
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not known; give bfloat16, float16, float32 or auto (the checkpoint's own)"
+            f"unknown dtype {text!r}; use bfloat16, float16, float32 or auto (the checkpoint's)"
         )
     return found
 
 
 def server(text: str) -> str:
-    """An argparse type: where a server is. Without a scheme it is http."""
+    """An argparse type: the address of a server; without a scheme it is http."""
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urlsplit(url)
         fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # invalid port
         fine = False
     if not fine or re.search(r"\s", url):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no address of a server; give one like http://127.0.0.1:8000"
+            f"{text!r} is not the address of a server; use one like http://127.0.0.1:8000"
         )
     return url.rstrip("/")
 
 
 def interpreter(text: str) -> str:
-    """An argparse type: a Python that has what is measured beside kvloom."""
+    """An argparse type: a Python interpreter."""
     if shutil.which(text) is None:
         raise argparse.ArgumentTypeError(
-            f"there is no interpreter {text!r}; give the path of a python, like PEERS/bin/python"
+            f"no interpreter {text!r}; use the path of a python, such as PEERS/bin/python"
         )
     return text
 
 
 def device(text: str) -> str:
-    """An argparse type: where a model runs."""
+    """An argparse type: a device."""
     if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no device; give cpu, cuda or cuda:N")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; use cpu, cuda or cuda:N")
     return text
 
 
 def token_ids(text: str) -> list[int]:
-    """Token ids as they are written on a command line."""
+    """Parse token ids."""
     try:
         return [int(token) for token in text.replace(",", " ").split()]
     except ValueError:
-        raise ValueError(f'--tokens {text!r} must be whole numbers, like "5 6 7"') from None
+        raise ValueError(f'--tokens {text!r} must be integers, such as "5 6 7"') from None
 
 
-def said(error: Exception) -> str:
-    """An error in one line."""
+def error_text(error: Exception) -> str:
+    """Return an error in one line."""
     if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed: pip install 'kvloom[engine,serve,grammar]' has what commands need"
+        return f"{error.name} is not installed: pip install 'kvloom[engine,serve,grammar]'"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
@@ -185,7 +185,7 @@ def said(error: Exception) -> str:
 
 @contextmanager
 def progress_bar(words: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on stderr; what is given takes how much of how much is done."""
+    """Show a progress bar on stderr; yields a function of done and total, or None if not `shown`."""
     if not shown:
         yield None
         return

@@ -1,7 +1,6 @@
-"""The `kvloom` command: the table of its subcommands, and what is the same for all of them.
+"""The `kvloom` command: its subcommands, and error handling common to all.
 
-A subcommand's arguments and body are `arguments(parser)` and `run(args)` of the module in its row, which is imported when it
-is asked for.
+A subcommand is a module with `arguments(parser)` and `run(args)`, imported when it is used.
 """
 
 from __future__ import annotations
@@ -17,65 +16,64 @@ __all__ = ["main"]
 
 BAD_INPUT = 2
 INTERRUPTED = 130
-"""What a shell makes of a command that Ctrl-C ended."""
+"""The exit code that shells expect after Ctrl-C."""
 COMMANDS: dict[str, tuple[str, str]] = {
-    "plan": ("kvloom.plan.command", "Memory of a model and a load under three schemes."),
-    "generate": ("kvloom.engine.generate_command", "Let a model go on from prompts, once."),
-    "calibrate": ("kvloom.engine.calibrate_command", "Make static scales for a quantised KV cache."),
-    "serve": ("kvloom.serve.serve_command", "An OpenAI-compatible server."),
-    "explain": ("kvloom.serve.explain_command", "Why a request hit the cache or missed it."),
+    "plan": ("kvloom.plan.command", "Compare the KV memory of a model under three allocation schemes."),
+    "generate": ("kvloom.engine.generate_command", "Generate text from prompts offline."),
+    "calibrate": ("kvloom.engine.calibrate_command", "Compute static scales for a quantised KV cache."),
+    "serve": ("kvloom.serve.serve_command", "Start an OpenAI-compatible server."),
+    "explain": ("kvloom.serve.explain_command", "Explain why a request hit or missed the cache."),
     "top": (
         "kvloom.serve.dashboard.command",
-        "A server's cache, live in this terminal; the same is at /dashboard.",
+        "Show a server's cache live in the terminal, like /dashboard.",
     ),
     "share": (
         "kvloom.tiers.peer.share_command",
-        "Host memory for the servers of a machine: --tier peer://HOST:PORT.",
+        "Share host memory between servers: --tier peer://HOST:PORT.",
     ),
-    "replay": ("kvloom.replay.command", "Recorded traffic through the cache: hit rates, sizes."),
-    "bench": ("kvloom.bench.command", "Measure kvloom beside its peers."),
+    "replay": ("kvloom.replay.command", "Replay recorded traffic: hit rates, cache sizes."),
+    "bench": ("kvloom.bench.command", "Run benchmarks of kvloom and its peers."),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, or 2 on input that makes no sense, which is told in one line; 130 where
-    Ctrl-C ended it."""
+    """Run one command; return its exit code: 0, 2 for invalid input (reported in one line), 130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     name, *argv = (sys.argv[1:] if argv is None else list(argv)) or [""]
-    # Of transformers' remarks only errors: the others are about code that is not run here.
+    # Warnings of transformers concern code that kvloom does not run.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        from kvloom.arguments import Parser  # numpy comes with it: Ctrl-C may come meanwhile
+        from kvloom.arguments import Parser  # imports numpy: inside the try for Ctrl-C
 
         if name not in COMMANDS:
-            _tell(name)
+            _no_command(name)
         command = import_module(COMMANDS[name][0])
         parser = Parser(prog=f"kvloom {name}", description=COMMANDS[name][1])
         command.arguments(parser)
         code = int(command.run(parser.parse_args(argv)) or 0)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader left (`| head`): what is still buffered goes nowhere
+    except BrokenPipeError:  # the reader closed the pipe (`| head`): discard buffered output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (OSError, ValueError, ImportError) as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "kvloom").startswith("kvloom"):
             raise
-        from kvloom.arguments import said
+        from kvloom.arguments import error_text
 
-        print(f"kvloom {name}: {said(error)}", file=sys.stderr)
+        print(f"kvloom {name}: {error_text(error)}", file=sys.stderr)
         return BAD_INPUT
-    except SystemExit as ended:  # argparse has said what is to be said
+    except SystemExit as ended:  # argparse has printed the message
         return int(ended.code or 0)
     except KeyboardInterrupt:
-        print(file=sys.stderr)  # the shell's next line begins on its own
+        print(file=sys.stderr)  # put the shell's prompt on its own line
         return INTERRUPTED
     return code
 
 
-def _tell(word: str) -> NoReturn:
-    """Answer to what is no command, and end: help, the version, or which commands there are."""
+def _no_command(word: str) -> NoReturn:
+    """Handle an argument that is no command, and exit: help, version, or an error with the commands."""
     from argparse import RawDescriptionHelpFormatter
     from difflib import get_close_matches
     from importlib.metadata import version
@@ -87,7 +85,7 @@ def _tell(word: str) -> NoReturn:
         prog="kvloom",
         usage="kvloom COMMAND ...",
         description="One KV-cache system for LLM inference.",
-        epilog=f"commands:\n{lines}\n\n`kvloom COMMAND --help` tells what each can be told.",
+        epilog=f"commands:\n{lines}\n\n`kvloom COMMAND --help` shows the arguments of a command.",
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="show kvloom's version and exit")
@@ -99,8 +97,8 @@ def _tell(word: str) -> NoReturn:
         print(f"kvloom {version('kvloom')}")
         parser.exit()
     close = get_close_matches(word, COMMANDS, n=1)
-    said = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
-    parser.error(f"there is no command {word!r}; {said}")
+    hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(COMMANDS)}"
+    parser.error(f"unknown command {word!r}; {hint}")
 
 
 if __name__ == "__main__":

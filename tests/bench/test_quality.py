@@ -10,7 +10,7 @@ import torch
 
 import kvloom.models
 from kvloom.bench.quality import main, measure
-from kvloom.engine.engine import Engine
+from tests.engines import make_engine
 from tests.models.zoo import prompts_of, tiny
 
 EMBEDDED = Path(kvloom.models.__file__).parent / "embedded" / "llama"
@@ -26,22 +26,22 @@ def test_with_pages_of_float32_the_nats_are_the_models_own(family: str) -> None:
             logits = model(torch.tensor([window])).logits[0, :-1]
         wanted.append(-logits.log_softmax(-1)[torch.arange(len(window) - 1), window[1:]])
         choices.append(logits.argmax(-1))
-    engine = Engine(model, 1 << 24)
+    engine = make_engine(model, 1 << 24)
     found = measure(engine, windows, chunk=9)
     torch.testing.assert_close(found.nats, torch.cat(wanted), atol=1e-3, rtol=1e-3)
     assert torch.equal(found.choices, torch.cat(choices))
     assert found.against(found) == {"more_nats": 0, "same_choice": 1}
-    assert engine.cache.stats()["held_pages"] == 0
+    assert engine.cache.stats()["in_use_pages"] == 0
     assert engine.cache.stats()["cached_pages"] == 0  # one window is not found by the next
 
 
-def test_the_command_tells_every_way_beside_the_first(
+def test_every_kv_dtype_is_compared_with_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.py"
     text.write_text(Path(__file__).read_text())
-    asked = [str(EMBEDDED), "--text", str(text), "--context", "128", "--tokens", "256", "--chunk", "50"]
-    assert main([*asked, "--kv-dtype", "fp32", "int8", "--calibrate", str(text), "--json"]) == 0
+    on_request = [str(EMBEDDED), "--text", str(text), "--context", "128", "--tokens", "256", "--chunk", "50"]
+    assert main([*on_request, "--kv-dtype", "fp32", "int8", "--calibrate", str(text), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["tokens"] == 254
     rows = {row["kv_dtype"]: row for row in report["rows"]}
@@ -50,6 +50,6 @@ def test_the_command_tells_every_way_beside_the_first(
     for row in rows.values():
         assert abs(row["more_nats"]) < 0.02
         assert row["same_choice"] > 0.9
-    assert main([*asked, "--kv-dtype", "int4"]) == 2
+    assert main([*on_request, "--kv-dtype", "int4"]) == 2
     assert "'int4' is not known" in capsys.readouterr().err
     assert main([str(EMBEDDED), "--text", str(tmp_path / "nothing")]) == 2

@@ -1,4 +1,4 @@
-"""The policy that learns, in a real cache: what it follows, what it keeps, what it costs."""
+"""The adaptive policy in a real cache: what it observes, what it evicts, what it costs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_prompt_that_shares_little_is_another_conversation() -> None:
     assert service.leaf(1, 7, 8, 9).value == 0.0
 
 
-def test_what_a_conversation_went_on_without_is_left_behind_and_leaves_first() -> None:
+def test_superseded_entries_are_evicted_first() -> None:
     service = Service(12)
     service.ask(50, 51)
     service.wait(1)
@@ -143,11 +143,11 @@ def test_a_use_is_seen_where_it_happens_and_not_deeper() -> None:
     service.wait(4)
     service.ask(1, 2, 3, 4, 5, 60)
     assert not visit.watched
-    away = learner(service).returns._away[0]
+    away = learner(service).model._away[0]
     assert away == 7.0
 
 
-def test_the_end_that_nobody_comes_back_to_leaves_first_and_alone() -> None:
+def test_an_unused_tail_is_evicted_first_and_alone() -> None:
     service = Service(400)
     for chat in range(1, 41):
         for turn in (1, 2, 3):
@@ -202,7 +202,7 @@ def chats(service: Service, seed: int, chats: int, hint: bool = False) -> None:
         )
 
 
-def test_it_keeps_those_who_came_back_before() -> None:
+def test_adaptive_keeps_conversations_that_returned_before() -> None:
     lru, adaptive = Service(250, "lru"), Service(250)
     chats(lru, 5, 900)
     chats(adaptive, 5, 900)
@@ -217,7 +217,7 @@ def test_how_answers_end_is_a_hint_it_learns_from() -> None:
     assert hinted.rate > plain.rate + 0.02
 
 
-def test_a_session_that_ended_leaves_first() -> None:
+def test_an_ended_session_is_evicted_first() -> None:
     service = Service(8)
     service.ask(1, 2, 3, session="a")
     service.wait(1)

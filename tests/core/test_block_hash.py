@@ -1,4 +1,4 @@
-"""Names are the same everywhere, and an index filled from events alone finds what the tree finds."""
+"""Block hashes are equal everywhere, and an index filled from events finds what the tree finds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def digest_of(media_id: int) -> bytes:
 # -- what a name is -----------------------------------------------------------------------------------------
 
 
-def test_names_are_these_bytes_for_ever() -> None:
+def test_hashes_never_change() -> None:
     """A change here makes every stored page of every deployment unfindable."""
     root = root_hash("llama")
     data = raw(list(range(40)))
@@ -56,7 +56,7 @@ def test_names_are_these_bytes_for_ever() -> None:
     assert len(root) == HASH_BYTES
 
 
-def test_names_of_media_are_these_bytes_for_ever() -> None:
+def test_hashes_of_media_never_change() -> None:
     data = raw([1, 2, -1, -1, -1, 5, *[7] * 12])
     root = root_hash("llama")
     assert [n.hex() for n in hash_chain(root, data, lambda _: b"a" * 16)] == [
@@ -66,7 +66,7 @@ def test_names_of_media_are_these_bytes_for_ever() -> None:
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "4711"])
-def test_names_are_the_same_in_another_process(hash_seed: str) -> None:
+def test_hashes_are_equal_in_another_process(hash_seed: str) -> None:
     code = (
         "from kvloom.core import hash_chain, root_hash, tail_hash; import numpy as np;"
         "root = root_hash('llama'); data = np.arange(40, dtype='<i4').tobytes();"
@@ -79,7 +79,7 @@ def test_names_are_the_same_in_another_process(hash_seed: str) -> None:
     assert out.stdout.split() == [ROOT, *GRAINS, TAIL]
 
 
-def test_names_are_the_same_with_and_without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_are_equal_with_and_without_the_native_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     data = raw(prompt_of(1000))
     names = hash_chain(root_hash("llama"), data)
     monkeypatch.setattr("kvloom.core.pool.loops.chain", None)
@@ -87,7 +87,7 @@ def test_names_are_the_same_with_and_without_the_native_part(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
-def test_names_do_not_show_the_block_size(block: int) -> None:
+def test_hashes_do_not_depend_on_the_block_size(block: int) -> None:
     cache = KVCache(
         PoolLayout.build(LAYOUTS["full"], block), 100, model="llama", max_sequences=2, max_tokens=512
     )
@@ -104,7 +104,7 @@ def test_names_do_not_show_the_block_size(block: int) -> None:
     assert tails == [tail_hash(names[-1], raw(prompt_of(200)[192:]))]
 
 
-def test_model_tenant_and_adapter_have_names_of_their_own() -> None:
+def test_model_tenant_and_adapter_have_their_own_hashes() -> None:
     roots = [
         root_hash(*parts)
         for parts in (
@@ -123,14 +123,14 @@ def test_model_tenant_and_adapter_have_names_of_their_own() -> None:
     assert len({name for root in roots for name in hash_chain(root, data)}) == 2 * len(roots)
 
 
-def test_a_name_covers_everything_before_it() -> None:
+def test_a_hash_covers_all_tokens_before_it() -> None:
     one, two = prompt_of(64), prompt_of(64)
     two[3] += 1
     assert not set(hash_chain(root_hash("m"), raw(one))) & set(hash_chain(root_hash("m"), raw(two)))
     assert hash_chain(root_hash("m"), raw(one))[:2] == hash_chain(root_hash("m"), raw(one[:47]))
 
 
-def test_media_enter_a_name_by_content_extent_and_position_never_by_id() -> None:
+def test_media_are_hashed_by_content_extent_and_position_never_by_id() -> None:
     root = root_hash("m")
 
     def name(tokens: list[int], table: dict[int, bytes]) -> bytes:
@@ -219,7 +219,7 @@ def test_the_index_still_finds_what_the_tree_finds_after_evictions(kind: str, se
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_name_is_left_whose_pages_are_gone(seed: int) -> None:
+def test_no_hash_is_left_whose_pages_are_evicted(seed: int) -> None:
     world = make_world("full", 20)
     index = follow(world)
     chance = random.Random(seed)
@@ -241,7 +241,7 @@ def test_no_name_is_left_whose_pages_are_gone(seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(LAYOUTS))
-def test_an_index_is_empty_when_everything_has_left(kind: str) -> None:
+def test_an_index_is_empty_when_everything_is_evicted(kind: str) -> None:
     world = make_world(kind, slabs_for(kind, 40, states=3))
     index = follow(world)
     for i in range(6):
@@ -257,7 +257,7 @@ def test_an_index_is_empty_when_everything_has_left(kind: str) -> None:
     assert len(index) <= cached_pages
 
 
-def test_a_snapshot_inside_a_longer_run_is_found_by_name() -> None:
+def test_a_snapshot_inside_a_longer_node_is_found_by_hash() -> None:
     """A prompt that is the beginning of a stored text leaves its snapshot inside that run, at a tail."""
     world = make_world("state+full", 60)
     index = follow(world)
@@ -324,7 +324,7 @@ def test_forgetting_a_place_forgets_what_only_it_had() -> None:
     assert len(index) == 0
 
 
-def test_dropped_names_are_forgotten_when_no_group_is_left() -> None:
+def test_removed_hashes_are_dropped_with_their_last_group() -> None:
     layout = PoolLayout.build(LAYOUTS["sliding+full"])
     index = HashIndex(layout.groups)
     names = hash_chain(root_hash("m"), raw(prompt_of(160)))
@@ -351,7 +351,7 @@ def test_unknown_groups_and_bad_tails_are_refused() -> None:
     assert index.match(names, 64) == 64
 
 
-def test_two_images_have_two_names_in_events() -> None:
+def test_two_images_have_two_hashes_in_events() -> None:
     stored = []
     for which in (1, 2):
         world = make_world("full", 40)

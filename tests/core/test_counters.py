@@ -1,4 +1,4 @@
-"""What a cache counts beside its work: how old what leaves is, how soon what hits comes back, which pages hit, whose."""
+"""Counters of a cache: idle time of evicted entries, time between hits, pages hit, tokens by tenant."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def test_a_value_counts_where_it_is_at_most_the_bound() -> None:
 
 @pytest.mark.parametrize("bounds", [(), (1, 1), (2, 1)])
 def test_bounds_must_rise(bounds: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="must be numbers that rise"):
+    with pytest.raises(ValueError, match="must increase"):
         Histogram(bounds)
 
 
-def test_what_leaves_is_counted_by_kind_and_by_how_long_nobody_had_used_it() -> None:
+def test_evictions_are_counted_by_kind_and_idle_time() -> None:
     world = make_world("full", 1 + 4)
     cached(world, prompt_of(64))
     world.clock.advance(7.5)

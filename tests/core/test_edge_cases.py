@@ -1,4 +1,4 @@
-"""Corners that were wrong once: each is the shortest way there."""
+"""Edge cases that failed once, each in its shortest form."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_rolling_back_inside_a_block_that_a_fork_reads_copies_it_before_writing(
     world.check()
 
 
-def test_rolling_back_inside_a_tail_that_the_cache_keeps_copies_it_before_writing() -> None:
+def test_rollback_inside_a_cached_tail_copies_it_before_writing() -> None:
     world = make_world("sliding", 40)
     item = serve(world, [1] * 37)  # the prompt's end is a resume point, so its tail is in the tree
     item.tokens = item.tokens[: item.sequence.rollback(2)]
@@ -84,7 +84,7 @@ def test_a_match_that_went_stale_is_looked_up_again() -> None:
     world.check()
 
 
-def test_an_image_that_left_after_the_match_is_no_error() -> None:
+def test_a_media_run_evicted_after_the_match_is_no_error() -> None:
     world = make_world("cross", 8)
     image = (Media(2, 3, b"a" * 16, tokens=16),)
     sequence = world.cache.open(world.cache.match([1] * 16, media=image))
@@ -119,7 +119,7 @@ def test_copies_to_pages_that_were_let_go_are_forgotten() -> None:
         )
 
 
-def test_more_than_32767_resume_points_may_share_a_window() -> None:
+def test_more_than_32767_checkpoints_may_share_a_window() -> None:
     layout = PoolLayout.build({"s": attention(Visibility("sliding", 1024)), "f": attention()})
     cache = KVCache(layout, 200_000, max_tokens=64)
     for i in range(33_000):
@@ -183,7 +183,7 @@ def test_a_pool_that_cannot_hold_a_block_and_a_state_is_refused() -> None:
         make_world("state+full", 2)
 
 
-def test_a_priority_also_holds_for_what_was_cached_before() -> None:
+def test_a_priority_applies_to_blocks_cached_before() -> None:
     world = make_world("full", 9)  # eight blocks
     finish(world, serve(world, [1] * 64))
     world.clock.advance(1)
@@ -216,7 +216,7 @@ def test_layouts_for_elastic_memory_exist_for_odd_sizes() -> None:
     assert all(layout.slab_bytes % g.page_stride == 0 for g in layout.groups)
 
 
-def test_a_listener_that_comes_late_to_a_deep_tree_hears_names() -> None:
+def test_a_late_listener_of_a_deep_tree_gets_hashes() -> None:
     cache = KVCache(PoolLayout.build(LAYOUTS["full"]), 3000, max_tokens=30_000)
     tokens = np.arange(20_000, dtype=np.int32)
     sequence = cache.open(cache.match(tokens))
@@ -235,7 +235,7 @@ def test_a_listener_that_comes_late_to_a_deep_tree_hears_names() -> None:
     assert any(isinstance(event, BlockStored) for event in heard)
 
 
-def test_a_page_that_cannot_leave_is_foreseen_and_nothing_is_evicted_in_vain() -> None:
+def test_stuck_pages_are_counted_and_nothing_is_evicted_in_vain() -> None:
     world = make_world("full", 19)
     finish(world, serve(world, [1] * 8))
     serve(world, [1] * 5 + [2] * 11)  # parts from the first inside a block, and stays
@@ -246,7 +246,7 @@ def test_a_page_that_cannot_leave_is_foreseen_and_nothing_is_evicted_in_vain() -
     assert needy.sequence.extend(16 * 16) == 0
 
 
-def test_a_prefix_whose_window_left_is_a_point_to_resume_at_from_the_next_time_on() -> None:
+def test_a_prefix_with_an_evicted_window_gets_a_checkpoint() -> None:
     """Many prompts share what comes first, and its window's pages have left: whoever computes it again leaves a point."""
     fields = (Field("k", (2, 8), "fp32"), Field("v", (2, 8), "fp32"))
     spans = {"layers.0.a": Visibility("full"), "layers.1.a": Visibility("sliding", 32)}

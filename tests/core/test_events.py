@@ -1,4 +1,4 @@
-"""What the cache tells its listeners, and that it costs nothing when there is none."""
+"""Events that the cache publishes, and that nothing is hashed without a listener."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def busy(world: World) -> None:
 
 
 @every_layout
-def test_nothing_is_named_when_nobody_listens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_hashed_without_a_listener(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> bytes:
         raise AssertionError("a name was computed")
 
@@ -69,7 +69,7 @@ def test_nothing_is_named_when_nobody_listens(kind: str, monkeypatch: pytest.Mon
         serve(world, prompt_of(40, seed=50))
 
 
-def test_full_blocks_are_told_once_they_are_committed() -> None:
+def test_full_blocks_are_published_when_committed() -> None:
     world = make_world("full", 60)
     heard = listen(world)
     item = start(world, prompt_of(70))
@@ -87,7 +87,7 @@ def test_full_blocks_are_told_once_they_are_committed() -> None:
     assert heard[2:] == [BlockStored(names[3], (tail,), (0,), "device", tail_tokens=6)]
 
 
-def test_the_root_of_what_is_told_covers_tenant_and_adapter() -> None:
+def test_the_root_of_published_hashes_covers_tenant_and_adapter() -> None:
     world = make_world("full", 60)
     heard = listen(world)
     control = CacheControl(tenant="gold", adapter="lora")
@@ -97,7 +97,7 @@ def test_the_root_of_what_is_told_covers_tenant_and_adapter() -> None:
     assert root != world.cache.root_hash(CacheControl())
 
 
-def test_a_block_that_was_there_already_is_not_told_again() -> None:
+def test_a_cached_block_is_not_published_again() -> None:
     world = make_world("full", 60)
     heard = listen(world)
     cached(world, prompt_of(64))
@@ -106,7 +106,7 @@ def test_a_block_that_was_there_already_is_not_told_again() -> None:
     assert not [e for e in heard if isinstance(e, BlockStored) and not e.tail_tokens]
 
 
-def test_a_late_listener_hears_names_below_the_right_parent() -> None:
+def test_a_late_listener_gets_hashes_with_the_right_parent() -> None:
     world = make_world("full", 60)
     item = start(world, prompt_of(80))
     run(world, item, prompt_of(80)[:40])
@@ -116,7 +116,7 @@ def test_a_late_listener_hears_names_below_the_right_parent() -> None:
     assert heard == [BlockStored(names[1], tuple(names[2:]), (0,), "device")]
 
 
-def test_evicted_blocks_are_told_deepest_first_with_the_policy() -> None:
+def test_evicted_blocks_are_published_deepest_first_with_the_policy() -> None:
     world = make_world("full", 1 + 4, policy="fifo")
     heard = listen(world)
     cached(world, prompt_of(64))
@@ -131,7 +131,7 @@ def test_evicted_blocks_are_told_deepest_first_with_the_policy() -> None:
 
 
 @pytest.mark.parametrize("length", [64, 70])
-def test_a_snapshot_is_told_with_its_group_where_it_stands(length: int) -> None:
+def test_a_snapshot_is_published_with_its_group_and_position(length: int) -> None:
     world = make_world("state+full", 60, snapshots=CheckpointPolicy(turn_end=False))
     (states,) = (g.index for g in world.cache.layout.of("state"))
     heard = listen(world)
@@ -146,7 +146,7 @@ def test_a_snapshot_is_told_with_its_group_where_it_stands(length: int) -> None:
 
 
 @every_layout
-def test_nothing_is_told_below_an_unknown_parent_or_dropped_before_it_was_stored(kind: str) -> None:
+def test_events_are_consistent_no_unknown_parent_no_removal_before_storing(kind: str) -> None:
     world = make_world(kind, slabs_for(kind, 100, states=3))
     heard = listen(world)
     busy(world)
@@ -168,7 +168,7 @@ def test_nothing_is_told_below_an_unknown_parent_or_dropped_before_it_was_stored
     assert dropped
 
 
-def test_unsubscribing_ends_it_and_leaves_other_listeners() -> None:
+def test_unsubscribing_does_not_affect_other_listeners() -> None:
     world = make_world("full", 60)
     first: list[Event] = []
     stop = world.cache.events.subscribe(first.append)
@@ -181,7 +181,7 @@ def test_unsubscribing_ends_it_and_leaves_other_listeners() -> None:
     assert world.cache.events.listening
 
 
-def test_requests_that_store_nothing_tell_nothing() -> None:
+def test_requests_with_store_off_publish_nothing() -> None:
     world = make_world("state+full", 60)
     heard = listen(world)
     cached(world, prompt_of(70), CacheControl(store=False))

@@ -1,4 +1,4 @@
-"""What leaves when room is short: the policies' orders, what comes before any policy, and no starvation."""
+"""Eviction: the order of each policy, what ranks before any policy, and no starvation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def found(world: World, prompt: list[int]) -> int:
 
 @every_layout
 @every_policy
-def test_everything_evictable_leaves_and_capacity_is_full_again(kind: str, policy: str) -> None:
+def test_all_cached_pages_can_be_evicted(kind: str, policy: str) -> None:
     slabs = slabs_for(kind, 52)
     empty = make_world(kind, slabs).cache
     probe = empty.open(empty.match([1]))
@@ -59,17 +59,17 @@ def test_everything_evictable_leaves_and_capacity_is_full_again(kind: str, polic
         cached(world, prompt_of(30 + 2 * i, seed=i % 4))
         world.clock.advance(1)
     world.run_copies()
-    assert world.cache.stats()["held_pages"] == 0
+    assert world.cache.stats()["in_use_pages"] == 0
     hog = press(world, most)
-    assert world.cache.stats()["held_pages"] == empty.stats()["held_pages"]
+    assert world.cache.stats()["in_use_pages"] == empty.stats()["in_use_pages"]
     world.cache.check()
     finish(world, hog)
-    assert world.cache.stats()["held_pages"] == 0
+    assert world.cache.stats()["in_use_pages"] == 0
 
 
 @every_policy
 @pytest.mark.parametrize("kind", ["full", "sliding+full", "state+full"])
-def test_what_somebody_in_line_will_want_leaves_last_and_who_comes_last_first(kind: str, policy: str) -> None:
+def test_prefixes_of_waiting_requests_are_evicted_last_by_turn(kind: str, policy: str) -> None:
     world = make_world(kind, slabs_for(kind, 320, 10), policy=policy)
     prompts = [prompt_of(60, seed=i) for i in range(4)]
     for prompt in prompts:
@@ -94,7 +94,7 @@ def test_what_somebody_in_line_will_want_leaves_last_and_who_comes_last_first(ki
 
 @every_layout
 @every_policy
-def test_nothing_that_is_held_leaves(kind: str, policy: str) -> None:
+def test_pages_in_use_are_never_evicted(kind: str, policy: str) -> None:
     world = make_world(kind, 40, policy=policy)
     items = [serve(world, prompt_of(45, seed=i)) for i in range(2)]
     for i in range(20):
@@ -108,7 +108,7 @@ def test_nothing_that_is_held_leaves(kind: str, policy: str) -> None:
 
 
 @every_policy
-def test_children_leave_before_parents(policy: str) -> None:
+def test_children_are_evicted_before_parents(policy: str) -> None:
     world = make_world("full", 60, policy=policy)
     trunk = prompt_of(160)
     for i in range(4):
@@ -159,27 +159,27 @@ def as_they_leave(world: World, prompts: dict[int, list[int]]) -> list[int]:
     return order
 
 
-def test_lru_lets_what_was_used_longest_ago_leave() -> None:
+def test_lru_evicts_the_least_recently_used() -> None:
     assert leaving_order("lru", [A, B, C, A]) == [B, C, A]
 
 
-def test_fifo_lets_what_came_first_leave() -> None:
+def test_fifo_evicts_the_oldest() -> None:
     assert leaving_order("fifo", [A, B, C, A]) == [A, B, C]
 
 
-def test_mru_lets_what_was_used_last_leave() -> None:
+def test_mru_evicts_the_most_recently_used() -> None:
     assert leaving_order("mru", [A, B, C]) == [C, B, A]
 
 
-def test_lfu_lets_what_was_hit_least_leave() -> None:
+def test_lfu_evicts_the_least_hit() -> None:
     assert leaving_order("lfu", [A, A, A, A, C, C, B]) == [B, C, A]
 
 
-def test_slru_lets_what_was_never_hit_leave_and_then_goes_by_last_use() -> None:
+def test_slru_evicts_what_was_never_hit_then_by_last_use() -> None:
     assert leaving_order("slru", [A, A, A, A, C, C, B]) == [B, A, C]
 
 
-def test_cost_lets_what_is_cheap_to_compute_again_leave() -> None:
+def test_cost_evicts_what_is_cheap_to_recompute() -> None:
     assert leaving_order("cost", [A, B, C], {A: 256, B: 64, C: 128}) == [B, C, A]
     assert leaving_order("lru", [A, B, C], {A: 256, B: 64, C: 128}) == [A, B, C]
 
@@ -200,7 +200,7 @@ def retained(policy: str, wishes: dict[int, RetainRange | None], wait: float = 0
 
 
 @every_policy
-def test_priorities_of_requests_come_before_any_policy(policy: str) -> None:
+def test_priorities_of_requests_rank_before_any_policy(policy: str) -> None:
     high, low = RetainRange(priority=2), RetainRange(priority=-1)
     assert retained(policy, {A: high, B: None, C: low}) == [C, B, A]
     assert retained(policy, {A: low, B: None, C: high}) == [A, B, C]
@@ -212,14 +212,14 @@ def test_a_priority_ends_with_its_ttl(policy: str) -> None:
     assert retained(policy, wishes, wait=10.0) == [A, B]
 
 
-def test_priority_lets_what_expires_soonest_leave() -> None:
+def test_priority_evicts_what_expires_first() -> None:
     wishes = {A: RetainRange(ttl=500.0), B: RetainRange(ttl=100.0), C: RetainRange()}
     assert retained("priority", wishes) == [B, A, C]
     assert retained("lru", wishes) == [A, B, C]
 
 
 @every_policy
-def test_a_run_is_queued_when_its_sequence_leaves_and_stays_so_while_it_loses_its_tail(policy: str) -> None:
+def test_a_node_is_queued_when_its_sequence_closes_and_while_its_tail_is_evicted(policy: str) -> None:
     world = make_world("full", 1 + 40, policy=policy)
     queue = world.cache.state.accounts[""].queue
     item = start(world, prompt_of(30 * 16))
@@ -245,7 +245,7 @@ def test_an_unknown_policy_is_refused_by_name() -> None:
 
 
 @every_policy
-def test_spare_window_pages_leave_before_anything_that_helps_a_hit(policy: str) -> None:
+def test_unneeded_window_pages_are_evicted_before_resumable_ones(policy: str) -> None:
     """25 + 3 blocks of which the windows (40 tokens) at 400 and 40 need 3 each."""
     world = make_world("sliding", 1 + 28, policy=policy)
     cached(world, prompt_of(40, A))
@@ -257,7 +257,7 @@ def test_spare_window_pages_leave_before_anything_that_helps_a_hit(policy: str) 
     world.check()
 
 
-def test_a_leaf_without_a_resume_point_leaves_first() -> None:
+def test_a_leaf_that_is_not_resumable_is_evicted_first() -> None:
     """The newest request leaves an answer nobody can resume in; it goes before an older, useful prompt."""
     world = make_world("state+full", 1 + 8, snapshots=CheckpointPolicy(turn_end=False, branch=False))
     cached(world, prompt_of(48, A))
@@ -265,7 +265,7 @@ def test_a_leaf_without_a_resume_point_leaves_first() -> None:
     finish(world, run(world, serve(world, prompt_of(48, B)), [7] * 160))
     world.clock.advance(1)
     stats = world.cache.stats()
-    blocks = 6 * (int(stats["free_slabs"]) - 1) + int(stats["free_pages_in_lent_slabs"])  # type: ignore[arg-type]
+    blocks = 6 * (int(stats["free_slabs"]) - 1) + int(stats["free_pages_in_occupied_slabs"])  # type: ignore[arg-type]
     press(world, 16 * (blocks + 1))  # a state, and one block more than is free
     assert found(world, prompt_of(48, A)) == 48
     assert found(world, prompt_of(48, B)) == 48
@@ -355,7 +355,7 @@ def test_live_pages_scattered_over_slabs_are_moved_together_for_a_state(model: s
 
 
 @every_model
-def test_cached_and_live_pages_scattered_over_slabs_never_starve_anyone(model: str) -> None:
+def test_pages_scattered_over_slabs_never_block_an_allocation(model: str) -> None:
     """Whatever is cached or live where: a request is refused only if it would not fit an empty pool
     beside the live pages. Bytes are checked after every step."""
     world = hybrid(model, states=5, more=4)
@@ -464,7 +464,7 @@ def test_eviction_costs_the_same_in_a_pool_a_hundred_times_as_large(kind: str, p
 @pytest.mark.parametrize(
     "kind", [kind for kind in sorted(LAYOUTS) if PoolLayout.build(LAYOUTS[kind]).of("token")]
 )
-def test_pages_leave_a_few_at_a_time_until_there_is_room_for_what_may_be_asked_for(kind: str) -> None:
+def test_evict_ahead_evicts_a_few_pages_at_a_time_up_to_its_share(kind: str) -> None:
     world = make_world(kind, 1 + 20 * slabs_for(kind, 64))
     cache, room = world.cache, world.cache.state.allocator
     held = serve(world, prompt_of(64, seed=1))
@@ -522,7 +522,7 @@ def test_no_more_than_a_part_of_the_pool_is_free_ahead_of_need_where_slabs_are_n
     world.check()
 
 
-def test_who_has_no_more_than_its_share_gives_nothing_up_ahead_of_need() -> None:
+def test_evict_ahead_does_not_evict_tenants_below_their_share() -> None:
     shares = [Tenant("gold", weight=1), Tenant("free", weight=1)]
     world = make_world("full", 65, tenants=shares)
     room = world.cache.state.allocator
@@ -537,7 +537,7 @@ def test_who_has_no_more_than_its_share_gives_nothing_up_ahead_of_need() -> None
 
 
 @pytest.mark.parametrize("kind", ["full", "sliding+full", "state+full"])
-def test_pages_that_are_lent_do_not_leave_ahead_of_need(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evict_ahead_does_not_evict_retained_batches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing would be free before whoever copies them is done, and who comes back would not find them."""
     monkeypatch.setattr(room_module, "AHEAD", 4)
     world = make_world(kind, 1 + 20 * slabs_for(kind, 48))
@@ -549,16 +549,16 @@ def test_pages_that_are_lent_do_not_leave_ahead_of_need(kind: str, monkeypatch: 
         if free_bytes(cache) < part or room.evictions:
             break
         cached(world, prompt_of(48, seed=seed))
-        for parcel in ended:
-            cache.loading.retain_batch(parcel)
-            lent.append(parcel)
+        for batch in ended:
+            cache.loading.retain_batch(batch)
+            lent.append(batch)
         ended.clear()
     assert free_bytes(cache) < part
     assert not room.evictions
     nodes = cache.state.tree.nodes
     assert not room.evict_ahead()
     assert cache.state.tree.nodes == nodes
-    for parcel in lent:
-        cache.loading.release_batch(parcel)
+    for batch in lent:
+        cache.loading.release_batch(batch)
     assert room.evict_ahead()
     cache.check()

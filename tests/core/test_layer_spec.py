@@ -1,4 +1,4 @@
-"""Fields, spans and layer specs: sizes, and the one rule of what a query still sees."""
+"""Fields, visibility and layer specs: sizes, and the rule of what a query sees."""
 
 from typing import Any
 
@@ -42,12 +42,12 @@ def test_first_visible_never_falls(span: Visibility, a: int, b: int) -> None:
 
 
 @given(SPANS, st.integers(0, 300))
-def test_kept_counts_what_the_last_query_sees(span: Visibility, length: int) -> None:
+def test_visible_tokens_counts_what_the_last_query_sees(span: Visibility, length: int) -> None:
     assert span.visible_tokens(length) == (len(visible(span, length - 1)) if length else 0)
 
 
 @given(SPANS, POSITIONS)
-def test_a_window_bounds_what_is_kept(span: Visibility, length: int) -> None:
+def test_a_window_bounds_the_pages_in_use(span: Visibility, length: int) -> None:
     assert span.visible_tokens(length) <= (min(length, span.size) if span.windowed else length)
 
 
@@ -67,7 +67,7 @@ def test_first_visible_by_hand(span: Visibility, position: int, first: int) -> N
     assert span.first_visible(position) == first
 
 
-def test_spans_name_themselves() -> None:
+def test_visibilities_print_their_kind() -> None:
     assert [str(s) for s in (Visibility("full"), Visibility("sliding", 8), Visibility("chunked", 4))] == [
         "full",
         "sliding 8",
@@ -124,6 +124,6 @@ KV = attention_fields(2, 8, "bf16")
         (lambda: LayerSpec("token", KV, Visibility("chunked", 8), axis="media"), "chunked 8"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(make: Any, words: str) -> None:
+def test_invalid_bounds_are_refused(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()

@@ -1,5 +1,4 @@
-"""What the cache tells whoever keeps pages below it, and takes back from there: with labels for bytes, so that every page that
-is resumed on can be checked for what it holds."""
+"""Offload batches and loads, with labels instead of bytes: every page that a prompt resumes on has the right label."""
 
 from __future__ import annotations
 
@@ -53,8 +52,8 @@ class World:
         self.cache = KVCache(self.layout, slabs, max_tokens=1024, **options)  # type: ignore[arg-type]
         self.bytes: dict[tuple[int, int], tuple[int, ...]] = {}
         self.store: dict[tuple[int, int, bytes], tuple[int, ...]] = {}
-        self.parcels: list[OffloadBatch] = []
-        self.cache.loading.set_listener(self.parcels.append, ends)
+        self.batches: list[OffloadBatch] = []
+        self.cache.loading.set_listener(self.batches.append, ends)
 
     def classes(self, numbering: str) -> list[tuple[int, int, int, int]]:
         """(column, class, group, run) of every column."""
@@ -66,12 +65,12 @@ class World:
 
     def settle(self) -> None:
         """Copy what was offered, then make the copies that the cache decided."""
-        for parcel in self.parcels:
-            for column, cls, group, run in self.classes(parcel.numbering):
-                for name, page in zip(parcel.hashes, parcel.pages[:, column].tolist(), strict=True):
+        for batch in self.batches:
+            for column, cls, group, run in self.classes(batch.numbering):
+                for name, page in zip(batch.hashes, batch.pages[:, column].tolist(), strict=True):
                     if page:
                         self.store.setdefault((group, run, name), self.bytes[cls, page])
-        self.parcels.clear()
+        self.batches.clear()
         strides = {self.layout.slab_bytes // c.per_slab: c.index for c in self.cache.state.pool.classes}
         for batch in self.cache.take_copies():
             cls = strides[batch.page_stride]
@@ -98,23 +97,23 @@ class World:
 
     def load(self, match: Match, rng: random.Random, fails: float = 0.0) -> int:
         """Bring what is below, some of which fails; where the prompt can resume then."""
-        prospect = self.cache.loading.plan(match)
-        while questions := prospect.next_queries():
-            prospect.answer(
+        plan = self.cache.loading.plan(match)
+        while questions := plan.next_queries():
+            plan.answer(
                 [np.array([(q.group, 0, n) in self.store for n in q.hashes], bool) for q in questions]
             )
-        needs = prospect.missing_pages()
+        needs = plan.missing_pages()
         if not needs:
             return 0
-        arrival = self.cache.loading.reserve(prospect)
-        if arrival is None:
+        reservation = self.cache.loading.reserve(plan)
+        if reservation is None:
             return 0
         self.settle()
         self.cache.check()
-        came = np.zeros_like(arrival.to_load)
+        came = np.zeros_like(reservation.to_load)
         states = True
         for group in self.layout.groups:
-            for run, (names, pages) in enumerate(arrival.pages(group)):
+            for run, (names, pages) in enumerate(reservation.pages(group)):
                 for name, page in zip(names, pages.tolist(), strict=True):
                     label = self.store.get((group.index, run, name))
                     if label is None or rng.random() < fails:
@@ -123,8 +122,10 @@ class World:
                     self.bytes[self.cache.state.pool.class_of[group.index], page] = label
                     if group.spec.unit == "token":
                         column = group.column + run
-                        came[(arrival.rows[:, column] == page) & arrival.to_load[:, column], column] = True
-        return self.cache.loading.publish(arrival, came, states)
+                        came[
+                            (reservation.rows[:, column] == page) & reservation.to_load[:, column], column
+                        ] = True
+        return self.cache.loading.publish(reservation, came, states)
 
     def resumed(self, sequence: Sequence, text: list[int]) -> None:
         """Every page that a resumed sequence will read holds what it should."""
@@ -155,7 +156,7 @@ def texts(rng: random.Random, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_comes_back_from_below_is_what_was_there(
+def test_loaded_pages_have_the_offloaded_bytes(
     kind: str, block: int, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = 0
@@ -186,13 +187,13 @@ def test_whatever_comes_back_from_below_is_what_was_there(
                 cache.state.allocator.evict_ahead()
             world.settle()
             cache.check()
-        assert cache.stats()["held_pages"] == 0
+        assert cache.stats()["in_use_pages"] == 0
     assert loaded
 
 
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_name_that_is_not_below_says_what_a_whole_prospect_would(kind: str, block: int) -> None:
+def test_a_miss_of_the_first_query_agrees_with_the_load_plan(kind: str, block: int) -> None:
     asked = decided = gained = 0
     for seed in range(6):
         rng = random.Random(f"{kind} {block} {seed}")
@@ -202,9 +203,9 @@ def test_one_name_that_is_not_below_says_what_a_whole_prospect_would(kind: str, 
             for prompt in (text, text[: rng.randrange(1, len(text) + 1)]):
                 match = cache.match(prompt)
                 question = cache.loading.first_query(match)
-                prospect = cache.loading.plan(match)
-                while questions := prospect.next_queries():
-                    prospect.answer(
+                plan = cache.loading.plan(match)
+                while questions := plan.next_queries():
+                    plan.answer(
                         [
                             np.array([(q.group, 0, n) in world.store for n in q.hashes], bool)
                             for q in questions
@@ -214,12 +215,12 @@ def test_one_name_that_is_not_below_says_what_a_whole_prospect_would(kind: str, 
                     assert kind not in ("full", "sliding", "chunked") or match.resume < match.matched
                     continue
                 asked += 1
-                assert question.hashes == prospect.hashes[match.matched // block :][:1]
+                assert question.hashes == plan.hashes[match.matched // block :][:1]
                 if any((question.group, 0, name) in world.store for name in question.hashes):
-                    gained += prospect.resume > match.resume
+                    gained += plan.resume > match.resume
                 else:
                     decided += 1
-                    assert (prospect.resume, prospect.miss) == (match.resume, None)
+                    assert (plan.resume, plan.miss) == (match.resume, None)
             sequence = cache.open(cache.match(text))
             world.compute(sequence, text)
             sequence.close()
@@ -243,39 +244,39 @@ def test_a_window_loads_its_window_and_a_state_group_one_snapshot() -> None:
     world.settle()
     other = World("all", slabs=200)
     other.store = world.store
-    prospect = other.cache.loading.plan(other.cache.match([*text, 5]))
-    while questions := prospect.next_queries():
-        prospect.answer([np.array([(q.group, 0, n) in other.store for n in q.hashes]) for q in questions])
-    assert prospect.resume == 160
-    full, window, state = prospect.missing_pages()
+    plan = other.cache.loading.plan(other.cache.match([*text, 5]))
+    while questions := plan.next_queries():
+        plan.answer([np.array([(q.group, 0, n) in other.store for n in q.hashes]) for q in questions])
+    assert plan.resume == 160
+    full, window, state = plan.missing_pages()
     assert full.blocks == list(range(10))
     assert window.blocks == [8, 9]  # of its 20 tokens
     assert state.blocks == [-1]
-    assert [n.blocks for n in prospect.missing_pages(first=96)][:2] == [[6, 7, 8, 9], [8, 9]]
+    assert [n.blocks for n in plan.missing_pages(first=96)][:2] == [[6, 7, 8, 9], [8, 9]]
 
 
-def test_where_there_is_no_room_nothing_changes_and_quotas_hold() -> None:
+def test_a_reservation_that_does_not_fit_changes_nothing_and_quotas_hold() -> None:
     world = World("full", slabs=12, tenants=[Tenant("small", quota=4 * 4096 * 16)])
     layout = world.layout
     world.cache = KVCache(layout, 12, max_tokens=1024, tenants=[Tenant("small", quota=4 * layout.slab_bytes)])
-    world.cache.loading.set_listener(world.parcels.append, True)
+    world.cache.loading.set_listener(world.batches.append, True)
     text = list(range(120))
     sequence = world.cache.open(world.cache.match(text))
     assert world.compute(sequence, text)
     small = CacheControl(tenant="small")
     mine = world.cache.open(world.cache.match(text[:60], small))
-    world.parcels.clear()
+    world.batches.clear()
     mine.close()
-    prospect = world.cache.loading.plan(world.cache.match(text, small))
-    for questions in iter(prospect.next_queries, []):
-        prospect.answer([np.ones(len(q.hashes), bool) for q in questions])
-    held = world.cache.stats()["held_pages"]
-    assert world.cache.loading.reserve(prospect) is None  # seven blocks, of a quota of four
-    assert world.cache.stats()["held_pages"] == held
+    plan = world.cache.loading.plan(world.cache.match(text, small))
+    for questions in iter(plan.next_queries, []):
+        plan.answer([np.ones(len(q.hashes), bool) for q in questions])
+    held = world.cache.stats()["in_use_pages"]
+    assert world.cache.loading.reserve(plan) is None  # seven blocks, of a quota of four
+    assert world.cache.stats()["in_use_pages"] == held
     world.cache.check()
     world.cache.state.tree.version += 1
     with pytest.raises(ValueError, match="make a new one"):
-        world.cache.loading.reserve(prospect)
+        world.cache.loading.reserve(plan)
     sequence.close()
 
 
@@ -296,7 +297,7 @@ def test_pages_that_are_written_to_do_not_move() -> None:
     assert not several.fixed
 
 
-def test_of_a_page_that_moves_twice_nobody_says_where_its_bytes_are() -> None:
+def test_the_bytes_of_a_page_that_moved_twice_are_at_an_unknown_page() -> None:
     world = World("hybrid", slabs=40)
     pool, copies = world.cache.state.pool, world.cache.state.copies
     (column, cls, _, _), *_ = world.classes("state")
@@ -317,7 +318,7 @@ def test_of_a_page_that_moves_twice_nobody_says_where_its_bytes_are() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sliding", "all"])
-def test_pages_that_an_arrival_shares_may_move_while_room_is_made_for_it(
+def test_pages_that_a_reservation_shares_may_move_while_it_evicts(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(kind)
@@ -355,4 +356,4 @@ def test_pages_that_an_arrival_shares_may_move_while_room_is_made_for_it(
         world.settle()
         cache.check()
     assert moved
-    assert cache.stats()["held_pages"] == 0
+    assert cache.stats()["in_use_pages"] == 0

@@ -1,4 +1,4 @@
-"""Runs that an image's tokens are computed from: held until they are, found again by content, not needed by what follows."""
+"""Media runs of embeddings: in use until an image's tokens are computed, hit by content."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shown(cache: KVCache, tokens: np.ndarray, media: list[Media], chunks: list[i
     return found.resume
 
 
-def test_a_run_is_held_while_its_tokens_are_computed_and_found_by_content() -> None:
+def test_a_media_run_is_in_use_while_its_tokens_are_computed_and_hit_by_content() -> None:
     cache = cache_of(20)
     tokens = np.arange(48, dtype=np.int32)
     media = [Media(8, 24, DIGEST, 32)]
@@ -68,7 +68,7 @@ def test_text_behind_an_image_is_found_without_its_run() -> None:
     assert shown(cache, tokens, media, [1]) == 63
 
 
-def test_who_resumes_inside_an_image_gets_a_run_anew() -> None:
+def test_resuming_inside_an_image_allocates_a_new_run() -> None:
     cache = cache_of(12)
     tokens = np.arange(24, dtype=np.int32)
     media = [Media(4, 24, DIGEST, 32)]

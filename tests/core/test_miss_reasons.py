@@ -1,4 +1,4 @@
-"""Why a prompt hit no further: every reason comes from a real situation."""
+"""Miss reasons: each one comes from a real situation."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_opening_counts_the_reasons() -> None:
     for _ in range(2):
         cached(world, prompt_of(40))
     cached(world, prompt_of(40, seed=1), CacheControl(read=False))
-    assert world.cache.stats()["stops"] == {"never seen": 1, "complete": 1, "reading off": 1}
+    assert world.cache.stats()["miss_reasons"] == {"never seen": 1, "complete": 1, "reading off": 1}
 
 
 def test_looking_up_and_explaining_change_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The pool alone: a page is free, cached or held, is never given out twice, and slabs come back whole."""
+"""The page pool alone: a page is free, cached or in use, is allocated once, and slabs become free whole."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ids(*pages: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("per_slab", [1, 3])
-def test_a_page_goes_from_free_to_held_to_cached_to_free(per_slab: int) -> None:
+def test_a_page_goes_from_free_to_in_use_to_cached_to_free(per_slab: int) -> None:
     pool = PagePool([per_slab], 4)
     pages = take(pool, per_slab)
     assert counts(pool) == (per_slab, 0, 2)
@@ -80,7 +80,7 @@ def test_a_page_is_free_only_after_its_last_holder_and_keeper(per_slab: int) -> 
     pool.check()
 
 
-def test_dropping_a_held_page_frees_it_at_the_last_release() -> None:
+def test_dropping_a_page_in_use_frees_it_at_the_last_release() -> None:
     pool = PagePool([1], 4)
     page = take(pool, 1)
     pool.add_cached(0, page)
@@ -90,7 +90,7 @@ def test_dropping_a_held_page_frees_it_at_the_last_release() -> None:
     pool.check()
 
 
-def test_pages_are_lent_to_one_holder_only_and_never_page_0() -> None:
+def test_a_page_is_allocated_once_and_never_page_0() -> None:
     pool = PagePool([1, 2, 5], 20)
     bytes_taken: set[tuple[int, int]] = set()
     for cls, n in ((0, 3), (1, 5), (2, 12), (1, 4), (2, 3)):
@@ -128,7 +128,7 @@ def test_a_double_free_is_refused(per_slab: int) -> None:
 
 @pytest.mark.parametrize("per_slab", [1, 3])
 @pytest.mark.parametrize("verb", ["release", "drop_cached"])
-def test_a_page_listed_more_often_than_it_is_held_or_kept_is_refused(verb: str, per_slab: int) -> None:
+def test_a_page_released_or_dropped_too_often_is_refused(verb: str, per_slab: int) -> None:
     pool = PagePool([per_slab], 6)
     a, b = take(pool, 2).tolist()
     pool.add_cached(0, ids(a, b))
@@ -150,7 +150,7 @@ def test_every_listing_of_a_page_counts_once(per_slab: int) -> None:
 
 
 @pytest.mark.parametrize("verb", ["retain", "add_cached"])
-def test_a_free_page_cannot_be_held_or_kept(verb: str) -> None:
+def test_a_free_page_cannot_be_retained_or_cached(verb: str) -> None:
     pool = PagePool([1], 6)
     page, gone = take(pool, 2).tolist()
     pool.release(0, ids(gone))
@@ -165,7 +165,7 @@ def test_page_0_is_no_page(verb: str) -> None:
     assert picture(pool) == before
 
 
-def test_pools_that_cannot_lend_are_refused() -> None:
+def test_pools_without_usable_slabs_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\b1 slabs"):
         PagePool([1], 1)
     with pytest.raises(ValueError, match=r"\(1, 0\)"):
@@ -190,7 +190,7 @@ def test_out_of_pages_is_none_and_changes_nothing(per_slab: int) -> None:
 # -- several pages a slab -----------------------------------------------------------------------------
 
 
-def test_a_slab_serves_one_size_at_a_time_and_comes_back_when_its_pages_are_free() -> None:
+def test_a_slab_has_one_page_size_and_is_free_when_its_pages_are() -> None:
     pool = PagePool([2, 1], 3)
     pages = take(pool, 2)
     take(pool, 1, cls=1)
@@ -221,7 +221,7 @@ def test_a_newcomer_gets_a_slab_of_its_own_while_slabs_are_plenty_and_packs_when
         pool.check()
 
 
-def test_sequences_that_grow_in_turns_keep_their_pages_together() -> None:
+def test_sequences_that_grow_in_turns_have_their_pages_together() -> None:
     world = make_world("several pages a slab", 40)
     cache = world.cache
     sequences = [cache.open(cache.match([i] * 9)) for i in range(2)]
@@ -240,7 +240,7 @@ def test_sequences_that_grow_in_turns_keep_their_pages_together() -> None:
     cache.check()
 
 
-def test_move_out_keeps_holds_and_keeps_and_renumbers() -> None:
+def test_move_out_preserves_counts_and_renumbers() -> None:
     pool = PagePool([4, 1], 4)
     near = take(pool, 4)
     far = take(pool, 4)
@@ -262,7 +262,7 @@ def test_move_out_keeps_holds_and_keeps_and_renumbers() -> None:
     pool.check()
 
 
-def test_no_slab_is_movable_when_the_others_have_no_room() -> None:
+def test_no_slab_is_movable_when_the_others_are_full() -> None:
     pool = PagePool([4], 4)
     take(pool, 4)
     alone = take(pool, 3)
@@ -303,7 +303,7 @@ def test_missing_slabs_is_exact() -> None:
         assert pool.missing_slabs(needs) == missing
 
 
-def test_lacking_says_whether_allocate_can_serve_now() -> None:
+def test_slabs_short_is_0_if_allocate_can_serve() -> None:
     chance = random.Random(8)
     for _ in range(300):
         sizes = chance.sample([1, 2, 3, 5], chance.randint(1, 3))

@@ -174,6 +174,6 @@ def test_a_layout_of_nothing_is_refused() -> None:
         PoolLayout.build({})
 
 
-def test_an_unknown_layer_is_named() -> None:
+def test_an_unknown_layer_is_refused_with_its_name() -> None:
     with pytest.raises(KeyError, match=r"layers\.99"):
         shipped("llama-3-8b").groups[0].locate("layers.99")

@@ -1,4 +1,4 @@
-"""A cache's picture: what the map and the branches say is what the cache has, and it stays small."""
+"""The pool map agrees with the cache, and stays small."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_map_counts_every_page_by_state_and_kind(layout: str) -> None:
     for _ in range(2):
         seen = survey.look(1.0)
         stats = cache.stats()
-        assert pages(seen, state="held") == stats["held_pages"]
+        assert pages(seen, state="in use") == stats["in_use_pages"]
         assert pages(seen, state="cached") == stats["cached_pages"]
         assert pages(seen, group=None) == 0
         assert {row["tenant"] for row in seen["map"]["legend"]} == {0}
@@ -50,7 +50,7 @@ def test_the_map_counts_every_page_by_state_and_kind(layout: str) -> None:
     assert kinds == {group.spec.kind for group in cache.layout.groups}
 
 
-def test_the_shares_of_a_cell_are_what_its_slabs_hold() -> None:
+def test_the_shares_of_a_cell_are_those_of_its_slabs() -> None:
     cache = cache_of(slabs=41)
     survey = cache.pool_map(cells=8)
     seq = grown(cache, list(range(160)))
@@ -60,13 +60,13 @@ def test_the_shares_of_a_cell_are_what_its_slabs_hold() -> None:
     shares = Counter[int]()
     for cell, share in zip(seen["at"], seen["share"], strict=True):
         shares[cell] += share
-    held = cache.stats()["held_pages"]
+    held = cache.stats()["in_use_pages"]
     assert max(shares.values()) <= 1000
     assert sum(shares.values()) * 5 / 1000 == held  # five slabs a cell, one page a slab
     cache.close(seq)
 
 
-def test_pins_and_tenants_are_told_apart_and_names_alone_are_told() -> None:
+def test_the_map_separates_pins_and_tenants_and_has_names_only() -> None:
     cache = cache_of(tenants=[Tenant("red", quota=1 << 20), Tenant("blue")])
     survey = cache.pool_map()
     cache.close(grown(cache, list(range(1000, 1064)), "red"))
@@ -115,7 +115,7 @@ def test_the_branches_are_the_hottest_and_hang_together() -> None:
     assert top["cells"]
 
 
-def test_what_left_the_tree_leaves_the_picture() -> None:
+def test_evicted_nodes_leave_the_picture() -> None:
     cache = cache_of(slabs=12)
     survey = cache.pool_map()
     cache.close(grown(cache, list(range(100))))
@@ -130,7 +130,7 @@ def test_what_left_the_tree_leaves_the_picture() -> None:
 def test_slabs_without_memory_are_absent() -> None:
     cache = cache_of(slabs=11, reserved=31)
     seen = cache.pool_map(cells=10).look()
-    assert pages(seen, state="absent") == 20
+    assert pages(seen, state="unbacked") == 20
     assert {seen["map"]["at"][i] for i in range(len(seen["map"]["at"]))} <= set(range(3, 10))
 
 

@@ -1,4 +1,4 @@
-"""Where a prompt may resume: partial blocks, windows, snapshots, images; and who shares what."""
+"""Resumable positions: partial blocks, windows, snapshots, images; and which pages are shared."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_two_readers_of_one_partial_block_write_to_their_own_copies(kind: str) -
         finish(world, reader)
 
 
-def test_the_last_token_of_a_prompt_is_always_left_to_compute() -> None:
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     world = make_world("full", 400)
     cached(world, prompt_of(64))
     assert resume(world, prompt_of(64)) == 63
@@ -93,7 +93,7 @@ def test_sequences_that_compute_the_same_prompt_at_once_end_up_sharing_pages(kin
             run(world, item, prompt_of(64)[first : first + 16])
     world.check()
     extra = world.cache.layout.width("state") * 2  # each has a state of its own
-    held = int(world.cache.stats()["held_pages"]) - int(alone.cache.stats()["held_pages"])  # type: ignore[arg-type]
+    held = int(world.cache.stats()["in_use_pages"]) - int(alone.cache.stats()["in_use_pages"])  # type: ignore[arg-type]
     assert held == extra
     for group in world.cache.layout.of("token"):
         for item in items[1:]:
@@ -125,7 +125,7 @@ def test_gemma_3_bytes_are_right_after_resuming_at_a_window() -> None:
     world.verify(item)
 
 
-def test_gemma_3_resumes_at_4096_after_pressure_took_every_spare_window_page() -> None:
+def test_gemma_3_resumes_at_4096_after_all_unneeded_window_pages_are_evicted() -> None:
     """Of 260 blocks, 68 hold the windows of the two resume points (64 blocks each, overlapping)."""
     stored, needed = 260 * 6, 260 + 68 * 5
     world = model_world("gemma-3-12b", 1 + stored)
@@ -144,7 +144,7 @@ def test_gemma_3_resumes_at_4096_after_pressure_took_every_spare_window_page() -
     cache.check()
 
 
-def test_windows_at_branch_points_prompt_ends_and_turn_ends_stay_longest() -> None:
+def test_windows_at_checkpoints_are_evicted_last() -> None:
     world = make_world("sliding", 1 + 32 + 10)
     text = prompt_of(400)
     finish(world, run(world, serve(world, text), [7] * 100))
@@ -209,7 +209,7 @@ def test_qwen3_next_resumes_at_every_nth_block() -> None:
         assert resume(world, [*prompt_of(n), 3]) == point
 
 
-def test_qwen3_next_leaves_a_snapshot_where_a_second_prompt_branches_off() -> None:
+def test_qwen3_next_takes_a_snapshot_where_a_second_prompt_diverges() -> None:
     world = qwen()
     finish(world, serve(world, prompt_of(200)))
     other = [*prompt_of(120), *prompt_of(50, seed=1)]
@@ -232,7 +232,7 @@ def test_the_very_same_prompt_resumes_before_its_last_token(kind: str, length: i
         world.verify(item)
 
 
-def test_a_snapshot_can_be_left_by_hand() -> None:
+def test_a_checkpoint_can_be_taken_explicitly() -> None:
     world = make_world(
         "state+full", 400, snapshots=CheckpointPolicy(prompt_end=False, turn_end=False, branch=False)
     )
@@ -245,7 +245,7 @@ def test_a_snapshot_can_be_left_by_hand() -> None:
     assert resume(world, prompt_of(50)) == 33
 
 
-def test_a_resume_point_can_be_asked_for_ahead() -> None:
+def test_a_checkpoint_can_be_requested_ahead() -> None:
     world = make_world(
         "state+full", 400, snapshots=CheckpointPolicy(prompt_end=False, turn_end=False, branch=False)
     )
@@ -303,7 +303,7 @@ def test_an_image_is_computed_once_for_two_prompts() -> None:
     world.cache.check()
 
 
-def test_a_missing_image_run_limits_the_resume_point() -> None:
+def test_a_missing_media_run_limits_the_hit() -> None:
     world = vision(slabs=1 + 101 + 4 * 4)
     prompt = [*prompt_of(20), 1, *prompt_of(30, seed=1)]
     media = image(1, 20, 1, tokens=1601)

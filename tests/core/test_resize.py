@@ -1,4 +1,4 @@
-"""A pool that grows and shrinks: what leaves, what stays, who gets the room, and what copies may still touch."""
+"""A pool that grows and shrinks: what is evicted, what stays, and what pending copies may touch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def least(world: World) -> int:
 # -- the pool alone -----------------------------------------------------------------------------------
 
 
-def test_absent_slabs_are_never_lent() -> None:
+def test_unbacked_slabs_are_never_used() -> None:
     pool = PagePool([1, 3], 4, reserved=10)
     assert pool.allocate(0, 4) is None
     assert pool.allocate(1, 10) is None
@@ -45,7 +45,7 @@ def test_absent_slabs_are_never_lent() -> None:
     pool.check()
 
 
-def test_what_has_come_is_lent_and_what_was_taken_is_not() -> None:
+def test_added_slabs_are_used_and_removed_ones_are_not() -> None:
     pool = PagePool([1], 3, reserved=8)
     assert pool.unbacked_slabs(2).tolist() == [3, 4], "the lowest are named first"
     pool.grow([7, 4])
@@ -61,7 +61,7 @@ def test_what_has_come_is_lent_and_what_was_taken_is_not() -> None:
     pool.check()
 
 
-def test_a_pool_may_shrink_to_slab_0_and_come_back() -> None:
+def test_a_pool_may_shrink_to_slab_0_and_grow_again() -> None:
     pool = PagePool([2], 6)
     assert pool.shrink(99).tolist() == [1, 2, 3, 4, 5]
     assert (pool.slabs, pool.free_slabs) == (1, 0)
@@ -102,7 +102,7 @@ def test_any_order_of_lending_and_resizing_conserves_slabs() -> None:
             pool.check()
 
 
-def test_room_that_was_counted_before_shrinking_is_not_spent_after() -> None:
+def test_free_slabs_counted_before_shrinking_are_not_used_after() -> None:
     pool = PagePool([4], 9)
     pages = pool.allocate(0, 16)
     assert pages is not None
@@ -117,7 +117,7 @@ def test_room_that_was_counted_before_shrinking_is_not_spent_after() -> None:
     ("slabs", "message"),
     [([3], "slab 3 is not absent"), ([8, 12], "slab 12"), ([0], "slab 0"), ([9, -1], "slab -1")],
 )
-def test_only_absent_slabs_can_come(slabs: list[int], message: str) -> None:
+def test_only_unbacked_slabs_can_be_added(slabs: list[int], message: str) -> None:
     pool = PagePool([1], 6, reserved=10)
     with pytest.raises(ValueError, match=message):
         pool.grow(slabs)
@@ -187,7 +187,7 @@ def test_free_slabs_go_first(kind: str) -> None:
     world.check()
 
 
-def test_cached_pages_leave_by_policy_and_no_more_than_needed() -> None:
+def test_shrink_evicts_by_policy_and_no_more_than_needed() -> None:
     world = make_world("full", 13)
     for seed in range(3):
         cached(world, prompt_of(64, seed))
@@ -200,7 +200,7 @@ def test_cached_pages_leave_by_policy_and_no_more_than_needed() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(LAYOUTS))
-def test_held_pages_stay_whatever_is_asked(kind: str) -> None:
+def test_shrink_never_takes_pages_in_use(kind: str) -> None:
     world = make_world(kind, 200)
     items = [serve(world, prompt_of(100, seed)) for seed in range(3)]
     for seed in range(3, 6):
@@ -218,7 +218,7 @@ def test_held_pages_stay_whatever_is_asked(kind: str) -> None:
     world.check()
 
 
-def test_nothing_is_evicted_for_slabs_that_cannot_come_free() -> None:
+def test_nothing_is_evicted_for_slabs_that_cannot_become_free() -> None:
     world = make_world("several pages a slab", 200)
     item = serve(world, prompt_of(16))
     shrink_fully(world)
@@ -234,7 +234,7 @@ def test_nothing_is_evicted_for_slabs_that_cannot_come_free() -> None:
     finish(world, item)
 
 
-def test_pins_stand_in_the_way_until_they_expire() -> None:
+def test_pins_block_shrinking_until_they_expire() -> None:
     world = make_world("full", 13)
     cached(world, prompt_of(64))
     world.cache.pin(prompt_of(64), ttl=5.0)
@@ -258,7 +258,7 @@ def test_a_match_from_before_is_looked_up_again() -> None:
 # -- pending copies -----------------------------------------------------------------------------------
 
 
-def test_pages_move_together_and_their_slab_comes_after_the_copies() -> None:
+def test_compacted_slabs_can_be_removed_after_the_copies() -> None:
     world = make_world("several pages a slab", 200, tenants=[Tenant("gold", weight=1.0)])
     pool = world.cache.state.pool
     items = [serve(world, prompt_of(16, seed), CacheControl(store=False)) for seed in range(6)]
@@ -275,7 +275,7 @@ def test_pages_move_together_and_their_slab_comes_after_the_copies() -> None:
     world.check()
 
 
-def test_a_copy_whose_target_was_let_go_keeps_its_slab() -> None:
+def test_a_pending_copy_with_a_freed_target_still_blocks_its_slab() -> None:
     """In a batch that is already closed it will be written all the same."""
     world = make_world("full", 20)
     source, target = world.cache.state.pool.allocate(0, 2).tolist()  # type: ignore[union-attr]
@@ -291,7 +291,7 @@ def test_a_copy_whose_target_was_let_go_keeps_its_slab() -> None:
     assert {source, target} == set(world.cache.shrink(99).tolist())
 
 
-def test_the_source_of_a_snapshot_waits_for_its_copy() -> None:
+def test_the_source_of_a_snapshot_stays_in_use_until_its_copy() -> None:
     world = make_world("state", 40)
     item = serve(world, prompt_of(20))
     assert item.sequence.extend(4) == 0
@@ -333,7 +333,7 @@ def test_shares_follow_the_pool_and_quotas_do_not() -> None:
     world.cache.check()
 
 
-def test_who_is_above_its_new_share_gives_first() -> None:
+def test_tenants_above_their_new_share_are_evicted_first() -> None:
     world = two_tenants(41)
     cached(world, prompt_of(15 * 16), GOLD)  # half of its share, and older
     world.clock.advance(1)
@@ -344,7 +344,7 @@ def test_who_is_above_its_new_share_gives_first() -> None:
     world.check()
 
 
-def test_shrinking_outranks_shares_where_nothing_else_can_leave() -> None:
+def test_shrinking_outranks_shares_if_nothing_else_can_be_evicted() -> None:
     world = two_tenants(41)
     cached(world, prompt_of(15 * 16), GOLD)
     holding = serve(world, prompt_of(20 * 16, 1), FREE)

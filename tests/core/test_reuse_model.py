@@ -67,14 +67,14 @@ def test_what_is_about_to_be_wanted_is_worth_more_than_what_was_just_used() -> N
     assert returns.index(0, at, 35.0) > returns.index(0, at, 1.0) + 1.0
 
 
-def test_after_the_time_when_all_come_back_little_is_to_be_expected() -> None:
+def test_the_index_is_low_beyond_the_horizon() -> None:
     returns = learned(lambda rng, value: float(rng.uniform(5.0, 10.0)) if rng.random() < 0.5 else None)
     at = level(returns, 0)
     assert returns.index(0, at, 100.0) < returns.index(0, at, 5.0) - 3.0
     assert 8.0 <= returns.horizon <= 16.0
 
 
-def test_visits_that_never_return_count_although_their_pages_left() -> None:
+def test_samples_without_reuse_count_after_eviction() -> None:
     all_back = learned(lambda rng, value: 10.0)
     half_back = learned(lambda rng, value: 10.0 if rng.random() < 0.5 else None)
     worth = [math.exp(r.index(0, level(r, 0), 1.0)) for r in (all_back, half_back)]

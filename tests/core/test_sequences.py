@@ -52,7 +52,7 @@ def test_a_sequence_computes_its_prompt_decodes_and_closes(kind: str) -> None:
     assert item.sequence.length == 105
     finish(world, item)
     assert not item.sequence.open
-    assert world.cache.stats()["held_pages"] == 0
+    assert world.cache.stats()["in_use_pages"] == 0
 
 
 @every_layout
@@ -69,10 +69,10 @@ def test_extend_reserves_whole_blocks_and_the_same_tokens_only_once(kind: str) -
     item = start(world, prompt_of(40))
     assert item.sequence.extend(17) == 0
     assert item.sequence.reserved_tokens == 32
-    before = world.cache.stats()["held_pages"]
+    before = world.cache.stats()["in_use_pages"]
     assert item.sequence.extend(32) == 0
     assert item.sequence.reserved_tokens == 32
-    assert world.cache.stats()["held_pages"] == before
+    assert world.cache.stats()["in_use_pages"] == before
     assert item.sequence.extend(0) == 0
     world.check()
 
@@ -151,7 +151,7 @@ BAD: dict[str, tuple[Callable[[World, Open], object], str]] = {
 
 @every_layout
 @pytest.mark.parametrize("name", sorted(BAD))
-def test_bad_input_names_the_value_and_changes_nothing(kind: str, name: str) -> None:
+def test_bad_input_is_refused_with_its_value_and_changes_nothing(kind: str, name: str) -> None:
     call, message = BAD[name]
     world = make_world(kind, 100)
     item = serve(world, prompt_of(20))
@@ -237,10 +237,10 @@ def test_both_sides_of_a_fork_go_on_with_their_own_bytes(kind: str, length: int)
 def test_a_fork_shares_full_blocks_and_copies_only_the_partial_one(length: int) -> None:
     world = make_world("full", 400)
     parent = serve(world, prompt_of(length))
-    held = world.cache.stats()["held_pages"]
+    held = world.cache.stats()["in_use_pages"]
     child = parent.sequence.fork()
     assert child is not None
-    assert world.cache.stats()["held_pages"] == held, "sharing takes no page"
+    assert world.cache.stats()["in_use_pages"] == held, "sharing takes no page"
     assert child.extend(1) == 0
     copies = sum(batch.source.size for batch in world.cache.take_copies())
     assert copies == (length % 16 > 0)
@@ -252,18 +252,18 @@ def test_a_fork_shares_full_blocks_and_copies_only_the_partial_one(length: int) 
 
 
 @pytest.mark.parametrize("kind", ["state", "state+full", "state+sliding+full", "several pages a slab"])
-def test_a_fork_without_room_for_its_states_is_none_and_changes_nothing(kind: str) -> None:
+def test_a_fork_whose_states_do_not_fit_is_none_and_changes_nothing(kind: str) -> None:
     world = make_world(kind, 5)
     item = serve(world, prompt_of(20))
     forks = []
     while True:
-        held = world.cache.stats()["held_pages"]
+        held = world.cache.stats()["in_use_pages"]
         child = item.sequence.fork()
         if child is None:
             break
         forks.append(child)
         world.run_copies()
-    assert world.cache.stats()["held_pages"] == held
+    assert world.cache.stats()["in_use_pages"] == held
     world.check()
     forks.pop().close()
     assert item.sequence.fork() is not None
@@ -316,7 +316,7 @@ def test_rollback_to_nothing_starts_again(kind: str) -> None:
 
 
 @every_layout
-def test_rolling_back_one_fork_leaves_the_other_alone(kind: str) -> None:
+def test_rollback_of_a_fork_does_not_change_the_other(kind: str) -> None:
     world = make_world(kind, 400)
     parent = serve(world, prompt_of(50))
     child = parent.sequence.fork()

@@ -1,4 +1,4 @@
-"""What a request, a tenant or an operator may say: isolation, quotas, shares, pins, retention, sessions."""
+"""Options of requests, tenants and operators: isolation, quotas, shares, pins, retention, sessions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def with_quota(kind: str, slabs: int, quota_slabs: int) -> World:
 
 @every_layout
 @pytest.mark.parametrize("more", [0, 5])
-def test_a_quota_holds_at_all_times(kind: str, more: int) -> None:
+def test_a_quota_is_never_exceeded(kind: str, more: int) -> None:
     quota = slabs_for(kind, 60) + more
     world = with_quota(kind, 200, quota)
     limit = quota * world.cache.layout.slab_bytes
@@ -99,7 +99,7 @@ def test_a_quota_evicts_only_its_own() -> None:
     assert world.cache.stats()["free_slabs"] == 29 - 10 - 8
 
 
-def test_what_a_quota_cannot_hold_is_missing_pages_and_nothing_changes() -> None:
+def test_beyond_the_quota_pages_are_missing_and_nothing_changes() -> None:
     world = with_quota("full", 30, 8)
     item = start(world, prompt_of(4), GOLD)
     before = world.cache.stats()
@@ -152,6 +152,65 @@ def test_an_idle_pool_is_anyones() -> None:
     assert start(world, prompt_of(4), FREE).sequence.extend(40 * 16) == 0
 
 
+def test_a_ttl_or_a_priority_does_not_outrank_another_tenant() -> None:
+    """Shares of 20 pages each; the flood wants all 40 for ever, and its entries were used last."""
+    world = make_world("full", 41, tenants=[Tenant("gold", weight=1.0), Tenant("free", weight=1.0)])
+    keep = CacheControl(tenant="free", retain=(RetainRange(priority=1 << 20, ttl=1e9),))
+    for seed in range(30):
+        cached(world, prompt_of(64, seed), keep)
+        world.clock.advance(1)
+    assert world.cache.accounts["free"].used == 40 * 2048
+    for turn in range(3):
+        for seed in range(4):
+            resumed = cached(world, prompt_of(64, seed + 100), GOLD)
+            assert resumed == (63 if turn else 0)
+            world.clock.advance(1)
+        for seed in range(10):
+            cached(world, prompt_of(64, 50 * turn + seed + 200), keep)
+            world.clock.advance(1)
+    world.check()
+
+
+def test_above_their_shares_the_policy_decides_between_tenants_whatever_they_retain() -> None:
+    world = make_world("full", 41, tenants=[Tenant("gold"), Tenant("free")])
+    keep = CacheControl(tenant="free", retain=(RetainRange(priority=5, ttl=1e9),))
+    cached(world, prompt_of(320, 1), keep)
+    world.clock.advance(1)
+    cached(world, prompt_of(320, 2), GOLD)
+    world.clock.advance(1)
+    press(world, 10 * 16, CacheControl())
+    assert found(world, prompt_of(320, 2), GOLD) == 320
+    assert found(world, prompt_of(320, 1), keep) < 320
+
+
+def with_default_shares(slabs: int, *names: str) -> World:
+    return make_world("full", slabs, tenants=[Tenant(name, weight=1.0, firm=False) for name in names])
+
+
+def test_a_default_share_protects_half_and_the_other_half_is_anyones() -> None:
+    world = with_default_shares(41, "gold", "free")
+    for seed in range(10):
+        cached(world, prompt_of(64, seed), GOLD)
+        world.clock.advance(1)
+    first, second = (start(world, prompt_of(4, seed), FREE) for seed in (98, 99))
+    assert first.sequence.extend(30 * 16) == 0
+    assert world.cache.accounts["gold"].used == 10 * 2048
+    assert second.sequence.extend(2 * 16) > 0, "two sequences of one tenant respect the share of another"
+    world.check()
+
+
+def test_the_only_sequence_of_a_tenant_may_take_cached_pages_of_default_shares() -> None:
+    world = with_default_shares(41, "gold", "free")
+    cached(world, prompt_of(160, 1), GOLD)
+    item = press(world, 35 * 16, FREE)
+    assert world.cache.accounts["gold"].used == 5 * 2048
+    world.check()
+    finish(world, item)
+    firm = make_world("full", 41, tenants=[Tenant("gold", weight=1.0), Tenant("free", weight=1.0)])
+    cached(firm, prompt_of(160, 1), GOLD)
+    assert start(firm, prompt_of(4, 99), FREE).sequence.extend(35 * 16) > 0
+
+
 # -- pins ------------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +256,7 @@ def test_many_extend_together_where_a_pin_ends_at_that_moment(slabs: int, quota:
         finish(world, item)
 
 
-def test_a_pin_says_how_many_tokens_it_keeps() -> None:
+def test_a_pin_has_the_length_of_its_prefix() -> None:
     world = make_world("full", 40)
     cached(world, prompt_of(40))
     assert world.cache.pin(prompt_of(40), 1.0).length == 40
@@ -216,14 +275,14 @@ def test_unpinning_twice_is_harmless(kind: str) -> None:
     world.cache.unpin(pin)
     world.cache.unpin(pin)
     world.check()
-    assert world.cache.stats()["held_pages"] == 0
+    assert world.cache.stats()["in_use_pages"] == 0
     world.clock.advance(6)
     assert found(world, prompt_of(40)) == 40
     press(world, 64)
     world.check()
 
 
-def test_a_pin_of_a_prompt_keeps_its_image_too() -> None:
+def test_a_pin_of_a_prompt_pins_its_media_run() -> None:
     world = make_world("cross", 20)
     image = (Media(2, 3, b"a" * 16, tokens=48),)
     cached(world, prompt_of(40), media=image)
@@ -250,7 +309,7 @@ def test_a_pin_needs_a_positive_ttl(ttl: float) -> None:
 # -- retention ---------------------------------------------------------------------------------------------------
 
 
-def test_token_ranges_leave_in_the_order_of_their_priority() -> None:
+def test_token_ranges_are_evicted_by_priority() -> None:
     """The system prompt stays, the document between goes first, where nothing hangs below it."""
     world = make_world("full", 1 + 4 + 4 + 4)
     keep = CacheControl(retain=(RetainRange(0, 32, priority=5), RetainRange(32, None, priority=-1)))
@@ -288,7 +347,7 @@ def test_empty_ranges_are_refused() -> None:
 
 
 @every_layout
-def test_a_request_that_stores_nothing_leaves_nothing(kind: str) -> None:
+def test_a_request_with_store_off_caches_nothing(kind: str) -> None:
     world = make_world(kind, 200, snapshots=CheckpointPolicy(every_blocks=1))
     item = serve(world, prompt_of(60), CacheControl(store=False))
     run(world, item, [7] * 40)
@@ -326,7 +385,7 @@ def test_a_request_that_does_not_read_computes_everything_and_stores_it(kind: st
 # -- sessions --------------------------------------------------------------------------------------------------------
 
 
-def test_an_ended_session_leaves_first_but_not_what_others_share() -> None:
+def test_an_ended_session_is_evicted_first_but_shared_blocks_stay() -> None:
     world = make_world("full", 1 + 4 + 6 + 8)
     trunk = prompt_of(64)
     cached(world, prompt_of(64, seed=3))
@@ -354,7 +413,7 @@ def test_ending_a_session_is_a_hint_only(kind: str) -> None:
     world.check()
 
 
-def test_a_session_that_comes_back_is_an_ordinary_one_again() -> None:
+def test_a_session_that_returns_is_not_ended_any_more() -> None:
     world = make_world("full", 1 + 5 + 5 + 1)
     cached(world, prompt_of(64, seed=1), CacheControl(session="chat"))
     world.cache.end_session("chat")

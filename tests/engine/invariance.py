@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine import Engine, Request, SamplingParams
 
 __all__ = ["apart", "interrupted", "prompts_of", "together", "told"]
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from kvloom.core import CacheControl
-from kvloom.engine.engine import Engine
-from kvloom.engine.execution.memory_budget import default_token_budget
-from kvloom.engine.execution.piecewise_graphs import uncollected
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.scheduling import lookahead as foresight
+from kvloom.engine import Engine, Request, SamplingParams, default_token_budget
+from kvloom.engine.execution import uncollected
+from kvloom.engine.scheduling import lookahead
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0)
@@ -26,7 +25,7 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0)
 @pytest.mark.parametrize(
     ("family", "slabs"), [("llama", 0), ("gemma3_text", 0), ("qwen3_next", 3), ("bamba", 6)]
 )
-def test_random_requests_in_a_pool_far_too_small(family: str, slabs: int, ahead: bool) -> None:
+def test_random_requests_in_a_small_pool_match_generate(family: str, slabs: int, ahead: bool) -> None:
     rng = random.Random(family)
     model = tiny(family)
     model.set_attn_implementation("eager")
@@ -34,9 +33,9 @@ def test_random_requests_in_a_pool_far_too_small(family: str, slabs: int, ahead:
     for i in range(6):  # some share what comes first
         prompts[4 * i + 1] = prompts[4 * i][:20] + prompts[4 * i + 1]
     wanted = expected(model, prompts, 10)
-    layout = Engine(model, 1 << 24).layout
+    layout = make_engine(model, 1 << 24).layout
     room = slabs * layout.slab_bytes or 3 * layout.slab_bytes_for(max(map(len, prompts)) + 10)
-    engine = Engine(model, room, token_budget=24, max_running=8, ahead=ahead)
+    engine = make_engine(model, room, token_budget=24, max_running=8, ahead=ahead)
     engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     requests = [engine.add(prompt, GREEDY, priority=i % 3) for i, prompt in enumerate(prompts)]
     cancelled: list[Request] = []
@@ -60,11 +59,11 @@ def test_random_requests_in_a_pool_far_too_small(family: str, slabs: int, ahead:
             assert request.tokens == tokens
     assert sum(request.preemptions for request in requests)
     engine.cache.take_copies()
-    assert engine.cache.stats()["held_pages"] == 0
+    assert engine.cache.stats()["in_use_pages"] == 0
 
 
-def test_a_prefix_is_found_again_and_counted() -> None:
-    engine = Engine(tiny("llama"), 1 << 22)
+def test_cached_prefix_is_hit_and_counted() -> None:
+    engine = make_engine(tiny("llama"), 1 << 22)
     first = engine.add(range(3, 43), GREEDY)
     engine.run()
     again = engine.add([*range(3, 43), 7], GREEDY)
@@ -75,13 +74,13 @@ def test_a_prefix_is_found_again_and_counted() -> None:
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "bamba", "mamba"])
 @pytest.mark.parametrize("size", [32, 45])
-def test_the_very_same_prompt_is_found_the_second_time(family: str, size: int) -> None:
+def test_repeated_prompt_is_a_hit(family: str, size: int) -> None:
     rng = random.Random(size)
     model = tiny(family)
     prompt, other = ([rng.randrange(3, 64) for _ in range(n)] for n in (size, 23))
     model.set_attn_implementation("eager")
     wanted, others = expected(model, [prompt, other], 10)
-    engine = Engine(model, 1 << 24, token_budget=72)
+    engine = make_engine(model, 1 << 24, token_budget=72)
     beside = engine.add(other, GREEDY)
     first = engine.add(prompt, GREEDY)
     twin = engine.add(prompt, GREEDY)  # waits for the first one's pages, and finds its snapshot
@@ -95,9 +94,9 @@ def test_the_very_same_prompt_is_found_the_second_time(family: str, size: int) -
 
 
 @pytest.mark.parametrize(("size", "steps"), [(16, 1), (17, 2), (40, 2)])
-def test_a_snapshot_costs_a_prompt_of_more_than_a_block_one_step_of_one_token(size: int, steps: int) -> None:
+def test_snapshot_costs_one_step_of_one_token(size: int, steps: int) -> None:
     for family, expected_steps in (("qwen3_next", steps), ("llama", 1)):
-        engine = Engine(tiny(family), 1 << 24)
+        engine = make_engine(tiny(family), 1 << 24)
         request = engine.add(range(3, 3 + size), SamplingParams(max_tokens=1))
         seen = []
         while engine.busy:
@@ -111,8 +110,8 @@ def test_a_snapshot_costs_a_prompt_of_more_than_a_block_one_step_of_one_token(si
         assert again.cached_tokens == (0 if family == "qwen3_next" and size == 16 else size - 1)
 
 
-def test_decodes_go_before_prompts_and_the_budget_holds() -> None:
-    engine = Engine(tiny("llama"), 1 << 22, token_budget=8)
+def test_decodes_precede_prompts_within_the_token_budget() -> None:
+    engine = make_engine(tiny("llama"), 1 << 22, token_budget=8)
     early = engine.add([3, 4, 5], GREEDY)
     engine.step()
     engine.add(range(3, 40), GREEDY)
@@ -128,9 +127,9 @@ def test_decodes_go_before_prompts_and_the_budget_holds() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_stop_tokens_and_eos_end_a_request(ahead: bool) -> None:
+def test_stop_tokens_and_eos_finish_a_request(ahead: bool) -> None:
     model = tiny("llama")
-    engine = Engine(model, 1 << 22, ahead=ahead)
+    engine = make_engine(model, 1 << 22, ahead=ahead)
     plain = engine.add([5, 6, 7], GREEDY)
     engine.run()
     stop = plain.output[3]
@@ -140,13 +139,13 @@ def test_stop_tokens_and_eos_end_a_request(ahead: bool) -> None:
     assert ended.output == plain.output[: plain.output.index(stop) + 1]
 
 
-def test_a_seed_gives_the_same_tokens_whatever_else_runs() -> None:
+def test_seed_gives_the_same_tokens_in_any_batch() -> None:
     model = tiny("llama")
     params = SamplingParams(max_tokens=8, temperature=0.9, top_p=0.95, seed=11)
-    alone = Engine(model, 1 << 22)
+    alone = make_engine(model, 1 << 22)
     lonely = alone.add([9, 8, 7], params)
     alone.run()
-    crowd = Engine(model, 1 << 22, token_budget=5, ahead=True)
+    crowd = make_engine(model, 1 << 22, token_budget=5, ahead=True)
     others = [crowd.add(range(3, 20 + i), SamplingParams(max_tokens=8)) for i in range(4)]
     same = crowd.add([9, 8, 7], params)
     crowd.run()
@@ -154,10 +153,10 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs() -> None:
     assert all(other.finish_reason == "length" for other in others)
 
 
-def test_a_request_that_does_not_fit_even_alone_ends_and_says_so() -> None:
-    engine = Engine(tiny("llama"), 1 << 22)
+def test_request_without_room_finishes_with_no_room() -> None:
+    engine = make_engine(tiny("llama"), 1 << 22)
     slab = engine.layout.slab_bytes
-    engine = Engine(tiny("llama"), 4 * slab)
+    engine = make_engine(tiny("llama"), 4 * slab)
     block = engine.layout.block_tokens
     held = engine.cache.open(engine.cache.match([1, 2, 3]))
     assert not held.extend(block + 1)  # someone else's pages, which nobody may take
@@ -173,9 +172,9 @@ def test_a_request_that_does_not_fit_even_alone_ends_and_says_so() -> None:
 @pytest.mark.parametrize(
     "form", [list, tuple, iter, np.array, torch.tensor, lambda ids: np.array(ids, np.uint16)]
 )
-def test_a_prompt_comes_in_any_form(form: Callable[[list[int]], Any]) -> None:
+def test_prompt_may_be_any_iterable_of_ids(form: Callable[[list[int]], Any]) -> None:
     ids = [5, 1, 63, 0, 7]
-    request = Engine(tiny("llama"), 1 << 20).add(form(ids))
+    request = make_engine(tiny("llama"), 1 << 20).add(form(ids))
     assert request.prompt == tuple(ids)
     assert all(type(token) is int for token in request.tokens)
     assert request.prompt_ids.tolist() == request.tokens == ids
@@ -183,12 +182,12 @@ def test_a_prompt_comes_in_any_form(form: Callable[[list[int]], Any]) -> None:
     assert request.prompt_ids.flags.writeable, "torch takes it as it is"
 
 
-def test_what_can_never_run_is_refused_with_the_numbers() -> None:
+def test_infeasible_request_is_refused_with_the_numbers() -> None:
     model = tiny("llama")
-    engine = Engine(model, 1 << 16)
-    with pytest.raises(ValueError, match=r"need [\d,]+ bytes of cache, but the pool has"):
+    engine = make_engine(model, 1 << 16)
+    with pytest.raises(ValueError, match=r"need [\d,]+ bytes of pages, but the pool has"):
         engine.add([3] * 97, SamplingParams(max_tokens=20))
-    with pytest.raises(ValueError, match="exceed the model's 128"):
+    with pytest.raises(ValueError, match="exceed the model's limit of 128"):
         engine.add([3] * 120, SamplingParams(max_tokens=20))
     with pytest.raises(ValueError, match="at least one token"):
         engine.add([])
@@ -196,20 +195,22 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
     with pytest.raises(TypeError, match="NoneType"):
         engine.add([5, None])  # type: ignore[list-item]
     for token in (64, -1, 2**31, 2**70):
-        with pytest.raises(ValueError, match=rf"token {token} is none of the model's: ids go from 0 to 63"):
+        with pytest.raises(
+            ValueError, match=rf"token {token} is outside the vocabulary: give ids from 0 to 63"
+        ):
             engine.add([5, token, 6])
     for needs in ({"stop": "x"}, {"regex": "x"}):
         with pytest.raises(ValueError, match="need a tokenizer"):
             engine.add([5], SamplingParams(**needs))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is too small"):
-        Engine(model, 1000)
+        make_engine(model, 1000)
     for wrong in ({"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"min_p": 2}, {"max_tokens": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             SamplingParams(**wrong)  # type: ignore[arg-type]
 
 
-def test_what_someone_computes_is_waited_for_not_computed_again() -> None:
-    engine = Engine(tiny("llama"), 1 << 22, token_budget=64)
+def test_request_waits_for_a_prefix_that_another_computes() -> None:
+    engine = make_engine(tiny("llama"), 1 << 22, token_budget=64)
     shared = [5 + i % 50 for i in range(40)]
     requests = [engine.add([*shared, 7 + i], GREEDY) for i in range(4)]
     other = engine.add(range(9, 29), GREEDY)
@@ -225,12 +226,12 @@ def test_what_someone_computes_is_waited_for_not_computed_again() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "mamba"])
-def test_who_is_next_in_line_finds_a_point_where_it_parts_from_who_begins(family: str) -> None:
+def test_running_request_leaves_checkpoints_for_queued_ones(family: str) -> None:
     shared = [5 + i % 50 for i in range(100)]
     prompts = [[*shared, 7 + i, *range(9, 12 + i)] for i in range(3)] + [shared[:70]]
     wanted = expected(tiny(family), prompts, 10)
     # The pool is full, so that what windows have passed, and no point holds, leaves before the last one's turn.
-    engine = Engine(tiny(family), 5 << 18 if family == "gemma3_text" else 1 << 24, token_budget=128)
+    engine = make_engine(tiny(family), 5 << 18 if family == "gemma3_text" else 1 << 24, token_budget=128)
     fill(engine, 3, 20)
     engine.run()
     requests = [engine.add(prompts[0], GREEDY)]
@@ -245,12 +246,14 @@ def test_who_is_next_in_line_finds_a_point_where_it_parts_from_who_begins(family
 
 
 @pytest.mark.parametrize(("family", "kib"), [("llama", 512), ("gemma3_text", 768), ("qwen3_next", 512)])
-def test_what_those_in_line_will_find_stays(family: str, kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_queued_requests_are_evicted_last(
+    family: str, kib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Conversations that take turns in a pool that has no room for all: by age, each would lose what it wants next."""
     found = {}
     for most in (0, 256):
-        monkeypatch.setattr(foresight, "MOST_FORESEEN", most)
-        engine = Engine(tiny(family), kib << 10, token_budget=128, max_running=2)
+        monkeypatch.setattr(lookahead, "MAX_PROTECTED", most)
+        engine = make_engine(tiny(family), kib << 10, token_budget=128, max_running=2)
         ended: list[Request] = []
         turn = {engine.add([3 + i, *range(5, 50)], GREEDY): 0 for i in range(12)}
         while turn:
@@ -266,8 +269,8 @@ def test_what_those_in_line_will_find_stays(family: str, kib: int, monkeypatch: 
     assert found[256] > 2 * found[0]
 
 
-def test_who_waits_no_more_keeps_no_pages() -> None:
-    engine = Engine(tiny("llama"), 1 << 18, token_budget=64, max_running=1)
+def test_finished_requests_protect_no_pages() -> None:
+    engine = make_engine(tiny("llama"), 1 << 18, token_budget=64, max_running=1)
     fill(engine, 3, 12)
     engine.run()
     running, waiting = (engine.add([3 + i, *range(5, 50)], GREEDY) for i in range(2))
@@ -289,7 +292,7 @@ def fill(engine: Engine, first: int, count: int) -> None:
         engine.add([each, *(3 + (i * each) % 61 for i in range(90))], GREEDY)
 
 
-def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
+def test_garbage_collection_is_off_during_a_capture() -> None:
     assert gc.isenabled()
     with uncollected():
         assert not gc.isenabled()
@@ -299,7 +302,7 @@ def test_no_garbage_is_collected_while_a_graph_is_recorded() -> None:
     assert gc.isenabled()
 
 
-def test_longer_steps_are_for_large_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_token_budget_needs_a_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_token_budget(torch.device("cpu")) is None
 
     class Device:

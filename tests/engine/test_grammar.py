@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.sampling.sampler import Sampler
+from kvloom.engine import Request, SamplingParams
+from kvloom.engine.sampling import Sampler
 
 from . import made_tokenizers as tokenizers
 
 pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 
-from kvloom.engine.sampling.grammar import Grammars, GrammarState, fill
+from kvloom.engine.sampling import Grammars, GrammarState, fill
 
 TOKENIZER = tokenizers.byte_level('"name"', '": "', "true", "false", " the", "123")
 EOS = 2

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import kvloom
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import SamplingParams
 from tests.models.zoo import tiny
 
 from . import made_tokenizers as tokenizers
@@ -258,13 +258,13 @@ def test_a_request_whose_mask_is_late_is_left_out_of_steps(llm: kvloom.LLM) -> N
     os.kill(pid, signal.SIGSTOP)
     try:
         other = engine.add([7, 8], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
-        until(lambda: bool(engine.step()) and other.finish is not None)
-        assert (other.finish, held.finish) == ("length", None)
+        until(lambda: bool(engine.step()) and other.finish_reason is not None)
+        assert (other.finish_reason, held.finish_reason) == ("length", None)
         assert held.output_count < 5
     finally:
         os.kill(pid, signal.SIGCONT)
     engine.run()
-    assert held.finish == "stop"
+    assert held.finish_reason == "stop"
     assert re.fullmatch("[a-z]{20}", TOKENIZER.decode(held.output))
 
 
@@ -278,7 +278,7 @@ def test_a_late_request_whose_process_dies_ends_with_the_reason(llm: kvloom.LLM)
     engine.step()
     os.kill(pid, signal.SIGKILL)
     engine.run()
-    assert held.finish == "grammar"
+    assert held.finish_reason == "grammar"
     assert "killed its process" in str(held.stop_reason)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvloom
 from kvloom.cli import main
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import SamplingParams
 from tests.models.zoo import expected, tiny
 
 from .made_tokenizers import byte_level, words
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_folder_answers_text_and_ids(folder: Path) -> None:
+def test_model_folder_accepts_texts_and_ids(folder: Path) -> None:
     llm = kvloom.LLM(str(folder), pool_bytes=1 << 22, device="cpu")
     prompts = ["w5 w6 w7", [9, 8, 7, 6], "w33"]
     results = llm.generate(prompts, GREEDY, progress=True)
@@ -48,7 +48,7 @@ def test_a_folder_answers_text_and_ids(folder: Path) -> None:
     assert {result.outputs[0].finish_reason for result in results} == {"length"}
 
 
-def test_a_model_that_comes_along_is_known_by_its_name() -> None:
+def test_embedded_model_is_loaded_by_name() -> None:
     llm = kvloom.LLM("kvloom-llama", pool_bytes=16 << 20, device="cpu")
     assert next(llm.engine.model.parameters()).dtype == torch.float32
     (result,) = llm.generate("def read(path):", kvloom.SamplingParams(max_tokens=4, temperature=0))
@@ -57,7 +57,7 @@ def test_a_model_that_comes_along_is_known_by_its_name() -> None:
         kvloom.LLM("kvloom-none")
 
 
-def test_one_prompt_or_many_and_params_for_each() -> None:
+def test_one_or_many_prompts_with_one_or_many_params() -> None:
     llm = kvloom.LLM(tiny("llama"), pool_bytes=1 << 22)
     assert len(llm.generate([5, 6, 7], GREEDY)) == 1
     short = SamplingParams(max_tokens=2, temperature=0)
@@ -90,7 +90,7 @@ def speaker() -> kvloom.LLM:
 DRAWN = SamplingParams(max_tokens=60, temperature=1.0, seed=3, ignore_eos=True)
 
 
-def test_streamed_pieces_make_up_what_generate_gives(speaker: kvloom.LLM) -> None:
+def test_streamed_deltas_match_generate(speaker: kvloom.LLM) -> None:
     prompts = ["once upon", "Grüße, 世"]
     for params in (
         DRAWN,
@@ -117,17 +117,17 @@ def test_streamed_pieces_make_up_what_generate_gives(speaker: kvloom.LLM) -> Non
                     assert done.cumulative_logprob is None
 
 
-def test_a_loop_that_is_left_cancels_what_runs(speaker: kvloom.LLM) -> None:
+def test_leaving_the_stream_cancels_requests(speaker: kvloom.LLM) -> None:
     stream = speaker.stream(["once", "twice"], replace(DRAWN, n=2))
     assert next(stream).token_ids
     stream.close()  # type: ignore[attr-defined]
     speaker.engine.run()
-    assert speaker.engine.cache.stats()["held_pages"] == 0
-    with pytest.raises(ValueError, match="nothing to stream: use generate"):
+    assert speaker.engine.cache.stats()["in_use_pages"] == 0
+    with pytest.raises(ValueError, match="cannot be streamed: use generate"):
         next(speaker.stream("once", replace(DRAWN, best_of=3)))
 
 
-def test_a_stop_text_ends_an_answer_and_is_cut_off(speaker: kvloom.LLM) -> None:
+def test_stop_text_finishes_a_sample_and_is_removed(speaker: kvloom.LLM) -> None:
     (plain,) = speaker.generate("once upon", DRAWN)
     text = plain.outputs[0].text
     stop = text[20:23]
@@ -144,7 +144,7 @@ def test_a_stop_text_ends_an_answer_and_is_cut_off(speaker: kvloom.LLM) -> None:
     assert speaker.generate("once upon", late)[0].outputs[0].text == text
 
 
-def test_a_stop_token_ends_an_answer_and_is_no_text_of_it(speaker: kvloom.LLM) -> None:
+def test_stop_token_finishes_a_sample_and_is_not_decoded(speaker: kvloom.LLM) -> None:
     (plain,) = speaker.generate("once upon", DRAWN)
     stop = plain.outputs[0].token_ids[10]
     place = plain.outputs[0].token_ids.index(stop)
@@ -157,7 +157,7 @@ def test_a_stop_token_ends_an_answer_and_is_no_text_of_it(speaker: kvloom.LLM) -
         assert speaker.generate("once upon", whole)[0].outputs[0].text.startswith(done.text)
 
 
-def test_answers_have_the_form_a_schema_asks_for(speaker: kvloom.LLM) -> None:
+def test_output_matches_a_json_schema(speaker: kvloom.LLM) -> None:
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     schema = {
         "type": "object",
@@ -187,7 +187,7 @@ def test_answers_have_the_form_a_schema_asks_for(speaker: kvloom.LLM) -> None:
     assert not speaker.engine.busy
 
 
-def test_the_command_writes_json_of_a_form(
+def test_command_output_matches_a_json_schema(
     speaker: kvloom.LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
@@ -203,7 +203,7 @@ def test_the_command_writes_json_of_a_form(
         assert set(json.loads(capsys.readouterr().out)) <= {1, 2}
 
 
-def test_a_form_the_vocabulary_cannot_give_ends_the_answer() -> None:
+def test_impossible_grammar_finishes_the_request() -> None:
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     tokenizer = byte_level()
     config = transformers.LlamaConfig(
@@ -219,7 +219,7 @@ def test_a_form_the_vocabulary_cannot_give_ends_the_answer() -> None:
     assert (result.outputs[0].finish_reason, result.outputs[0].token_ids) == ("grammar", [])
 
 
-def test_beams_come_as_answers_the_best_first() -> None:
+def test_beams_are_returned_best_first() -> None:
     llm = kvloom.LLM(tiny("llama"), pool_bytes=1 << 22, tokenizer=words())
     (result,) = llm.generate("w5 w6 w7", SamplingParams(max_tokens=6, temperature=0, beam_width=4, n=3))
     assert [done.index for done in result.outputs] == [0, 1, 2]
@@ -228,20 +228,20 @@ def test_beams_come_as_answers_the_best_first() -> None:
     assert all(done.text.count(" w") == 6 for done in result.outputs)
 
 
-def test_what_is_wrong_is_said_and_leaves_nothing_behind() -> None:
+def test_refused_prompts_leave_no_request() -> None:
     llm = kvloom.LLM(tiny("llama"), pool_bytes=1 << 22)
     with pytest.raises(ValueError, match="no tokenizer"):
         llm.generate("text", GREEDY)
-    with pytest.raises(ValueError, match="2 sampling parameters for 1 prompts"):
+    with pytest.raises(ValueError, match="2 sampling parameters do not match 1 prompts"):
         llm.generate([[5, 6]], [GREEDY, GREEDY])
-    with pytest.raises(ValueError, match="exceed the model's 128"):
+    with pytest.raises(ValueError, match="exceed the model's limit of 128"):
         llm.generate([[5, 6], [7] * 200], GREEDY)
     assert not llm.engine.scheduler.busy
-    assert llm.engine.cache.stats()["held_pages"] == 0
+    assert llm.engine.cache.stats()["in_use_pages"] == 0
     assert torch.is_inference_mode_enabled() is False
 
 
-def test_the_command_goes_on_from_text_and_ids(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_accepts_texts_and_ids(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = expected(tiny("llama"), [[5, 6, 7], [9, 8]], 4)
     assert main(["generate", str(folder), "w5 w6 w7", "--tokens", "9 8", "--max-tokens", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -276,9 +276,9 @@ def test_the_command_goes_on_from_text_and_ids(folder: Path, capsys: pytest.Capt
         ([str(folder), "w5", "--temperature", "-1"], "--temperature: -1 is out of range"),
         ([str(folder), "w5", "--pool", "1KiB"], "is too small"),
         ([str(folder / "nothing"), "w5"], "nothing"),
-        ([str(folder), "w5", "w6", "--stream"], "one answer to one prompt"),
+        ([str(folder), "w5", "w6", "--stream"], "one prompt and one sample"),
         ([str(folder), "w5", "--stream", "--prompt-logprobs", "1"], "without --json, --logprobs or"),
-        ([str(folder), "w5", "--n", "2"], "would all be the same"),
+        ([str(folder), "w5", "--n", "2"], "are all the same"),
         ([str(folder), "w5", "--json-schema", "{oops"], "not JSON"),
         ([str(folder), "w5", "--json-schema", "nowhere.json"], "nowhere.json"),
     ):

@@ -14,16 +14,16 @@ if not torch.cuda.is_available():
 
 from triton import knobs
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import SamplingParams
+from tests.engines import make_engine
 
 from .invariance import prompts_of
-from .test_invariant_gpu import made
+from .test_batch_invariance_gpu import made
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_after_prepare_greedy_requests_compile_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(made(family), 1 << 30)
+def test_requests_compile_nothing_after_prepare(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(made(family), 1 << 30)
     engine.prepare()
     compiled: list[str] = []
 
@@ -43,17 +43,17 @@ def test_after_prepare_greedy_requests_compile_nothing(family: str, monkeypatch:
     assert not compiled
 
 
-def test_graphs_are_recorded_while_those_of_another_engine_are_garbage() -> None:
+def test_capture_while_old_graphs_are_garbage() -> None:
     """As if garbage were collected in the middle of each recording, wherever that is allowed."""
     model, before = made("llama"), gc.get_threshold()
     gc.collect()
     gc.set_threshold(1 << 30)  # by nobody else
     try:
-        gone: Any = Engine(model, 1 << 28, max_running=16)
+        gone: Any = make_engine(model, 1 << 28, max_running=16)
         gone.prepare()
         gone.itself = gone
         del gone
-        engine = Engine(model, 1 << 28, max_running=16)
+        engine = make_engine(model, 1 << 28, max_running=16)
         forward, recordings = engine.runner._forward, 0
 
         def collecting(*given: Any) -> torch.Tensor:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.llm import LLM
-from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine import LLM, Request, SamplingParams
 from kvloom.engine.scheduling import scheduler
+from tests.engines import make_engine
 from tests.models.zoo import prompts_of, tiny
 
 
@@ -37,11 +36,11 @@ def check(request: Request, exact: torch.Tensor, count: int) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_they_are_those_of_the_models_logits_by_any_chunks(family: str, ahead: bool) -> None:
+def test_prompt_logprobs_match_the_logits_for_any_chunks(family: str, ahead: bool) -> None:
     model, prompts = tiny(family), [*prompts_of(3, (40, 1, 2, 33))]
     prompts[3] = prompts[0][:20] + prompts[3][20:]
     exact = [wanted(model, prompt) for prompt in prompts]
-    engine = Engine(model, 8 << 20, token_budget=9, ahead=ahead)
+    engine = make_engine(model, 8 << 20, token_budget=9, ahead=ahead)
     engine.add(prompts[0], SamplingParams(max_tokens=5, temperature=0))
     engine.run()  # what it left in the cache must hide nothing
     params = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=2)
@@ -59,11 +58,11 @@ def test_they_are_those_of_the_models_logits_by_any_chunks(family: str, ahead: b
     assert again.cached_tokens  # they add to the cache as others do
 
 
-def test_who_gives_its_pages_up_tells_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MOST_TOLD", 7)
+def test_preempted_request_returns_prompt_logprobs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_PROMPT_LOGPROBS", 7)
     model, prompts = tiny("llama"), prompts_of(5, (50, 60, 70, 45))
     exact = [wanted(model, prompt) for prompt in prompts]
-    engine = Engine(model, 96 << 10, token_budget=16)
+    engine = make_engine(model, 96 << 10, token_budget=16)
     engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     params = SamplingParams(max_tokens=20, temperature=0, prompt_logprobs=0)
     requests = [engine.add(prompt, params) for prompt in prompts]
@@ -73,7 +72,7 @@ def test_who_gives_its_pages_up_tells_everything_once(monkeypatch: pytest.Monkey
         check(request, rows, 0)
 
 
-def test_results_have_them_and_answers_share_them() -> None:
+def test_samples_share_prompt_logprobs() -> None:
     model, prompt = tiny("llama"), prompts_of(7)[1]
     llm = LLM(model, pool_bytes=8 << 20)
     params = SamplingParams(max_tokens=3, temperature=0.8, seed=1, n=3, prompt_logprobs=1)
@@ -86,6 +85,6 @@ def test_results_have_them_and_answers_share_them() -> None:
     assert alone.prompt_logprobs == [None]
 
 
-def test_how_many_are_told_has_a_limit() -> None:
-    with pytest.raises(ValueError, match="prompt_logprobs 2000 must lie in 0 to 1024"):
+def test_prompt_logprobs_have_a_limit() -> None:
+    with pytest.raises(ValueError, match="prompt_logprobs 2000 must be from 0 to 1024"):
         SamplingParams(prompt_logprobs=2000)

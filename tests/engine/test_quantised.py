@@ -21,12 +21,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvloom.cli import main
 from kvloom.core import CacheControl
-from kvloom.engine.calibration import calibrate, texts_of
-from kvloom.engine.engine import Engine
-from kvloom.engine.llm import LLM
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import LLM, Engine, SamplingParams, calibrate
+from kvloom.engine.calibration import texts_of
 from kvloom.models.paged import Scales, Work, read_scales
 from kvloom.models.specs import ModelError
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
 FAMILIES = ("llama", "gemma3_text", "qwen3_next")
@@ -103,13 +102,13 @@ def calibrated(model: Any, folder: Path, prompts: list[list[int]]) -> str:
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cold_warm_preempted_and_in_any_batch_the_tokens_are_the_same(
+def test_quantised_tokens_do_not_depend_on_cache_preemption_or_batch(
     family: str, dtype: str, static: bool, tmp_path: Path
 ) -> None:
     model = tiny(family)
     prompts = drawn(family, 12)
     kv_scales = calibrated(model, tmp_path, prompts) if static else "dynamic"
-    layout = Engine(model, 1 << 24, dtype, kv_scales=kv_scales).layout
+    layout = make_engine(model, 1 << 24, dtype, kv_scales=kv_scales).layout
     scales = None
     if static:
         specs = {name: group.spec for group in layout.of("token") for name in group.layers}
@@ -135,23 +134,23 @@ def test_cold_warm_preempted_and_in_any_batch_the_tokens_are_the_same(
     counts: dict[str, int] = {}
     # About as much as the longest needs and half again: pages of others do not last.
     room = int(1.5 * layout.slab_bytes_for(max(map(len, prompts)) + 16)) + 3 * layout.slab_bytes
-    tight = Engine(model, room, dtype, token_budget=13, max_running=5, ahead=True, kv_scales=kv_scales)
-    roomy = Engine(model, 1 << 24, dtype, kv_scales=kv_scales)
+    tight = make_engine(model, room, dtype, token_budget=13, max_running=5, ahead=True, kv_scales=kv_scales)
+    roomy = make_engine(model, 1 << 24, dtype, kv_scales=kv_scales)
     roomy.buffer.fill_(0xFF)  # NaN, as fp8 and as a scale: nothing that was not written is read
     first = run(roomy, prompts)
     warm = run(roomy, first)  # each goes on from what it said, which is cached
     assert counts["cached"] == sum(len(tokens) - 1 for tokens in first)
-    cold = run(Engine(model, 1 << 24, dtype, kv_scales=kv_scales), first)
+    cold = run(make_engine(model, 1 << 24, dtype, kv_scales=kv_scales), first)
     assert counts["cached"] < sum(map(len, first)) / 3  # what two share
     assert warm == cold
     run(tight, first)
     assert counts["preempted"] > 0
 
 
-def test_kinds_of_one_model_keep_different_dtypes() -> None:
+def test_layer_kinds_have_their_own_dtypes() -> None:
     model = tiny("gemma3_text")
     prompts = drawn("kinds", 6)
-    engine = Engine(model, 1 << 24, "int8,sliding=fp32")
+    engine = make_engine(model, 1 << 24, "int8,sliding=fp32")
     kinds = {name: group.spec for group in engine.layout.groups for name in group.layers}
     assert {(spec.kind, spec.fields[0].dtype) for spec in kinds.values()} == {
         ("full", "int8"),
@@ -159,7 +158,7 @@ def test_kinds_of_one_model_keep_different_dtypes() -> None:
     }
     full = {int(name.split(".")[1]) for name, spec in kinds.items() if spec.kind == "full"}
     same = told(oracle("gemma3_text", lambda layer: "int8" if layer in full else None), prompts)
-    mixed = Engine(model, 1 << 24, {"full": "int8", "sliding": "fp32"})
+    mixed = make_engine(model, 1 << 24, {"full": "int8", "sliding": "fp32"})
     for one in (engine, mixed):
         requests = [one.add(prompt, GREEDY) for prompt in prompts]
         one.run()
@@ -168,16 +167,16 @@ def test_kinds_of_one_model_keep_different_dtypes() -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_on_forks_are_those_of_requests_of_their_own(family: str, dtype: str) -> None:
+def test_quantised_forks_match_separate_requests(family: str, dtype: str) -> None:
     model = tiny(family)
     prompt = drawn(family, 1, 60)[0] * 2
-    engine = Engine(model, 1 << 24, dtype)
+    engine = make_engine(model, 1 << 24, dtype)
     forked = engine.add(prompt, SamplingParams(max_tokens=8, temperature=0.9, seed=5, n=3))
     engine.run()
-    alone = Engine(model, 1 << 24, dtype)
+    alone = make_engine(model, 1 << 24, dtype)
     own = [alone.add(prompt, SamplingParams(max_tokens=8, temperature=0.9, seed=5 + i)) for i in range(3)]
     alone.run()
-    assert [one.output for one in forked.best] == [one.output for one in own]
+    assert [one.output for one in forked.returned_samples] == [one.output for one in own]
 
 
 def logits_of(engine: Engine, prompt: list[int], chunk: int) -> torch.Tensor:
@@ -200,11 +199,11 @@ CHUNKS = 5e-4
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3"])
-def test_logits_stay_near_those_of_float32_and_do_not_hang_on_chunks(family: str, tmp_path: Path) -> None:
+def test_quantised_logits_are_close_to_float32_for_any_chunks(family: str, tmp_path: Path) -> None:
     model = tiny(family)
     prompts = drawn(family, 4, 90)
     scales = calibrated(model, tmp_path, prompts)
-    exact = [logits_of(Engine(model, 1 << 24), prompt, 100) for prompt in prompts]
+    exact = [logits_of(make_engine(model, 1 << 24), prompt, 100) for prompt in prompts]
 
     def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
         x, y = torch.cat(a), torch.cat(b)
@@ -212,7 +211,7 @@ def test_logits_stay_near_those_of_float32_and_do_not_hang_on_chunks(family: str
 
     for dtype, bound in BOUNDS.items():
         for kept in ["dynamic", scales] if dtype in MOST else ["dynamic"]:
-            engine = Engine(model, 1 << 24, dtype, kv_scales=kept)
+            engine = make_engine(model, 1 << 24, dtype, kv_scales=kept)
             whole, pieces = ([logits_of(engine, prompt, chunk) for prompt in prompts] for chunk in (100, 7))
             assert 0 < distance(whole, exact) < bound, (dtype, kept)
             # Were new keys read as they came, and only cached ones as pages give them back, chunks would show.
@@ -220,7 +219,7 @@ def test_logits_stay_near_those_of_float32_and_do_not_hang_on_chunks(family: str
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_calibration_finds_what_the_models_own_cache_holds(family: str) -> None:
+def test_calibration_matches_the_models_own_cache(family: str) -> None:
     model = tiny(family, sliding_window=64)
     prompts = drawn("sizes", 5)
     with torch.inference_mode():
@@ -237,7 +236,7 @@ def test_calibration_finds_what_the_models_own_cache_holds(family: str) -> None:
             torch.testing.assert_close(found.scales[layer][name], sizes / 127)
 
 
-def test_a_percentile_leaves_the_largest_tokens_out() -> None:
+def test_percentile_excludes_the_largest_values() -> None:
     model, prompts = tiny("llama"), drawn("sizes", 5)
     every, most = (calibrate(model, prompts, percentile=p).sizes for p in (100, 90))
     nearly = calibrate(model, prompts, percentile=99.9999).sizes
@@ -247,7 +246,7 @@ def test_a_percentile_leaves_the_largest_tokens_out() -> None:
             torch.testing.assert_close(nearly[layer][name], sizes, rtol=1e-3, atol=0)
 
 
-def test_long_prompts_are_calibrated_on_in_pieces() -> None:
+def test_long_prompts_are_calibrated_in_pieces() -> None:
     found = calibrate(tiny("llama"), [list(range(3, 60)) * 10], context=64)
     assert (found.prompts, found.tokens) == (1, 570)
     assert calibrate(tiny("llama"), [[5] * 300], context=10**6).prompts == 1  # no longer than the model takes
@@ -256,42 +255,42 @@ def test_long_prompts_are_calibrated_on_in_pieces() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dtype": "bf16"}, "not for 'bf16'"),
-        ({"percentile": 0}, r"\(0, 100\], got 0"),
-        ({"context": 0}, "pieces of 0 tokens"),
-        ({"prompts": []}, "nothing to calibrate on"),
+        ({"dtype": "bf16"}, "not 'bf16'"),
+        ({"percentile": 0}, "percentile 0 must be above 0"),
+        ({"context": 0}, "context 0 must be at least 1"),
+        ({"prompts": []}, "no prompts to calibrate on"),
         ({"prompts": [[5, 99]]}, "token 99"),
-        ({"family": "mamba2"}, "keeps states alone"),
+        ({"family": "mamba2"}, "no keys and values to scale"),
     ],
 )
-def test_what_cannot_be_calibrated_says_why(options: dict[str, Any], words: str) -> None:
+def test_invalid_calibration_is_refused(options: dict[str, Any], words: str) -> None:
     options = {"prompts": [[5, 6, 7]], **options}
     with pytest.raises(ValueError, match=words):
         calibrate(tiny(options.pop("family", "llama")), options.pop("prompts"), **options)
 
 
-def test_static_scales_for_pages_that_need_none_are_refused(tmp_path: Path) -> None:
+def test_scales_without_quantised_pages_are_refused(tmp_path: Path) -> None:
     model = tiny("llama")
     scales = calibrated(model, tmp_path, [[5, 6, 7]])
     for dtype in (None, "bf16"):
         with pytest.raises(ModelError, match="for K and V kept in int8 or fp8"):
-            Engine(model, 1 << 24, dtype, kv_scales=scales)
+            make_engine(model, 1 << 24, dtype, kv_scales=scales)
     with pytest.raises(ModelError, match="was not loaded from one"):
-        Engine(model, 1 << 24, "fp8", kv_scales="checkpoint")
+        make_engine(model, 1 << 24, "fp8", kv_scales="checkpoint")
 
 
-def test_pages_of_other_scales_have_other_names(tmp_path: Path) -> None:
+def test_other_scales_give_other_hashes(tmp_path: Path) -> None:
     model = tiny("llama")
     calibrate(model, [[5, 6, 7]]).save(tmp_path / "a")
     calibrate(model, [[8, 9]]).save(tmp_path / "b")
     names = [
-        Engine(model, 1 << 24, "fp8", kv_scales=s).cache.model
+        make_engine(model, 1 << 24, "fp8", kv_scales=s).cache.model
         for s in ("dynamic", tmp_path / "a", tmp_path / "b")
     ]
     assert len(set(names)) == 3
 
 
-def test_scales_come_from_the_checkpoint_or_from_a_file(tmp_path: Path) -> None:
+def test_scales_from_a_checkpoint_or_a_file(tmp_path: Path) -> None:
     model, prompts = tiny("llama"), drawn("checkpoint", 4)
     folder, scales = tmp_path / "model", tmp_path / "scales.safetensors"
     model.save_pretrained(folder)
@@ -308,7 +307,7 @@ def test_scales_come_from_the_checkpoint_or_from_a_file(tmp_path: Path) -> None:
     assert [r.outputs[0].token_ids for r in first] == [r.outputs[0].token_ids for r in second]
 
 
-def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_and_generate_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, scales = str(tmp_path / "model"), str(tmp_path / "scales.safetensors")
     tiny("llama").save_pretrained(folder)
     (tmp_path / "prompts.jsonl").write_text('[5, 6, 7]\n\n{"prompt": [8, 9]}\n')
@@ -344,10 +343,13 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for arguments, words in (
         ([*generation, "--kv-scales", "checkpoint"], "no k_scale for layers.0.attention"),
         ([*generation, "--kv-scales", str(tmp_path / "no")], "there is no file"),
-        (["calibrate", folder, "--out", scales], "nothing to calibrate on"),
-        (["calibrate", folder, "--prompts", "no.jsonl", "--out", scales], "no file 'no.jsonl'"),
+        (["calibrate", folder, "--out", scales], "no prompts to calibrate on"),
+        (["calibrate", folder, "--prompts", "no.jsonl", "--out", scales], "no prompt file 'no.jsonl'"),
         (["calibrate", folder, "--prompts", "some words", "--out", scales], "has no tokenizer"),
-        (["calibrate", folder, "--tokens", "5", "--out", str(tmp_path / "no" / "s")], "no such folder"),
+        (
+            ["calibrate", folder, "--tokens", "5", "--out", str(tmp_path / "no" / "s")],
+            "folder does not exist",
+        ),
         (
             ["calibrate", folder, "--tokens", "5", "--out", scales, "--percentile", "101"],
             "--percentile: 101 is out of range",
@@ -357,7 +359,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert words in capsys.readouterr().err
 
 
-def test_prompts_come_from_files_and_from_the_line(tmp_path: Path) -> None:
+def test_prompts_from_files_and_arguments(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one text\nof two lines\n")
     (tmp_path / "b.jsonl").write_text('"a text"\n{"text": "another"}\n[1, 2]\n')
     given = [str(tmp_path / "a.txt"), "words of my own", str(tmp_path / "b.jsonl")]

@@ -13,9 +13,8 @@ if not torch.cuda.is_available():
 
 import transformers
 
-from kvloom.engine.calibration import calibrate
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import Engine, SamplingParams, calibrate
+from tests.engines import make_engine
 from tests.models.zoo import config_of, prompts_of
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=3)
@@ -38,17 +37,17 @@ def ran(engine: Engine, prompts: list[list[int]]) -> list[Any]:
 @pytest.mark.parametrize("scales", ["dynamic", "static"])
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_8_bits_give_what_16_give_within_rounding_and_when_found_again(
+def test_8_bit_pages_match_16_bit_within_rounding(
     family: str, dtype: str, scales: str, tmp_path: Path
 ) -> None:
     model, prompts = made(family, **WIDE), prompts_of(1, (5, 17, 29, 40))
-    plain = ran(Engine(model, 1 << 26), prompts)
+    plain = ran(make_engine(model, 1 << 26), prompts)
     kv_scales = scales
     if scales == "static":
         kv_scales = str(tmp_path / "scales.safetensors")
         calibrate(model, prompts, dtype=dtype).save(kv_scales)
-    engine = Engine(model, 1 << 26, kv_dtype=dtype, kv_scales=kv_scales, token_budget=24)
-    sizes = [x.layout.bytes_per_token() for x in (engine, Engine(model, 1 << 26, kv_dtype=dtype))]
+    engine = make_engine(model, 1 << 26, kv_dtype=dtype, kv_scales=kv_scales, token_budget=24)
+    sizes = [x.layout.bytes_per_token() for x in (engine, make_engine(model, 1 << 26, kv_dtype=dtype))]
     assert (sizes[0] < sizes[1]) == (scales == "static")
     short = ran(engine, prompts)
     for one, other in zip(plain, short, strict=True):
@@ -63,12 +62,12 @@ def test_8_bits_give_what_16_give_within_rounding_and_when_found_again(
 
 
 @pytest.mark.alone
-def test_a_model_with_a_table_of_positions_finds_its_pools_size() -> None:
+def test_pool_is_measured_for_a_model_with_position_tables() -> None:
     model = made("gpt2", n_embd=256, n_head=4, n_inner=256)
-    engine = Engine(model, memory_fraction=0.5, max_running=16)
+    engine = make_engine(model, memory_fraction=0.5, max_running=16)
     assert engine.memory_budget is not None
     assert engine.memory_budget.pool > 0
     assert engine.limit == 128  # a trial must not run past the table
     engine.prepare()
     for request in ran(engine, prompts_of(1, (5, 100))):
-        assert request.finish == "length"
+        assert request.finish_reason == "length"

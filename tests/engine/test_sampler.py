@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.sampling.logit_processors import TokenCounts, apply_grammar_mask
+from kvloom.engine import Request, SamplingParams
+from kvloom.engine.sampling import Sampler, TokenCounts, apply_grammar_mask
 from kvloom.engine.sampling.noise import gumbel, index_words, row_words
-from kvloom.engine.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
@@ -62,14 +61,14 @@ def kept(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         {"top_k": 2, "top_p": 0.95, "min_p": 0.1, "temperature": 1.3},
     ],
 )
-def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
+def test_samples_follow_the_distribution(params: dict[str, Any]) -> None:
     wanted = kept(LOGITS, SamplingParams(**params))
     found = draws(LOGITS, **params)
     assert (found[wanted == 0] == 0).all()
     torch.testing.assert_close(found, wanted, atol=0.035, rtol=0)
 
 
-def test_a_wide_vocabulary_is_cut_where_a_plain_reference_cuts_it() -> None:
+def test_top_k_and_top_p_match_a_reference_on_a_large_vocabulary() -> None:
     torch.manual_seed(0)
     logits = torch.randn(1, 5000) * 3
     for params in (
@@ -88,7 +87,7 @@ def test_a_wide_vocabulary_is_cut_where_a_plain_reference_cuts_it() -> None:
         assert len(found.unique()) > 4
 
 
-def test_draws_of_one_seed_are_independent_from_token_to_token() -> None:
+def test_samples_of_one_seed_are_independent() -> None:
     count, size = 20000, 30
     torch.manual_seed(1)
     logits = torch.randn(size)
@@ -114,7 +113,7 @@ def test_the_noise_is_pinned() -> None:
 PINNED = [2.535926103591919, 1.117285132408142, 1.3182603120803833]
 
 
-def test_a_seed_draws_the_same_in_any_batch_and_place() -> None:
+def test_seed_samples_the_same_in_any_batch_and_place() -> None:
     torch.manual_seed(2)
     logits = torch.randn(40, 3000)
     kinds: list[dict[str, Any]] = [
@@ -135,7 +134,7 @@ def test_a_seed_draws_the_same_in_any_batch_and_place() -> None:
     assert mixed.tolist() == together[order].tolist()
 
 
-def test_a_draw_hangs_on_seed_and_count_and_an_unseeded_request_has_a_seed_of_its_own() -> None:
+def test_sample_depends_on_seed_and_count() -> None:
     logits = torch.zeros(1, 100000)
 
     def drawn(one: Request, count: int | None = None) -> int:
@@ -148,7 +147,7 @@ def test_a_draw_hangs_on_seed_and_count_and_an_unseeded_request_has_a_seed_of_it
     assert len({request().seed for _ in range(10)}) == 10
 
 
-def test_greedy_takes_the_likeliest_and_mixed_batches_do_both() -> None:
+def test_greedy_and_sampled_rows_in_one_batch() -> None:
     torch.manual_seed(3)
     logits = torch.randn(6, 200)
     greedy = [request(temperature=0) for _ in range(6)]
@@ -160,7 +159,7 @@ def test_greedy_takes_the_likeliest_and_mixed_batches_do_both() -> None:
     assert found[1::2].tolist() == only.tolist()
 
 
-def test_penalties_are_those_of_a_plain_reference() -> None:
+def test_penalties_match_a_reference() -> None:
     torch.manual_seed(4)
     vocabulary = 50
     logits = torch.randn(3, vocabulary)
@@ -191,7 +190,7 @@ def test_penalties_are_those_of_a_plain_reference() -> None:
             one.tokens.append(token)
 
 
-def test_a_tally_takes_in_what_is_new() -> None:
+def test_token_counts_add_new_tokens() -> None:
     tally = TokenCounts()
     tokens = [token % 100 for token in range(250)]
     for upto in (3, 3, 120, 250):
@@ -201,7 +200,7 @@ def test_a_tally_takes_in_what_is_new() -> None:
     }
 
 
-def test_biases_and_tokens_that_may_not_come_yet() -> None:
+def test_biases_and_masked_end_tokens() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]])
     sampler = Sampler(eos=[0])
 
@@ -216,7 +215,7 @@ def test_biases_and_tokens_that_may_not_come_yet() -> None:
     assert int(sampler.choose(logits, [long]).tokens) == 0
 
 
-def test_logprobs_are_the_models_whatever_is_done_to_the_odds() -> None:
+def test_logprobs_ignore_changes_of_logits() -> None:
     torch.manual_seed(5)
     logits = torch.randn(4, 300).to(torch.bfloat16)
     requests = [
@@ -248,7 +247,7 @@ def test_logprobs_are_the_models_whatever_is_done_to_the_odds() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [64, 70, 31])
-def test_a_mask_leaves_what_its_bits_say(vocabulary: int) -> None:
+def test_grammar_mask_keeps_set_bits(vocabulary: int) -> None:
     logits = torch.zeros(3, vocabulary)
     bits = np.array([[0b1011, -(2**31)], [0, 1]], dtype=np.int32)
     apply_grammar_mask(logits, [0, 2], bits)
@@ -258,7 +257,7 @@ def test_a_mask_leaves_what_its_bits_say(vocabulary: int) -> None:
     assert left[2] == [i for i in (32,) if i < vocabulary]
 
 
-def test_nothing_waits_for_the_device() -> None:
+def test_sampler_does_not_wait_for_the_device() -> None:
     """On the meta device there are no values: whatever looked at one would fail."""
     requests = [
         request(temperature=0),
@@ -279,7 +278,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 def test_rows_and_requests_must_match() -> None:
-    with pytest.raises(ValueError, match="2 rows of logits for 1 requests"):
+    with pytest.raises(ValueError, match="2 rows of logits do not match 1 requests"):
         Sampler().choose(torch.zeros(2, 5), [request()])
 
 
@@ -288,33 +287,33 @@ def test_rows_and_requests_must_match() -> None:
     [
         ({"temperature": math.nan}, "temperature nan"),
         ({"temperature": math.inf}, "temperature inf"),
-        ({"min_tokens": 17}, "min_tokens 17 must lie in 0 to max_tokens, 16"),
+        ({"min_tokens": 17}, "min_tokens 17 must be from 0 to max_tokens 16"),
         ({"presence_penalty": 3}, "presence_penalty 3"),
         ({"frequency_penalty": -2.5}, "frequency_penalty -2.5"),
         ({"repetition_penalty": 0}, "repetition_penalty 0"),
         ({"logit_bias": {4: 101}}, "logit_bias 4: 101"),
         ({"logit_bias": {-4: 1}}, "logit_bias -4"),
-        ({"stop": ["a", ""]}, "at least one character"),
+        ({"stop": ["a", ""]}, "has an empty text"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
         ({"logprobs": -1}, "logprobs -1"),
         ({"logprobs": 2000}, "logprobs 2000"),
         ({"n": 0}, "n 0"),
-        ({"n": 3, "best_of": 2}, "best_of 2 must lie in n, 3"),
-        ({"n": 2, "temperature": 0}, "would all be the same"),
-        ({"beam_width": 4}, "set temperature to 0"),
+        ({"n": 3, "best_of": 2}, "best_of 2 must be from n 3"),
+        ({"n": 2, "temperature": 0}, "are all the same"),
+        ({"beam_width": 4}, "needs temperature 0"),
         ({"beam_width": 4, "temperature": 0, "n": 5}, "n 5 must not exceed beam_width 4"),
-        ({"beam_width": 4, "temperature": 0, "stop": "x"}, "do not go with beam_width"),
+        ({"beam_width": 4, "temperature": 0, "stop": "x"}, "beam_width excludes"),
         ({"regex": "a", "grammar": "b"}, "regex and grammar"),
         ({"json_schema": "{"}, "not JSON"),
-        ({"json_schema": {"a": {1, 2}}}, "cannot be written as JSON"),
+        ({"json_schema": {"a": {1, 2}}}, "cannot be encoded as JSON"),
     ],
 )
-def test_parameters_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str) -> None:
+def test_invalid_parameters_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SamplingParams(**wrong)
 
 
-def test_who_must_be_seen_by_the_host_before_the_next_token() -> None:
+def test_parameters_that_need_the_last_token() -> None:
     for kind in (
         {"top_p": 0.5, "seed": 1},
         {"min_tokens": 4, "logit_bias": {1: 1}},

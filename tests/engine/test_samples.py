@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvloom.core import CacheControl
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine import Engine, Request, SamplingParams
+from tests.engines import make_engine
 from tests.models.zoo import tiny
 
 from .made_tokenizers import words
@@ -23,7 +23,7 @@ POOL = 1 << 24
 
 def alone(model: Any, prompt: list[int], params: SamplingParams) -> list[list[int]]:
     """Each answer by a request of its own, with the seed it has among several, alone and with nothing cached."""
-    found, engine = [], Engine(model, POOL)
+    found, engine = [], make_engine(model, POOL)
     for i in range(params.samples):
         assert params.seed is not None
         single = replace(params, n=1, best_of=None, seed=params.seed + i)
@@ -37,18 +37,18 @@ def idle(engine: Engine) -> bool:
     """Nothing is left running, and no page held."""
     engine.cache.take_copies()
     engine.cache.check()
-    return not engine.busy and engine.cache.stats()["held_pages"] == 0
+    return not engine.busy and engine.cache.stats()["in_use_pages"] == 0
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_are_those_of_requests_of_their_own(family: str, ahead: bool) -> None:
+def test_samples_match_separate_requests(family: str, ahead: bool) -> None:
     model = tiny(family)
     model.set_attn_implementation("eager")
     prompts = [list(range(3, 3 + size)) for size in (21, 5, 37)]
     wanted = [alone(model, prompt, DRAWN) for prompt in prompts]
     assert len({tuple(one) for one in wanted[0]}) > 1
-    engine = Engine(model, POOL, token_budget=16, ahead=ahead)
+    engine = make_engine(model, POOL, token_budget=16, ahead=ahead)
     requests = [engine.add(prompt, DRAWN) for prompt in prompts]
     engine.run()
     assert [[one.output for one in request.family] for request in requests] == wanted
@@ -60,8 +60,8 @@ def test_answers_are_those_of_requests_of_their_own(family: str, ahead: bool) ->
     assert [one.output for one in again.family] == wanted[2]
 
 
-def test_the_prompt_is_computed_once() -> None:
-    engine = Engine(tiny("llama"), POOL, token_budget=8)
+def test_samples_share_one_prompt_computation() -> None:
+    engine = make_engine(tiny("llama"), POOL, token_budget=8)
     computed = 0
     launched = engine.scheduler.step_launched
 
@@ -80,15 +80,15 @@ def test_the_prompt_is_computed_once() -> None:
 @pytest.mark.parametrize(
     ("family", "slabs"), [("llama", 0), ("gemma3_text", 0), ("qwen3_next", 4), ("bamba", 8)]
 )
-def test_forks_in_a_pool_far_too_small_survive_preemption(family: str, slabs: int, ahead: bool) -> None:
+def test_forks_in_a_small_pool_survive_preemption(family: str, slabs: int, ahead: bool) -> None:
     rng = random.Random(family)
     model = tiny(family)
     model.set_attn_implementation("eager")
     prompts = [[rng.randrange(3, 64) for _ in range(rng.randrange(4, 34))] for _ in range(6)]
     wanted = [alone(model, prompt, DRAWN) for prompt in prompts]
-    layout = Engine(model, POOL).layout
+    layout = make_engine(model, POOL).layout
     room = slabs * layout.slab_bytes or 3 * layout.slab_bytes_for(max(map(len, prompts)) + 10)
-    engine = Engine(model, room, token_budget=24, max_running=6, ahead=ahead)
+    engine = make_engine(model, room, token_budget=24, max_running=6, ahead=ahead)
     engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     requests = [engine.add(prompt, DRAWN, priority=i % 2) for i, prompt in enumerate(prompts)]
     cancelled: Request | None = None
@@ -122,10 +122,10 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
-def test_every_kind_of_request_in_one_crowd_gets_what_it_gets_alone(family: str, ahead: bool) -> None:
+def test_mixed_requests_match_their_results_alone(family: str, ahead: bool) -> None:
     rng = random.Random(family)
     model = tiny(family)
-    calm = Engine(model, POOL, tokenizer=words())
+    calm = make_engine(model, POOL, tokenizer=words())
     asked = []
     for i in range(12):
         prompt = [rng.randrange(3, 64) for _ in range(rng.randrange(1, 40))]
@@ -134,41 +134,43 @@ def test_every_kind_of_request_in_one_crowd_gets_what_it_gets_alone(family: str,
     for prompt, params in asked:
         one = calm.add(prompt, params, CacheControl(read=False, store=False))
         calm.run()
-        wanted.append([(answer.output, answer.finish_reason) for answer in one.best])
+        wanted.append([(answer.output, answer.finish_reason) for answer in one.returned_samples])
     room = {"llama": 6, "gemma3_text": 5, "bamba": 4}[family] * calm.layout.slab_bytes
-    engine = Engine(model, room, token_budget=16, max_running=5, ahead=ahead, tokenizer=words())
+    engine = make_engine(model, room, token_budget=16, max_running=5, ahead=ahead, tokenizer=words())
     engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     requests = [engine.add(prompt, params, priority=i % 2) for i, (prompt, params) in enumerate(asked)]
     while engine.busy:
         engine.step()
         engine.cache.check()
-    assert [[(answer.output, answer.finish_reason) for answer in one.best] for one in requests] == wanted
+    assert [
+        [(answer.output, answer.finish_reason) for answer in one.returned_samples] for one in requests
+    ] == wanted
     assert sum(one.preemptions for request in requests for one in request.family)
     assert idle(engine)
 
 
-def test_more_answers_than_may_run_at_once() -> None:
+def test_more_samples_than_max_running() -> None:
     model = tiny("llama")
     params = replace(DRAWN, n=9)
     wanted = alone(model, [5, 6, 7, 8], params)
-    engine = Engine(model, POOL, max_running=3, ahead=True)
+    engine = make_engine(model, POOL, max_running=3, ahead=True)
     request = engine.add([5, 6, 7, 8], params)
     engine.run()
     assert [one.output for one in request.family] == wanted
     assert idle(engine)
 
 
-def test_best_of_gives_the_likeliest() -> None:
-    engine = Engine(tiny("llama"), POOL)
+def test_best_of_returns_the_most_likely_samples() -> None:
+    engine = make_engine(tiny("llama"), POOL)
     request = engine.add(range(3, 20), SamplingParams(max_tokens=6, seed=3, n=2, best_of=6))
     engine.run()
     assert len(request.family) == 6
     totals = sorted((one.cumulative_logprob for one in request.family), reverse=True)
-    assert [one.cumulative_logprob for one in request.best] == totals[:2]
+    assert [one.cumulative_logprob for one in request.returned_samples] == totals[:2]
     assert totals[0] > totals[-1]
 
 
-def test_penalties_and_seeds_hold_ahead_and_in_any_batch() -> None:
+def test_penalties_and_seeds_do_not_depend_on_ahead_or_batch() -> None:
     """Requests that must see their last token stand beside others that need not."""
     model = tiny("llama")
     kinds = [
@@ -179,20 +181,20 @@ def test_penalties_and_seeds_hold_ahead_and_in_any_batch() -> None:
     ]
     wanted = []
     for params in kinds:
-        engine = Engine(model, POOL, ahead=False)
+        engine = make_engine(model, POOL, ahead=False)
         one = engine.add([9, 8, 7], params)
         engine.run()
         wanted.append(one.output)
     assert len(set(wanted[0])) > 4  # it may not repeat itself
-    engine = Engine(model, POOL, token_budget=4, ahead=True)
+    engine = make_engine(model, POOL, token_budget=4, ahead=True)
     requests = [engine.add([9, 8, 7], params) for params in kinds * 2]
     engine.run()
     assert [request.output for request in requests] == wanted * 2
 
 
-def test_cancelling_ends_every_answer_whenever_it_comes() -> None:
+def test_cancel_finishes_all_samples_at_any_time() -> None:
     for steps in range(5):
-        engine = Engine(tiny("llama"), POOL, token_budget=8, ahead=True)
+        engine = make_engine(tiny("llama"), POOL, token_budget=8, ahead=True)
         request = engine.add(range(3, 20), DRAWN)
         for _ in range(steps):
             engine.step()
@@ -202,9 +204,9 @@ def test_cancelling_ends_every_answer_whenever_it_comes() -> None:
         assert idle(engine)
 
 
-def test_logprobs_are_the_models() -> None:
+def test_logprobs_match_the_model() -> None:
     model = tiny("llama")
-    engine = Engine(model, POOL, ahead=True)
+    engine = make_engine(model, POOL, ahead=True)
     request = engine.add([5, 6, 7, 8], replace(DRAWN, n=2, logprobs=3))
     engine.run()
     for one in request.family:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvloom.engine.execution import threads
-from kvloom.engine.execution.threads import cores, use_threads
+from kvloom.engine import use_threads
+from kvloom.engine.execution import cores, threads
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +24,13 @@ def as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     torch.set_num_threads(before)
 
 
-def test_one_core_stays_for_whatever_else_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_threads_leave_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     assert use_threads() == 7 == torch.get_num_threads()
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
     assert use_threads() == 1 == torch.get_num_threads()
 
 
-def test_what_is_asked_for_comes_first_and_then_what_the_environment_says(
+def test_argument_precedes_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
@@ -43,7 +43,7 @@ def test_what_is_asked_for_comes_first_and_then_what_the_environment_says(
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "two", "1.5", "99999999"])
-def test_no_number_of_threads_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+def test_invalid_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     monkeypatch.setenv("KVLOOM_THREADS", wrong)
     with pytest.raises(ValueError, match=f"KVLOOM_THREADS='{wrong}'"):
         use_threads()
@@ -52,6 +52,6 @@ def test_no_number_of_threads_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("said", "found"), [("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1), ("what", 8)]
 )
-def test_a_containers_quota_counts_as_cores(tmp_path: Path, said: str, found: int) -> None:
+def test_container_quota_limits_cores(tmp_path: Path, said: str, found: int) -> None:
     (tmp_path / "cpu.max").write_text(f"{said}\n")
     assert cores() == found

@@ -19,14 +19,12 @@ from transformers.models.mllama.processing_mllama import (
 )
 
 from kvloom.core import CacheControl
-from kvloom.engine.engine import Engine
-from kvloom.engine.llm import LLM
-from kvloom.engine.offload.manager import OffloadConfig
-from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine import LLM, Engine, OffloadConfig, Request, SamplingParams
 from kvloom.models.loading import refusal
 from kvloom.models.paged import ImageGroup
 from kvloom.models.paged.cross_attention import attend_images
 from tests.engine.made_tokenizers import byte_level
+from tests.engines import make_engine
 from tests.models.image_prompts import words
 
 IMAGE, TILES, NEW = 65, 4, 8
@@ -117,7 +115,7 @@ def expected(model: Any, prompt: list[int], pictures: list[Picture], new: int = 
 
 def engine_of(room: int = 8 << 20, **options: Any) -> Engine:
     """An engine whose pool is full of NaN: nothing unwritten may be read."""
-    engine = Engine(crossing(), room, **options)
+    engine = make_engine(crossing(), room, **options)
     if options.get("kv_dtype") is None:
         engine.buffer.view(torch.float32).fill_(torch.nan)
     return engine
@@ -177,7 +175,7 @@ def test_images_and_text_in_a_pool_far_too_small(ahead: bool) -> None:
     assert sum(request.preemptions for request in requests)
     assert sum(request.cached_tokens or 0 for request in requests)
     engine.cache.take_copies()
-    assert engine.cache.stats()["held_pages"] == 0
+    assert engine.cache.stats()["in_use_pages"] == 0
 
 
 def test_an_image_is_written_once_for_each_content_whatever_stands_before_it() -> None:
@@ -235,7 +233,7 @@ def test_quantised_pages_of_images_are_read_by_their_scales(kv_dtype: str, error
 def test_text_before_an_image_is_loaded_from_a_tier_and_the_image_is_visible() -> None:
     model = causal(crossing())
     slab = engine_of().layout.slab_bytes
-    engine = engine_of(30 * slab, tiers=["host:16MiB"], lower=OffloadConfig("always"))
+    engine = engine_of(30 * slab, tiers=["host:16MiB"], offload=OffloadConfig("always"))
     prompt = [*words(1, 40), IMAGE, *words(2, 30)]
     wanted = expected(model, prompt, [picture(3)])
     seeds = iter(range(20, 60))
@@ -244,7 +242,7 @@ def test_text_before_an_image_is_loaded_from_a_tier_and_the_image_is_visible() -
         assert request.tokens == wanted
         assert request.cached_tokens is not None
         assert round_ * 32 <= request.cached_tokens <= round_ * 40
-        while engine.cache.allocator.runs:
+        while list(engine.cache.state.media_cache.runs()):
             ask(engine, words(next(seeds), 60), [])
     engine.close()
 
@@ -256,7 +254,7 @@ def test_evicted_image_pages_and_the_text_after_them_are_recomputed() -> None:
     prompt = [*words(1, 20), IMAGE, *words(2, 9)]
     ask(engine, prompt, [picture(3)])
     seeds = iter(range(20, 60))
-    while engine.cache.allocator.runs:
+    while list(engine.cache.state.media_cache.runs()):
         ask(engine, words(next(seeds), 60), [])
     again = ask(engine, prompt, [picture(3)])
     assert again.tokens == expected(model, prompt, [picture(3)])

@@ -12,8 +12,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import SamplingParams
+from tests.engines import make_engine
 
 from .image_prompts import words
 from .test_cross_attention import IMAGE, Picture, causal, crossing, inputs_of, picture
@@ -25,7 +25,7 @@ WIDER: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "initiali
 
 def test_tokens_are_hugging_faces_within_rounding() -> None:
     own = causal(crossing(**WIDER).to(DEVICE, torch.bfloat16))
-    engine = Engine(copy.deepcopy(own), 1 << 26, token_budget=40, max_running=4)
+    engine = make_engine(copy.deepcopy(own), 1 << 26, token_budget=40, max_running=4)
     engine.buffer.view(torch.bfloat16).fill_(torch.nan)
     asked: list[tuple[list[int], list[Picture]]] = [
         ([*words(1, 9), IMAGE, *words(2, 5)], [picture(1)]),
@@ -54,7 +54,7 @@ def test_tokens_are_hugging_faces_within_rounding() -> None:
 
 @pytest.mark.alone
 def test_an_automatic_pool_leaves_memory_for_the_tower() -> None:
-    engine = Engine(
+    engine = make_engine(
         crossing(**WIDER).to(DEVICE, torch.bfloat16), memory_fraction=0.5, token_budget=256, max_running=8
     )
     assert engine.memory_budget is not None

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvloom
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import SamplingParams
 
 FOLDER = Path(kvloom.__file__).parent / "models" / "embedded"
 TEXTS = [

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import SamplingParams
 from kvloom.kernels import cpu
 from kvloom.models.fusion import fuse, fused_attention
 from kvloom.models.fusion.cpu_decoder_layer import CpuDecoderLayer
 from kvloom.models.fusion.fused_attention import FusedAttention, GpuFusedAttention, fuse_attention
 from kvloom.models.fusion.modules import _fuse_norm, _fuse_projections
 from kvloom.models.paged import BatchBuilder, Pages, Work, install
+from tests.engines import make_engine
 
 from .test_attention import tiny
 
@@ -79,7 +79,7 @@ def test_single_token_steps_use_the_fused_cpu_layer(
     monkeypatch.setattr(
         cpu, "attention_step", lambda joined, *rest: (sizes.append(len(joined)), step(joined, *rest))[1]
     )
-    engine = Engine(model, 1 << 24)
+    engine = make_engine(model, 1 << 24)
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     requests = [engine.add(prompt, params) for prompt in prompts]
     engine.run()
@@ -107,7 +107,7 @@ def test_replayed_single_tokens_are_rotated_by_the_write(
         assert _fuse_projections(module)
         assert fuse_attention(module, GpuFusedAttention)
         module.is_fused = True
-    engine = Engine(model, 1 << 24)
+    engine = make_engine(model, 1 << 24)
     works = []
     for i, size in enumerate((40, 3, 17)):
         prompt = np.arange(5 + i, 5 + i + size)
@@ -174,7 +174,7 @@ def test_prompts_are_rotated_by_the_norm_launch(
             assert implementation is None or fuse_attention(module, implementation)
             module.is_fused = True
         calls.clear()
-        engine = Engine(model, 1 << 24)
+        engine = make_engine(model, 1 << 24)
         engine.buffer.zero_()
         works = []
         for i, size in enumerate((40, 1, 17)):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.engine.engine import Engine
+from kvloom.engine import Engine
 from kvloom.kernels.fused import triton_operations
 from kvloom.models.fusion.fused_attention import GpuFusedAttention
 from kvloom.models.fusion.modules import _FusedDecoderLayer
@@ -20,6 +20,8 @@ if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
 import transformers
+
+from tests.engines import make_engine
 
 SHAPES: list[dict[str, Any]] = [
     {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -40,7 +42,7 @@ def engine_of(family: str, shape: dict[str, Any], together: bool) -> Engine:
     for name, parameter in model.named_parameters():
         if "norm" in name:  # weights that do something
             parameter.data.add_(0.3 * torch.randn_like(parameter))
-    engine = Engine(model, 1 << 28, token_budget=2048, max_running=4)
+    engine = make_engine(model, 1 << 28, token_budget=2048, max_running=4)
     for module in model.modules() if not together else ():
         forward = vars(module).get("forward")
         if isinstance(forward, GpuFusedAttention):

@@ -12,11 +12,11 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import SamplingParams
 from kvloom.models.loading import choose_device, load, refusal, transformers_config
 from kvloom.models.paged.family_exceptions import fix_rope_frequencies
 from kvloom.models.specs import ModelError
+from tests.engines import make_engine
 
 from .tiny import SIZES, TINY
 from .zoo import Runner, config_of, expected, prompts_of, tiny
@@ -300,14 +300,16 @@ def test_an_engine_of_short_contexts_uses_short_frequencies() -> None:
     params = SamplingParams(max_tokens=8, temperature=0)
     found = {}
     for context in (32, None, 32):
-        engine = Engine(model, 1 << 22, max_context=context)
+        engine = make_engine(model, 1 << 22, max_context=context)
         request = engine.add(prompt, params)
         engine.run()
         found[context] = request.output
         if context:
             assert request.output == wanted
-            with pytest.raises(ValueError, match="30 prompt tokens and 8 new ones exceed this engine's 32"):
+            with pytest.raises(
+                ValueError, match="30 prompt tokens and max_tokens 8 exceed the engine's limit of 32"
+            ):
                 engine.add([5] * 30, params)
     assert found[None] != wanted  # by the long ones
-    with pytest.raises(ValueError, match="max_context 500 must lie in 1 to 128"):
-        Engine(model, 1 << 22, max_context=500)
+    with pytest.raises(ValueError, match="max_context 500 must be from 1 to 128"):
+        make_engine(model, 1 << 22, max_context=500)

@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers
 
-from kvloom.engine.engine import Engine
+from kvloom.engine import Engine
 from kvloom.models.paged import Work
+from tests.engines import make_engine
 
 from .zoo import config_of
 
@@ -56,7 +57,7 @@ def test_logits_are_those_of_hugging_faces_own_attention(name: str) -> None:
     model = model.to("cuda" if CUDA else "cpu")
     model.set_attn_implementation("eager")
     own, true = copy.deepcopy(model), copy.deepcopy(model).float()
-    engine = Engine(model, 1 << 30 if CUDA else 1 << 26, token_budget=8192, max_running=8)
+    engine = make_engine(model, 1 << 30 if CUDA else 1 << 26, token_budget=8192, max_running=8)
     engine.buffer.view(kind).fill_(torch.nan)
     engine.prepare()
     found, texts = _steps(engine)

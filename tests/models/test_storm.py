@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine import Request, SamplingParams
+from tests.engines import make_engine
 
 from .zoo import expected, tiny
 
@@ -39,8 +39,10 @@ def asked(family: str) -> tuple[Any, list[list[int]], list[int], list[list[int]]
 def test_two_hundred_requests_in_a_pool_far_too_small(family: str) -> None:
     model, prompts, news, wanted = asked(family)
     rng = random.Random(1)
-    layout = Engine(model, 1 << 26).layout
-    engine = Engine(model, 3 * layout.slab_bytes_for(LONGEST + 16, states=2), token_budget=48, max_running=12)
+    layout = make_engine(model, 1 << 26).layout
+    engine = make_engine(
+        model, 3 * layout.slab_bytes_for(LONGEST + 16, states=2), token_budget=48, max_running=12
+    )
     engine.buffer.view(torch.float32).fill_(torch.nan)
     engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
     requests: list[Request] = []
@@ -72,4 +74,4 @@ def test_two_hundred_requests_in_a_pool_far_too_small(family: str) -> None:
         assert sum(request.cached_tokens or 0 for request in requests) > 0
     engine.cache.take_copies()
     engine.cache.check()
-    assert engine.cache.stats()["held_pages"] == 0
+    assert engine.cache.stats()["in_use_pages"] == 0

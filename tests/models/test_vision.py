@@ -13,14 +13,12 @@ import torch
 import transformers
 
 from kvloom.core import CacheControl, KVCache, Media, PoolLayout
-from kvloom.engine.engine import Engine
-from kvloom.engine.llm import LLM
-from kvloom.engine.offload.manager import OffloadConfig
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import LLM, Engine, OffloadConfig, SamplingParams
 from kvloom.models.paged import ATTENTION, BatchBuilder, ImageInputs, Work
 from kvloom.models.specs import known_models, load_spec, model_spec
 from kvloom.models.vision import Vision, with_embeddings
 from tests.engine.made_tokenizers import byte_level
+from tests.engines import make_engine
 from tests.models.image_prompts import (
     BEGIN,
     END,
@@ -44,7 +42,7 @@ Picture = dict[str, torch.Tensor]
 
 def engine_of(model: Any, room: int = 8 << 20, **options: Any) -> Engine:
     """An engine whose pool is full of NaN: nothing unwritten may be read."""
-    engine = Engine(model, room, **options)
+    engine = make_engine(model, room, **options)
     engine.buffer.view(torch.float32).fill_(torch.nan)
     return engine
 
@@ -66,7 +64,7 @@ def test_images_and_text_in_a_pool_far_too_small_give_generates_tokens(family: s
     model = vision_model(family)
     asked = [mixed(family, rng) for _ in range(14)]
     wanted = [expected(family, model, prompt, images, NEW) for prompt, images in asked]
-    layout = Engine(model, 1 << 24).layout
+    layout = make_engine(model, 1 << 24).layout
     room = 3 * layout.slab_bytes_for(max(len(prompt) for prompt, _ in asked) + NEW)
     engine = engine_of(model, room, token_budget=19, max_running=6, ahead=ahead)
     engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
@@ -80,7 +78,7 @@ def test_images_and_text_in_a_pool_far_too_small_give_generates_tokens(family: s
     assert sum(request.preemptions for request in requests)
     assert sum(request.cached_tokens or 0 for request in requests)
     engine.cache.take_copies()
-    assert engine.cache.stats()["held_pages"] == 0
+    assert engine.cache.stats()["in_use_pages"] == 0
 
 
 @pytest.mark.parametrize("family", MAIN)
@@ -151,7 +149,7 @@ def test_answers_and_beams_share_the_image() -> None:
         prompt, SamplingParams(max_tokens=NEW, temperature=0, beam_width=3, n=1), images=[image]
     )
     engine.run()
-    assert beams.best[0].tokens == searched[0].tolist()
+    assert beams.returned_samples[0].tokens == searched[0].tolist()
 
 
 def watched(engine: Engine) -> list[int]:
@@ -185,7 +183,7 @@ def test_embedding_pages_are_evicted_like_others() -> None:
     model, image = vision_model("llava"), image_of("llava", 1)
     prompt = prompt_of("llava", words(1, 5), image, words(2, 4))
     wanted = expected("llava", model, prompt, [image], NEW)
-    layout = Engine(model, 1 << 24).layout
+    layout = make_engine(model, 1 << 24).layout
     assert [group.spec.kind for group in layout.groups] == ["full", "embeddings"]
     engine = engine_of(model, 8 * layout.slab_bytes, token_budget=12)
     runs = engine.cache.state.media_cache
@@ -210,8 +208,10 @@ def test_text_after_an_image_is_loaded_from_a_tier_without_encoding() -> None:
     model, image = vision_model("llava"), image_of("llava", 1)
     prompt = prompt_of("llava", words(1, 15), image, words(2, 40))
     wanted = expected("llava", model, prompt, [image], NEW)
-    slab = Engine(model, 1 << 24).layout.slab_bytes
-    engine = Engine(model, 10 * slab, token_budget=12, tiers=["host:16MiB"], lower=OffloadConfig("always"))
+    slab = make_engine(model, 1 << 24).layout.slab_bytes
+    engine = make_engine(
+        model, 10 * slab, token_budget=12, tiers=["host:16MiB"], offload=OffloadConfig("always")
+    )
     ran = watched(engine)
     for _ in range(2):
         request = engine.add(prompt, GREEDY, images=[image])
@@ -328,7 +328,7 @@ def test_tokens_between_the_rows_of_an_image_belong_to_its_name() -> None:
 
 def test_the_tower_keeps_its_own_attention() -> None:
     model = vision_model("llava")
-    Engine(model, 8 << 20)
+    make_engine(model, 8 << 20)
     assert model.config.text_config._attn_implementation == ATTENTION
     assert model.config.vision_config._attn_implementation == "eager"
 
@@ -381,7 +381,7 @@ def test_pixels_alone_are_an_image_and_dtype_and_grid_are_content() -> None:
 def test_images_that_do_not_fit_are_refused(
     family: str, prompt: list[int], images: list[Any], why: str
 ) -> None:
-    engine = Engine(vision_model(family), 8 << 20)
+    engine = make_engine(vision_model(family), 8 << 20)
     given = [image_of(family, image) if isinstance(image, int) else image for image in images]
     with pytest.raises(ValueError, match=why):
         engine.add(prompt, GREEDY, images=given)
@@ -390,13 +390,13 @@ def test_images_that_do_not_fit_are_refused(
 
 def test_an_image_that_no_step_or_window_can_hold_is_refused() -> None:
     prompt, image = [BEGIN, *[IMAGE] * 16, END], image_of("gemma3", 0)
-    engine = Engine(vision_model("gemma3"), 8 << 20, token_budget=15)
+    engine = make_engine(vision_model("gemma3"), 8 << 20, token_budget=15)
     with pytest.raises(
-        ValueError, match=r"image of 16 tokens.*exceeds the 15 tokens of a step: raise token_budget"
+        ValueError, match=r"image of 16 tokens does not fit one step of 15 tokens: raise token_budget"
     ):
         engine.add(prompt, GREEDY, images=[image])
     small = {**TINY["gemma3"]["text_config"], "sliding_window": 15}
-    engine = Engine(vision_model("gemma3", text_config=small), 8 << 20)
+    engine = make_engine(vision_model("gemma3", text_config=small), 8 << 20)
     with pytest.raises(
         ValueError, match=r"image of 16 tokens that see each other is larger than .* window of 15"
     ):
@@ -414,7 +414,7 @@ def test_a_sample_is_an_image_that_the_tower_takes(family: str) -> None:
 
 
 def test_text_models_refuse_images() -> None:
-    engine = Engine(tiny("llama"), 1 << 22)
+    engine = make_engine(tiny("llama"), 1 << 22)
     with pytest.raises(
         ValueError, match=r"LlamaForCausalLM .llama. takes no images here; the families that do: .*llava"
     ):
@@ -456,7 +456,7 @@ def test_prompts_of_text_and_pictures_go_through_the_models_processor(tmp_path: 
         assert plain.prompt == "So"
         pieces = list(llm.stream(prompt, params))
         assert "".join(piece.text for piece in pieces) == result.outputs[0].text
-        with pytest.raises(ValueError, match="may have 'images', not 'text'"):
+        with pytest.raises(ValueError, match="may have 'images'; got 'text'"):
             llm.generate([{"text": words}], params)
     bare = LLM(model, pool_bytes=8 << 20)
     with pytest.raises(ValueError, match="need the model's processor"):

@@ -12,8 +12,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import SamplingParams
+from tests.engines import make_engine
 
 from .image_prompts import BEGIN, IMAGE, TINY, image_of, inputs_of, prompt_of, vision_model, words
 from .test_zoo_gpu import TOLERANCE
@@ -34,7 +34,7 @@ def test_tokens_are_hugging_faces_within_rounding(family: str) -> None:
     changes = {part: {**TINY[family][part], **more} for part, more in WIDER[family].items()}
     own = vision_model(family, **changes).to(DEVICE, torch.bfloat16)
     model = copy.deepcopy(own)
-    engine = Engine(model, 1 << 26, token_budget=40, max_running=4)
+    engine = make_engine(model, 1 << 26, token_budget=40, max_running=4)
     engine.buffer.view(torch.bfloat16).fill_(torch.nan)
     one, other = image_of(family, 0), image_of(family, 1)
     asked = [
@@ -71,7 +71,7 @@ def test_tokens_are_hugging_faces_within_rounding(family: str) -> None:
 @pytest.mark.alone
 def test_an_automatic_pool_leaves_memory_for_the_tower() -> None:
     changes = {part: {**TINY["qwen2_vl"][part], **more} for part, more in WIDER["qwen2_vl"].items()}
-    engine = Engine(
+    engine = make_engine(
         vision_model("qwen2_vl", **changes).to(DEVICE, torch.bfloat16),
         memory_fraction=0.5,
         token_budget=256,

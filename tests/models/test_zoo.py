@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import SamplingParams
+from kvloom.engine import Engine, SamplingParams
 from kvloom.models.specs import FAMILIES
+from tests.engines import make_engine
 
 from .tiny import TINY
 from .zoo import NEW, Runner, expected, prompts_of, tiny
@@ -32,15 +32,15 @@ def own_tokens(model: Any, prompts: list[list[int]], new: int = NEW) -> list[lis
 
 def tight(model: Any, prompts: list[list[int]]) -> Engine:
     """An engine with one slab more than the least that takes each of `prompts`; its pool is full of NaN."""
-    slab = Engine(model, 1 << 26).layout.slab_bytes
+    slab = make_engine(model, 1 << 26).layout.slab_bytes
     for slabs in range(2, 100):
         try:
-            engine = Engine(model, slabs * slab)
+            engine = make_engine(model, slabs * slab)
             for prompt in prompts:
                 engine.add(prompt, GREEDY)
         except ValueError:
             continue
-        engine = Engine(model, (slabs + 1) * slab, token_budget=24)
+        engine = make_engine(model, (slabs + 1) * slab, token_budget=24)
         engine.buffer.view(torch.float32).fill_(torch.nan)
         return engine
     raise AssertionError("no pool of up to 100 slabs takes every prompt")

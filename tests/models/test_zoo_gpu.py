@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine import Request, SamplingParams
 from kvloom.kernels.attention import prefill_backends
 
 from .zoo import config_of, prompts_of
@@ -19,6 +18,8 @@ if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
 import transformers
+
+from tests.engines import make_engine
 
 TOLERANCE = 0.15
 """How far below the likeliest token's logit a chosen one may lie, in standard deviations of the row's logits: with bf16's 8
@@ -58,7 +59,7 @@ def test_tokens_are_hugging_faces_within_rounding(family: str) -> None:
     model = copy.deepcopy(own)
     prompts = prompts_of(1, (5, 17, 29, 40))
     prompts.append(prompts[3][:32] + prompts_of(2)[0])
-    engine = Engine(model, 1 << 26, token_budget=70, max_running=4)
+    engine = make_engine(model, 1 << 26, token_budget=70, max_running=4)
     engine.buffer.view(torch.bfloat16).fill_(torch.nan)
     engine.prepare()
     assert (engine.runner.strips is None) == engine.runner.pages.has_states
@@ -83,7 +84,7 @@ def test_prompts_longer_than_windows_are_hugging_faces_within_rounding(
     ).eval()
     own = own.cuda()
     own.set_attn_implementation("eager")
-    engine = Engine(copy.deepcopy(own), 1 << 28, token_budget=900, max_running=4)
+    engine = make_engine(copy.deepcopy(own), 1 << 28, token_budget=900, max_running=4)
     engine.buffer.view(torch.bfloat16).fill_(torch.nan)
     engine.prepare()
     requests = [
@@ -103,7 +104,7 @@ def test_shared_prompts_in_windows_are_hugging_faces_within_rounding(family: str
     changes = {**WIDE, "max_position_embeddings": 4096, "sliding_window": 512, "attention_chunk_size": 512}
     own = transformers.AutoModelForCausalLM.from_config(config_of(family, **changes)).eval().cuda()
     own.set_attn_implementation("eager")
-    engine = Engine(copy.deepcopy(own), 1 << 28, token_budget=900, max_running=8)
+    engine = make_engine(copy.deepcopy(own), 1 << 28, token_budget=900, max_running=8)
     engine.buffer.view(torch.float32).fill_(torch.nan)
     engine.prepare()
     shared, *ends = prompts_of(4, (900, 5, 17, 40, 100, 101, 63))

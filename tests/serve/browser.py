@@ -1,4 +1,4 @@
-"""A real browser for the tests of the dashboard, and what is asked of a page by everyone who cannot see it."""
+"""A real browser for the dashboard's tests, and an accessibility audit of a page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-__all__ = ["AUDIT", "Seen", "missing", "opened"]
+__all__ = ["AUDIT", "Seen", "missing", "open_url"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -41,7 +41,7 @@ def missing() -> str:
 
 
 @contextmanager
-def opened() -> Iterator[Browser]:
+def open_url() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -1,4 +1,4 @@
-"""A real server process on a tiny model, for tests to talk to."""
+"""A real server process on a tiny model."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Running:
     def idle(self) -> bool:
         found = self.metrics()
         return not any(
-            found[f"kvloom_{name}"] for name in ("open_requests", "running", "waiting", "held_pages")
+            found[f"kvloom_{name}"] for name in ("open_requests", "running", "waiting", "in_use_pages")
         )
 
 

@@ -1,4 +1,4 @@
-"""What /metrics serves: the field's names beside ours, and numbers that agree with what was done."""
+"""/metrics: vLLM's names beside ours, and values that match the requests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvloom.core import MISS_REASONS
-from kvloom.engine.engine import Engine
-from kvloom.engine.sampling.params import SamplingParams
-from kvloom.serve.metrics.series import Pool, Row, engine_rows, exposition
-from kvloom.serve.worker.messages import Add, Stats, Story
-from kvloom.serve.worker.stats import tier_use
+from kvloom.engine import SamplingParams
+from kvloom.serve.metrics.series import PoolInfo, Series, engine_series, exposition, tenant_series
+from kvloom.serve.worker.messages import Add, EngineStats, RequestProgress, TenantUsage
+from kvloom.serve.worker.stats import tier_usage
 from kvloom.serve.worker.worker import Worker
 from kvloom.tiers import Form, HostConfig, HostTier, Objects, Ranges
-from tests.engine.test_lower import PATIENT
+from tests.engine.test_offload import PATIENT
+from tests.engines import make_engine
 from tests.models.zoo import tiny
 from tests.serve.running import MODEL, Running, running
 
@@ -67,7 +67,7 @@ def samples(server: Running) -> dict[str, float]:
     return server.metrics()
 
 
-def test_the_fields_names_are_there_with_its_labels(server: Running) -> None:
+def test_vllms_names_and_labels_are_served(server: Running) -> None:
     text = server.send("GET", "/metrics")[2]
     found = {
         sample.name: sample.labels
@@ -80,12 +80,14 @@ def test_the_fields_names_are_there_with_its_labels(server: Running) -> None:
         assert found[name]["engine"] == "0"
 
 
-def test_the_documents_table_is_what_is_served(server: Running) -> None:
+def test_the_documented_tables_match_the_served_metrics(server: Running) -> None:
     """Names and labels, against a real server; if the change is meant: `python tools/metrics_table.py`."""
     text = (Path(__file__).parent.parent.parent / "docs" / "observability.md").read_text(encoding="utf-8")
     table = text.partition("<!-- metrics -->\n")[2].partition("<!-- /metrics -->")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     said = {name: cells[1] for cells in rows for name in re.findall(r"`([^`]+)`", cells[0] + cells[2])}
+    aliases = documented_aliases(text)
+    said |= {old: said[new] for old, new in aliases.items()}
     told: dict[str, str] = {}
     for family in text_string_to_metric_families(server.send("GET", "/metrics")[2]):
         told[family.name + ("_total" if family.type == "counter" else "")] = family.documentation
@@ -101,6 +103,42 @@ def test_the_documents_table_is_what_is_served(server: Running) -> None:
     ] == []
 
 
+def documented_aliases(text: str) -> dict[str, str]:
+    table = text.partition("<!-- aliases -->\n")[2].partition("<!-- /aliases -->")[0]
+    pairs = re.findall(r"^\| `([^`{]+)` \| `([^`{]+)` \|$", table, re.MULTILINE)
+    assert pairs
+    return dict(pairs)
+
+
+def test_every_deprecated_name_has_the_value_of_its_new_name(server: Running) -> None:
+    server.complete(prompt="an alias has the same value", max_tokens=4, ignore_eos=True)
+    server.wait_for(server.idle)
+    text = server.send("GET", "/metrics")[2]
+    families = {
+        family.name + ("_total" if family.type == "counter" else ""): family
+        for family in text_string_to_metric_families(text)
+    }
+    documents = (Path(__file__).parent.parent.parent / "docs" / "observability.md").read_text(
+        encoding="utf-8"
+    )
+    for old, new in documented_aliases(documents).items():
+        assert families[old].documentation == f"Deprecated alias of {new}"
+        assert families[old].type == families[new].type
+        values = [
+            {
+                (
+                    sample.name.removeprefix(name.removesuffix("_total")),
+                    *sorted(sample.labels.items()),
+                ): sample.value
+                for sample in families[name].samples
+            }
+            for name in (old, new)
+        ]
+        assert values[0] == values[1], old
+    usage = tenant_series({"red": TenantUsage(used=7, in_use=5)})[0].value
+    assert usage == {("red", "used"): 7, ("red", "in_use"): 5, ("red", "held"): 5}
+
+
 def test_no_series_is_served_twice(server: Running) -> None:
     lines = [
         line.rsplit(" ", 1)[0]
@@ -112,7 +150,7 @@ def test_no_series_is_served_twice(server: Running) -> None:
     assert len(families_) == len(set(families_))
 
 
-def test_numbers_agree_with_what_was_done(small: Running) -> None:
+def test_metrics_count_what_requests_did(small: Running) -> None:
     prompts = [[5 + (seed + i * (1 + seed)) % 300 for i in range(100)] for seed in range(3)]
     before = samples(small)
     usage = [
@@ -137,7 +175,7 @@ def test_numbers_agree_with_what_was_done(small: Running) -> None:
     assert rise('kvloom_lookups_total{reason="complete"}') == 1
     assert rise('kvloom_hit_pages_total{kind="full"}') == 7
     assert rise("kvloom_reuse_seconds_count") == 1
-    for name in ("time_to_first_token_seconds", "queue_seconds", "prefill_seconds", "decode_seconds", "request_seconds", "token_seconds"):  # fmt: skip
+    for name in ("time_to_first_token_seconds", "queue_seconds", "prefill_seconds", "decode_seconds", "request_seconds", "time_per_output_token_seconds"):  # fmt: skip
         assert rise(f"kvloom_{name}_count") == 4
         assert rise(f"kvloom_{name}_sum") > 0
     assert rise("kvloom_inter_token_seconds_count") == 4 * 8
@@ -145,7 +183,7 @@ def test_numbers_agree_with_what_was_done(small: Running) -> None:
     assert parts == pytest.approx(rise("kvloom_request_seconds_sum"))
 
 
-def test_what_leaves_the_pool_shows_with_its_age(small: Running) -> None:
+def test_evictions_are_counted_with_their_age(small: Running) -> None:
     before = samples(small)
     for seed in range(12):
         small.complete(
@@ -160,7 +198,7 @@ def test_what_leaves_the_pool_shows_with_its_age(small: Running) -> None:
     assert found["kvloom_cached_bytes"] + found["kvloom_pool_free_bytes"] == found["kvloom_pool_bytes"]
 
 
-def test_a_stream_shows_in_the_queues_while_it_runs(small: Running) -> None:
+def test_a_running_stream_shows_in_the_gauges(small: Running) -> None:
     stream = small.client().completions.create(
         model=MODEL, prompt="abc", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
     )
@@ -176,13 +214,13 @@ def test_a_stream_shows_in_the_queues_while_it_runs(small: Running) -> None:
     assert samples(small)['kvloom_finished_answers_total{reason="cancelled"}'] == 1
 
 
-def test_every_reason_is_there_from_the_beginning() -> None:
-    rows = {row.name: row for row in engine_rows(Stats(), Pool())}
+def test_every_miss_reason_is_served_from_the_start() -> None:
+    rows = {row.name: row for row in engine_series(EngineStats(), PoolInfo())}
     reasons = rows["kvloom_lookups"].value
     assert reasons == {reason.replace(" ", "_"): 0 for reason in MISS_REASONS}
 
 
-def test_a_tier_shows_what_it_holds_moved_and_refused() -> None:
+def test_a_tiers_usage_and_outcomes_are_served() -> None:
     form = Form("fp32", "token", 64, 64)
     tier = HostTier(HostConfig(capacity=8 << 20))
     try:
@@ -192,13 +230,13 @@ def test_a_tier_shows_what_it_holds_moved_and_refused() -> None:
         assert tier.read(objects, Ranges(buffer, np.arange(4) * 64)).wait(5)
         missing = Objects([b"x" * 16], group=0, form=form)
         tier.read(missing, Ranges(buffer, [0])).wait(5)
-        use = tier_use("host", tier.stats(), "open")
+        use = tier_usage("host", tier.stats(), "open")
     finally:
         tier.close()
     found = {
         (sample.name, *sorted(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(
-            exposition(engine_rows(Stats(tiers=[use]), Pool()), MODEL)
+            exposition(engine_series(EngineStats(tiers=[use]), PoolInfo()), MODEL)
         )
         for sample in family.samples
     }
@@ -211,48 +249,48 @@ def test_a_tier_shows_what_it_holds_moved_and_refused() -> None:
     assert found["kvloom_tier_breaker", "host", "open"] == 1
 
 
-def test_what_comes_from_a_tier_is_told_with_its_name_and_times(tmp_path: Path) -> None:
+def test_loads_from_tiers_are_reported_with_tier_and_times(tmp_path: Path) -> None:
     """A prompt that left the pool comes back from host memory, and after a restart from disk."""
     prompt = [3 + (i * 7) % 60 for i in range(90)]
-    told: list[Story] = []
+    told: list[RequestProgress] = []
     for _ in range(2):
         tiers = ["host:8MiB", f"disk:{tmp_path}:64MiB"]
-        engine = Engine(tiny("llama"), 1 << 20, tiers=tiers, lower=PATIENT)
+        engine = make_engine(tiny("llama"), 1 << 20, tiers=tiers, offload=PATIENT)
         worker = Worker(engine)
-        stats = Stats()
-        worker.take(Add(1, prompt, SamplingParams(max_tokens=2, temperature=0)))
-        while worker.engine.busy or worker.busy:
+        stats = EngineStats()
+        worker.handle(Add(1, prompt, SamplingParams(max_tokens=2, temperature=0)))
+        while worker.engine.busy or worker.is_busy:
             outputs = worker.step()
             if outputs is not None:
-                told += outputs.stories
+                told += outputs.progress
                 stats = outputs.stats or stats
         engine.close()
     last = told[-1]
-    assert last.cached == sum(last.hits.values()) == 80
+    assert last.cached_tokens == sum(last.hits.values()) == 80
     assert last.hits == {"disk": 80}
     ((tier, start, end, tokens),) = last.loads
     assert (tier, tokens) == ("disk", 80)
-    assert start < end <= last.began
+    assert start < end <= last.started
     assert [use.name for use in stats.tiers] == ["host", "disk"]
-    assert stats.lower["landed_tokens"] == 80
+    assert stats.offload["loaded_tokens"] == 80
     found = {
         sample.name: sample.value
-        for family in text_string_to_metric_families(exposition(engine_rows(stats, Pool()), MODEL))
+        for family in text_string_to_metric_families(exposition(engine_series(stats, PoolInfo()), MODEL))
         for sample in family.samples
     }
-    assert found["vllm:external_prefix_cache_hits_total"] == found["kvloom_landed_tokens_total"] == 80
+    assert found["vllm:external_prefix_cache_hits_total"] == found["kvloom_loaded_tokens_total"] == 80
     assert found["vllm:prefix_cache_hits_total"] == 0
     assert found["kvloom_hit_tokens_total"] == 80
 
 
-def test_a_row_without_a_name_of_ours_has_the_usual_one_alone() -> None:
-    text = exposition([Row("", "gauge", "help", 3.0, ("vllm:some",))], "m")
+def test_a_series_without_our_name_has_vllms_only() -> None:
+    text = exposition([Series("", "gauge", "help", 3.0, ("vllm:some",))], "m")
     assert text == '# HELP vllm:some help\n# TYPE vllm:some gauge\nvllm:some{engine="0",model_name="m"} 3.0\n'
 
 
-def test_names_of_any_kind_are_read_back_as_they_were() -> None:
+def test_label_values_are_escaped() -> None:
     odd = 'a "quoted" \\ back\nline, é'
-    text = exposition([Row("one", "counter", "help", {odd: 1}, ("two",), ("tenant",))], odd)
+    text = exposition([Series("one", "counter", "help", {odd: 1}, ("two",), ("tenant",))], odd)
     ours, usual = (family.samples[0] for family in text_string_to_metric_families(text))
     assert ours.labels == {"tenant": odd}
     assert usual.labels == {"engine": "0", "model_name": odd, "tenant": odd}

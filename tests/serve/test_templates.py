@@ -12,10 +12,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvloom.models.specs import folder_of
-from kvloom.serve.api.errors import ApiError
-from kvloom.serve.api.prompts import Prompts, Room, load_tokenizer
+from kvloom.serve.api.prompts import PromptEncoder, PromptLimits, load_tokenizer
 from kvloom.serve.api.request_fields import ChatFields, CompletionFields
-from kvloom.serve.api.templates import MOST_DEPTH, weigh
+from kvloom.serve.api.templates import MAX_DEPTH, count_characters
+from kvloom.serve.errors import ApiError
 from tests.engine.made_tokenizers import byte_fallback, byte_level, words
 
 PLAIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -43,13 +43,13 @@ CHAT = [
     {"role": "skipped", "content": "x"},
     {"role": "user", "content": "and \u202e then?  "},
 ]  # fmt: skip
-ROOM = Room(4096, 4096)
+ROOM = PromptLimits(4096, 4096)
 
 
-def of_chat(
-    prompts: Prompts, messages: list[dict[str, Any]], room: Room = ROOM, **more: Any
+def encode_chat(
+    prompts: PromptEncoder, messages: list[dict[str, Any]], room: PromptLimits = ROOM, **more: Any
 ) -> tuple[str, list[int]]:
-    found = asyncio.run(prompts.of_chat(ChatFields(messages=messages, **more), room))
+    found = asyncio.run(prompts.encode_chat(ChatFields(messages=messages, **more), room))
     assert found.text is not None
     return found.text, found.tokens
 
@@ -83,7 +83,7 @@ def test_text_and_tokens_are_those_of_transformers(template: str, make: Any, mor
     given = {**fields, **fields.pop("chat_template_kwargs", {})}
     text = tokenizer.apply_chat_template(CHAT, tokenize=False, **given)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert of_chat(Prompts(tokenizer), CHAT, **more) == (text, ids)
+    assert encode_chat(PromptEncoder(tokenizer), CHAT, **more) == (text, ids)
     assert tokenizer.apply_chat_template(CHAT, tokenize=False, **given) == text  # without limits, too
 
 
@@ -102,15 +102,15 @@ REPEATS = [
 
 
 @pytest.mark.parametrize("template", REPEATS)
-def test_a_template_that_repeats_what_a_request_gives_ends_at_the_limit(template: str) -> None:
+def test_a_repeating_template_stops_at_the_limit(template: str) -> None:
     """Whole, these texts have 60 MB and more."""
-    prompts = Prompts(with_template(byte_level(), template))
+    prompts = PromptEncoder(with_template(byte_level(), template))
     messages = [{"role": "user", "content": "x"}] * 1000
     more = {"more": "y" * 60_000, "many": 70_000_000}
     tracemalloc.start()
     try:
         with pytest.raises(ApiError, match="more than 65,536 characters") as caught:
-            of_chat(prompts, messages, chat_template_kwargs=more)
+            encode_chat(prompts, messages, chat_template_kwargs=more)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -125,11 +125,11 @@ def test_a_template_that_repeats_what_a_request_gives_ends_at_the_limit(template
         "{% for a in messages %}{% for b in messages %}{{ messages | selectattr('role', 'equalto', 'no') | list | length }}{% endfor %}{% endfor %}",
     ],
 )
-def test_a_template_that_runs_for_long_is_ended(template: str) -> None:
-    prompts = Prompts(with_template(byte_level(), template), template_seconds=0.2)
+def test_a_slow_template_is_stopped(template: str) -> None:
+    prompts = PromptEncoder(with_template(byte_level(), template), template_seconds=0.2)
     began = time.monotonic()
     with pytest.raises(ApiError, match=r"0\.2 seconds"):
-        of_chat(prompts, [{"role": "user", "content": "x"}] * 300)
+        encode_chat(prompts, [{"role": "user", "content": "x"}] * 300)
     assert time.monotonic() - began < 30  # without a limit, much longer, and nothing is raised
 
 
@@ -138,62 +138,65 @@ def test_a_template_that_runs_for_long_is_ended(template: str) -> None:
     ["eos_token", "bos_token", "pad_token", "unk_token", "messages", "tools", "documents", "conversation", "chat_template", "tokenize",
      "add_generation_prompt", "continue_final_message", "self", "loop", "namespace", "raise_exception", "range", "_x", "padding"],
 )  # fmt: skip
-def test_names_that_the_server_and_the_model_set_are_refused(name: str) -> None:
-    prompts = Prompts(with_template(byte_level(), PLAIN))
+def test_reserved_template_variables_are_refused(name: str) -> None:
+    prompts = PromptEncoder(with_template(byte_level(), PLAIN))
     with pytest.raises(ApiError, match=f"'{name}'") as caught:
-        of_chat(prompts, CHAT[:1], chat_template_kwargs={name: "y"})
+        encode_chat(prompts, CHAT[:1], chat_template_kwargs={name: "y"})
     assert caught.value.param == "chat_template_kwargs"
 
 
 def test_values_are_counted_and_nesting_is_bounded() -> None:
-    assert weigh([{"ab": "cde"}, ["f", 1, None]], "messages") == 6
+    assert count_characters([{"ab": "cde"}, ["f", 1, None]], "messages") == 6
     deep: Any = []
-    for _ in range(MOST_DEPTH - 1):
+    for _ in range(MAX_DEPTH - 1):
         deep = [deep]
-    weigh([deep], "messages")
+    count_characters([deep], "messages")
     with pytest.raises(ApiError, match="64 levels"):
-        weigh([[deep]], "messages")
+        count_characters([[deep]], "messages")
     with pytest.raises(ApiError, match="131,072 values"):
-        weigh([[[1] * 70_000, [2] * 70_000]], "messages")
+        count_characters([[[1] * 70_000, [2] * 70_000]], "messages")
 
 
-def test_what_a_template_was_not_written_for_is_a_clear_error() -> None:
-    prompts = Prompts(
+def test_a_failing_template_gives_a_clear_error() -> None:
+    prompts = PromptEncoder(
         with_template(
             byte_level(), "{{ 1 // (messages[0].content | int) }}{{ messages[1].content.nothing() }}"
         )
     )
     for content in ("0", "1"):
         with pytest.raises(ApiError, match="refuses") as caught:
-            of_chat(prompts, [{"role": "user", "content": content}] * 2)
+            encode_chat(prompts, [{"role": "user", "content": content}] * 2)
         assert caught.value.status == 400
 
 
 @pytest.fixture(scope="module")
-def llama() -> Prompts:
-    return Prompts(load_tokenizer(folder_of("kvloom-llama")))
+def llama() -> PromptEncoder:
+    return PromptEncoder(load_tokenizer(folder_of("kvloom-llama")))
 
 
-def completion(prompts: Prompts, text: str, room: Room) -> list[int]:
-    (found,) = asyncio.run(prompts.of_completion(CompletionFields(prompt=text), room))
+def completion(prompts: PromptEncoder, text: str, room: PromptLimits) -> list[int]:
+    (found,) = asyncio.run(prompts.encode_completion(CompletionFields(prompt=text), room))
     return found.tokens
 
 
-def test_a_cut_prompt_keeps_the_tokens_of_the_whole(llama: Prompts) -> None:
+def test_a_truncated_prompt_has_the_tokens_of_the_whole(llama: PromptEncoder) -> None:
     """Its text is much longer than what is tokenised of it."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     whole = llama.tokenizer(text)["input_ids"]  # type: ignore[union-attr]
     assert len(text) > 100_000
     for keep in (1, 7, 300, 2000):
-        assert completion(llama, text, Room(4095, 4096, keep)) == whole[-keep:]
-    assert completion(llama, text[:500], Room(4095, 4096, 4000)) == llama.tokenizer(text[:500])["input_ids"]  # type: ignore[union-attr]
+        assert completion(llama, text, PromptLimits(4095, 4096, keep)) == whole[-keep:]
+    assert (
+        completion(llama, text[:500], PromptLimits(4095, 4096, 4000))
+        == llama.tokenizer(text[:500])["input_ids"]
+    )  # type: ignore[union-attr]
 
 
 def test_work_on_a_long_text_is_bounded_by_the_tokens_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Characters that reach the tokenizer are counted."""
     tokenizer = byte_level()
-    prompts, read = Prompts(tokenizer), [0]
+    prompts, read = PromptEncoder(tokenizer), [0]
     encode = type(tokenizer).__call__
 
     def counted(self: Any, text: str, **more: Any) -> Any:
@@ -202,12 +205,16 @@ def test_work_on_a_long_text_is_bounded_by_the_tokens_that_fit(monkeypatch: pyte
 
     monkeypatch.setattr(type(tokenizer), "__call__", counted)
     long = "x" * 8_000_000
-    assert completion(prompts, long, Room(4095, 320, 100)) == tokenizer("x" * 100)["input_ids"]
-    assert len(completion(prompts, long, Room(4095, 320, 4000))) == 4000
-    for room in (Room(4095, 320), Room(4095, 320, 5000), Room(65_536, 320, characters=65_536)):
+    assert completion(prompts, long, PromptLimits(4095, 320, 100)) == tokenizer("x" * 100)["input_ids"]
+    assert len(completion(prompts, long, PromptLimits(4095, 320, 4000))) == 4000
+    for room in (
+        PromptLimits(4095, 320),
+        PromptLimits(4095, 320, 5000),
+        PromptLimits(65_536, 320, characters=65_536),
+    ):
         with pytest.raises(ApiError) as caught:
             completion(prompts, long, room)
         assert caught.value.code == "context_length_exceeded"
     with pytest.raises(ApiError, match="or more"):
-        completion(prompts, long[:60_000], Room(4095, 320))
+        completion(prompts, long[:60_000], PromptLimits(4095, 320))
     assert read[0] < 100_000

@@ -10,10 +10,10 @@ from zlib import crc32
 
 import pytest
 
-from kvloom.engine.engine import Engine
 from kvloom.tiers import Objects, OpenTier, check_tiers, known_schemes, open_tier, open_with_policy
 from kvloom.tiers.testing.conformance import Harness, TierConformance
-from tests.engine.test_lower import PATIENT, POOL, closed, drawn, served
+from tests.engine.test_offload import PATIENT, POOL, closed, drawn, served
+from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
 SOURCE = Path(__file__).parent / "toy_tier.py"
@@ -100,14 +100,14 @@ def test_an_engine_offloads_to_and_loads_from_a_tier_of_another_package(
 ) -> None:
     prompts = drawn("toy", 70, 50)
     wanted = expected(tiny("llama"), prompts, 8)
-    engine = Engine(tiny("llama"), POOL, tiers=["toy:?capacity=64MiB"], lower=PATIENT)
+    engine = make_engine(tiny("llama"), POOL, tiers=["toy:?capacity=64MiB"], offload=PATIENT)
     assert engine.offload is not None
     store: Any = engine.offload.transfers.tiers[0].tier
     monkeypatch.setattr(store, "close", lambda: None)  # as a remote store: pages outlive the engine
     assert [request.tokens for request in served(engine, prompts)] == wanted
     closed(engine)
     assert store.stats().writes["ok"] > 0
-    engine = Engine(tiny("llama"), POOL, tiers=[OpenTier(store)], lower=PATIENT)
+    engine = make_engine(tiny("llama"), POOL, tiers=[OpenTier(store)], offload=PATIENT)
     requests = served(engine, prompts)
     assert [request.tokens for request in requests] == wanted
     assert all(request.cached_tokens >= 32 for request in requests)

@@ -1,7 +1,7 @@
-"""The attention that `kvloom bench kernels` times: decode, quantised pages, shared prefixes, prefill and MLA's latents.
+"""Attention of `kvloom bench kernels`: decode, quantised pages, shared prefixes, prefill and MLA latents.
 
-One layer's work on bf16 pages of 16 tokens in random order, 32 query heads over 8 KV heads of 128, unless the row says
-otherwise. The clock is `gpu_timing`'s.
+One layer on bf16 pages of 16 tokens in random order, 32 query heads over 8 KV heads of 128, unless the row states otherwise.
+`gpu_timing` times it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 LAYERS = 4
-"""A page holds more layers than the one that is read, as in a model: pages do not lie side by side in memory."""
+"""A page has more layers than the one read, as in a model, so layers of consecutive pages are not adjacent."""
 
 DECODE = (
     (1, 640),
@@ -53,7 +53,7 @@ LATENT_HEADS, LATENT_DIM, LATENT_VALUES = 128, 576, 512
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """A prefill step: rows of new tokens after cached ones, in a layer of such heads."""
+    """A prefill step: rows of new tokens after cached ones, and the layer's heads."""
 
     batch: int
     new: int
@@ -84,11 +84,11 @@ PREFILL = (
     Prompts(1, 8192, 8192, 16, 8, 256, 1024),
     Prompts(1, 8192, 8192, 64, 8, 64, 128),
 )
-"""Llama-3.1-8B's heads, Mistral-7B's window, Gemma-3-12B's and gpt-oss's windowed layers."""
+"""Heads of Llama-3.1-8B, window of Mistral-7B, windowed layers of Gemma-3-12B and gpt-oss."""
 
 
 def layer_pool(pages: int, kv_heads: int = KV_HEADS, dim: int = DIM) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one layer of random pages, as [pages, tokens, heads, dim] views."""
+    """Return K and V of one layer of random pages, as [pages, tokens, heads, dim] views."""
     pool = torch.empty((pages, LAYERS, 2, BLOCK, kv_heads, dim), dtype=torch.bfloat16, device="cuda")
     for part in torch.split(pool, 4096):
         part.normal_()
@@ -180,7 +180,7 @@ def quantised_rows(rounds: int, batch: int = 128, length: int = 8192) -> Iterato
 def _quantised(
     k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, block: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same tokens in pages of 8 bits: tables, keys, values, and their sizes."""
+    """Return the same tokens in 8-bit pages: block tables, keys, values, scales."""
     from kvloom.kernels.write import write
 
     rows, length = tables.shape[0], tables.shape[1] * BLOCK
@@ -231,7 +231,7 @@ def shared_rows(rounds: int) -> Iterator[Row]:
 
 
 def shared_floor(batch: int, prefix: int, own: int) -> float:
-    """The larger of bytes and FLOPs of each part, one after the other."""
+    """Return the lower bound: for each part the larger of bytes and FLOPs, in sequence."""
 
     def part(tokens_read: int, pairs: int) -> float:
         return max(tokens_read * KV_HEADS * DIM * 4 / READ_RATE, pairs * HEADS * DIM * 4 / FLOP_RATE) * 1e6
@@ -274,7 +274,7 @@ def prefill_rows(rounds: int) -> Iterator[Row]:
 
 
 def latent_rows(rounds: int) -> Iterator[Row]:
-    """Absorbed latents: few bytes, read by many heads; arithmetic is the floor as much as memory."""
+    """Absorbed latents: few bytes, read by many heads, so FLOPs limit as much as memory."""
     from kvloom.kernels.attention import DecodePlan, Shape
 
     shape = Shape(LATENT_HEADS, 1, LATENT_DIM, LATENT_VALUES, BLOCK)

@@ -1,23 +1,26 @@
-"""`kvloom bench`: which benchmark, and its own arguments after it. What each does is in its own file."""
+"""`kvloom bench`: selects a benchmark; the arguments after its name are its own."""
 
 from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from importlib import import_module
 
 __all__ = ["arguments", "run"]
 
 TERMINATED = 143
+RENAMED = {"below": "offload"}
+"""Former names of benchmarks, accepted for one version."""
 BENCHMARKS = {
-    "index": "names, match, allocate, publish, evict (CPU)",
+    "index": "cache bookkeeping: hash, match, allocate, publish, evict (CPU)",
     "kernels": "attention, writes, copies (GPU)",
-    "engine": "whole workloads, beside Hugging Face and vLLM (both)",
-    "serve": "many streams on a server (both)",
-    "metrics": "what counting costs a server (both)",
+    "engine": "whole workloads, compared with Hugging Face and vLLM (both)",
+    "serve": "many concurrent streams on a server (both)",
+    "metrics": "cost of the server's metrics (both)",
     "quality": "perplexity under quantised KV (both)",
-    "tiers": "host, disk and stores against their media, beside LMCache (CPU)",
-    "below": "tiers under an engine: first tokens, hits, what they cost (both)",
+    "tiers": "throughput of tiers and their media, compared with LMCache (CPU)",
+    "offload": "an engine with tiers: time to first token, hits, cost (both)",
 }
 
 
@@ -25,16 +28,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(f"  {name:8} {what}" for name, what in BENCHMARKS.items())
     parser.add_argument(
-        "benchmark", choices=BENCHMARKS, nargs="?", metavar="BENCHMARK", help="one of those below"
+        "benchmark",
+        type=_current_name,
+        choices=BENCHMARKS,
+        nargs="?",
+        metavar="BENCHMARK",
+        help="one of the benchmarks listed here",
     )
     parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="...", help="its own: `kvloom bench BENCHMARK --help`"
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="arguments of the benchmark: see `kvloom bench BENCHMARK --help`",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     if args.benchmark is None:
-        raise ValueError(f"which benchmark? One of {', '.join(BENCHMARKS)}")
+        raise ValueError(f"no benchmark given: use one of {', '.join(BENCHMARKS)}")
     benchmark = import_module(f"kvloom.bench.{args.benchmark}")
     before = signal.signal(signal.SIGTERM, _end)
     try:
@@ -43,6 +54,14 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
+def _current_name(text: str) -> str:
+    """Return the current name of a benchmark; report a former name on stderr."""
+    name = RENAMED.get(text, text)
+    if name != text:
+        print(f"kvloom bench {text} is now `kvloom bench {name}`", file=sys.stderr)
+    return name
+
+
 def _end(*_: object) -> None:
-    """Ends what a benchmark has started, too, as Ctrl-C does."""
+    """Exit on SIGTERM as on Ctrl-C, so that child processes end, too."""
     raise SystemExit(TERMINATED)

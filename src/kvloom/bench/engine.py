@@ -1,9 +1,9 @@
-"""`kvloom bench engine`: whole workloads on kvloom's engine, beside Hugging Face's generate(), vLLM and the floor.
+"""`kvloom bench engine`: whole workloads on kvloom's engine, Hugging Face's generate(), vLLM, and the roofline.
 
-Models have random weights, tokens are ids from a seed, answers are greedy and of fixed length. On a GPU runners follow one
-another, since each wants the device's memory for itself; on a CPU they take turns, workload by workload, so that a slow
-minute hurts all alike. What a workload is stands in `workloads`, the models in `shapes`, the least
-time in `floor`, how each engine is driven in `engine_runners` and `engine_peers`, and what is printed in `engine_report`.
+Models have random weights, tokens are random ids from a seed, answers are greedy and of fixed length. On a GPU runners
+follow one another, since each needs the device's memory; on a CPU they alternate per workload. Workloads are in
+`workloads`, models in `shapes`, lower bounds in `roofline`, runners in `engine_runners` and `engine_peers`, tables in
+`engine_report`.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvloom.arguments import DEVICE, THREADS, Parser, device, interpreter, number, size, whole
-from kvloom.engine.execution.threads import use_threads
+from kvloom.engine import use_threads
 from kvloom.models.loading import choose_device
 from kvloom.models.specs import kv_dtypes
 from kvloom.tiers import check_tiers
 
-from .engine_peers import AbsentError, HuggingFace, OneByOne, Vllm
-from .engine_report import QUOTED, Ran, Result, render, rows_of
-from .engine_runners import Invariant, Kvloom, Measured, Options, Runner
-from .floor import Floor
+from .engine_peers import HuggingFace, NotInstalledError, UnbatchedHuggingFace, Vllm
+from .engine_report import QUOTED, RunnerResult, WorkloadResult, render, rows_of
+from .engine_runners import BatchInvariant, Kvloom, Measurement, Options, Runner
+from .roofline import Roofline
 from .shapes import SHAPES, hf_config
-from .workloads import WORKLOADS, Workload, chosen
+from .workloads import WORKLOADS, Workload, select_workloads
 
 __all__ = ["main", "measure"]
 
 RUNNERS: dict[str, Callable[[str, Options], Runner]] = {
     "kvloom": Kvloom,
     "hf": HuggingFace,
-    "hf-alone": OneByOne,
+    "hf-alone": UnbatchedHuggingFace,
     "vllm": Vllm,
-    "invariant": Invariant,
+    "invariant": BatchInvariant,
 }
 NAMES = {
     "kvloom": "kvloom",
@@ -52,7 +52,7 @@ NAMES = {
 # -- measuring --------------------------------------------------------------------------------------
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -62,14 +62,14 @@ def measure(
     vocabulary: int,
     rounds: int,
     seed: int,
-    results: dict[str, Result],
+    results: dict[str, WorkloadResult],
 ) -> Iterator[None]:
-    """Run every workload `rounds` times into `results`, after a warm-up of each that is not counted; a pause after each. A
-    round's tokens are its own: nothing of one round is found in the cache by another."""
+    """Run every workload `rounds` times into `results`, after an uncounted warm-up; yields after each. Rounds share no tokens, so
+    no round hits another's pages."""
     for work in works:
         short = work.short()
         runner.run(short.draw(vocabulary, seed), short.output)
-        say(f"{runner.name}: {work.name} warmed up")
+        log(f"{runner.name}: {work.name} warmed up")
         yield
     for turn in range(1, rounds + 1):
         for work in works:
@@ -78,7 +78,7 @@ def measure(
             _check(work, found)
             before = results.get(work.name)
             if before is None:
-                before = results[work.name] = Result(work, found, [], found.said)
+                before = results[work.name] = WorkloadResult(work, found, [], found.answers)
             before.rounds.append(found.seconds)
             if found.processor is not None:
                 before.processor = min(found.processor, before.processor or found.processor)
@@ -89,15 +89,15 @@ def measure(
                 took = runner.run(alone.draw(vocabulary, seed, turn), alone.output).seconds
                 before.prompts = took if before.prompts is None else min(before.prompts, took)
             rate = work.output_tokens / found.seconds
-            say(
+            log(
                 f"{runner.name}: {work.name} round {turn}: {found.seconds:.3f} s, {rate:,.0f} output tokens/s"
             )
             yield
 
 
-def _check(work: Workload, found: Measured) -> None:
-    lengths = {len(answer) for turns in found.said for answer in turns}
-    turns = {len(turns) for turns in found.said}
+def _check(work: Workload, found: Measurement) -> None:
+    lengths = {len(answer) for turns in found.answers for answer in turns}
+    turns = {len(turns) for turns in found.answers}
     if lengths != {work.output} or turns != {work.turns}:
         raise RuntimeError(
             f"{work.name}: answers of {lengths} tokens in {turns} turns, not {work.output} in {work.turns}"
@@ -105,33 +105,32 @@ def _check(work: Workload, found: Measured) -> None:
 
 
 def run_one(
-    ran: Ran, kind: str, shape: str, works: Sequence[Workload], rounds: int, options: Options
+    ran: RunnerResult, kind: str, shape: str, works: Sequence[Workload], rounds: int, options: Options
 ) -> Iterator[None]:
-    """All of one runner's workloads into `ran`, with a pause after each. A runner that fails keeps what it has, and says
-    why."""
+    """Run all workloads of one runner into `ran`; yields after each. A runner that fails keeps its results and the error."""
     name = NAMES[kind]
     try:
-        say(f"{name}: starting on {shape}")
+        log(f"{name}: starting on {shape}")
         runner = RUNNERS[kind](shape, options)
         ran.version, ran.start_s, ran.notes = runner.version, runner.start_s, runner.notes
-        say(f"{name}: ready after {runner.start_s:.1f} s")
+        log(f"{name}: ready after {runner.start_s:.1f} s")
         yield
         try:
             yield from measure(runner, works, hf_config(shape).vocab_size, rounds, options.seed, ran.results)
         finally:
             runner.close()
-    except AbsentError as error:
+    except NotInstalledError as error:
         ran.error = str(error)
-        say(f"{name}: {ran.error}")
+        log(f"{name}: {ran.error}")
     except Exception as error:  # noqa: BLE001 - one engine's failure must not lose the others' figures
         ran.error = f"{type(error).__name__}: {error}"
-        say(f"{name}: {ran.error}")
+        log(f"{name}: {ran.error}")
         if kind != "vllm":
             traceback.print_exc()
 
 
 def take_turns(runs: Sequence[Iterator[None]]) -> None:
-    """Run all to their ends, a piece of each at a time."""
+    """Run all iterators to their ends, one item of each at a time."""
     left = list(runs)
     while left:
         left = [run for run in left if next(run, END) is not END]
@@ -154,7 +153,7 @@ def _parser() -> Parser:
         + "\n\nshapes:\n"
         + "\n".join(f"  {name:14} {shape.what}" for name, shape in SHAPES.items())
         + "\n\nexamples:\n"
-        "  kvloom bench engine                                    every workload on the tiny Llama\n"
+        "  kvloom bench engine                                    all workloads on the tiny Llama\n"
         "  kvloom bench engine --shape kvloom-llama --scale 1 --only W1 W5 --requests 16 --rounds 3\n"
         "  kvloom bench engine --shape llama-3.1-8b --only W1 W5 --peers vllm --rounds 2\n"
         "  kvloom bench engine --shape llama-3.1-8b --only W7 --peers\n"
@@ -166,11 +165,17 @@ def _parser() -> Parser:
         choices=list(SHAPES),
         default="tiny",
         metavar="NAME",
-        help="the model's shape (default: tiny)",
+        help="model shape (default: tiny)",
     )
-    add("--only", nargs="+", choices=known, metavar="W", help=f"of {', '.join(known)} (default: all but W7)")
+    add(
+        "--only",
+        nargs="+",
+        choices=known,
+        metavar="W",
+        help=f"workloads to run: {', '.join(known)} (default: all but W7)",
+    )
     add("--peers", nargs="*", choices=["hf", "hf-alone", "vllm", "invariant"], default=["hf", "vllm"], metavar="PEER",
-        help="hf and vllm (default: both); hf-alone: generate() for one request after the other; invariant: kvloom's own batch-invariant mode; --peers alone is kvloom by itself")  # fmt: skip
+        help="hf and vllm (default: both); hf-alone: generate() without batching; invariant: kvloom's batch-invariant mode; no value: kvloom only")  # fmt: skip
     add(
         "--rounds",
         type=whole(1, 50),
@@ -179,55 +184,55 @@ def _parser() -> Parser:
         help="best of N rounds (default: 1)",
     )
     add("--scale", type=number(0, 1, above=True), metavar="S",
-        help="requests and lengths times S, at most 1 (default: 1, tiny shapes 0.0625)")  # fmt: skip
+        help="scale of requests and lengths, at most 1 (default: 1, tiny shapes 0.0625)")  # fmt: skip
     add(
         "--requests",
         type=whole(1),
         metavar="N",
-        help="of each workload at most so many requests (default: all)",
+        help="limit of requests per workload (default: all)",
     )
     add("--device", type=device, metavar="D", help=DEVICE)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
     add(
         "--kv-dtype",
         metavar="D",
-        help="what K and V are kept in: bf16, fp16, fp32, int8, fp8 (default: as the model)",
+        help="dtype of the KV cache: bf16, fp16, fp32, int8, fp8 (default: the model's)",
     )
     add(
         "--pool",
         type=size,
         metavar="SIZE",
-        help="kvloom's memory for pages, like 40GiB (default: what 0.9 of a GPU leaves; CPU 512MiB)",
+        help="size of kvloom's page pool, such as 40GiB (default: 0.9 of GPU memory less weights; CPU 512MiB)",
     )
     add("--tier", action="append", default=[], metavar="TIER",
-        help="kvloom's places for pages below the pool, like host:64GiB; repeatable")  # fmt: skip
+        help="tier of kvloom, such as host:64GiB; repeatable")  # fmt: skip
     add(
         "--token-budget",
         type=whole(1),
         metavar="N",
-        help="prompt tokens a step (default: as offline use has it)",
+        help="prompt tokens per step (default: that of offline use)",
     )
     add(
         "--max-running",
         type=whole(1),
         metavar="N",
-        help="requests running at once at most (default: the engine's)",
+        help="limit of running requests (default: the engine's)",
     )
     add(
         "--vllm-python",
         type=interpreter,
         default=sys.executable,
         metavar="PATH",
-        help="the interpreter that has vLLM (default: this one)",
+        help="interpreter with vLLM (default: this one)",
     )
     add(
         "--compile",
         action="store_true",
-        help="let Hugging Face compile its decode step (take two rounds or more)",
+        help="compile Hugging Face's decode step (use two rounds or more)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of weights and tokens (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of weights and tokens (default: 0)")
     add("--capacity", type=whole(1), metavar="TOKENS",
-        help="run nothing: how many requests of so many tokens the pool holds at once, and what `kvloom plan` says")  # fmt: skip
+        help="run no workload: report how many requests of so many tokens fit the pool, and the result of `kvloom plan`")  # fmt: skip
     add("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -246,13 +251,13 @@ def _bench(args: argparse.Namespace) -> int:
     check_tiers(args.tier)
     shape = SHAPES[args.shape]
     scale = shape.scale if args.scale is None else args.scale
-    works = [work.fewer(args.requests) for work in chosen(args.only, scale)]
+    works = [work.fewer(args.requests) for work in select_workloads(args.only, scale)]
     config = hf_config(args.shape)
     for work in works:
         if work.longest > config.max_position_embeddings:
             raise ValueError(
-                f"{work.name} comes to {work.longest:,} tokens, and {args.shape} takes {config.max_position_embeddings:,}: "
-                "give a smaller --scale, or leave it out with --only"
+                f"{work.name} needs {work.longest:,} tokens, but the limit of {args.shape} is {config.max_position_embeddings:,}: "
+                "use a smaller --scale, or exclude it with --only"
             )
     device = str(choose_device(args.device))
     use_threads(args.threads)
@@ -263,11 +268,11 @@ def _bench(args: argparse.Namespace) -> int:
     )  # fmt: skip
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"
     on_h200 = "H200" in name
-    least = Floor(config, shape.dtype, args.kv_dtype) if on_h200 else None
+    least = Roofline(config, shape.dtype, args.kv_dtype) if on_h200 else None
     floors = {} if least is None else {work.name: least.of(work) for work in works}
     quoted = QUOTED.get(args.shape, {}) if on_h200 and scale == 1 else {}
     kinds = ["kvloom", *dict.fromkeys(args.peers)]
-    ran = [Ran(NAMES[kind]) for kind in kinds]
+    ran = [RunnerResult(NAMES[kind]) for kind in kinds]
     runs = [
         run_one(each, kind, args.shape, works, args.rounds, options)
         for each, kind in zip(ran, kinds, strict=True)
@@ -297,10 +302,10 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _capacity(args: argparse.Namespace) -> int:
-    """Sequences really opened, beside uniform paging and the plan. 1 where the plan says another number."""
+    """Report the measured and the planned capacity; return 1 if they differ."""
     from kvloom.models.specs import known_models, load_spec, model_spec
 
-    from .residency import capacity
+    from .pool_usage import capacity
 
     if args.shape in known_models():
         spec = load_spec(args.shape, args.kv_dtype)
@@ -313,8 +318,8 @@ def _capacity(args: argparse.Namespace) -> int:
     else:
         print(
             f"{found.model}: requests of {found.tokens:,} tokens at once in {found.pool_bytes / 2**30:.4g} GiB\n"
-            f"  kvloom   {found.kvloom:6,}   kvloom plan says {found.planned:,}\n"
-            f"  uniform  {found.uniform:6,}   kvloom plan says {found.planned_uniform:,}\n"
+            f"  kvloom   {found.kvloom:6,}   kvloom plan: {found.planned:,}\n"
+            f"  uniform  {found.uniform:6,}   kvloom plan: {found.planned_uniform:,}\n"
             f"  {found.ratio:.2f} times as many; the plan and the cache {'agree' if found.agrees else 'DO NOT AGREE'}"
         )
     return 0 if found.agrees else 1

@@ -1,6 +1,6 @@
-"""Others that `kvloom bench engine` runs its workloads on: Hugging Face's generate() here, and vLLM in a process of its own.
+"""Peers of `kvloom bench engine`: Hugging Face's generate() in this process, vLLM in a process of its own.
 
-They are runners as kvloom's is (`engine_runners`), with the same weights where those are small enough to be handed over.
+They implement the Runner protocol (`engine_runners`), with the same weights if these are small enough to copy.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ import torch
 
 from kvloom.models.specs import model_spec
 
-from .engine_runners import Measured, Options, Turns, give_back, synchronize
+from .engine_runners import Measurement, Options, Turns, release_memory, synchronize
 from .shapes import SHAPES, build, hf_config
 from .workloads import Conversation
 
-__all__ = ["AbsentError", "HuggingFace", "OneByOne", "Vllm"]
+__all__ = ["HuggingFace", "NotInstalledError", "UnbatchedHuggingFace", "Vllm"]
 
 VLLM_KV_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "auto"}
 SAVED_WEIGHTS = 1 << 30
-"""vLLM gets the very weights of a model up to these bytes; of larger ones it makes its own random ones."""
+"""vLLM gets the weights of models up to this many bytes; for larger ones it makes its own random weights."""
 
 
 class HuggingFace:
-    """generate() with the cache that is faster there, static on a GPU and dynamic on a CPU: batches of equal work, padded on
-    the left, as many at once as memory holds. It has no way to let conversations advance on their own: their turns go in
-    step."""
+    """generate() with its faster cache, static on a GPU and dynamic on a CPU. Batches are padded on the left and as large as memory
+    allows. Turns of conversations are in step."""
 
     name = "Hugging Face"
     CPU_BYTES = 4 << 30
@@ -43,7 +42,7 @@ class HuggingFace:
 
         self.device, self.compile = options.device, options.compile
         config = hf_config(shape)
-        build(config, SHAPES[shape].dtype, "meta")  # its modules are imported before the clock starts
+        build(config, SHAPES[shape].dtype, "meta")  # import its modules before timing
         begin = time.perf_counter()
         self.model = build(config, SHAPES[shape].dtype, options.device, options.seed)
         synchronize(self.device)
@@ -56,24 +55,24 @@ class HuggingFace:
         }
         dtype = str(SHAPES[shape].dtype).removeprefix("torch.")
         self._layers = list(model_spec({**config.to_dict(), "dtype": dtype}).layers.values())
-        # What prefill holds of a token at its widest: gate and up, their product, and a few rows of the model's width.
+        # Prefill memory per token: gate and up, their product, and a few rows of the model's width.
         widths = 3 * config.intermediate_size + 8 * config.hidden_size
         self._work_bytes: int = widths * SHAPES[shape].dtype.itemsize
-        # Taken once: later, what torch keeps for itself would look used.
+        # Measured once: later, torch's cached memory would count as used.
         on_gpu = options.device.startswith("cuda")
         self._room = int(torch.cuda.mem_get_info()[0] * 0.8) if on_gpu else self.CPU_BYTES
         self._most: dict[int, int] = {}
         """By the length of prompts: what was found not to fit, halved. Only the first run pays for a wrong guess."""
 
-    def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
-        said: Turns = [[] for _ in conversations]
+    def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
+        all_answers: Turns = [[] for _ in conversations]
         prompts = [list(each.prompt) for each in conversations]
         sizes: list[int] = []
-        give_back(self.device)
+        release_memory(self.device)
         begin, processor = time.perf_counter(), time.process_time()
         for turn in range(1 + max(len(each.later) for each in conversations)):
             if turn:
-                for each, prompt, answers in zip(conversations, prompts, said, strict=True):
+                for each, prompt, answers in zip(conversations, prompts, all_answers, strict=True):
                     prompt += answers[-1] + each.later[turn - 1]
             longest = max(map(len, prompts))
             size = self._slice(longest, output)
@@ -86,18 +85,18 @@ class HuggingFace:
                     if len(batch) == 1:
                         raise
                     size = self._most[longest] = (len(batch) + 1) // 2
-                    give_back(self.device)
+                    release_memory(self.device)
                     continue
                 for answer in answers:
-                    said[first].append(answer)
+                    all_answers[first].append(answer)
                     first += 1
                 sizes.append(len(batch))
         seconds = time.perf_counter() - begin
         computed = None if self.device.startswith("cuda") else time.process_time() - processor
-        return Measured(seconds, said, {"peak_running": max(sizes)}, computed)
+        return Measurement(seconds, all_answers, {"peak_running": max(sizes)}, computed)
 
     def _slice(self, prompt: int, output: int) -> int:
-        """Sequences that fit at once: their cache, and the prompts' work with its mask."""
+        """Return how many sequences fit at once: their cache, and prefill with its mask."""
         length = prompt + output
         cache = sum(
             x.bytes * (x.visibility.visible_tokens(length) if x.unit == "token" else 1) for x in self._layers
@@ -115,7 +114,7 @@ class HuggingFace:
             do_sample=False, max_new_tokens=output, min_new_tokens=output, pad_token_id=0, eos_token_id=None,
             disable_compile=not self.compile,
         )  # fmt: skip
-        # One of our own: those that generate() makes never get shorter than the longest before.
+        # generate()'s own static cache never shrinks.
         length = longest + output
         cache = StaticCache(config=self.model.config, max_cache_len=length) if self.static else None
         with torch.inference_mode():
@@ -130,11 +129,11 @@ class HuggingFace:
 
     def close(self) -> None:
         del self.model
-        give_back(self.device)
+        release_memory(self.device)
 
 
-class OneByOne(HuggingFace):
-    """generate() as it is called by whoever gets requests one at a time: nobody batches them."""
+class UnbatchedHuggingFace(HuggingFace):
+    """generate() with one request at a time."""
 
     name = "Hugging Face, one by one"
 
@@ -143,7 +142,7 @@ class OneByOne(HuggingFace):
 
 
 def _cpu_environment() -> dict[str, str]:
-    """As many threads as torch has here: left alone vLLM takes one core."""
+    """Return vLLM's settings for as many threads as torch has here; its default is one core."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{torch.get_num_threads() - 1}",
@@ -151,25 +150,25 @@ def _cpu_environment() -> dict[str, str]:
 
 
 def _check_vllm(python: str) -> None:
-    """Raise AbsentError where an interpreter has no vLLM; it is not imported."""
+    """Raise NotInstalledError if an interpreter has no vLLM. Does not import it."""
     look = "import sys; from importlib.util import find_spec; sys.exit(find_spec('vllm') is None)"
     if subprocess.run([python, "-c", look], cwd="/", env=_plain_environment(), check=False).returncode:
-        raise AbsentError(
-            f"not installed for {python}: name a python that has it with --vllm-python, or leave it out with --peers hf"
+        raise NotInstalledError(
+            f"vLLM is not installed for {python}: use --vllm-python, or exclude it with --peers hf"
         )
 
 
 def _plain_environment() -> dict[str, str]:
-    """Without PYTHONPATH: a folder of ours first on the path would hide packages of that interpreter's."""
+    """Return the environment without PYTHONPATH, which could hide packages of the other interpreter."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-class AbsentError(RuntimeError):
-    """What a runner runs is not installed; the message says what to do."""
+class NotInstalledError(RuntimeError):
+    """A peer is not installed; the message states what to do."""
 
 
 class Vllm:
-    """vLLM in a process of its own, by the interpreter that has it. It is told by lines of JSON and answers so."""
+    """vLLM in a process of its own, controlled by JSON lines."""
 
     name = "vLLM"
 
@@ -202,18 +201,18 @@ class Vllm:
         )  # fmt: skip
         try:
             ready = self._ask(engine)
-        except BaseException:  # Ctrl-C, too: nothing of it stays
+        except BaseException:  # Ctrl-C, too: end the process
             self.close()
             raise
         self.start_s, self.version = float(ready["start_s"]), str(ready["version"])
 
-    def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
-        told = self._ask({"conversations": [asdict(each) for each in conversations], "output": output})
-        if "processor" in told:
-            time.sleep(
-                0.5
-            )  # its threads still spin for a while: whoever has the next turn would pay for that
-        return Measured(float(told["seconds"]), told["said"], told["figures"], told.get("processor"))
+    def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
+        reply = self._ask({"conversations": [asdict(each) for each in conversations], "output": output})
+        if "processor" in reply:
+            time.sleep(0.5)  # its threads spin for a while and would disturb the next runner
+        return Measurement(
+            float(reply["seconds"]), reply["answers"], reply["figures"], reply.get("processor")
+        )
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -225,7 +224,7 @@ class Vllm:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise RuntimeError(f"vLLM's process ended with {self._process.wait()}; its last words are above")
+            raise RuntimeError(f"vLLM's process ended with {self._process.wait()}; see its output above")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise RuntimeError(str(answer["error"]))

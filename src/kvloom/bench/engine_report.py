@@ -1,6 +1,6 @@
-"""What `kvloom bench engine` prints: rows of plain data from what was measured, their ratios, and two tables.
+"""The report of `kvloom bench engine`: rows of plain data, ratios, and two tables.
 
-Measures nothing. Figures that are quoted, not measured in the same run, stand here and are named so wherever they are shown.
+Measures nothing. Quoted figures, not measured in the same run, are stored here and labelled as quoted.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .engine_runners import Measured, Turns
-from .floor import Least
+from .engine_runners import Measurement, Turns
+from .roofline import LowerBound
 from .workloads import Workload
 
-__all__ = ["QUOTED", "QUOTED_AS", "Ran", "Result", "render", "rows_of"]
+__all__ = ["QUOTED", "QUOTED_AS", "RunnerResult", "WorkloadResult", "render", "rows_of"]
 
 QUOTED_AS = "vLLM 0.24.0, quoted"
 QUOTED: dict[str, dict[str, float]] = {
@@ -31,18 +31,18 @@ QUOTED: dict[str, dict[str, float]] = {
 """Seconds that vLLM 0.24.0 was measured to take on an H200 earlier (its defaults, prefix caching on, bf16, random weights,
 the better of one process and two), and from start to ready with cold compile caches. Not of this run."""
 GOAL_WASTE = 0.04
-"""Of workloads as they are; scaled down, a last block is much of a sequence."""
+"""For unscaled workloads; in scaled ones the last block is a large share."""
 
 
 @dataclass(slots=True)
-class Result:
-    """One workload on one runner: the best round, the seconds of each, and of its prompts alone where that is measured.
-    `processor`: the fewest seconds of all processors together that a round took, on a CPU; others' work does not count."""
+class WorkloadResult:
+    """One workload on one runner: the best round, the seconds of each round, and of its prompts alone if measured. `processor`:
+    the least CPU seconds of a round, on a CPU."""
 
     work: Workload
-    best: Measured
+    best: Measurement
     rounds: list[float]
-    first_said: Turns
+    first_answers: Turns
     prompts: float | None = None
     processor: float | None = None
 
@@ -50,8 +50,8 @@ class Result:
     def seconds(self) -> float:
         return self.best.seconds
 
-    def figures(self, least: Least | None = None) -> dict[str, float]:
-        """Everything that is printed, by name."""
+    def figures(self, least: LowerBound | None = None) -> dict[str, float]:
+        """Return all figures by name."""
         found = {"seconds": self.seconds, "output_tokens_s": self.work.output_tokens / self.seconds}
         if self.prompts is not None:
             found["prefill_s"] = self.prompts
@@ -67,30 +67,30 @@ class Result:
 
 
 @dataclass(slots=True)
-class Ran:
-    """What one runner did: its results by workload, and why it stopped, if it did."""
+class RunnerResult:
+    """Results of one runner by workload, and its error, if any."""
 
     name: str
     version: str = ""
     start_s: float | None = None
     notes: dict[str, str] = field(default_factory=dict)
-    results: dict[str, Result] = field(default_factory=dict)
+    results: dict[str, WorkloadResult] = field(default_factory=dict)
     error: str | None = None
 
 
 def same_answers(ours: Turns, theirs: Turns) -> float:
-    """The share of conversations in which both said the same."""
+    """Return the share of conversations with equal answers."""
     return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
 def rows_of(
     works: Sequence[Workload],
-    ran: Sequence[Ran],
-    floors: dict[str, Least],
+    ran: Sequence[RunnerResult],
+    floors: dict[str, LowerBound],
     quoted: dict[str, float],
     exact: bool,
 ) -> list[dict[str, Any]]:
-    """One row a workload, as plain data. `exact`: answers can be compared, since rounding does not decide them."""
+    """Return one row per workload as plain data. `exact`: answers are comparable, because rounding cannot change them."""
     rows = []
     own = next((each.results for each in ran if each.name == "kvloom"), {})
     for work in works:
@@ -116,7 +116,9 @@ def rows_of(
                 if result.processor and mine.processor:
                     row["processor_ratios"][each.name] = result.processor / mine.processor
                 if exact:
-                    row["runs"][each.name]["same_answers"] = same_answers(mine.first_said, result.first_said)
+                    row["runs"][each.name]["same_answers"] = same_answers(
+                        mine.first_answers, result.first_answers
+                    )
         if work.name in quoted:
             row["quoted_s"] = quoted[work.name]
         if mine is not None:
@@ -177,9 +179,9 @@ def _times(report: dict[str, Any]) -> Any:
 
 
 def _details(report: dict[str, Any]) -> Any:
-    """What each run saw; a blank is not measured there."""
+    """Return the table of details; a blank was not measured."""
     table = _table(
-        "What was seen", "work", "on", "output tokens/s", "prefill tokens/s", "TFLOP/s", "first token s",
+        "Details", "work", "on", "output tokens/s", "prefill tokens/s", "TFLOP/s", "first token s",
         "decode TB/s", "peak running", "hit rate",
         "waste", "of the pool", "preempted", "same answers", "processor s", "/ kvloom",
     )  # fmt: skip

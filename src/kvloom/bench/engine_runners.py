@@ -1,7 +1,7 @@
-"""What `kvloom bench engine` runs its workloads on: what every runner is, and kvloom's own; the others are `engine_peers`.
+"""Runners of `kvloom bench engine`: the Runner protocol and kvloom's own; peers are in `engine_peers`.
 
-Each is started on a shape and then given conversations; it says how long they took, what was said and what it saw. Drawing
-tokens, rounds and reports are someone else's.
+A runner starts on a shape, serves conversations, and returns times, answers and figures. It draws no tokens and prints no
+report.
 """
 
 from __future__ import annotations
@@ -11,27 +11,36 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from .residency import Peak
+from .pool_usage import PeakUsage
 from .shapes import SHAPES, build, hf_config
 from .workloads import Conversation
 
 if TYPE_CHECKING:
-    from kvloom.engine.offload.manager import OffloadManager
+    from kvloom.engine import OffloadManager
 
-__all__ = ["Invariant", "Kvloom", "Measured", "Options", "Runner", "Turns", "give_back", "synchronize"]
+__all__ = [
+    "BatchInvariant",
+    "Kvloom",
+    "Measurement",
+    "Options",
+    "Runner",
+    "Turns",
+    "release_memory",
+    "synchronize",
+]
 
 Turns = list[list[list[int]]]
-"""What was said: [conversation][turn] → tokens."""
+"""Answers: [conversation][turn] → tokens."""
 CPU_POOL = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says about how to run. None leaves a choice to the engine, or to memory."""
+    """Options of the command line. None leaves the choice to the engine."""
 
     device: str = "cpu"
     seed: int = 0
@@ -46,59 +55,56 @@ class Options:
 
 
 @dataclass(slots=True)
-class Measured:
-    """Seconds from the first prompt's submission to the last token, what was said, and figures by name; on a CPU also
-    the seconds that all its threads and processes computed. Copies to tiers that outlast the last token are not among the
-    seconds: `drained_s` of the figures says how long they took."""
+class Measurement:
+    """Seconds from the first submission to the last token, the answers, and figures by name; on a CPU also the CPU seconds of all
+    threads and processes. Copies to tiers after the last token are not counted: `drained_s` is their time."""
 
     seconds: float
-    said: Turns
+    answers: Turns
     figures: dict[str, float] = field(default_factory=dict)
     processor: float | None = None
 
 
 class Runner(Protocol):
-    """`start_s`: seconds from no weights to ready to serve, Python's imports not counted; `version` and `notes` are for
-    the report."""
+    """`start_s`: seconds from no weights to ready, without Python imports; `version` and `notes` are for the report."""
 
     name: str
     version: str
     notes: dict[str, str]
     start_s: float
 
-    def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
-        """Serve every turn, each with exactly `output` greedy tokens; the next turn follows as soon as one ends."""
+    def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
+        """Serve every turn with exactly `output` greedy tokens; the next turn follows at once."""
         ...
 
     def close(self) -> None:
-        """Give its memory back."""
+        """Release its memory."""
         ...
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device is idle."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
 
-def give_back(device: str) -> None:
-    """Let the device have the memory that nothing uses any more."""
+def release_memory(device: str) -> None:
+    """Release unused device memory."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
 
 
 class Kvloom:
-    """kvloom's own engine, one step after the other."""
+    """kvloom's engine, step by step."""
 
     name = "kvloom"
     batch_invariant = False
 
     def __init__(self, shape: str, options: Options) -> None:
-        from kvloom.engine.engine import Engine
-        from kvloom.engine.execution.memory_budget import default_token_budget
+        from kvloom.engine import Engine, EngineConfig, default_token_budget
 
-        # Its modules are imported before the clock starts.
+        # Import its modules before timing.
         build(hf_config(shape), SHAPES[shape].dtype, "meta")
         begin = time.perf_counter()
         self.device = options.device
@@ -106,17 +112,21 @@ class Kvloom:
         pool = options.pool or (None if options.device.startswith("cuda") else CPU_POOL)
         budget = options.token_budget or default_token_budget(
             torch.device(options.device)
-        )  # as offline use has it
-        given: dict[str, Any] = {"token_budget": budget, "max_running": options.max_running}
-        chosen = {name: value for name, value in given.items() if value is not None}
-        self.engine = Engine(
-            model, pool, options.kv_dtype, batch_invariant=self.batch_invariant, tiers=options.tiers, **chosen
+        )  # that of offline use
+        config = EngineConfig(
+            pool_bytes=pool,
+            kv_dtype=options.kv_dtype,
+            token_budget=budget,
+            max_running=options.max_running,
+            batch_invariant=self.batch_invariant,
+            tiers=options.tiers,
         )
+        self.engine = Engine(model, config)
         self.engine.prepare()
         synchronize(self.device)
         self.start_s = time.perf_counter() - begin
         gc.collect()
-        gc.freeze()  # as the server's engine does: a full collection would stop a round for 0.2 s
+        gc.freeze()  # like the server: a full collection would stop a round for 0.2 s
         self.version = "this checkout"
         self.notes = {
             "pool": _gib(self.engine.buffer.numel()),
@@ -128,12 +138,12 @@ class Kvloom:
         if options.tiers:
             self.notes["tiers"] = ", ".join(options.tiers)
 
-    def run(self, conversations: Sequence[Conversation], output: int) -> Measured:
-        from kvloom.engine.request import Request, SamplingParams
+    def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
+        from kvloom.engine import Request, SamplingParams
 
         params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
-        engine, peak = self.engine, Peak(self.engine.cache)
-        said: Turns = [[] for _ in conversations]
+        engine, peak = self.engine, PeakUsage(self.engine.cache)
+        answers: Turns = [[] for _ in conversations]
         preemptions = steps = asked = cached = 0
         first: float | None = None
         begin, processor = time.perf_counter(), time.process_time()
@@ -145,8 +155,8 @@ class Kvloom:
             steps += 1
             if touched and first is None:
                 first = time.perf_counter() - begin
-            peak.look()
-            # A request may end without a token (no room): look at all of them where nothing came back.
+            peak.sample()
+            # A request may finish without a token (pool full): check all if the step returned none.
             for request in touched or list(running):
                 if request.finish_reason is None or request not in running:
                     continue
@@ -156,45 +166,45 @@ class Kvloom:
                         f"a request of {len(request.prompt)} tokens ended as {request.finish_reason!r}, not at its length"
                     )
                 answer = request.output
-                said[place].append(answer)
+                answers[place].append(answer)
                 preemptions += request.preemptions
                 asked, cached = asked + len(request.prompt), cached + (request.cached_tokens or 0)
-                turn, later = len(said[place]), conversations[place].later
+                turn, later = len(answers[place]), conversations[place].later
                 if turn <= len(later):
                     running[engine.add([*request.prompt, *answer, *later[turn - 1]], params)] = place
         seconds = time.perf_counter() - begin  # the last token is on the host, so the device has computed it
         computed = None if self.device.startswith("cuda") else time.process_time() - processor
-        # Of what requests asked for, and began with: the cache's own counts hold what preempted ones looked up again, too.
+        # From requests: the cache's counters include lookups after preemptions.
         figures = {"steps": steps, "preemptions": preemptions, "hit_rate": cached / asked}
         if first is not None and len(conversations) == 1:
             figures["first_token_s"] = first
         if engine.offload is not None:
             figures["drained_s"] = self._drain(engine.offload)
         synchronize(self.device)
-        return Measured(seconds, said, figures | peak.figures(), computed)
+        return Measurement(seconds, answers, figures | peak.figures(), computed)
 
-    def _drain(self, lower: OffloadManager) -> float:
-        """Wait until pages have been copied to host memory that still were when the last token came; seconds it took."""
+    def _drain(self, offload: OffloadManager) -> float:
+        """Wait for pending copies to host memory; return the seconds."""
         began = time.perf_counter()
-        lower.flush()
-        while lower.retained_bytes:
-            lower.wait(0.001)
-            lower.poll()
+        offload.flush()
+        while offload.is_retaining_pages:
+            offload.wait(0.001)
+            offload.poll()
         return time.perf_counter() - began
 
     def close(self) -> None:
         self.engine.close()
         del self.engine
         gc.unfreeze()
-        give_back(self.device)
+        release_memory(self.device)
 
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.4g} GiB"
 
 
-class Invariant(Kvloom):
-    """kvloom in its batch-invariant mode: what that costs."""
+class BatchInvariant(Kvloom):
+    """kvloom in its batch-invariant mode."""
 
     name = "batch-invariant"
     batch_invariant = True

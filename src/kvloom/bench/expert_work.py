@@ -1,6 +1,6 @@
-"""The mixture of experts that `kvloom bench kernels` times: one layer of Qwen3-30B-A3B, random choices, beside torch's own.
+"""Mixture of experts of `kvloom bench kernels`: one layer of Qwen3-30B-A3B with random routing, compared with torch's.
 
-Knows what is called and what it costs at least; the clock is `kernels`'.
+Knows the calls and their lower bounds; `kernels` times them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOKENS = (1, 16, 64, 256, 512, 2048, 8192)
 
 @dataclass(frozen=True, slots=True)
 class ExpertWork:
-    """What is run, the bytes of the weights that it must read, its FLOPs."""
+    """A call, the weight bytes it must read, and its FLOPs."""
 
     what: str
     calls: dict[str, Call]
@@ -33,7 +33,7 @@ class ExpertWork:
 
 
 def layer() -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's weights in bf16: gate and up, down."""
+    """Return a layer's weights in bf16: gate and up, down."""
     gate_up = torch.empty((EXPERTS, 2 * INNER, DIM), dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
     down = torch.empty((EXPERTS, DIM, INNER), dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
     return gate_up, down
@@ -58,7 +58,7 @@ def expert_work() -> Iterator[ExpertWork]:
 def by_torch(
     x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """The same by torch's grouped product: sorted by expert, gathered, and put back."""
+    """Compute the same with torch's grouped product: sort by expert, gather, scatter."""
     chosen, order = index.reshape(-1).sort()
     ends = torch.searchsorted(chosen, torch.arange(len(gate_up), device=x.device), right=True).int()
     both = torch._grouped_mm(x[order // index.shape[1]], gate_up.transpose(1, 2), offs=ends)

@@ -1,7 +1,7 @@
-"""The attention libraries that `kvloom bench kernels` is measured beside, where they are installed.
+"""Attention libraries that `kvloom bench kernels` is compared with, if installed.
 
-Each maker returns callables over the same pages as ours, planned beforehand: what is timed is one layer. A library that
-is absent, or refuses a shape, is reported with its reason and left out.
+Each function returns callables over our pages, planned beforehand: one layer is timed. A missing library, or one that rejects
+a shape, is reported with the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Call", "decode_peers", "prefill_peers", "shared_peers", "versions"]
 Call = Callable[[], Any]
 WORKSPACE = 512 << 20
 SPLITS = 32
-"""What vLLM gives FlashAttention-3 under CUDA graphs: a bound, the number is chosen on the device."""
+"""vLLM's limit for FlashAttention-3 under CUDA graphs; the device chooses the number."""
 
 
 def _library(name: str) -> Any:
@@ -30,7 +30,7 @@ def _library(name: str) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Installed libraries and their versions."""
+    """Return the installed libraries and their versions."""
     found = {}
     for label, name in (("FlashAttention-3", "flash_attn_interface"), ("FlashInfer", "flashinfer")):
         module = _library(name)
@@ -74,7 +74,7 @@ def _flash3(
 def _page_lists(
     tables: torch.Tensor, lengths: list[int], block: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """FlashInfer's view of tables: bounds, page ids one after the other, tokens in each last page."""
+    """Return block tables in FlashInfer's format: bounds, concatenated page ids, tokens in each last page."""
     blocks = [-(-length // block) for length in lengths]
     bounds = torch.tensor([0, *blocks]).cumsum(0).int()
     ids = torch.cat([tables[row, :count] for row, count in enumerate(blocks)])
@@ -91,7 +91,7 @@ def decode_peers(
     lengths: list[int],
     window: int | None = None,
 ) -> dict[str, Call]:
-    """Plain decode of bf16 rows of one query."""
+    """Return decode calls for bf16 rows of one query."""
     calls: dict[str, Call] = {}
     flash = _flash3(
         q, k, v, tables, starts, torch.tensor(lengths, dtype=torch.int32, device=q.device), 1, SPLITS, window
@@ -119,8 +119,8 @@ def decode_peers(
 def shared_peers(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: torch.Tensor, own: torch.Tensor
 ) -> dict[str, Call]:
-    """FlashInfer's cascade in two levels: `prefix` pages shared by all, `own` ([rows, pages]), all of them full. Its own
-    choice of kernels, and its older kernels, which split long prefixes."""
+    """Return FlashInfer's two-level cascade: `prefix` pages shared by all, `own` ([rows, pages]), all full; with its default kernels
+    and with its older ones, which split long prefixes."""
     flashinfer = _library("flashinfer")
     if flashinfer is None:
         return {}
@@ -161,7 +161,7 @@ def prefill_peers(
     lengths: list[int],
     window: int | None = None,
 ) -> dict[str, Call]:
-    """Packed rows, causal, over pages."""
+    """Return causal prefill calls for packed rows over pages."""
     device, calls = q.device, dict[str, Call]()
     longest = max(end - begin for begin, end in pairwise(starts))
     begins = torch.tensor(starts, dtype=torch.int32, device=device)

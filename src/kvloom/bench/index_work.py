@@ -1,4 +1,4 @@
-"""What `kvloom bench index` times of kvloom: the calls a scheduler makes, on CPU, with no model and no bytes.
+"""kvloom's part of `kvloom bench index`: the calls of a scheduler, on CPU, without model and bytes.
 
 Figures are microseconds by phase, the lower decile of their repeats. Knows no peers and no tables.
 """
@@ -27,7 +27,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 def layout_of(name: str) -> PoolLayout:
-    """One full group of an 8B Llama; Gemma-3-12B; Qwen3-Next-80B."""
+    """Return a layout: one full group of an 8B Llama; Gemma-3-12B; Qwen3-Next-80B."""
     if name == "full":
         return PoolLayout.build(
             {f"{i}": LayerSpec("token", attention_fields(8, 128, "bf16")) for i in range(32)}
@@ -43,10 +43,10 @@ def life(
     names: bool = False,
     repeats: int = 40,
 ) -> Figures:
-    """Microseconds of a request's life: match, allocate, publish, release; `total` of all.
+    """Return microseconds of a request: match, allocate, publish, release; `total` of all.
 
-    The first `cached` tokens are in the cache; with `evicting` nothing is, and the pool is full of other
-    requests. With `names`, someone listens to events, so every new block is hashed and told.
+    The first `cached` tokens are cached; with `evicting` none are, and the pool is full of other requests. With `names`, events
+    are published, so every new block is hashed.
     """
     shape = layout_of(layout)
     cache = KVCache(shape, _slabs(shape, tokens, 6 if evicting else 2 * repeats), max_sequences=4)
@@ -86,8 +86,8 @@ def _live(cache: KVCache, prompt: Tokens) -> Figures:
 def decode_step(
     layout: str = "full", batch: int = 256, context: int = 1024, crossing: int = 16, steps: int = 64
 ) -> Figures:
-    """Microseconds of one decode step of `batch` sequences, one in `crossing` of which fills a
-    block each step: reserve a slot each, then commit a token each."""
+    """Return microseconds of one decode step of `batch` sequences, one in `crossing` of which fills a block each step: reserve a
+    slot each, then commit a token each."""
     shape = layout_of(layout)
     cache = KVCache(shape, _slabs(shape, context + 256, 2 * batch), max_sequences=batch)
     draw = _drawer()
@@ -116,11 +116,11 @@ def decode_step(
 
 
 def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
-    """Microseconds to match a prompt, to insert what is new of it and to evict as much, in a cache
-    that holds 256 other prompts over 8 prefixes."""
+    """Return microseconds to match a prompt, to insert its new blocks and to evict as many, in a cache with 256 other prompts over 8
+    prefixes."""
     shape = layout_of("full")
     block = shape.block_tokens
-    # Exactly full: one prompt's own blocks leave for another's, as in the peers' measurement.
+    # Exactly full: one prompt's own blocks are evicted for another's, as in the peers' measurement.
     cache = KVCache(shape, (256 * (tokens - shared) + 8 * shared) // block + 1, max_sequences=4)
     draw = _drawer()
     prefixes = [draw(shared) for _ in range(8)]
@@ -148,8 +148,7 @@ def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
 
 
 def pool_scale(blocks: int, tokens: int = 8192, repeats: int = 40) -> Figures:
-    """The phases of an evicting life with `blocks` blocks cached, and the bytes of bookkeeping a cached
-    block takes (traced while filling)."""
+    """Return the phases of an evicting request with `blocks` cached blocks, and the bookkeeping bytes per cached block."""
     shape = layout_of("full")
     draw = _drawer()
     prompts = (draw(tokens) for _ in range(blocks // (tokens // shape.block_tokens) + 2))
@@ -168,7 +167,7 @@ def pool_scale(blocks: int, tokens: int = 8192, repeats: int = 40) -> Figures:
 
 
 def _slabs(shape: PoolLayout, tokens: int, requests: int) -> int:
-    """Slabs for `requests` requests with every page of theirs and two snapshots each."""
+    """Return the slabs for all pages of `requests` requests and two snapshots each."""
     per_request = sum(
         -(-(tokens // shape.block_tokens + 2 if g.spec.unit == "token" else 3) * g.runs // g.pages_per_slab)
         + 1

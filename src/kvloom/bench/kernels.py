@@ -1,7 +1,7 @@
-"""`kvloom bench kernels`: our kernels on this GPU, beside the floor that bytes and FLOPs set and beside each installed peer.
+"""`kvloom bench kernels`: our kernels on this GPU, the roofline of bytes and FLOPs, and each installed peer.
 
-What is run is in `attention_work`, `state_work`, `expert_work` and here (writes and copies). Ours and the peers take turns, so that
-a slow moment hurts all alike.
+The calls are in `attention_work`, `state_work`, `expert_work` and here (writes and copies). Our calls and the peers'
+alternate, so that a disturbance affects all.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def expert_rows(rounds: int) -> Iterator[Row]:
 
 
 def _wall(call: Call) -> float:
-    """Microseconds from the call to the end of its copies."""
+    """Return microseconds from the call to the end of its copies."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     call().synchronize()
@@ -126,14 +126,18 @@ def _parser() -> Parser:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
-        "--only", nargs="+", choices=list(SECTIONS), metavar="SECTION", help=f"of {', '.join(SECTIONS)}"
+        "--only",
+        nargs="+",
+        choices=list(SECTIONS),
+        metavar="SECTION",
+        help=f"sections to run: {', '.join(SECTIONS)}",
     )
     parser.add_argument(
         "--rounds",
         type=whole(1, 50),
         default=5,
         metavar="N",
-        help="turns of each call (default: 5)",
+        help="rounds of each call (default: 5)",
     )
     return parser
 

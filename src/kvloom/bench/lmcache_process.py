@@ -1,7 +1,7 @@
-"""LMCache behind lines of JSON: the process that `kvloom bench tiers` starts in the interpreter that has LMCache.
+"""LMCache controlled by JSON lines: the process that `kvloom bench tiers` starts in the interpreter that has LMCache.
 
-Each line names a backend, a page size and how many bytes; the answer has seconds to put them and to get them back. Knows
-nothing of kvloom and needs only LMCache and torch. What LMCache prints goes to stderr.
+Each line names a backend, a page size and a byte count; the reply has the seconds to put and to get them. Needs only LMCache
+and torch, not kvloom. LMCache's output goes to stderr.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOKENS = 16
 
 
 class _World:
-    """One backend of LMCache with its memory; `put` and `get` move all pages and are done when the bytes are."""
+    """One backend of LMCache with its memory; `put` and `get` move all pages and return when the bytes are there."""
 
     def __init__(self, page: int, total: int) -> None:
         import torch
@@ -71,7 +71,7 @@ class _World:
         self.keys = [self._make_key("bench", 1, 0, base + i, self.dtype) for i in range(self.count)]
 
     def filled(self, number: int) -> Any:
-        """A page of LMCache's own memory with the bytes of ours: what its connector does with a layer's pages."""
+        """Return a page of LMCache's memory filled with our bytes, as its connector does with a layer's pages."""
         page = self.cpu.allocate(self.shape, self.dtype, self.format)
         page.tensor.view(self.torch.uint8).reshape(-1).copy_(self.source[number])
         return page
@@ -82,7 +82,7 @@ class _World:
 
     def check(self) -> None:
         if not self.torch.equal(self.source, self.target):
-            raise RuntimeError("LMCache gave other bytes back")
+            raise RuntimeError("LMCache returned different bytes")
         self.target.zero_()
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ def _disk(world: _World) -> tuple[Callable[[], None], Callable[[], None], Callab
 
 
 def _started(command: list[str], port: int) -> subprocess.Popen[bytes]:
-    """A server of LMCache's that listens on `port` of loopback."""
+    """Start a server of LMCache on `port` of loopback."""
     server = subprocess.Popen(command, stdout=sys.stderr, stdin=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while True:
@@ -176,7 +176,7 @@ def _remote(world: _World) -> tuple[Callable[[], None], Callable[[], None], Call
             run(connector.put(key, page))
             page.ref_count_down()
         if not run(connector.exists(world.keys[-1])):  # answered after all that was sent
-            raise RuntimeError("lmcache_server has lost a page")
+            raise RuntimeError("lmcache_server lost a page")
 
     def get() -> None:
         for number, key in enumerate(world.keys):
@@ -187,9 +187,9 @@ def _remote(world: _World) -> tuple[Callable[[], None], Callable[[], None], Call
 
 
 def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    """Its multi-process server, as its worker in an engine without a GPU uses it: blocks of a KV cache, 32 MiB a request, looked
-    up before they are retrieved (which counts as part of the store: it shows that it is over). `mode` says who copies: its server, which maps the cache, or the worker, into the server's shared
-    memory."""
+    """LMCache's multi-process server, used as by its worker in an engine without a GPU: blocks of a KV cache, 32 MiB per request,
+    looked up before they are retrieved (counted as part of the store, because it shows its end). `mode` selects the copying
+    side: the server, which maps the cache, or the worker, into the server's shared memory."""
     from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
     from lmcache.v1.multiprocess.transfer_context import create_transfer_context
     from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
@@ -203,7 +203,7 @@ def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[
     command += ["--shm-name", f"kvloom-bench-{os.getpid()}-{port}"]
     server = _started(command, port)
     client: Any = RequestClientFactory.create(f"tcp://127.0.0.1:{port}")
-    # Block 0 is nobody's; then those that are stored, then those that are retrieved into.
+    # Block 0 is unused; then the stored blocks, then the target blocks.
     cache = torch.zeros((2, 2 * world.count + 1, 8, TOKENS, world.shape[-1] // 8), dtype=world.dtype)
     cache.share_memory_()
     stored = slice(1, world.count + 1)
@@ -233,13 +233,13 @@ def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[
             if not context.submit_store(key.request_id, key, caches, blocks, event, 1).result(
                 timeout=seconds
             ):
-                raise RuntimeError("LMCache's multi-process server did not store")
+                raise RuntimeError("LMCache's multi-process server did not store the pages")
 
         for pages, key in requests():
             wait_for(len(pages), key)
 
     def wait_for(pages: int, key: Any) -> None:
-        """Until a lookup finds them: a store's answer comes before its end. Their reading locks are ours from then on."""
+        """Wait until a lookup finds the pages: a store replies before its end. The lookup takes their read locks."""
         deadline = time.monotonic() + seconds
         while True:
             client.lookup(replace(key, worker_id=None), 1).result(timeout=seconds)
@@ -258,11 +258,11 @@ def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[
             event = context.create_recorded_event()
             done = context.submit_retrieve(key.request_id, key, caches, blocks, event, 1)
             if not done.result(timeout=seconds):
-                raise RuntimeError("LMCache's multi-process server has lost a page")
+                raise RuntimeError("LMCache's multi-process server lost a page")
 
     def check() -> None:
         if not torch.equal(cache[:, stored].view(torch.uint8), cache[:, came].view(torch.uint8)):
-            raise RuntimeError("LMCache gave other bytes back")
+            raise RuntimeError("LMCache returned different bytes")
         cache[:, came] = 0
 
     def clear() -> None:
@@ -293,7 +293,7 @@ BACKENDS: dict[str, Callable[[_World], Verbs]] = {
 
 
 def main() -> None:
-    """Answers every line of standard input on what was standard output."""
+    """Reply to every line of standard input on the original standard output."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
@@ -306,7 +306,7 @@ def main() -> None:
             if asked["backend"] == "version":
                 from importlib.metadata import version
 
-                told: dict[str, Any] = {"version": version("lmcache")}
+                reply: dict[str, Any] = {"version": version("lmcache")}
             else:
                 wanted = (asked["backend"], asked["page"], asked["total"])
                 if world is None or wanted != key:
@@ -319,12 +319,12 @@ def main() -> None:
                 put()
                 between = time.perf_counter()
                 get()
-                told = {"write": between - began, "read": time.perf_counter() - between}
+                reply = {"write": between - began, "read": time.perf_counter() - between}
                 world.check()
                 clear()
-        except Exception as error:  # noqa: BLE001  told to who asked
-            told = {"error": f"{type(error).__name__}: {error}"[:300]}
-        print(json.dumps(told), file=answers, flush=True)
+        except Exception as error:  # noqa: BLE001  returned as a reply
+            reply = {"error": f"{type(error).__name__}: {error}"[:300]}
+        print(json.dumps(reply), file=answers, flush=True)
     if world is not None:
         world.close()
     os._exit(0)

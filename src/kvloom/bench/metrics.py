@@ -1,8 +1,8 @@
-"""What being watched costs: counting, remembering requests, telling stats, being scraped.
+"""`kvloom bench metrics`: cost of the server's metrics, request records, stats messages and scrapes.
 
-Two answers. By parts: each thing that watching does is timed alone, and taken together as often as a load calls for it.
-Turn about: one load on two servers, one that is watched and scraped every second and one that is not (`--no-metrics`). Where
-other work disturbs the machine the second has an error of several percent, and the first is the one to read.
+Two results. By parts: each part is timed alone and multiplied by its rate under a load. By turns: the same load on a server
+with metrics, scraped every second, and on one without (`--no-metrics`). On a busy machine the second has an error of
+several percent; use the first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from urllib.request import Request
 
 from kvloom.arguments import Parser, number, whole
-from kvloom.serve.explain_command import opened
+from kvloom.serve.http_client import open_url
 
 from .serve import Load, offer, started
 
@@ -31,13 +31,12 @@ __all__ = ["Parts", "Turn", "main", "measure", "time_parts"]
 
 TICKS = os.sysconf("SC_CLK_TCK")
 STATS_A_SECOND = 4
-STORIES = 3
+PROGRESS_REPORTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Microseconds of each part of watching: a token of a stream, a request from begin to end with what the engine tells of
-    it, one message of stats from the engine to the server, one scrape."""
+    """Microseconds of each part: a token of a stream, a request with its progress messages, one stats message, one scrape."""
 
     token: float
     request: float
@@ -45,74 +44,79 @@ class Parts:
     scrape: float
 
     def share(self, cpu_us_a_token: float, tokens_a_request: float, tokens_per_second: float) -> float:
-        """Of the processor time that a load takes, the share that is watching, scraped every second."""
-        now_and_then = (STATS_A_SECOND * self.stats + self.scrape) / tokens_per_second
-        return (self.token + self.request / tokens_a_request + now_and_then) / cpu_us_a_token
+        """Return the share of a load's CPU time that observation takes, with a scrape per second."""
+        periodic = (STATS_A_SECOND * self.stats + self.scrape) / tokens_per_second
+        return (self.token + self.request / tokens_a_request + periodic) / cpu_us_a_token
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of load on one server: tokens a second, and microseconds of processor time a token in both of its processes."""
+    """One turn of load on one server: tokens per second, and CPU microseconds per token of both processes."""
 
     tokens_per_second: float
     cpu_us_a_token: float
 
 
 def time_parts(engine: Any) -> Parts:
-    """Time each part of watching, with the counters of an engine that has worked. A second or two."""
+    """Time each part, with the counters of a used engine. Takes seconds."""
     import msgspec
 
-    from kvloom.engine.sampling.params import SamplingParams
-    from kvloom.serve.auth.limits import Gate
-    from kvloom.serve.metrics.metrics import Metrics
-    from kvloom.serve.metrics.observer import Observer
-    from kvloom.serve.worker.engine_link import EngineLink
-    from kvloom.serve.worker.messages import Add, FromEngine, Outputs, Ready, Start, Story
-    from kvloom.serve.worker.stats import engine_stats
+    from kvloom.engine import SamplingParams
+    from kvloom.serve.auth import RequestLimiter
+    from kvloom.serve.metrics import Metrics, RequestObserver
+    from kvloom.serve.worker import (
+        Add,
+        EngineClient,
+        FromEngine,
+        Outputs,
+        Ready,
+        RequestProgress,
+        Start,
+        engine_stats,
+    )
 
     decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
     encode = msgspec.msgpack.Encoder().encode
-    inside = [("", True)] * 64
-    told = engine_stats(engine, 1, 1, 0, {}, inside)
+    open_requests = [("", True)] * 64
+    stats = engine_stats(engine, 1, 1, 0, {}, open_requests)
 
-    def make() -> tuple[Metrics, Observer]:
-        link = EngineLink(Start(""), print, print)
-        link.stats = told
+    def make() -> tuple[Metrics, RequestObserver]:
+        link = EngineClient(Start(""), print, print)
+        link.stats = stats
         layout = engine.layout
-        link.facts = Ready(
-            "", "", 1, 1, {}, 1, layout.slab_bytes, layout.block_tokens, 1, layout.table(), 0.0
-        )
-        metrics = Metrics(link, Gate(1), "model")
-        return metrics, Observer(metrics)
+        link.info = Ready("", "", 1, 1, {}, 1, layout.slab_bytes, layout.block_tokens, 1, layout.table(), 0.0)
+        metrics = Metrics(link, RequestLimiter(1), "model")
+        return metrics, RequestObserver(metrics)
 
-    async def made() -> tuple[Metrics, Observer]:
+    async def made() -> tuple[Metrics, RequestObserver]:
         return make()
 
     metrics, observer = asyncio.run(made())
-    story = Story(1, 1.0, 1.0, 1.0, 64, {"device": 64}, 64, "never seen")
+    progress = RequestProgress(1, 1.0, 1.0, 1.0, 64, {"device": 64}, 64, "never seen")
     add = Add(1, [0] * 64, SamplingParams(), True)
 
     def request() -> None:
-        record = observer.begin("cmpl", "/v1/completions", [add], time.monotonic(), {})
-        for _ in range(STORIES):
-            message = decoder.decode(encode(Outputs(stories=[story])))
+        record = observer.start("cmpl", "/v1/completions", [add], time.monotonic(), {})
+        for _ in range(PROGRESS_REPORTS):
+            message = decoder.decode(encode(Outputs(progress=[progress])))
             assert isinstance(message, Outputs)
-            observer.tell(message.stories[0])
-        record.first, record.output_tokens, record.finishes = record.began, 24, ["length"]
-        observer.end(record)
+            observer.record_progress(message.progress[0])
+        record.first_token, record.output_tokens, record.finish_reasons = record.started, 24, ["length"]
+        observer.finish(record)
 
     return Parts(
-        token=_timed(lambda: metrics.between_tokens.add(0.0123, 1), 20000),
+        token=_timed(lambda: metrics.inter_token.add(0.0123, 1), 20000),
         request=_timed(request, 500),
         stats=_timed(
-            lambda: decoder.decode(encode(Outputs(stats=engine_stats(engine, 1, 1, 0, {}, inside)))), 100
+            lambda: decoder.decode(encode(Outputs(stats=engine_stats(engine, 1, 1, 0, {}, open_requests)))),
+            100,
         ),
-        scrape=_timed(lambda: metrics.text(None, everyone=True), 20),
+        scrape=_timed(lambda: metrics.exposition_text(None, everyone=True), 20),
     )
 
 
 def _timed(what: Callable[[], object], times: int) -> float:
-    """Microseconds of processor time that one call takes: the least of several rounds, for the others were disturbed."""
+    """Return CPU microseconds per call: the least of several rounds."""
     rounds = []
     for _ in range(5):
         began = time.thread_time()
@@ -123,7 +127,7 @@ def _timed(what: Callable[[], object], times: int) -> float:
 
 
 def measure(load: Load, processes: list[int], scrape: bool) -> Turn:
-    """Put a load on a server and see what it takes. Raises RuntimeError where a request fails."""
+    """Put a load on a server and measure it. Raises RuntimeError if a request fails."""
 
     async def run() -> tuple[int, float]:
         scraper = asyncio.create_task(_scrape(load.url)) if scrape else None
@@ -149,7 +153,7 @@ async def _scrape(url: str) -> None:
 
 
 def _get(url: str) -> bytes:
-    with opened(Request(url)) as answer:
+    with open_url(Request(url)) as answer:
         return bytes(answer.read())
 
 
@@ -159,7 +163,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _turns(options: argparse.Namespace) -> list[tuple[Turn, Turn]]:
-    """Turns of a watched and an unwatched server."""
+    """Return turns of servers with and without metrics."""
     servers = []
     turns = []
     try:
@@ -179,7 +183,7 @@ def _turns(options: argparse.Namespace) -> list[tuple[Turn, Turn]]:
                     tokens=options.max_tokens,
                 )
                 pair[side] = measure(load, [process.pid, engine], scrape=side == 0)
-            if number:  # the first warms both
+            if number:  # the first warms up
                 turns.append((pair[0], pair[1]))
     finally:
         for process, *_ in servers:
@@ -189,7 +193,7 @@ def _turns(options: argparse.Namespace) -> list[tuple[Turn, Turn]]:
 
 
 def _summary(turns: list[tuple[Turn, Turn]], parts: Parts, tokens_a_request: float) -> dict[str, Any]:
-    """The middle of the turns, and of their ratios (above 1: being watched costs), beside what the parts come to."""
+    """Return medians of the turns and of their ratios (above 1: metrics cost time), and the result by parts."""
     speed = sorted(off.tokens_per_second / on.tokens_per_second for on, off in turns)
     cpu = sorted(on.cpu_us_a_token / off.cpu_us_a_token for on, off in turns)
     middle = {
@@ -197,9 +201,9 @@ def _summary(turns: list[tuple[Turn, Turn]], parts: Parts, tokens_a_request: flo
             statistics.median(t[i].tokens_per_second for t in turns),
             statistics.median(t[i].cpu_us_a_token for t in turns),
         )
-        for i, name in enumerate(("watched", "unwatched"))
+        for i, name in enumerate(("with_metrics", "without_metrics"))
     }
-    off = middle["unwatched"]
+    off = middle["without_metrics"]
     return {
         "parts_us": {name: round(getattr(parts, name), 2) for name in Parts.__slots__},
         "share_by_parts": round(
@@ -221,26 +225,31 @@ def _parser() -> Parser:
     parser = Parser(prog="kvloom bench metrics", description=(__doc__ or "").partition("\n\n")[0])
     add = parser.add_argument
     add("--turns", type=whole(1), default=8, metavar="N", help="pairs of turns (default: 8)")
-    add("--seconds", type=number(0, above=True), default=6.0, metavar="S", help="of one turn (default: 6)")
-    add("--streams", type=whole(1), default=16, metavar="N", help="streams at once (default: 16)")
-    add("--prompt-tokens", type=whole(1), default=64, metavar="N", help="of a prompt (default: 64)")
-    add("--max-tokens", type=whole(1), default=32, metavar="N", help="of an answer (default: 32)")
+    add(
+        "--seconds",
+        type=number(0, above=True),
+        default=6.0,
+        metavar="S",
+        help="seconds per turn (default: 6)",
+    )
+    add("--streams", type=whole(1), default=16, metavar="N", help="concurrent streams (default: 16)")
+    add("--prompt-tokens", type=whole(1), default=64, metavar="N", help="tokens per prompt (default: 64)")
+    add("--max-tokens", type=whole(1), default=32, metavar="N", help="tokens per answer (default: 32)")
     add(
         "--serve",
         nargs=argparse.REMAINDER,
         default=[],
         metavar="...",
-        help="the rest of the line are arguments for both servers",
+        help="further arguments of both servers",
     )
-    add("--json", action="store_true", help="print figures as JSON")
+    add("--json", action="store_true", help="print JSON")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     from kvloom.models.specs import folder_of
-    from kvloom.serve.worker.engine_process import load_engine
-    from kvloom.serve.worker.messages import Start
+    from kvloom.serve.worker import Start, load_engine
 
     engine = load_engine(Start(folder_of("kvloom-llama"), cpu_dtype="float32", pool_bytes=64 << 20))
     for seed in range(32):

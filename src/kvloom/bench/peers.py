@@ -1,8 +1,8 @@
-"""What our peers' cache bookkeeping costs on this CPU: vLLM's KVCacheManager and SGLang's prefix trees.
+"""Cost of the peers' cache bookkeeping on this CPU: vLLM's KVCacheManager and SGLang's prefix trees.
 
-Makes the calls their own schedulers make and returns microseconds (lower deciles). Knows nothing of kvloom and
-needs only numpy and the peer, so it also runs in another interpreter, where the peers live: `python -m
-kvloom.bench.peers --json`, or this file by its path (which is why it is one file), prints everything as one JSON object.
+Makes the calls of their own schedulers and returns microseconds (lower deciles). Needs only numpy and the peer, so it also
+runs in another interpreter: `python -m kvloom.bench.peers --json`, or this file by its path (so it is one file), prints one
+JSON object.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SGLANG_REAL = (
 
 
 def available() -> dict[str, str]:
-    """Each peer's version, or the reason why it cannot be measured here. Imports no peer."""
+    """Return each peer's version, or the reason why it cannot be measured. Imports no peer."""
     sglang, root = _version("sglang"), _folder("sglang")
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     rust = sglang
@@ -103,10 +103,10 @@ def vllm_life(
 def vllm_pool(
     blocks: int = 10_000, tokens: int = 8192, cached: int = 4096, block: int = 16, repeats: int = 20
 ) -> Figures:
-    """`vllm_life` of the full layout while `blocks` blocks are cached, none evicted, and what a block weighs.
+    """Return `vllm_life` of the full layout while `blocks` blocks are cached, none evicted, and the bytes per block.
 
-    `bytes_per_block` is what tracemalloc counts from before a pool exists until all its blocks are cached:
-    their objects, keys and places in the tables. It is taken over a pool of `blocks`, 50,000 at most.
+    `bytes_per_block` is tracemalloc's count from before the pool exists until all its blocks are cached: objects, keys and table
+    entries, for a pool of `blocks`, at most 50,000.
     """
     draw = _drawer()
     _vllm("full", block, 0)  # vLLM's imports are not the pool's weight
@@ -217,7 +217,7 @@ def sglang_tree(
 
 @dataclass(frozen=True)
 class _Vllm:
-    """A KVCacheManager over one layout, driven as vLLM's scheduler drives it."""
+    """A KVCacheManager over one layout, called as by vLLM's scheduler."""
 
     manager: Any
     request: Callable[[list[int]], Any]  # whose blocks are not hashed yet
@@ -227,7 +227,7 @@ class _Vllm:
     note: Figures
 
     def live(self, prompt: list[int]) -> dict[str, float]:
-        """One request from hashing to release: seconds of each phase, and the tokens hit."""
+        """Run one request from hashing to release; return the seconds of each phase and the hit tokens."""
         request = self.request(prompt)
         clock = time.perf_counter
         times = [clock()]
@@ -257,10 +257,10 @@ class _Vllm:
             self.end_step()
 
     def chunk_ends(self, start: int, tokens: int) -> list[int]:
-        """Where the scheduler ends the prefill steps of a prompt that fits one step.
+        """Return the positions where the scheduler ends the prefill steps of a prompt that fits one step.
 
-        States are cached only where a step ends, so vLLM also stops at the next block boundary after a hit,
-        and at the last block boundary and the last hash boundary before the prompt's end.
+        States are cached only at the end of a step, so vLLM also stops at the next block boundary after a hit, and at the last block
+        boundary and the last hash boundary of the prompt.
         """
         if not self.stateful:
             return [tokens]
@@ -270,7 +270,7 @@ class _Vllm:
         return sorted(end for end in ends if start < end <= tokens)
 
     def end_step(self) -> None:
-        """Collect what the scheduler collects after each step, and give back the blocks kept for copies."""
+        """Collect the results of a step as the scheduler does, and release blocks retained for copies."""
         self.manager.take_boundary_state_offloads()
         copied = self.manager.take_kv_cache_block_copies()[1]
         if copied:
@@ -315,7 +315,7 @@ def _vllm(layout: str, block: int, tokens: int, requests: int = 0) -> _Vllm:
 
 
 def _vllm_layers(specs: Any, layout: str, block: int) -> tuple[dict[str, Any], int, str]:
-    """The cache specification of each layer as vLLM's models give it, the tokens of a block, and a note."""
+    """Return the cache spec of each layer as vLLM's models define it, the tokens per block, and a note."""
     bf16 = _load("torch").bfloat16
     if layout in ("full", "gemma3"):
         heads = {"block_size": block, "num_kv_heads": 8, "head_size": 128, "dtype": bf16}
@@ -356,7 +356,7 @@ def _fill(peer: _Vllm, blocks: int, draw: Callable[[int], list[int]]) -> None:
 def _sglang_cache(core: str, page: int) -> Any:
     root = _folder("sglang")
     if root is None:
-        raise ImportError("sglang is not installed: install it, or give the folder of an unpacked wheel")
+        raise ImportError("sglang is not installed: install it, or use --sglang-path")
     if "sglang" not in sys.modules:
         sys.meta_path.insert(0, _SglangFinder(root))
     slots = SimpleNamespace(device="cpu", free_segment=lambda *_, **__: None)
@@ -374,7 +374,7 @@ def _sglang_cache(core: str, page: int) -> Any:
 
 
 def _stub(name: str) -> Any:
-    """What a stubbed module gives for any name: a class if capitalised, else a function that returns 0."""
+    """Return a stub for any name: a class if capitalised, else a function that returns 0."""
     if name.startswith("__"):
         raise AttributeError(name)
     if name[0].isupper():
@@ -383,7 +383,7 @@ def _stub(name: str) -> Any:
 
 
 class _SglangFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds SGLang's modules: the trees in their files, their parents as bare packages, others as stubs."""
+    """Finds SGLang's modules: trees in their files, parents as bare packages, others as stubs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -412,7 +412,7 @@ def _load(name: str) -> Any:
 
 
 def _folder(package: str) -> Path | None:
-    """Where a package lies, without importing it."""
+    """Return the folder of a package without importing it."""
     module = sys.modules.get(package)
     spec = None if module else importlib.util.find_spec(package)
     places = module.__path__ if module else spec and spec.submodule_search_locations
@@ -434,8 +434,7 @@ def _drawer() -> Callable[[int], list[int]]:
 
 
 def _typical(times: dict[str, list[float]]) -> Figures:
-    """Microseconds of each phase and of their sum, the warm-up left out: the lower decile, which a machine
-    that is disturbed now and then still reaches."""
+    """Return microseconds of each phase and of their sum without the warm-up: the lower decile, which tolerates disturbances."""
     rows = times | {"total": [sum(phases) for phases in zip(*times.values(), strict=True)]}
     return {
         name: round(sorted(row[WARM_UP:])[len(row[WARM_UP:]) // 10] * 1e6, 1) for name, row in rows.items()
@@ -453,7 +452,7 @@ def _no_gc() -> Iterator[None]:
 
 
 def _parts(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], Figures]]]:
-    """Section, row and work of everything that can be asked for."""
+    """Return section, row and function of every part."""
     life = partial(vllm_life, args.tokens, args.cached, args.block, repeats=args.repeats)
     step = partial(vllm_decode_step, args.batch, args.context, args.block, args.steps)
     for layout in args.layouts:
@@ -467,11 +466,13 @@ def _parts(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], Fi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is asked for and print one JSON object; `errors` names each part that failed, and why."""
+    """Run the selected parts and print one JSON object; `errors` lists failed parts with reasons."""
     parser = argparse.ArgumentParser(description="time the peers' cache bookkeeping")
-    parser.add_argument("--json", action="store_true", help="on one line")
-    parser.add_argument("--sglang-path", metavar="DIR", help="a folder with an unpacked sglang wheel")
-    parser.add_argument("--only", nargs="*", metavar="SECTION", help="such as vllm_life or sglang_tree")
+    parser.add_argument("--json", action="store_true", help="print on one line")
+    parser.add_argument("--sglang-path", metavar="DIR", help="folder of an unpacked sglang wheel")
+    parser.add_argument(
+        "--only", nargs="*", metavar="SECTION", help="sections to run, such as vllm_life or sglang_tree"
+    )
     parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--pools", nargs="*", type=int, default=[10_000, 1_000_000], metavar="BLOCKS")
     numbers = {"tokens": 8192, "cached": 4096, "block": 16, "repeats": 40}

@@ -1,8 +1,7 @@
-"""`kvloom bench quality`: what quantised K and V cost a model, as perplexity of a text that it reads through our pages.
+"""`kvloom bench quality`: perplexity of texts with quantised K and V.
 
-The text is cut into windows; each is a sequence of its own, computed in chunks, so that every query reads keys and values as
-pages give them back. Nothing is found in the cache. Every way of keeping K and V reads the same tokens, and is compared with
-the first of them.
+The text is cut into windows. Each is a sequence of its own, computed in chunks, so that queries read K and V from pages. No
+window hits the cache. Every KV dtype reads the same tokens and is compared with the first.
 """
 
 from __future__ import annotations
@@ -21,12 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvloom.arguments import DEVICE, MODEL, THREADS, Parser, device, dtype, said, size, whole
+from kvloom.arguments import DEVICE, MODEL, THREADS, Parser, device, dtype, error_text, size, whole
 from kvloom.core import CacheControl
-from kvloom.engine.calibration import calibrate
-from kvloom.engine.engine import Engine
-from kvloom.engine.execution.threads import use_threads
-from kvloom.engine.preflight import check_engine
+from kvloom.engine import Engine, EngineConfig, calibrate, check_engine, use_threads
 from kvloom.models.paged import Work
 from kvloom.models.specs import folder_of
 
@@ -37,7 +33,7 @@ DEFAULT = ("fp32", "bf16", "int8", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How well a text was foretold: nats of each token, and the likeliest token at each place."""
+    """Prediction of a text: nats of each token, and the most likely token at each position."""
 
     nats: torch.Tensor
     choices: torch.Tensor
@@ -49,27 +45,27 @@ class Quality:
         return math.exp(float(self.nats.double().mean()))
 
     def against(self, other: Quality) -> dict[str, float]:
-        """Beside another's on the same tokens: more nats a token, and the share of places with the same choice."""
+        """Compare with another result on the same tokens: difference in nats per token, and the share of equal choices."""
         more = float((self.nats.double() - other.nats.double()).mean())
         return {"more_nats": more, "same_choice": float((self.choices == other.choices).double().mean())}
 
 
 def measure(engine: Engine, windows: Sequence[Sequence[int]], chunk: int = 256) -> Quality:
-    """Let `engine` read every window (teacher-forced, nothing cached) in chunks; what it said of each token but the first."""
+    """Run every window (teacher-forced, nothing cached) in chunks; return the prediction of each token but the first."""
     began = time.monotonic()
     nats, choices = [], []
     for window in windows:
         ids = torch.tensor(window, dtype=torch.int64, device=engine.device)
         logits = torch.cat([part.float() for part in _read(engine, np.array(window), chunk)])[:-1]
-        told = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        nats.append(-told.cpu())
+        logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        nats.append(-logprobs.cpu())
         choices.append(logits.argmax(-1).cpu())
     kept = engine.layout.bytes_per_token()
     return Quality(torch.cat(nats), torch.cat(choices), kept, time.monotonic() - began)
 
 
 def _read(engine: Engine, window: Any, chunk: int) -> Iterator[torch.Tensor]:
-    """The logits after every token of one sequence, chunk by chunk."""
+    """Yield the logits of one sequence, chunk by chunk."""
     cache = engine.cache
     sequence = cache.open(cache.match(window.astype(np.int32), CacheControl(store=False, read=False)))
     try:
@@ -77,7 +73,7 @@ def _read(engine: Engine, window: Any, chunk: int) -> Iterator[torch.Tensor]:
             at = sequence.length
             until = min(at + chunk, len(window), sequence.next_checkpoint or len(window))
             if sequence.extend(until - at):
-                raise ValueError(f"the pool has no room for a window of {len(window)} tokens: enlarge --pool")
+                raise ValueError(f"a window of {len(window)} tokens does not fit the pool: enlarge --pool")
             part = window[at:until]
             yield engine.runner.score([Work(sequence, part)])
             sequence.commit(part.astype(np.int32))
@@ -88,7 +84,7 @@ def _read(engine: Engine, window: Any, chunk: int) -> Iterator[torch.Tensor]:
 def _parser() -> Parser:
     parser = Parser(
         prog="kvloom bench quality",
-        description="Perplexity of texts under several ways of keeping K and V, computed through kvloom's pages.",
+        description="Measure the perplexity of texts with several KV dtypes, computed through kvloom's pages.",
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help=f"{MODEL}; with its tokenizer")
@@ -97,25 +93,25 @@ def _parser() -> Parser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="what is read; best what it was not trained on",
+        help="texts to read, preferably not from the training data",
     )
-    ways = f"ways to keep K and V; the first is what others are compared with (default: {' '.join(DEFAULT)})"
+    ways = f"KV dtypes; the first is the reference (default: {' '.join(DEFAULT)})"
     add("--kv-dtype", nargs="+", default=list(DEFAULT), metavar="D", help=ways)
-    static = "texts to calibrate static scales on: int8 and fp8 are then measured with those, too"
+    static = "texts to calibrate static scales with; int8 and fp8 are measured with these, too"
     add("--calibrate", nargs="+", default=[], metavar="FILE", help=static)
-    add("--context", type=whole(2), default=2048, metavar="N", help="tokens of a window (default: 2048)")
-    add("--chunk", type=whole(1), default=256, metavar="N", help="tokens computed at once (default: 256)")
-    add("--tokens", type=whole(2), metavar="N", help="read so many tokens at most (default: all)")
+    add("--context", type=whole(2), default=2048, metavar="N", help="tokens per window (default: 2048)")
+    add("--chunk", type=whole(1), default=256, metavar="N", help="tokens computed per step (default: 256)")
+    add("--tokens", type=whole(2), metavar="N", help="limit of tokens to read (default: all)")
     add(
         "--dtype",
         type=dtype,
         default="float32",
         metavar="D",
-        help="of weights and computing (default: float32)",
+        help="dtype of weights and computation (default: float32)",
     )
     add("--device", type=device, metavar="D", help=DEVICE)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
-    add("--pool", type=size, default="1GiB", metavar="SIZE", help="memory for the cache (default: 1GiB)")
+    add("--pool", type=size, default="1GiB", metavar="SIZE", help="size of the page pool (default: 1GiB)")
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -125,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _bench(args)
     except (OSError, ValueError) as error:
-        print(f"kvloom bench quality: {said(error)}", file=sys.stderr)
+        print(f"kvloom bench quality: {error_text(error)}", file=sys.stderr)
         return 2
 
 
@@ -139,7 +135,7 @@ def _bench(args: argparse.Namespace) -> int:
     use_threads(args.threads)
     model, tokenizer = load(folder, args.dtype, args.device)
     if tokenizer is None:
-        raise ValueError(f"{args.model} has no tokenizer to read texts with")
+        raise ValueError(f"{args.model} has no tokenizer")
     pool = args.pool
 
     def ids(files: Sequence[str]) -> list[int]:
@@ -149,7 +145,7 @@ def _bench(args: argparse.Namespace) -> int:
     windows = [tokens[at : at + args.context] for at in range(0, len(tokens), args.context)]
     windows = [window for window in windows if len(window) > 1]
     if not windows:
-        raise ValueError("there is nothing to read: the texts are empty")
+        raise ValueError("the texts are empty")
     found: dict[str, Quality] = {}
     with tempfile.TemporaryDirectory() as folder:
         scales = Path(folder) / "scales.safetensors"
@@ -160,7 +156,16 @@ def _bench(args: argparse.Namespace) -> int:
             ways += [(way, str(scales)) for way in args.kv_dtype if "int8" in way or "fp8" in way]
         for way, kept in ways:
             name = way if kept == "dynamic" else f"{way}, static scales"
-            engine = Engine(model, pool, way, token_budget=args.chunk, graphs=False, kv_scales=kept)
+            engine = Engine(
+                model,
+                EngineConfig(
+                    pool_bytes=pool,
+                    kv_dtype=way,
+                    kv_scales=kept,
+                    token_budget=args.chunk,
+                    cuda_graphs=False,
+                ),
+            )
             found[name] = measure(engine, windows, args.chunk)
             print(f"{name}: {found[name].seconds:.1f} s", file=sys.stderr, flush=True)
     first = next(iter(found.values()))

@@ -1,7 +1,7 @@
-"""`kvloom bench serve`: load on a server. Many streams at once for some time, each begun again when it ends.
+"""`kvloom bench serve`: load on a server: many concurrent streams, each restarted when it ends.
 
-Without --url a server is started on the embedded model, and the memory of its processes is watched. The client reads bytes
-and little else, as it shares the machine's cores with what it measures. Any server with OpenAI's /v1/completions will do.
+Without --url a server is started on the embedded model, and the memory of its processes is sampled. The client parses
+little, because it shares the cores with the server. Works with any server with OpenAI's /v1/completions.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from rich.console import Console
 from rich.table import Table
 
 from kvloom.arguments import Parser, number, progress_bar, server, whole
-from kvloom.serve.explain_command import KEY, opened
+from kvloom.serve.http_client import KEY, open_url
 
 __all__ = ["Load", "Seen", "main", "offer", "started"]
 
 STARTUP_SECONDS = 300
 FIRST_ID = 3
-"""Ids below are special to most tokenizers."""
+"""Lower ids are special tokens in most tokenizers."""
 PERCENTS = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`streams` at once for `seconds`; prompts of random token ids below `vocabulary`, of which `shared` are the same for
-    all; answers of up to `tokens`, and half of that at least; `key` is an API key."""
+    """`streams` concurrent streams for `seconds`. Prompts are random token ids below `vocabulary`, the first `shared` common to all.
+    Answers have half of `tokens` to `tokens`. `key` is an API key."""
 
     url: str
     model: str
@@ -65,11 +65,11 @@ class Load:
                 f"{self.streams} streams of {self.tokens} tokens for {self.seconds:g} seconds: each must be above 0"
             )
         if not 0 <= self.shared <= self.prompt or self.prompt < 1:
-            raise ValueError(f"{self.shared} of a prompt's {self.prompt} tokens cannot be shared")
-        if self.vocabulary <= FIRST_ID:
             raise ValueError(
-                f"a vocabulary of {self.vocabulary} has no ids above {FIRST_ID - 1} to draw from"
+                f"{self.shared} of a prompt's {self.prompt} tokens cannot be shared: shared tokens must not exceed the prompt"
             )
+        if self.vocabulary <= FIRST_ID:
+            raise ValueError(f"vocabulary {self.vocabulary} must be above {FIRST_ID}")
 
     def body(self, numbers: random.Random) -> bytes:
         head = [FIRST_ID + i % (self.vocabulary - FIRST_ID) for i in range(self.shared)]
@@ -82,7 +82,7 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """What the streams brought. `arrivals` are the seconds of each first token since the beginning."""
+    """Results of all streams. `arrivals` are the times of first tokens since the start."""
 
     requests: int = 0
     pieces: int = 0
@@ -94,7 +94,7 @@ class Seen:
     memory: list[dict[str, float]] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
-        """Figures for people and JSON; times in milliseconds."""
+        """Return the figures; times in milliseconds."""
         arrivals = sorted(self.arrivals)
         gaps = [b - a for a, b in pairwise(arrivals)]
         return {
@@ -112,8 +112,8 @@ class Seen:
         }
 
     def _growth(self) -> dict[str, float]:
-        """By how much each process is larger at the end than in the middle. (A pool's memory is taken when its pages are
-        first written: until it has been full once, that is growth, too.)"""
+        """Return the growth of each process from the middle to the end. (Pool memory is allocated at its first use, so an unfilled
+        pool counts as growth.)"""
         if len(self.memory) < 4:
             return {}
         warm, last = self.memory[len(self.memory) // 2], self.memory[-1]
@@ -129,13 +129,13 @@ class Seen:
 async def offer(
     load: Load, processes: list[int] | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Seen:
-    """Put a load on a server. `processes` are watched for their memory; `progress` is told seconds of how many."""
+    """Put a load on a server. Samples the memory of `processes`; calls `progress` with seconds done and total."""
     seen = Seen()
     began = time.monotonic()
     end = began + load.seconds
     watches = [asyncio.create_task(_watch(processes or [], load.seconds, seen))]
     if progress is not None:
-        watches.append(asyncio.create_task(_tell(progress, load.seconds)))
+        watches.append(asyncio.create_task(_show_progress(progress, load.seconds)))
     await asyncio.gather(*(_stream(load, i, began, end, seen) for i in range(load.streams)))
     seen.seconds = time.monotonic() - began
     for watch in watches:
@@ -143,7 +143,7 @@ async def offer(
     return seen
 
 
-async def _tell(progress: Callable[[int, int], None], seconds: float) -> None:
+async def _show_progress(progress: Callable[[int, int], None], seconds: float) -> None:
     for second in range(1 + int(seconds)):
         progress(second, max(1, int(seconds)))
         await asyncio.sleep(1)
@@ -179,14 +179,14 @@ def _request(load: Load, host: str, body: bytes) -> bytes:
 
 
 async def _answer(reader: asyncio.StreamReader, began: float, seen: Seen) -> None:
-    """Read one answer to its end. Raises ValueError with what the server said, if that is no stream."""
+    """Read one answer. Raises ValueError with the server's error."""
     asked = last = time.monotonic()
     head = await reader.readuntil(b"\r\n\r\n")
     status = head.split(b"\r\n", 1)[0].decode(errors="replace")
     if " 200 " not in status:
         length = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
-        said = await reader.readexactly(int(length[1])) if length else b""
-        raise ValueError(f"{status}: {said[:240].decode(errors='replace')}")
+        error = await reader.readexactly(int(length[1])) if length else b""
+        raise ValueError(f"{status}: {error[:240].decode(errors='replace')}")
     first = True
     while True:
         size = int(await reader.readuntil(b"\r\n"), 16)
@@ -210,10 +210,10 @@ async def _answer(reader: asyncio.StreamReader, began: float, seen: Seen) -> Non
 async def _watch(processes: list[int], seconds: float, seen: Seen) -> None:
     began = time.monotonic()
     while processes:
-        told = {"second": round(time.monotonic() - began, 1)}
+        sample = {"second": round(time.monotonic() - began, 1)}
         for name, pid in zip(("server", "engine"), processes, strict=False):
-            told[name] = round(_resident(pid), 1)
-        seen.memory.append(told)
+            sample[name] = round(_resident(pid), 1)
+        seen.memory.append(sample)
         await asyncio.sleep(max(0.5, seconds / 12))
 
 
@@ -230,14 +230,14 @@ def _percentiles(values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
     if not ordered:
         return {}
-    told = {
+    sample = {
         f"p{p}": round(1e3 * ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 2) for p in PERCENTS
     }
-    return {**told, "max": round(1e3 * ordered[-1], 2)}
+    return {**sample, "max": round(1e3 * ordered[-1], 2)}
 
 
 def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]:
-    """A server of our own: its process, address, model's name and engine's process."""
+    """Start a server; return its process, address, model name and engine process."""
     command = [sys.executable, "-m", "kvloom.cli", "serve", "--port", "0", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -250,58 +250,64 @@ def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]
                 return process, found[2], found[1], engine
             if time.monotonic() > end:
                 break
-    except BaseException:  # Ctrl-C: it does not stay
+    except BaseException:  # Ctrl-C: end the server
         process.kill()
         process.wait()
         raise
     process.kill()
-    raise ValueError(f"the server did not start (exit code {process.wait()}); it has said why above")
+    raise ValueError(f"the server did not start (exit code {process.wait()}); see its output above")
 
 
 def _served(url: str, key: str | None) -> str:
-    """The name of the model that a server has. Raises ValueError where it does not answer."""
+    """Return the name of the served model. Raises ValueError if the server does not respond."""
     request = Request(
         f"{url.rstrip('/')}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {}
     )
     try:
-        with opened(request, 30) as answer:
+        with open_url(request, 30) as answer:
             return str(json.load(answer)["data"][0]["id"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
-            f"{url} does not answer as a server of models does ({error}): is it running, and does it need --api-key?"
+            f"no OpenAI-compatible server at {url} ({error}): is it running, and does it need --api-key?"
         ) from None
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="kvloom bench serve",
-        description="Keep many streams open on a server for some time: rates, waiting times, errors, memory.",
+        description="Keep many streams open on a server: throughput, latency, errors, memory.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n"
-        "  kvloom bench serve --streams 200 --seconds 60 --json      a server of our own, on kvloom-llama\n"
+        "  kvloom bench serve --streams 200 --seconds 60 --json      starts a server with kvloom-llama\n"
         "  kvloom bench serve --serve kvloom-hybrid --pool 2GiB      the same with other arguments for `kvloom serve`\n"
         "  kvloom bench serve --url 127.0.0.1:8000 --api-key KEY    any server with /v1/completions\n\n"
-        "The exit code is 1 where a stream met an error.",
+        "The exit code is 1 if a stream failed.",
     )
     add = parser.add_argument
     add(
         "--url",
         type=server,
         metavar="URL",
-        help="a server that runs (default: one is started, and its memory watched)",
+        help="running server (default: start one and sample its memory)",
     )
-    add("--model", metavar="NAME", help="the model's name there (default: the first it lists)")
-    add("--api-key", metavar="KEY", help=f"an API key for it (default: ${KEY})")
-    add("--streams", type=whole(1), default=200, metavar="N", help="streams open at once (default: 200)")
-    add("--seconds", type=number(0, above=True), default=60.0, metavar="S", help="for how long (default: 60)")
-    add("--prompt-tokens", type=whole(1), default=64, metavar="N", help="tokens of a prompt (default: 64)")
-    shared = "of those, the same for all (default: half)"
+    add("--model", metavar="NAME", help="model name (default: the first listed)")
+    add("--api-key", metavar="KEY", help=f"API key (default: ${KEY})")
+    add("--streams", type=whole(1), default=200, metavar="N", help="concurrent streams (default: 200)")
+    add(
+        "--seconds",
+        type=number(0, above=True),
+        default=60.0,
+        metavar="S",
+        help="duration in seconds (default: 60)",
+    )
+    add("--prompt-tokens", type=whole(1), default=64, metavar="N", help="tokens per prompt (default: 64)")
+    shared = "prompt tokens common to all streams (default: half)"
     add("--shared-tokens", type=whole(0), metavar="N", help=shared)
-    answer = "tokens of an answer at most; half of it at least (default: 32)"
+    answer = "limit of tokens per answer; the minimum is half of it (default: 32)"
     add("--max-tokens", type=whole(1), default=32, metavar="N", help=answer)
-    ids = "ids of prompts are below this (default: 256)"
+    ids = "prompt ids are below N (default: 256)"
     add("--vocabulary", type=whole(FIRST_ID + 1), default=256, metavar="N", help=ids)
-    own = "the rest of the line are arguments for the server that is started"
+    own = "further arguments of the started server"
     add("--serve", nargs=argparse.REMAINDER, default=[], metavar="...", help=own)
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
@@ -323,9 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
     if options.url is not None and options.serve:
-        raise ValueError(
-            "--serve is for a server that is started here, and --url for one that runs: give one"
-        )
+        raise ValueError("--serve and --url exclude each other: use one")
     key = options.api_key or os.environ.get(KEY)
     shared = options.prompt_tokens // 2 if options.shared_tokens is None else options.shared_tokens
 
@@ -335,7 +339,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
             options.vocabulary, key,
         )  # fmt: skip
 
-    load(options.url or "http://127.0.0.1:8000", "")  # what makes no sense is told before a server is started
+    load(options.url or "http://127.0.0.1:8000", "")  # reject invalid values before starting a server
     _raise_file_limit(options.streams)
     process, pids, url, model = None, [], options.url, options.model
     if url is None:
@@ -352,12 +356,12 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _raise_file_limit(streams: int) -> None:
-    """Each stream is an open file."""
+    """Raise the limit of open files for the streams."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = streams + 64
     if needed > hard:
         raise ValueError(
-            f"{streams} streams need {needed} open files, and this user may have {hard}: ask for fewer"
+            f"{streams} streams need {needed} open files, but the limit is {hard}: use fewer streams"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
 
@@ -368,9 +372,7 @@ def _show(seen: dict[str, Any]) -> None:
     for name in ("requests", "requests_per_second", "pieces_per_second"):
         table.add_row(name.replace("_", " "), f"{seen[name]:,}")
     for name, words in (("ttft_ms", "time to first token, ms"), ("between_pieces_ms", "between pieces, ms")):
-        table.add_row(
-            words, ", ".join(f"{at} {value:,.1f}" for at, value in seen[name].items()) or "none came"
-        )
+        table.add_row(words, ", ".join(f"{at} {value:,.1f}" for at, value in seen[name].items()) or "none")
     table.add_row("first tokens, tenth by tenth", " ".join(map(str, seen["first_tokens_in_each_tenth"])))
     table.add_row("longest without a first token, s", f"{seen['longest_without_a_first_token_s']:g}")
     for name, grown in seen["memory_growth_mib"].items():

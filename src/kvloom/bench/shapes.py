@@ -1,7 +1,6 @@
-"""The models that `kvloom bench engine` runs: real shapes and tiny ones, with random weights, and the embedded Llama with
-its own. Knows no engine.
+"""The models of `kvloom bench engine`: real and tiny shapes with random weights, and the embedded Llama with its own.
 
-Real shapes are shipped configs, by their names.
+Real shapes are shipped configs, by name. Knows no engine.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ TINY = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`config` is its config; without one, the shipped config of the same name is. `small` shapes run on a CPU: in
-    float32, and the workloads scaled down. `embedded` names a model that comes with its weights."""
+    """`config` defaults to the shipped config of the same name. `small` shapes run on a CPU in float32, with scaled workloads.
+    `embedded` names an embedded model."""
 
     what: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -85,7 +84,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def hf_config(name: str) -> Any:
-    """The transformers config of a shape; no end-of-text token, so that nothing ends early."""
+    """Return the transformers config of a shape, without an end-of-text token."""
     from transformers import AutoConfig
 
     if name not in SHAPES:
@@ -103,8 +102,8 @@ def hf_config(name: str) -> Any:
 
 
 def build(config: Any, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
-    """A model of this config with random weights, made on the device, or with those of the folder that the config came
-    from. The same seed gives the same weights on the same device; on "meta" there are none, only shapes."""
+    """Build a model with random weights on the device, or with the weights of the config's folder. The same seed gives the same
+    weights on the same device; on "meta" there are none."""
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""The recurrent layers that `kvloom bench kernels` times: causal conv, Mamba-1, Mamba-2 and the gated delta rule at models' sizes.
+"""Recurrent layers of `kvloom bench kernels`: causal conv, Mamba-1, Mamba-2 and the gated delta rule at models' sizes.
 
 | row     | like                | shape                                       |
 |---------|---------------------|---------------------------------------------|
@@ -26,14 +26,14 @@ from .gpu_timing import COPY_RATE, Row, timed
 __all__ = ["state_rows"]
 
 SIZES = ((8, 2048), (256, 1))
-"""Sequences by tokens: prompts, and one step of decoding."""
+"""Sequences by tokens: prompts, and one decode step."""
 DEVICE = "cuda"
 Run = Callable[[torch.Tensor, StateRows], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """One layer: what it reads of tokens, the shape and dtype of a state, and its call."""
+    """One layer: its inputs, the shape and dtype of its state, and its call."""
 
     inputs: tuple[torch.Tensor, ...]
     shape: tuple[int, ...]

@@ -1,6 +1,6 @@
-"""`kvloom bench tiers`: every tier against what its medium does, and beside LMCache, over the same bytes in one run.
+"""`kvloom bench tiers`: throughput of every tier, of its medium alone, and of LMCache, with the same bytes in one run.
 
-Sides take turns, and each figure is the best of its rounds. What is missing on a machine is said and left out.
+Sides alternate; each figure is the best of its rounds. Tiers that are not available on a machine are reported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PEER_GOALS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """GB/s of one verb; ratios are ours to theirs. `backend` is what LMCache does the same with, "" where it was not run."""
+    """GB/s of one operation; ratios are ours to theirs. `backend` is LMCache's counterpart, "" if not run."""
 
     tier: str
     page_bytes: int
@@ -58,7 +58,7 @@ class Row:
 
 
 class LMCache:
-    """Its process, in the interpreter that has it."""
+    """LMCache's process, in the interpreter that has it."""
 
     def __init__(self, python: str, folder: Path) -> None:
         script = Path(__file__).parent / "lmcache_process.py"
@@ -86,23 +86,23 @@ class LMCache:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            said = self._log.read_text(errors="replace").strip().splitlines()[-1:]
-            raise RuntimeError(f"LMCache's process has ended, code {self._process.wait(20)}: {said}")
-        told: dict[str, Any] = json.loads(line)
-        if "error" in told:
-            raise RuntimeError(f"LMCache: {told['error']}")
-        return told
+            last = self._log.read_text(errors="replace").strip().splitlines()[-1:]
+            raise RuntimeError(f"LMCache's process has ended, code {self._process.wait(20)}: {last}")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise RuntimeError(f"LMCache: {reply['error']}")
+        return reply
 
     def moved(self, backend: str, page: int, total: int) -> dict[str, float]:
-        """Seconds by verb of one round; nothing of a backend that does not run."""
+        """Return the seconds of one round by operation; empty for an unavailable backend."""
         if backend in self.missing:
             return {}
         try:
-            told = self.ask({"backend": backend, "page": page, "total": total})
+            reply = self.ask({"backend": backend, "page": page, "total": total})
         except RuntimeError as error:
             self.missing[backend] = str(error)
             return {}
-        return {"write": told["write"], "read": told["read"]}
+        return {"write": reply["write"], "read": reply["read"]}
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -120,8 +120,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def measure(work: Work, memory: Memory, rounds: int, lmcache: LMCache | None) -> list[Row]:
-    """A row for each verb, beside each backend of LMCache, from rounds of their own. Every side's bytes are compared in every
-    round."""
+    """Return a row per operation and per backend of LMCache. Every side's bytes are verified in every round."""
     beside = work.lmcache if lmcache is not None else ()
     return [row for backend in beside or ("",) for row in _beside(work, memory, rounds, backend, lmcache)]
 
@@ -167,7 +166,7 @@ def _row(work: Work, memory: Memory, verb: str, backend: str, best: dict[tuple[s
 def _parser() -> Parser:
     parser = Parser(
         prog="kvloom bench tiers",
-        description="Host, disk and every store against what the medium itself does, in one run.",
+        description="Measure host, disk and remote tiers against their media, in one run.",
     )
     add = parser.add_argument
     add(
@@ -176,7 +175,7 @@ def _parser() -> Parser:
         choices=list(WORKS),
         default=list(WORKS),
         metavar="TIER",
-        help="some of: " + ", ".join(WORKS),
+        help="tiers to measure: " + ", ".join(WORKS),
     )
     add(
         "--pages",
@@ -186,7 +185,7 @@ def _parser() -> Parser:
         metavar="SIZE",
         help="page sizes (default: 2MiB 64KiB)",
     )
-    add("--total", type=size, default="128MiB", metavar="SIZE", help="bytes of a round (default: 128MiB)")
+    add("--total", type=size, default="128MiB", metavar="SIZE", help="bytes per round (default: 128MiB)")
     add(
         "--rounds",
         type=whole(1, 50),
@@ -198,30 +197,28 @@ def _parser() -> Parser:
         "--dir",
         type=Path,
         metavar="PATH",
-        help="where files go: a folder on the disk to measure (default: the system's)",
+        help="folder on the disk to measure (default: the system's temporary folder)",
     )
     add(
         "--lmcache-python",
         type=interpreter,
         metavar="PATH",
-        help="an interpreter that has LMCache, to run it in turns",
+        help="interpreter with LMCache, to measure it, too",
     )
     add("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what `argv` asks for: 0, or 2 on input that makes no sense."""
+    """Run the benchmark; return 0, or 2 for invalid input."""
     args = _parser().parse_args(argv)
     try:
         pages, total = args.pages, args.total
         wrong = [page for page in pages if page % 4096 or total % page]
         if wrong:
-            raise ValueError(
-                f"pages of {wrong} bytes must be whole blocks of 4096 and divide --total {total}"
-            )
+            raise ValueError(f"page sizes {wrong} must be multiples of 4096 and divide --total {total}")
         if args.dir is not None and not args.dir.is_dir():
-            raise ValueError(f"--dir {args.dir} is no folder")
+            raise ValueError(f"--dir {args.dir} is not a folder")
     except ValueError as error:
         print(f"kvloom bench tiers: {error}", file=sys.stderr)
         return 2
@@ -242,8 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         versions["lmcache"] = lmcache.version
         missing |= {f"LMCache, {backend}": why for backend, why in lmcache.missing.items()}
     if args.json:
-        told = {"rows": [asdict(row) for row in rows], "missing": missing, "versions": versions}
-        print(json.dumps(told, indent=2))
+        reply = {"rows": [asdict(row) for row in rows], "missing": missing, "versions": versions}
+        print(json.dumps(reply, indent=2))
     else:
         _show(rows, missing, versions, total, args.rounds)
     return 0
@@ -272,7 +269,7 @@ def _measure(
 
 
 def _say(text: str) -> None:
-    """Progress, on a terminal only."""
+    """Show progress on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 

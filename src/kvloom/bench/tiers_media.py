@@ -1,4 +1,4 @@
-"""The memory that `kvloom bench tiers` moves, and what a medium does with it alone: memcpy, raw O_DIRECT, TCP.
+"""The memory that `kvloom bench tiers` moves, and the media alone: memcpy, raw O_DIRECT, TCP.
 
 Knows no tiers.
 """
@@ -26,7 +26,7 @@ from kvloom.tiers.remote import ByteStream
 __all__ = ["FILE_ROUNDS", "WAIT_SECONDS", "Memory", "Side", "address", "memcpy", "raw", "tcp"]
 
 WAIT_SECONDS = 120.0
-_IO_BYTES = 512 << 10  # of a raw read, and the threads: what the disk does best with
+_IO_BYTES = 512 << 10  # best size of raw reads, and threads
 _READ_THREADS = 8
 _CONNECTIONS = 2
 FILE_ROUNDS = 4  # rounds that one file holds, the tier's and the raw one
@@ -68,7 +68,7 @@ class Side:
 
 
 class Memory:
-    """Pages to write and room to read them into, aligned; and the batch of objects of this round."""
+    """Aligned pages to write and space to read them into, and the objects of this round."""
 
     def __init__(self, page: int, total: int) -> None:
         self.page, self.total, self.count = page, total, total // page
@@ -81,7 +81,7 @@ class Memory:
         self.objects = self.fresh()
 
     def fresh(self) -> Objects:
-        """Names that no tier has seen."""
+        """Choose hashes that no tier has stored."""
         salt = f"{os.getpid()} {next(_rounds)}"
         names = [blake2b(f"{salt} {i}".encode(), digest_size=16).digest() for i in range(self.count)]
         self.objects = Objects(names, 0, self.form)
@@ -89,9 +89,9 @@ class Memory:
         return self.objects
 
     def check(self) -> None:
-        """What was read is what was written. A RuntimeError would make every figure worthless."""
+        """Raise RuntimeError if the bytes read differ from those written."""
         if not np.array_equal(self.source, self.target):
-            raise RuntimeError("the bytes that came back are not those that were written")
+            raise RuntimeError("the bytes read differ from those written")
         self.target[:] = 0
 
 
@@ -109,7 +109,7 @@ def memcpy(memory: Memory) -> Side:
 
 
 def raw(memory: Memory, path: Path, sync: bool, files: Files | None = None) -> Side:
-    """The file alone, of `FILE_ROUNDS` rounds, and then the next; `files` are calls to use instead of the system's."""
+    """A plain file of `FILE_ROUNDS` rounds, then the next; `files` replaces the system's calls."""
     files = files or Files(-1)
     source, target, total = memory.source.data, memory.target.data, memory.total
     pool = ThreadPoolExecutor(_READ_THREADS)
@@ -142,7 +142,7 @@ def raw(memory: Memory, path: Path, sync: bool, files: Files | None = None) -> S
 
 
 def tcp(memory: Memory) -> tuple[Side, Callable[[], None]]:
-    """The connection alone, two of them to another process; and what ends it."""
+    """Two plain connections to another process, and a function that closes them."""
     process = subprocess.Popen(
         [sys.executable, "-c", _FAR_SIDE, str(memory.total), str(_CONNECTIONS)],
         stdin=subprocess.PIPE,

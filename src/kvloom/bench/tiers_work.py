@@ -1,7 +1,7 @@
-"""What `kvloom bench tiers` measures: a tier and its medium over the same bytes, in turns.
+"""The measurements of `kvloom bench tiers`: a tier and its medium with the same bytes, alternating.
 
-A Work has two sides, each with `write` and `read`, which are done when the bytes are where they belong. The medium is what
-the tier stands on without the tier: memcpy, raw O_DIRECT, the store's own client. Knows no tables.
+A Work has two sides with `write` and `read`, which return when the bytes are in place. The medium is the tier's base without
+the tier: memcpy, raw O_DIRECT, the store's own client. Knows no tables.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .tiers_media import FILE_ROUNDS, WAIT_SECONDS, Memory, Side, address, memcp
 __all__ = ["WORKS", "Work", "folder_in"]
 
 _SLAB_BYTES = 8 << 20
-_DISK = 24  # rounds that a disk tier holds: what leaves, and is carried, is not what is measured
+_DISK = 24  # rounds that fit the disk tier, so that eviction is not measured
 _S3_THREADS = 8
 _STORAGE = """
 import sys
@@ -181,7 +181,7 @@ def redis(memory: Memory, folder: Path) -> Iterator[list[Work]]:
 
 @contextlib.contextmanager
 def _mooncake_storage(size: int, master: str) -> Iterator[None]:
-    """Another process that has the memory, as in a fleet."""
+    """Start another process that owns the memory, as in a cluster."""
     environment = {**os.environ, "MC_TCP_BIND_ADDRESS": "127.0.0.1", "GLOG_minloglevel": "2"}
     with subprocess.Popen(
         [sys.executable, "-c", _STORAGE, str(size), master],
@@ -216,7 +216,7 @@ def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
         for array in (memory.source, memory.target):
             store.lend(array)  # registered once, for both sides
         keys = [f"bench-{number}" for number in range(memory.count)]
-        step = max(1, (16 << 20) // memory.page)  # what it does best with
+        step = max(1, (16 << 20) // memory.page)  # its best size
         batches = [range(at, min(at + step, memory.count)) for at in range(0, memory.count, step)]
 
         def each(verb: Any, array: npt.NDArray[np.uint8]) -> None:
@@ -224,7 +224,7 @@ def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
                 pointers = [address(array) + number * memory.page for number in batch]
                 codes = verb([keys[number] for number in batch], pointers, [memory.page] * len(batch))
                 if any(code < 0 for code in codes):
-                    raise RuntimeError(f"Mooncake says {min(codes)}")
+                    raise RuntimeError(f"Mooncake returned {min(codes)}")
 
         def write() -> None:
             client.batch_remove(keys, True)  # in its time, as the tier lets old pages go
@@ -314,5 +314,5 @@ WORKS: dict[str, Callable[[Memory, Path], contextlib.AbstractContextManager[list
 
 
 def folder_in(place: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """A folder of its own, gone at the end."""
+    """A temporary folder, deleted at the end."""
     return tempfile.TemporaryDirectory(prefix="kvloom-bench-", dir=place, ignore_cleanup_errors=True)

@@ -1,7 +1,7 @@
-"""vLLM behind lines of JSON: the process that `kvloom bench engine` starts in the interpreter that has vLLM.
+"""vLLM controlled by JSON lines: the process that `kvloom bench engine` starts in the interpreter that has vLLM.
 
-The first line says how to start, each later one brings conversations; every line is answered by one. Knows nothing of
-kvloom and needs only vLLM. What vLLM prints goes to stderr.
+The first line has the engine's options, each later one conversations; each line gets one reply. Needs only vLLM, not kvloom.
+vLLM's output goes to stderr.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ def _serve(llm: Any, conversations: list[dict[str, Any]], output: int) -> dict[s
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
     begin, before = time.perf_counter(), _processor()
     if any(each["later"] for each in conversations):
-        said, asked, cached = _turns(llm.llm_engine, params, conversations)
+        answers, asked, cached = _turns(llm.llm_engine, params, conversations)
     else:
         prompts = [{"prompt_token_ids": each["prompt"]} for each in conversations]
         found = llm.generate(prompts, params, use_tqdm=False)
-        said = [[list(result.outputs[0].token_ids)] for result in found]
+        answers = [[list(result.outputs[0].token_ids)] for result in found]
         asked = sum(len(each["prompt"]) for each in conversations)
         cached = sum(result.num_cached_tokens or 0 for result in found)
     seconds, after = time.perf_counter() - begin, _processor()
-    told = {"seconds": seconds, "said": said, "figures": {"hit_rate": cached / asked}}
-    return told if after is None or before is None else {**told, "processor": after - before}
+    reply = {"seconds": seconds, "answers": answers, "figures": {"hit_rate": cached / asked}}
+    return reply if after is None or before is None else {**reply, "processor": after - before}
 
 
 def _processor() -> float | None:
-    """Seconds that this process and its children have computed, where there is no GPU that does it for them."""
+    """Return the CPU seconds of this process and its children, without a GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -53,13 +53,15 @@ def _processor() -> float | None:
 def _turns(
     engine: Any, params: Any, conversations: list[dict[str, Any]]
 ) -> tuple[list[list[list[int]]], int, int]:
-    """Every conversation on its own: a turn is submitted as soon as the one before has ended."""
-    said: list[list[list[int]]] = [[] for _ in conversations]
+    """Run conversations independently: a turn is submitted as soon as the previous one ends."""
+    answers: list[list[list[int]]] = [[] for _ in conversations]
     prompts = [list(each["prompt"]) for each in conversations]
     asked = cached = 0
 
     def submit(place: int) -> None:
-        engine.add_request(f"{place}.{len(said[place])}", {"prompt_token_ids": list(prompts[place])}, params)
+        engine.add_request(
+            f"{place}.{len(answers[place])}", {"prompt_token_ids": list(prompts[place])}, params
+        )
 
     for place in range(len(conversations)):
         submit(place)
@@ -71,12 +73,12 @@ def _turns(
             answer = list(result.outputs[0].token_ids)
             asked += len(prompts[place])
             cached += result.num_cached_tokens or 0
-            said[place].append(answer)
+            answers[place].append(answer)
             later = conversations[place]["later"]
-            if len(said[place]) <= len(later):
-                prompts[place] += answer + later[len(said[place]) - 1]
+            if len(answers[place]) <= len(later):
+                prompts[place] += answer + later[len(answers[place]) - 1]
                 submit(place)
-    return said, asked, cached
+    return answers, asked, cached
 
 
 def _start(how: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -88,7 +90,7 @@ def _start(how: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _answered(out: Any, work: Callable[[], Any]) -> Any:
-    """What `work` gives; where it fails, the reason is the answer."""
+    """Return the result of `work`, or its error as a reply."""
     try:
         return work()
     except Exception as error:  # noqa: BLE001 - whatever it is, the other side must hear of it
@@ -99,7 +101,7 @@ def _answered(out: Any, work: Callable[[], Any]) -> Any:
 
 
 def main() -> int:
-    """Answer lines until there are none."""
+    """Reply to lines until the input ends."""
     here = Path(__file__).resolve().parent
     sys.path[:] = [
         path for path in sys.path if Path(path).resolve() != here
@@ -114,9 +116,9 @@ def main() -> int:
     print(json.dumps(ready), file=out, flush=True)
     for line in sys.stdin:
         work = json.loads(line)
-        told = _answered(out, partial(_serve, llm, work["conversations"], work["output"]))
-        if told is not None:
-            print(json.dumps(told), file=out, flush=True)
+        reply = _answered(out, partial(_serve, llm, work["conversations"], work["output"]))
+        if reply is not None:
+            print(json.dumps(reply), file=out, flush=True)
     return 0
 
 

@@ -1,16 +1,16 @@
-"""The workloads of `kvloom bench engine` as data, and the tokens they are made of. Knows no engine and no model.
+"""The workloads of `kvloom bench engine` as data, and their tokens. Knows no engine and no model.
 
-| name | what                                                                     | size                             |
+| name | workload                                                                 | size                             |
 |------|--------------------------------------------------------------------------|----------------------------------|
 | W1   | decode-heavy                                                             | 256 x (128 in, 512 out)          |
 | W2   | balanced                                                                 | 512 x (1024, 128)                |
-| W3   | shared prefix: each prompt begins with one of 8; then again, they warm   | 512 x (4096 + 64, 64), twice     |
+| W3   | shared prefix: each prompt begins with one of 8; then again, cached      | 512 x (4096 + 64, 64), twice     |
 | W4   | long                                                                     | 16 x (16384, 128)                |
-| W5   | alone                                                                    | 1 x (512, 256)                   |
-| W6   | conversations: a turn is all that was said, and 448 new tokens           | 64 x 6 turns of 1024 first, 64   |
-| W7   | the longest: all of a context of 131072. Runs where it is asked for      | 1 x (130816, 256)                |
+| W5   | single request                                                           | 1 x (512, 256)                   |
+| W6   | conversations: a turn is the whole history and 448 new tokens            | 64 x 6 turns of 1024 first, 64   |
+| W7   | longest: a full context of 131072; runs only if selected                 | 1 x (130816, 256)                |
 
-Everything is a list of conversations; all but W6 have one turn. The same seed and round give the same tokens anywhere.
+All workloads are lists of conversations; all but W6 have one turn. The same seed and round give the same tokens.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["WORKLOADS", "Conversation", "Workload", "chosen"]
+__all__ = ["WORKLOADS", "Conversation", "Workload", "select_workloads"]
 
 FIRST_TOKEN = 3
-"""Smaller ids are often special; none of them is drawn."""
+"""Smaller ids are often special tokens and are not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A first prompt, and the new tokens of each later turn (which come after all that was said before)."""
+    """A first prompt, and the new tokens of each later turn, which follow the history."""
 
     prompt: list[int]
     later: list[list[int]]
@@ -39,9 +39,8 @@ class Conversation:
 class Workload:
     """`requests` conversations of `turns` turns, each answered by exactly `output` greedy tokens.
 
-    A prompt is one of `prefixes` prefixes of `prefix` tokens (in turn), then `prompt` tokens of its own; a later turn adds
-    `more`. `warm` says that the prefixes of the same round were served before. One that is `asked` for runs where it is named,
-    and never because all do.
+    A prompt is one of `prefixes` prefixes of `prefix` tokens (round robin) and `prompt` tokens of its own; a later turn adds
+    `more`. `warm`: the prefixes of the same round were served before. `on_request`: runs only if selected by name.
     """
 
     name: str
@@ -54,14 +53,14 @@ class Workload:
     turns: int = 1
     more: int = 0
     warm: bool = False
-    asked: bool = False
+    on_request: bool = False
 
     @property
     def size(self) -> str:
-        """For people: "256 x (128 in, 512 out)"."""
-        asked = f"{self.prefix} + {self.prompt}" if self.prefixes else str(self.prompt)
+        """The size as text: "256 x (128 in, 512 out)"."""
+        on_request = f"{self.prefix} + {self.prompt}" if self.prefixes else str(self.prompt)
         turns = f", {self.turns} turns of {self.more} more" if self.turns > 1 else ""
-        return f"{self.requests} x ({asked} in, {self.output} out{turns})"
+        return f"{self.requests} x ({on_request} in, {self.output} out{turns})"
 
     @property
     def output_tokens(self) -> int:
@@ -74,14 +73,13 @@ class Workload:
 
     @property
     def separable(self) -> bool:
-        """Whether its prompts alone are a measure of prefill: nothing of them is found in the cache."""
+        """Whether its prompts alone measure prefill: none of them is cached."""
         return self.turns == 1 and not self.prefixes
 
     def scaled(self, scale: float) -> Workload:
-        """Requests, prefixes and lengths times `scale`, but at least two requests where there were several, two
-        prefixes, and four tokens. The turns stay."""
+        """Return the workload with requests, prefixes and lengths times `scale`, with minimums; the turns stay."""
         if not 0 < scale <= 1:
-            raise ValueError(f"scale {scale} must lie in (0, 1]; 1 is the workload as it is")
+            raise ValueError(f"scale {scale} must be above 0 and at most 1")
 
         def of(count: int, least: int) -> int:
             return max(min(count, least), round(count * scale))
@@ -97,21 +95,21 @@ class Workload:
         )
 
     def fewer(self, requests: int | None) -> Workload:
-        """The same with so many requests at most."""
+        """Return the workload with at most `requests` requests."""
         if requests is not None and requests < 1:
-            raise ValueError(f"workloads of {requests} requests; at least 1 is needed")
+            raise ValueError(f"requests {requests} must be at least 1")
         return self if requests is None else replace(self, requests=min(self.requests, requests))
 
     def short(self) -> Workload:
-        """The same prompts' sizes with 8 tokens of output and two turns at most: what warms an engine up."""
+        """Return a warm-up: the same prompt sizes, at most 8 output tokens and two turns."""
         return replace(self, output=min(self.output, 8), turns=min(self.turns, 2))
 
     def prompts_alone(self) -> Workload:
-        """The same with one token of output."""
+        """Return the workload with one output token."""
         return replace(self, output=1)
 
     def draw(self, vocabulary: int, seed: int = 0, round_: int = 0) -> list[Conversation]:
-        """Its conversations. Other rounds and other workloads share no tokens, but a warm one has its round's prefixes."""
+        """Return its conversations. Rounds and workloads share no tokens, except that a warm one has its round's prefixes."""
         family = self.name.split()[0]
         common = np.random.default_rng([seed, round_, zlib.crc32(family.encode())])
         prefixes = common.integers(FIRST_TOKEN, vocabulary, (self.prefixes, self.prefix)).tolist()
@@ -135,15 +133,15 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("W4", "long", 16, 16384, 128),
     Workload("W5", "alone", 1, 512, 256),
     Workload("W6", "conversations", 64, 1024, 64, turns=6, more=448),
-    Workload("W7", "the longest", 1, 130816, 256, asked=True),
+    Workload("W7", "the longest", 1, 130816, 256, on_request=True),
 )
 
 
-def chosen(names: Sequence[str] | None, scale: float = 1.0) -> list[Workload]:
-    """The workloads of these names ("W3" is both of it), or all but those that must be asked for."""
+def select_workloads(names: Sequence[str] | None, scale: float = 1.0) -> list[Workload]:
+    """Return the workloads of these names ("W3" is both of its parts), or all but those on request."""
     known = list(dict.fromkeys(w.name.split()[0] for w in WORKLOADS))
     for name in names or ():
         if name not in known:
-            raise ValueError(f"workload {name!r} is not known; known: {', '.join(known)}")
-    wanted = [w for w in WORKLOADS if (w.name.split()[0] in names if names else not w.asked)]
+            raise ValueError(f"unknown workload {name!r}; known: {', '.join(known)}")
+    wanted = [w for w in WORKLOADS if (w.name.split()[0] in names if names else not w.on_request)]
     return [w.scaled(scale) for w in wanted]

@@ -35,7 +35,7 @@ from .layout import (
     Visibility,
     attention_fields,
 )
-from .loading import LoadPlan, MissingPages, TierQuery
+from .loading import Loading, LoadPlan, MissingPages, TierQuery
 from .pool import CopyBatch, Ids, PagePool, plain_ids, unwatched
 from .prefix import (
     HASH_BYTES,
@@ -88,6 +88,7 @@ __all__ = [
     "KVCache",
     "LayerSpec",
     "LoadPlan",
+    "Loading",
     "Match",
     "Media",
     "Miss",

@@ -94,7 +94,7 @@ class Allocator:
             if short:
                 return self._pages(short * self._slab_bytes, needs)
         if several:
-            protected = want - self._reachable(account)
+            protected = want - self.reachable(account)
             if protected > 0:
                 return self._pages(protected, needs)
         now = self._clock.now()
@@ -152,17 +152,18 @@ class Allocator:
         """Evict and compact for `account` (None: for the pool) until `missing()` is 0. Returns the slabs still missing when
         nothing more can be evicted."""
         only = account if len(self._accounts.accounts) == 1 else None
+        can_compact = self._compaction.is_possible
         while slabs:
-            if not self._compact(cheaply=True):
+            if not can_compact or not self._compact(cheaply=True):
                 victim = only or self._accounts.victim(account, now)
                 if victim is None or not self._evict_from(victim, self._fair(account, victim, slabs), now):
-                    if not self._compact(cheaply=False):
+                    if not can_compact or not self._compact(cheaply=False):
                         break
             slabs = missing()
         return slabs
 
     def _compact(self, cheaply: bool) -> bool:
-        if not self._compaction.is_possible or not self._compaction.compact_one_slab(cheaply):
+        if not self._compaction.compact_one_slab(cheaply):
             return False
         self._tree.invalidate_matches()
         return True
@@ -189,11 +190,11 @@ class Allocator:
             total[cls] += 1
         return total
 
-    def _reachable(self, account: Account) -> int:
+    def reachable(self, account: Account) -> int:
         """Bytes that are free or that `account` may evict: its own, and those of others above their shares."""
         others = (a for a in self._accounts.accounts.values() if a is not account)
-        given = (min(a.used - a.in_use, a.used - int(a.guaranteed)) for a in others)
-        return self._free_bytes() + account.used - account.in_use + sum(max(0, size) for size in given)
+        evictable = sum(self._accounts.evictable(a, account) for a in others)
+        return self._free_bytes() + account.used - account.in_use + evictable
 
     def _free_bytes(self) -> int:
         """Bytes of free slabs and of free pages in partly used slabs."""
@@ -241,7 +242,7 @@ class Allocator:
                 kind = "snapshot" if isinstance(entry, Checkpoint) else "media"
                 queue.remove(entry)
                 self._evict_whole(entry, now, policy.name)
-        account.count_eviction()
+        account.evictions += 1  # not a method call: the hottest loop
         self.evicted[kind] += 1
         self.idle_seconds.add(now - entry.last_used)
         self.evicted_bytes += before - account.used

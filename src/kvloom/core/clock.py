@@ -1,4 +1,4 @@
-"""Time as the cache sees it: the wall's, or one that a test or a simulator moves by hand."""
+"""Clocks: the wall clock, and a virtual clock that tests and simulators advance."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ __all__ = ["Clock", "VirtualClock", "WallClock"]
 
 
 class Clock(Protocol):
+    """A source of time."""
+
     def now(self) -> float:
-        """Seconds; never goes back."""
+        """Seconds; never decreases."""
         ...
 
 
 class WallClock:
+    """The system's monotonic clock."""
+
     def now(self) -> float:
         return time.monotonic()
 
 
 class VirtualClock:
+    """A clock that moves only by `advance`."""
+
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
 
@@ -27,6 +33,7 @@ class VirtualClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
+        """Move the clock forward."""
         if seconds < 0:
-            raise ValueError(f"time cannot go back by {-seconds} s")
+            raise ValueError(f"time cannot go back by {-seconds} s; give 0 or more")
         self._now += seconds

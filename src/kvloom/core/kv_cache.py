@@ -98,6 +98,8 @@ class KVCache:
         """Whether prompts can resume only at checkpoints: the model has windows or states."""
         self.media_outlives_prompt = state.media_cache.outlives_prompt
         """Whether tokens behind an image read its media run (cross attention)."""
+        self.block_bytes = state.pages.row_bytes
+        """Bytes of one block: one page of each token group."""
         self.class_of = state.pool.class_of
         """Size class of each group."""
         self.loading = Loading(state)
@@ -287,6 +289,10 @@ class KVCache:
     def account(self, tenant: str) -> Account:
         """Return the account of a tenant; undeclared tenants share one. Do not modify it."""
         return self.state.accounts[tenant]
+
+    def reachable_bytes(self, account: Account) -> int:
+        """Return the bytes that are free or that the tenant of `account` may evict. O(tenants)."""
+        return self.state.allocator.reachable(account)
 
     def unbacked_slabs(self, n: int) -> Ids:
         """Return `n` slabs without memory: back them, then `grow`. Does not modify the cache. O(reserved)."""

@@ -1,4 +1,4 @@
-"""Sizes as people write them. Plain arithmetic."""
+"""Sizes in bytes: parse and format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_size(text: str) -> int:
-    """ "80GiB", "80G" (the same), "80GB" (decimal), "1.5TiB" or plain bytes, as bytes. A ValueError for anything else."""
+    """Return the bytes of "80GiB", "80G" (the same), "80GB" (decimal), "1.5TiB" or "1000000". Else ValueError."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
     unit, suffix = ("", "") if match is None else (match[2].lower(), (match[3] or "").lower())
     if match is None or (suffix == "ib" and not unit):
@@ -24,7 +24,7 @@ def parse_size(text: str) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """A size for people: 327,680 → "320 KiB"."""
+    """Return a size as text: 327,680 → "320 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

@@ -1,1 +1,95 @@
-"""Continuous batching: requests in, tokens out. Models run on the cache's pages; nothing here knows their kinds."""
+"""The engine: continuous batching of requests on one model, its page pool and its tiers.
+
+    llm.py                LLM: the offline API
+    engine.py             Engine: adds requests and runs steps
+    config.py             EngineConfig, OffloadConfig: all settings
+    request.py            Request: the state of one request
+    scheduling/           which requests run, and which tokens each step computes
+    execution/            a step on the device
+    sampling/             from logits to tokens, text and beams
+    offload/              pages between the pool and the tiers
+    preflight.py          check_engine: refuses settings before anything is loaded
+    calibration.py        calibrate: static scales for int8 and fp8
+    *_command.py          `kvloom generate`, `kvloom calibrate`
+
+Names are imported on first use: the API process uses some of them without loading torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .calibration import Calibration, calibrate
+    from .config import EngineConfig, OffloadConfig
+    from .engine import Engine
+    from .execution import default_token_budget, use_threads
+    from .llm import LLM, Completion, Delta, Result
+    from .offload import OffloadManager
+    from .preflight import check_engine, check_model
+    from .request import Request
+    from .sampling import (
+        Finish,
+        Grammar,
+        GrammarBusyError,
+        GrammarLimits,
+        GrammarState,
+        Logprob,
+        SamplingParams,
+        TokenLogprobs,
+    )
+
+__all__ = [
+    "LLM",
+    "Calibration",
+    "Completion",
+    "Delta",
+    "Engine",
+    "EngineConfig",
+    "Finish",
+    "Grammar",
+    "GrammarBusyError",
+    "GrammarLimits",
+    "GrammarState",
+    "Logprob",
+    "OffloadConfig",
+    "OffloadManager",
+    "Request",
+    "Result",
+    "SamplingParams",
+    "TokenLogprobs",
+    "calibrate",
+    "check_engine",
+    "check_model",
+    "default_token_budget",
+    "use_threads",
+]
+
+_MODULES = {
+    "calibration": ("Calibration", "calibrate"),
+    "config": ("EngineConfig", "OffloadConfig"),
+    "engine": ("Engine",),
+    "execution": ("default_token_budget", "use_threads"),
+    "llm": ("LLM", "Completion", "Delta", "Result"),
+    "offload": ("OffloadManager",),
+    "preflight": ("check_engine", "check_model"),
+    "request": ("Request",),
+    "sampling": (
+        "Finish",
+        "Grammar",
+        "GrammarBusyError",
+        "GrammarLimits",
+        "GrammarState",
+        "Logprob",
+        "SamplingParams",
+        "TokenLogprobs",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)

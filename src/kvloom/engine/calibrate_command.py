@@ -1,4 +1,4 @@
-"""`kvloom calibrate`: from what was asked on the command line to a file of scales. Decides nothing else."""
+"""`kvloom calibrate`: from command-line arguments to a file of scales."""
 
 from __future__ import annotations
 
@@ -13,42 +13,49 @@ __all__ = ["arguments", "run"]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to a parser."""
     add = parser.add_argument
     add("model", metavar="MODEL", help=MODEL)
-    prompts = "files (.jsonl: a prompt each line, others: one text) or texts, on which the model is run"
+    prompts = "prompts to run: files (.jsonl: one prompt a line; others: one text) or texts"
     add("--prompts", nargs="+", default=[], metavar="FILE|TEXT", help=prompts)
     tokens = 'a prompt as token ids, "5 6 7"; repeatable'
     add("--tokens", action="append", default=[], metavar="IDS", help=tokens)
-    add("--kv-dtype", choices=["fp8", "int8"], default="fp8", help="what the scales are for (default: fp8)")
-    add("--out", required=True, metavar="FILE", help="where the scales go, as safetensors")
-    percentile = "leave room for so many per cent of tokens, and clamp the others (default: 100)"
+    add(
+        "--kv-dtype",
+        choices=["fp8", "int8"],
+        default="fp8",
+        help="data type of the scaled K and V (default: fp8)",
+    )
+    add("--out", required=True, metavar="FILE", help="output file of the scales (safetensors)")
+    percentile = "cover this percentage of tokens and clamp the others (default: 100)"
     add("--percentile", type=number(0, 100, above=True), default=100.0, metavar="P", help=percentile)
-    pieces = "longer prompts run in pieces of N tokens (default: 2048)"
+    pieces = "split longer prompts into pieces of N tokens (default: 2048)"
     add("--context", type=whole(1), default=2048, metavar="N", help=pieces)
     add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
     add("--device", type=device, metavar="D", help=DEVICE)
-    add("--pool", type=size, default="1GiB", metavar="SIZE", help="memory for the cache (default: 1GiB)")
+    add("--pool", type=size, default="1GiB", metavar="SIZE", help="bytes of the page pool (default: 1GiB)")
     add("--json", action="store_true", help="print a summary as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command. Returns the exit status."""
     from kvloom.models.specs import folder_of
 
     from .preflight import check_engine
 
     if not args.prompts and not args.tokens:
-        raise ValueError("nothing to calibrate on: give --prompts or --tokens")
+        raise ValueError("there are no prompts to calibrate on: give --prompts or --tokens")
     if not Path(args.out).absolute().parent.is_dir():
-        raise ValueError(f"--out {args.out}: there is no such folder")
+        raise ValueError(f"--out {args.out}: the folder does not exist: create it")
     if Path(args.out).is_dir():
-        raise ValueError(f"--out {args.out} is a folder: name a file in it")
+        raise ValueError(f"--out {args.out} is a folder: give the name of a file in it")
     folder = folder_of(args.model)
     check_engine(folder, dtype=args.dtype, kv_dtype=args.kv_dtype, pool_bytes=args.pool, device=args.device)
     ids_given = [token_ids(text) for text in args.tokens]
     from kvloom.models.loading import load
 
     from .calibration import calibrate, texts_of
-    from .execution.threads import use_threads
+    from .execution import use_threads
 
     given = [*texts_of(args.prompts), *ids_given]
     use_threads()

@@ -1,9 +1,10 @@
-"""Calibration: prompts are run, the sizes of keys and values are noted, and static scales come out.
+"""Calibration: runs prompts, measures keys and values, and computes static scales.
 
-    calibrate(model, prompts, dtype="fp8") → Calibration      .save("scales.safetensors")      Engine(kv_scales="scales.safetensors")
+    calibrate(model, prompts, dtype="fp8") → Calibration      .save("scales.safetensors")
+    Engine(model, EngineConfig(kv_dtype="fp8", kv_scales="scales.safetensors"))
 
-The model runs as it always does, in its own dtype on pages of its own dtype; what it writes to them is looked at on the way.
-Prompts are token ids; `texts_of` is for whoever has files of them.
+The model runs with pages of its own dtype; a recorder measures what it writes to them. Prompts are token ids; `texts_of` reads
+them from files.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from kvloom.core import QUANTISED, PoolLayout
 from kvloom.kernels.dtypes import TORCH_DTYPES, quantised_max
 from kvloom.models.paged import Pages, Scales, write_scales
 
+from .config import EngineConfig
 from .engine import Engine
-from .request import SamplingParams
+from .sampling import SamplingParams
 
 __all__ = ["Calibration", "calibrate", "texts_of"]
 
@@ -32,8 +34,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Scales for `dtype`, made from the sizes of `tokens` tokens. `sizes` are what the scales have room for: by layer and by
-    field, the quantised_max value of each head."""
+    """Scales for `dtype`, measured on `tokens` tokens. `sizes` are the largest values by layer, field and head."""
 
     model: str
     dtype: str
@@ -44,7 +45,7 @@ class Calibration:
 
     @property
     def scales(self) -> Scales:
-        """A head that was always zero gets room for 1."""
+        """The scales by layer and field. A head that was always zero gets room for 1."""
         most = quantised_max(TORCH_DTYPES[self.dtype])
         assert most is not None
         return {
@@ -53,7 +54,7 @@ class Calibration:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the scales, with what is known of them as metadata."""
+        """Write the scales to a safetensors file, with this object's fields as metadata."""
         about = {
             "format": "kvloom scales",
             "model": self.model,
@@ -66,8 +67,9 @@ class Calibration:
 
 
 class _Recorder(Pages):
-    """Pages that note the quantised_max value of every token and head written to them. Sizes of all tokens are kept (4 bytes each for
-    K and V of every head and layer) only where a percentile needs them."""
+    """Pages that record the largest value of every written token and head.
+
+    Stores the sizes of all tokens (4 bytes for K and V of every head and layer) only for a percentile."""
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, every: bool) -> None:
         super().__init__(layout, buffer)
@@ -107,7 +109,7 @@ class _Recorder(Pages):
         return super().attend(layer_idx, query, key, value, *how, **named)
 
     def singles(self, layer_idx: int) -> None:
-        """No step goes past `attend`."""
+        """Send every step through `attend`."""
 
     @property
     def tokens(self) -> int:
@@ -115,7 +117,7 @@ class _Recorder(Pages):
         return max(self._counted.values(), default=0)
 
     def sizes(self, percentile: float) -> Scales:
-        """What was noted, as one size for each head."""
+        """Return one size for each head."""
         return {
             layer: {name: self._size(f"{layer}: {name}", seen, percentile) for name, seen in fields.items()}
             for layer, fields in self._seen.items()
@@ -128,7 +130,7 @@ class _Recorder(Pages):
             found = seen[0].cpu()
         if not bool(found.isfinite().all()):
             raise ValueError(
-                f"{what}: the model computes values that are not finite; there is no scale for them"
+                f"{what}: the model computes values that are not finite, which no scale can cover"
             )
         return found
 
@@ -142,23 +144,24 @@ def calibrate(
     pool_bytes: int = 1 << 30,
     progress: Callable[[int, int], None] | None = None,
 ) -> Calibration:
-    """Run `prompts` and make scales for `dtype` that have room for the quantised_max value of each layer and head, or for that of
-    `percentile` per cent of tokens: what is larger will be clamped. Longer prompts run in pieces of `context` tokens. The model is installed on our pages, and can be used on.
-    `progress` is told how many pieces of how many are done. Raises ValueError for what cannot be run, before anything is."""
+    """Run `prompts` and compute scales for `dtype` that cover the largest value of each layer and head.
+
+    With a `percentile` below 100, values beyond it are clamped. Longer prompts run in pieces of `context` tokens. Calls
+    `progress(done, total)`. The model stays installed on pages, and usable. Raises ValueError before it runs anything."""
     if dtype not in QUANTISED:
-        raise ValueError(f"scales are for int8 and fp8, not for {dtype!r}")
+        raise ValueError(f"scales need dtype int8 or fp8, not {dtype!r}")
     if not 0 < percentile <= 100:
-        raise ValueError(f"a percentile lies in (0, 100], got {percentile}")
+        raise ValueError(f"percentile {percentile} must be above 0 and at most 100")
     if context < 1:
-        raise ValueError(f"pieces of {context} tokens; at least 1 is needed")
-    engine = Engine(model, pool_bytes, graphs=False)
+        raise ValueError(f"context {context} must be at least 1 token")
+    engine = Engine(model, EngineConfig(pool_bytes=pool_bytes, cuda_graphs=False))
     if not engine.layout.of("token"):
-        raise ValueError(f"{type(model).__name__} keeps states alone: there are no keys and values to scale")
+        raise ValueError(f"{type(model).__name__} has no keys and values to scale, only states")
     most = context if engine.limit is None else min(context, engine.limit - 1)
     given = [list(prompt) for prompt in prompts]
     pieces = [piece for prompt in given for piece in _pieces(prompt, most)]
     if not pieces:
-        raise ValueError("there is nothing to calibrate on: give some prompts")
+        raise ValueError("there are no prompts to calibrate on: give at least one")
     recorder = _Recorder(engine.layout, engine.buffer, every=percentile < 100)
     engine.runner.pages = recorder
     params = SamplingParams(max_tokens=1, temperature=0)
@@ -170,15 +173,17 @@ def calibrate(
     short = [len(request.prompt) for request in requests if request.finish_reason == "no_room"]
     if short:
         raise ValueError(
-            f"a pool of {pool_bytes:,} bytes has no room for a prompt of {max(short)} tokens: enlarge it"
+            f"a pool of {pool_bytes:,} bytes has no room for a prompt of {max(short)} tokens: enlarge the pool"
         )
     name = str(getattr(model.config, "_name_or_path", "") or model.config.model_type)
     return Calibration(name, dtype, percentile, len(given), recorder.tokens, recorder.sizes(percentile))
 
 
 def texts_of(arguments: Iterable[str]) -> Iterator[Prompt]:
-    """Prompts from a command's arguments. One that names a file is that file: of .jsonl a prompt each line (a text, token ids, or
-    an object with one of them as "prompt" or "text"), of others the whole text. Anything else is a prompt itself."""
+    """Yield prompts from command-line arguments.
+
+    The name of a .jsonl file yields one prompt a line: a text, token ids, or an object with "prompt" or "text". Another file
+    yields its whole text. Any other argument is a prompt."""
     for argument in arguments:
         path = Path(argument)
         named = len(argument) < 4096 and "\n" not in argument
@@ -186,7 +191,7 @@ def texts_of(arguments: Iterable[str]) -> Iterator[Prompt]:
             text = path.read_text(encoding="utf-8")
             yield from _lines(text, argument) if path.suffix == ".jsonl" else [text]
         elif named and path.suffix in (".txt", ".jsonl", ".md", ".py"):
-            raise ValueError(f"there is no file {argument!r} with prompts")
+            raise ValueError(f"there is no prompt file {argument!r}")
         else:
             yield argument
 
@@ -211,5 +216,5 @@ def _lines(text: str, source: str) -> Iterator[Prompt]:
             yield found
         else:
             raise ValueError(
-                f"{source}, line {number}: a text or a list of token ids is needed, got {line[:60]!r}"
+                f"{source}, line {number}: expected a text or a list of token ids, got {line[:60]!r}"
             )

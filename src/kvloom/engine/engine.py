@@ -1,15 +1,14 @@
-"""The engine: a Hugging Face model, a pool, a cache and a scheduler, one step at a time.
+"""The engine: one Hugging Face model, its page pool, prefix cache and scheduler, run one step at a time.
 
-    add(prompt) → Request      step() → the requests that got a token or ended      run() → until nothing is left
+    add(prompt) → Request      step() → requests with a new token or a finish      run() → until no request is left
 
-On a GPU a step is launched before the tokens of the one before it are known (`ahead`): they stay on the device, come back
-while it computes, and whoever turns out to have ended has computed one token for nothing. One owner at a time; the model
-must be on the pool's device. Prompts are ids; text is made as it grows only where it is asked for or decides when to end.
+On a GPU a step is launched before the tokens of the previous one have arrived (`EngineConfig.ahead`): they stay on the device,
+and a request that turns out to have finished has computed one token too many. Prompts are token ids. One thread at a time may
+call; the model must be on its device.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence as Many
 from contextlib import suppress
@@ -20,119 +19,99 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import CacheControl, CopyBatch, Tenant
+from kvloom.core import CacheControl, CopyBatch
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.paged import ImageInputs
-from kvloom.models.specs import KVDtype
 from kvloom.models.vision import Vision
-from kvloom.tiers import OpenTier
 
-from .execution.inflight_step import InflightStep, prompt_logprobs
-from .execution.kv_memory import allocate_kv_memory
-from .execution.memory_budget import MAX_RUNNING, TOKEN_BUDGET
-from .execution.model_runner import ModelRunner
-from .execution.output_processor import OutputProcessor, eos_tokens
-from .offload.manager import OffloadConfig, OffloadManager
-from .offload.open_tiers import open_offload
-from .offload.session_history import SessionHistory
-from .request import Request, SamplingParams, token_ids
-from .sampling.beam_search import BeamSearch
-from .sampling.detokenizer import TextStream
-from .sampling.grammar import Grammar, GrammarLimits, Grammars, collect
-from .sampling.logit_processors import to_device
-from .sampling.sampler import SampledTokens, Sampler
-from .scheduling.scheduler import Scheduled, Scheduler
+from .config import EngineConfig
+from .execution import (
+    MAX_RUNNING,
+    TOKEN_BUDGET,
+    InflightStep,
+    ModelRunner,
+    OutputProcessor,
+    allocate_kv_memory,
+    eos_tokens,
+    prompt_logprobs,
+)
+from .offload import OffloadManager, SessionHistory, open_offload
+from .request import Request, token_ids
+from .sampling import (
+    BeamSearch,
+    Grammar,
+    Grammars,
+    SampledTokens,
+    Sampler,
+    SamplingParams,
+    TextStream,
+    to_device,
+)
+from .scheduling import Scheduled, Scheduler
 
 __all__ = ["Engine"]
 
+MASK_WAIT_SECONDS = 0.01
+"""Longest sleep of a step in which all requests wait for grammar masks."""
+
 
 class Engine:
-    """`pool_bytes` are what pages may take; without them, what is left of `memory_fraction` of the device.
-    `kv_dtype` is what K and V are kept in (the model's own if None), and `kv_scales` where the scales of int8 and fp8 come
-    from: "dynamic", "checkpoint", or a file of `kvloom calibrate`. `ahead` says
-    whether steps are launched before the tokens of the one before are known; on a GPU they are, unless told otherwise.
-    A `tokenizer` is needed for stop texts and structured output alone. `batch_invariant`: on a GPU, too, what a request gets is
-    the same bits whatever runs beside it. `tiers` are places for pages below the pool (`host:64GiB`, `disk:/path:1TiB`:
-    docs/tiers.md), nearest first; `lower` says how they are used, and `close` ends them. `max_context` are the tokens a sequence
-    may come to have, where the model could do more. `grammar_limits` bound what a grammar may take in time and memory."""
+    """Runs requests on one model. `tokenizer` is needed only for text, stop texts and structured output.
 
-    def __init__(
-        self,
-        model: Any,
-        pool_bytes: int | None = None,
-        kv_dtype: KVDtype | None = None,
-        block_tokens: int = 16,
-        token_budget: int | None = None,
-        max_running: int | None = None,
-        ahead: bool | None = None,
-        graphs: bool = True,
-        tokenizer: Any = None,
-        memory_fraction: float = 0.9,
-        tenants: Iterable[Tenant] = (),
-        kv_scales: str | os.PathLike[str] = "dynamic",
-        batch_invariant: bool = False,
-        tiers: Many[str | OpenTier] = (),
-        lower: OffloadConfig | None = None,
-        grammar_limits: GrammarLimits | None = None,
-        max_context: int | None = None,
-    ) -> None:
-        self.model, self.device = model.eval(), next(model.parameters()).device
+    Call `close` to end the requests and the tiers."""
+
+    def __init__(self, model: Any, config: EngineConfig | None = None, tokenizer: Any = None) -> None:
+        """Allocate the pool and open the tiers. Raises ValueError for settings that cannot work together."""
+        config = config or EngineConfig()
+        self.model, self.device, self.tokenizer = model.eval(), next(model.parameters()).device, tokenizer
         on_gpu = self.device.type == "cuda"
-        token_budget = TOKEN_BUDGET[on_gpu] if token_budget is None else token_budget
-        max_running = MAX_RUNNING[on_gpu] if max_running is None else max_running
-        pool = allocate_kv_memory(
-            model,
-            pool_bytes=pool_bytes,
-            memory_fraction=memory_fraction,
-            block_tokens=block_tokens,
-            token_budget=token_budget,
-            max_running=max_running,
-            max_context=max_context,
-            kv_dtype=kv_dtype,
-            kv_scales=kv_scales,
-            tenants=tenants,
-            graphs=graphs,
-            batch_invariant=batch_invariant,
-            stored=bool(tiers),
+        self.config = config = replace(
+            config,
+            token_budget=TOKEN_BUDGET[on_gpu] if config.token_budget is None else config.token_budget,
+            max_running=MAX_RUNNING[on_gpu] if config.max_running is None else config.max_running,
         )
-        self.layout, self.buffer, self.cache = pool.layout, pool.buffer, pool.cache
-        self.vision, self.limit = pool.vision, pool.limit
-        self.memory_budget = pool.budget
-        """How the pool got its size, where it was left to find it."""
-        self._whose = "the model's" if self.limit and max_context is None else "this engine's"
+        """The settings, with `token_budget` and `max_running` filled in."""
+        assert config.token_budget is not None
+        assert config.max_running is not None
+        memory = allocate_kv_memory(model, config)
+        self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache
+        self.vision, self.limit = memory.vision, memory.limit
+        self.memory_budget = memory.budget
+        """How the pool's size was measured; None if it was configured."""
         self.runner = ModelRunner(
             model,
             self.cache,
             self.buffer,
-            token_budget,
-            max_running,
-            graphs,
-            pool.scales,
+            config.token_budget,
+            config.max_running,
+            config.cuda_graphs,
+            memory.scales,
             self.vision,
-            pool.invariant,
+            memory.batch_invariant,
         )
-        self.scheduler = Scheduler(self.cache, token_budget, max_running)
         self.offload: OffloadManager | None = None
-        """What lies below the pool, where tiers were given."""
-        if tiers:
-            self.offload = open_offload(tiers, self.cache, self.buffer, self._apply_copies, lower)
-            self.scheduler.offload = self.offload
+        """Offloads and loads pages; None without tiers."""
+        if config.tiers:
+            self.offload = open_offload(
+                config.tiers, self.cache, self.buffer, self._apply_copies, config.offload
+            )
+        self.scheduler = Scheduler(self.cache, config.token_budget, config.max_running, self.offload)
         self.eos = eos_tokens(model)
         self.sampler = Sampler(self.eos)
+        self.ahead = on_gpu if config.ahead is None else config.ahead
         self._output_processor = OutputProcessor(self.scheduler, self.eos)
-        self.tokenizer = tokenizer
-        self.ahead = on_gpu if ahead is None else ahead
         self._inflight: InflightStep | None = None
-        self._updated: list[Request] = []  # who got a token, until that is told
+        self._updated: list[Request] = []  # requests with a new token that `step` has not returned yet
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._grammars: Grammars | None = None
-        self.grammar_limits = grammar_limits or GrammarLimits()
-        self._count = 0
+        self._request_count = 0
         self._copies: list[CopyBatch] = []
         self._sessions = SessionHistory()
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile kernels and capture graphs now, so that no request waits for them; on a CPU there are none."""
+        """Compile kernels and capture graphs now, so that no request waits for them. Does nothing on a CPU.
+
+        Calls `progress(done, total)` after each graph. Takes up to minutes."""
         tokens, seconds = self.runner.warm_up(self._warm_up_sampler)
         if self.offload is not None:
             self.offload.observe_prefill(tokens, seconds)
@@ -148,22 +127,25 @@ class Engine:
         images: Many[Any] = (),
         grammar: Grammar | None = None,
     ) -> Request:
-        """A request that waits its turn. Raises ValueError where it could never run. With `text` its text is made while it
-        grows (some 20 µs a token), so that it can be told piece by piece. `images` are what the model's processor makes of
-        each, a mapping of tensors (or pixels alone), in the order of their placeholders in the prompt. `grammar` is what
-        `begin_grammar` returned for these parameters, once it is ready; without it this call waits for the compilation."""
+        """Queue a request and return it. Raises ValueError for a request that can never run.
+
+        `text`: decode tokens as they arrive (about 20 µs each), so that the text can be streamed. `images`: what the model's
+        processor returns for each image (a mapping of tensors, or pixels), in the order of their placeholders. `grammar`: the
+        compiled result of `begin_grammar`; without it, this call waits for the compilation."""
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
         control = control or CacheControl()
-        if control.lossy and (self.offload is None or not self.offload.lossy):
-            control = replace(control, lossy=False)  # nothing here is re-encoded: it shares with everybody
+        if control.lossy and (self.offload is None or not self.offload.has_lossy_tier):
+            control = replace(control, lossy=False)  # no tier re-encodes pages: share those of all requests
         sight = self._prepare_images(tokens, images, control.tenant) if len(images) else None
-        asked = ids.astype(np.int32, copy=False)
-        request = Request(self._count, tokens, params, control, priority, images=sight, prompt_array=asked)
+        prompt_array = ids.astype(np.int32, copy=False)
+        request = Request(
+            self._request_count, tokens, params, control, priority, images=sight, prompt_array=prompt_array
+        )
         request.children = [
             Request(
-                self._count + i,
+                self._request_count + i,
                 tokens,
                 params,
                 request.control,
@@ -176,12 +158,12 @@ class Engine:
         ]
         structure = params.structure
         if structure is not None and grammar is None:
-            grammar = self._grammar_of().compile(*structure)
-        for one in request.family:
+            grammar = self._open_grammars().compile(*structure)
+        for sample in request.family:
             if structure is not None and grammar is not None:
-                one.structure = grammar.start()
+                sample.structure = grammar.start()
             if text or params.stops:
-                one.text = TextStream(
+                sample.text = TextStream(
                     self.tokenizer,
                     tokens,
                     params.stops,
@@ -191,36 +173,38 @@ class Engine:
         if params.beam_width > 1:
             self._start_beam_search(request)
         self.scheduler.add(request)
-        self._count += params.samples
+        self._request_count += params.samples
         return request
 
     def begin_grammar(self, params: SamplingParams, tenant: str = "") -> Grammar | None:
-        """Start to compile the grammar of `params`, if they have one. Does not wait: call `poll_grammars` until it is ready.
-        Raises ValueError for what is refused at once."""
+        """Start to compile the grammar of `params`; None without one. Does not wait: poll until it is ready.
+
+        Raises ValueError for a grammar that is refused at once."""
         structure = params.structure
         if structure is None or self.tokenizer is None:
             return None
-        return self._grammar_of().begin(*structure, tenant)
+        return self._open_grammars().begin(*structure, tenant)
 
     def poll_grammars(self) -> None:
-        """Take in what the processes of grammars have done. Does not wait."""
+        """Collect the results of the grammar processes. Does not wait."""
         if self._grammars is not None:
             self._grammars.poll()
 
     def cancel(self, request: Request) -> None:
-        """End a request with all its answers now; their pages are free at once."""
-        for one in request.family:
-            self.scheduler.cancel(one)
+        """Finish a request and all its samples now. Their pages are free at once."""
+        for sample in request.family:
+            self.scheduler.cancel(sample)
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do something."""
-        prepares = self.offload is not None and self.offload.is_prefetching
-        return self.scheduler.busy or self._inflight is not None or prepares or bool(self._updated)
+        """Whether a step has work."""
+        is_prefetching = self.offload is not None and self.offload.is_prefetching
+        return self.scheduler.busy or self._inflight is not None or is_prefetching or bool(self._updated)
 
     def expect_session(self, session: str) -> bool:
-        """A session is about to come back: what it said is brought from below into host memory before it asks, while steps
-        are made. Whether anything is looked for; nothing is where it is not known, or nothing lies below."""
+        """Prefetch the pages of a session into host memory during the next steps.
+
+        Returns whether a lookup started: False for an unknown session, or without tiers."""
         known = self._sessions.of(session)
         if known is None or self.offload is None:
             return False
@@ -229,63 +213,46 @@ class Engine:
         return self.offload.prefetch_session(likely, self.cache.match(tokens, control))
 
     def end_session(self, session: str) -> int:
-        """A session will not come back: what only it used may leave first. Returns how many of its pages are cached."""
+        """Evict the pages that only this session used before others. Return how many of its pages are cached."""
         self._sessions.forget(session)
         return self.cache.end_session(session)
 
     def step(self) -> list[Request]:
-        """Launch one step, and take in the tokens of the last that was; the requests that got one, or ended for want of
-        room. Where it raises (a device out of memory, an interrupt), the step has not been: requests wait to be computed
-        anew, and may be cancelled. Who got a token before that is told of by the next step."""
-        began = time.perf_counter()
-        if self._output_processor.late:
-            self._output_processor.settle()
-        before = done = self._inflight
-        if before is not None and any(request.waits for request in before.requests):
+        """Launch one step and process the tokens of the previous one. Return the requests with a new token or a finish.
+
+        If it raises (device out of memory, interrupt), the step is discarded: its requests wait and are recomputed. The next
+        step returns the requests that got a token before the failure."""
+        started = time.perf_counter()
+        if self._output_processor.awaiting_masks:
+            self._output_processor.settle_masks()
+        previous = finished = self._inflight
+        if previous is not None and any(request.needs_last_token for request in previous.requests):
             self._inflight = None
-            self._finish_step(before, [])
-            before = None
-        self._inflight = flight = self._launch(before)
-        if before is not None:
-            self._finish_step(before, [] if flight is None else flight.work)
-        elif flight is not None and not self.ahead:
-            self._inflight, done = None, flight
-            self._finish_step(flight, [])
-        if self._output_processor.late and done is None and self._inflight is None:
-            collect([request.structure for request in self._output_processor.late if request.structure], 0.01)
+            self._finish_step(previous, [])
+            previous = None
+        self._inflight = launched = self._launch(previous)
+        if previous is not None:
+            self._finish_step(previous, [] if launched is None else launched.work)
+        elif launched is not None and not self.ahead:
+            self._inflight, finished = None, launched
+            self._finish_step(launched, [])
+        if self._output_processor.awaiting_masks and finished is None and self._inflight is None:
+            self._output_processor.wait_for_masks(MASK_WAIT_SECONDS)
         if self.offload is not None:
-            self._observe_step(done, began)
+            is_waiting = bool(self.scheduler.loading_count)
+            self.offload.after_step(started, finished, self._inflight, is_waiting)
             self._sessions.record_requests(self._updated)
-        report = self._updated + self.scheduler.rejected
+        updated = self._updated + self.scheduler.rejected
         self._updated, self.scheduler.rejected = [], []
-        return report
+        return updated
 
-    def _finish_step(self, flight: InflightStep, after: list[Scheduled]) -> None:
-        """Take in a step's tokens. Where that breaks off, what was launched since knows not what it follows: it is left."""
-        try:
-            if self.offload is not None:
-                self.offload.offload_ahead(lambda: not flight.is_ready)
-            self._updated += self._output_processor.process(flight, after)
-        except BaseException:
-            self._inflight = None
-            self.scheduler.discard_step()
-            raise
-
-    def _observe_step(self, done: InflightStep | None, began: float) -> None:
-        """Tell how long a step took that was taken in; where there was none, and pages are on their way, wait for them."""
-        assert self.offload is not None
-        self.offload.flush()  # of who ended now: there may be no next step for long
-        if done is not None:
-            self.offload.observe_prefill(done.prompt_tokens, time.perf_counter() - began)
-        elif self._inflight is None and (self.scheduler.loading_count or self.offload.is_prefetching):
-            self.offload.wait(0.002)
-        if (flight := self._inflight) is None:
-            self.offload.step_launched((), 0)
-        else:
-            self.offload.step_launched({request for request, _ in flight.work}, flight.prompt_tokens)
+    def run(self) -> None:
+        """Step until every request has finished."""
+        while self.busy:
+            self.step()
 
     def close(self, seconds: float = 10.0) -> None:
-        """End every request, and the tiers: what they want is stored first, within so many seconds."""
+        """Cancel all requests, store offered pages in the tiers, and close those, within `seconds`."""
         for request in list(self.scheduler.open):
             self.scheduler.cancel(request)
         self._inflight, self._updated = None, []
@@ -299,13 +266,20 @@ class Engine:
             self.offload = self.scheduler.offload = None
             self.cache.loading.remove_listener()
 
-    def run(self) -> None:
-        """Step until every request has ended."""
-        while self.busy:
-            self.step()
+    def _finish_step(self, step: InflightStep, launched_since: list[Scheduled]) -> None:
+        """Process a step's tokens. If that fails, discard the step that was launched since: it depends on them."""
+        try:
+            if self.offload is not None:
+                self.offload.during_step(lambda: not step.is_ready)
+            self._updated += self._output_processor.process(step, launched_since)
+        except BaseException:
+            self._inflight = None
+            self.scheduler.discard_step()
+            raise
 
-    def _launch(self, before: InflightStep | None) -> InflightStep | None:
-        places = {} if before is None else {id(request): i for i, request in enumerate(before.requests)}
+    def _launch(self, previous: InflightStep | None) -> InflightStep | None:
+        """Schedule and launch a step; None without work. A failed step is discarded."""
+        places = {} if previous is None else {id(request): i for i, request in enumerate(previous.requests)}
         try:
             return self._execute(places)
         except BaseException:
@@ -313,7 +287,7 @@ class Engine:
             raise
 
     def _execute(self, places: dict[int, int]) -> InflightStep | None:
-        self._apply_copies()  # who forked and ended holds pages until then
+        self._apply_copies()  # finished forks hold pages until their copies are made
         work = self.scheduler.schedule(places)
         self._apply_copies()
         if not work:
@@ -323,39 +297,42 @@ class Engine:
             for i, (request, part) in enumerate(work)
             if request.computed + len(part.tokens) == len(request.tokens) + request.inflight_tokens
         ]
-        whole = [
+        with_prompt_logprobs = [
             i
             for i, (request, _) in enumerate(work)
-            if request.params.prompt_logprobs is not None and request.telling
+            if request.params.prompt_logprobs is not None and request.computes_prompt_logprobs
         ]
         if self.offload is not None:
             self.offload.before_step()
-        logits = self.runner.run([part for _, part in work], ready, whole)
-        with self.runner.steady:
-            prompts = prompt_logprobs([work[i] for i in whole], logits[len(ready) :])
+        logits = self.runner.run([part for _, part in work], ready, with_prompt_logprobs)
+        with self.runner.numerics:
+            prompts = prompt_logprobs([work[i] for i in with_prompt_logprobs], logits[len(ready) :])
         logits = logits[: len(ready)]
         self.scheduler.step_launched(work)
         requests = [work[i][0] for i in ready]
         if any(request.children and not request.branched for request in requests):
             requests, rows = self._fork_samples(requests)
             logits = logits.index_select(0, to_device(np.array(rows), self.device))
-        chosen = SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))
+        sampled = SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))
         if requests:
-            with self.runner.steady:
-                chosen = self.sampler.choose(logits, requests, [request.drawn - 1 for request in requests])
-            running = min(len(requests), self.runner.rows)  # who comes after has no next step
-            self.runner.chosen[:running] = chosen.tokens[:running]
-        return InflightStep.create(work, requests, chosen, prompts, self.scheduler.decoding)
+            with self.runner.numerics:
+                sampled = self.sampler.choose(
+                    logits, requests, [request.sampled_tokens - 1 for request in requests]
+                )
+            running = min(len(requests), self.runner.rows)  # requests behind these have no next step
+            self.runner.chosen[:running] = sampled.tokens[:running]
+        return InflightStep.create(work, requests, sampled, prompts, self.scheduler.decoding)
 
     def _apply_copies(self) -> None:
-        self._make_copies()  # what a step that broke off left: nothing is where the cache says before
+        """Offload queued pages, then make the copies inside the pool that the cache decided."""
+        self._make_copies()  # those that a failed step left
         if self.offload is not None:
             self.offload.flush()
         self._copies = self.cache.take_copies()
         self._make_copies()
 
     def _make_copies(self) -> None:
-        """Make the copies that the cache has decided; what fails stays to be made, and may be made twice."""
+        """Make the pending copies inside the pool. A copy that fails stays pending, and may be made twice."""
         if not self._copies:
             return
         try:
@@ -365,16 +342,17 @@ class Engine:
                 del self._copies[0]
         finally:
             if self.offload is not None:
-                self.offload.before_step(moved=True)
+                self.offload.before_step(pages_moved=True)
 
     def _warm_up_sampler(self, logits: torch.Tensor) -> None:
-        nobody = Request(-1, (0,), SamplingParams(max_tokens=1, temperature=0), CacheControl())
-        with self.runner.steady:
-            self.sampler.choose(logits, [nobody] * len(logits), [0] * len(logits))
+        dummy = Request(-1, (0,), SamplingParams(max_tokens=1, temperature=0), CacheControl())
+        with self.runner.numerics:
+            self.sampler.choose(logits, [dummy] * len(logits), [0] * len(logits))
 
     def _fork_samples(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
-        """Where a prompt ends that wants several answers, let the others begin on its pages. Who chooses a token now, and
-        from which row of logits: first those that run, then those that found no row or room."""
+        """Fork the further samples of requests whose prompt is computed.
+
+        Returns the requests to sample and their rows of logits: running ones first, then forks without a row or room."""
         children: list[tuple[Request, int]] = []
         for row, request in enumerate(requests):
             if request.children and not request.branched:
@@ -384,22 +362,24 @@ class Engine:
                         self.scheduler.fork(request, child)
                         child.inflight_tokens += 1
                         children.append((child, row))
-        children.sort(key=lambda one: one[0].sequence is None)
+        children.sort(key=lambda fork: fork[0].sequence is None)
         rows = [*range(len(requests)), *(row for _, row in children)]
         return [*requests, *(child for child, _ in children)], rows
 
     def _start_beam_search(self, request: Request) -> None:
-        """Make a request and its children the places of a beam search."""
+        """Make a request and its children the slots of a beam search."""
         params = request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         beams = BeamSearch(request.family, ends)
         for slot in beams.slots:
             slot.beams, slot.branched = beams, True
-            slot.top_logprobs = max(BeamSearch.looked_at(params.beam_width, len(ends)), params.logprobs or 0)
+            slot.top_logprobs = max(
+                BeamSearch.candidates_needed(params.beam_width, len(ends)), params.logprobs or 0
+            )
 
-    def _grammar_of(self) -> Grammars:
+    def _open_grammars(self) -> Grammars:
         if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, self.eos, self.grammar_limits)
+            self._grammars = Grammars(self.tokenizer, self.eos, self.config.grammar_limits)
         return self._grammars
 
     def _prepare_images(self, tokens: tuple[int, ...], images: Many[Any], tenant: str) -> ImageInputs:
@@ -408,19 +388,22 @@ class Engine:
         return self.vision.read_prompt(tokens, images, tenant)
 
     def _validate(self, ids: npt.NDArray[Any], params: SamplingParams, text: bool) -> None:
-        """Raise ValueError for what can never run."""
+        """Raise ValueError for a prompt or parameters that can never run."""
         if not len(ids):
-            raise ValueError("a prompt needs at least one token")
-        if len(ids) + params.max_tokens > self.cache.max_tokens:
+            raise ValueError("the prompt is empty: give at least one token")
+        limit = self.cache.max_tokens
+        if len(ids) + params.max_tokens > limit:
+            owner = "model's" if self.limit and self.config.max_context is None else "engine's"
             raise ValueError(
-                f"{len(ids)} prompt tokens and {params.max_tokens} new ones exceed {self._whose} {self.cache.max_tokens}"
+                f"{len(ids)} prompt tokens and max_tokens {params.max_tokens} exceed the {owner} limit of {limit} tokens: "
+                "shorten the prompt or lower max_tokens"
             )
         for token in (ids.min(), ids.max()):
             if not 0 <= token < self._vocabulary:
                 raise ValueError(
-                    f"the prompt's token {token} is none of the model's: ids go from 0 to {self._vocabulary - 1}"
+                    f"prompt token {token} is outside the vocabulary: give ids from 0 to {self._vocabulary - 1}"
                 )
         if self.tokenizer is None and (text or params.stops or params.structure is not None):
             raise ValueError(
-                "text, stop texts and structured output need a tokenizer, and this engine has none"
+                "text, stop texts and structured output need a tokenizer: pass one to the engine"
             )

@@ -1,4 +1,4 @@
-"""`kvloom generate`: from what was asked on the command line to answers on it. Decides nothing else."""
+"""`kvloom generate`: from command-line arguments to generated text."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ from kvloom.arguments import (
 
 if TYPE_CHECKING:
     from .llm import LLM
-    from .sampling.params import SamplingParams
+    from .sampling import SamplingParams
 
 __all__ = ["arguments", "run"]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to a parser."""
     add = parser.add_argument
     add("model", metavar="MODEL", help=MODEL)
-    add("prompts", nargs="*", metavar="PROMPT", help="texts to go on from")
+    add("prompts", nargs="*", metavar="PROMPT", help="prompt texts")
     add(
         "--tokens",
         action="append",
@@ -48,48 +49,48 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="IDS",
         help='a prompt as token ids, "5 6 7"; repeatable',
     )
-    add("--max-tokens", type=whole(1), default=64, metavar="N", help="new tokens at most (default: 64)")
+    add("--max-tokens", type=whole(1), default=64, metavar="N", help="most new tokens (default: 64)")
     add(
         "--temperature",
         type=number(0),
         default=0.0,
         metavar="T",
-        help="0 takes the likeliest token (default: 0)",
+        help="sampling temperature; 0 selects the most likely token (default: 0)",
     )
     add(
         "--top-p",
         type=number(0, 1, above=True),
         default=1.0,
         metavar="P",
-        help="draw from the likeliest share of P (default: 1)",
+        help="sample from the most likely tokens of total probability P (default: 1)",
     )
-    add("--seed", type=int, metavar="N", help="draw the same tokens again")
-    add("--n", type=whole(1), default=1, metavar="N", help="answers to each prompt (default: 1)")
+    add("--seed", type=int, metavar="N", help="seed of sampling: the same seed gives the same tokens")
+    add("--n", type=whole(1), default=1, metavar="N", help="samples of each prompt (default: 1)")
     add(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="end where this text comes; repeatable",
+        help="stop at this text; repeatable",
     )
     add(
         "--logprobs",
         type=whole(0),
         metavar="N",
-        help="tell log-probabilities, of N more tokens each; implies --json",
+        help="print log-probabilities, also of the N most likely tokens; implies --json",
     )
     add(
         "--prompt-logprobs",
         type=whole(0),
         metavar="N",
-        help="the same of the prompt's tokens; implies --json",
+        help="print log-probabilities of the prompt's tokens; implies --json",
     )
     add(
         "--json-schema",
         metavar="SCHEMA",
-        help="the answer is JSON of this form: a schema, or the name of a file that has one",
+        help="generate JSON that matches this schema (JSON text, or the name of a file)",
     )
-    add("--stream", action="store_true", help="print text as it comes (one prompt, one answer)")
+    add("--stream", action="store_true", help="print text as it is generated (one prompt, one sample)")
     add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
@@ -105,18 +106,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command. Returns the exit status."""
     from kvloom.models.specs import folder_of
 
     from .preflight import check_engine
-    from .sampling.params import SamplingParams
+    from .sampling import SamplingParams
 
     prompts = [*args.prompts, *map(token_ids, args.tokens)]
     if not prompts:
-        raise ValueError("nothing to go on from: give a PROMPT or --tokens")
+        raise ValueError("there is no prompt: give a PROMPT or --tokens")
     args.json |= args.logprobs is not None or args.prompt_logprobs is not None
     if args.stream and (len(prompts) > 1 or args.n > 1 or args.json):
         raise ValueError(
-            "--stream prints the text of one answer to one prompt, without --json, --logprobs or --prompt-logprobs"
+            "--stream needs one prompt and one sample, without --json, --logprobs or --prompt-logprobs"
         )
     params = SamplingParams(
         max_tokens=args.max_tokens,
@@ -157,12 +159,15 @@ def run(args: argparse.Namespace) -> int:
         grammar_memory=args.grammar_memory,
     )
     try:
-        return _told(args, llm, prompts, params)
+        return _generate(args, llm, prompts, params)
     finally:
         llm.close()
 
 
-def _told(args: argparse.Namespace, llm: LLM, prompts: list[str | list[int]], params: SamplingParams) -> int:
+def _generate(
+    args: argparse.Namespace, llm: LLM, prompts: list[str | list[int]], params: SamplingParams
+) -> int:
+    """Generate and print the results. Returns the exit status."""
     from dataclasses import asdict
 
     def shown(text: str, token_ids: list[int]) -> str:
@@ -186,7 +191,7 @@ def _told(args: argparse.Namespace, llm: LLM, prompts: list[str | list[int]], pa
 
 
 def _schema(given: str | None) -> str | None:
-    """A JSON schema, or that of a file."""
+    """Return a JSON schema, given as text or as the name of a file."""
     if given is None or given.lstrip().startswith(("{", "true", "false")):
         return given
     return Path(given).read_text(encoding="utf-8")

@@ -6,7 +6,7 @@
     for delta in llm.stream("Once upon a time"):
         print(delta.text, end="")
 
-Prompts are text or lists of token ids, or {"prompt": text or ids, "images": [...]} where the model sees. The model is a folder (or hub id) or a Hugging Face model that is loaded already.
+A prompt is a text, a list of token ids, or {"prompt": text or ids, "images": [...]} for a vision model.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ import torch
 from kvloom.models.loading import LoadFormat, choose_device, load
 from kvloom.models.specs import KVDtype, folder_of
 
+from .config import EngineConfig
 from .engine import Engine
-from .execution.memory_budget import default_token_budget
-from .execution.threads import use_threads
+from .execution import default_token_budget, use_threads
 from .preflight import check_engine
-from .request import Finish, Request, SamplingParams
-from .sampling.detokenizer import Detokenizer
-from .sampling.grammar import GrammarLimits
-from .sampling.logprobs import TokenLogprobs
+from .request import Request
+from .sampling import Detokenizer, Finish, GrammarLimits, SamplingParams, TokenLogprobs
 
 __all__ = ["LLM", "Completion", "Delta", "Result"]
 
@@ -37,9 +35,9 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer to a prompt, the `index`th. `text` goes on from the prompt, and is empty where there is no tokenizer.
-    `cumulative_logprob` and `logprobs` (one dictionary a token) are None where nothing asked for them; `stop_reason` is the
-    stop text or the stop token that ended it."""
+    """One sample of a prompt. `text` continues the prompt; it is empty without a tokenizer.
+
+    `cumulative_logprob` and `logprobs` (one dictionary a token) are None unless requested. `stop_reason` is the stop text or token."""
 
     index: int
     text: str
@@ -52,8 +50,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a prompt led to. `num_cached_tokens` of it were found in the cache. `prompt_logprobs` has an entry for each of its
-    tokens, None for the first; it is None where nobody asked."""
+    """All samples of a prompt. `num_cached_tokens` of the prompt were cached.
+
+    `prompt_logprobs` has an entry for each prompt token, None for the first; it is None unless requested."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -64,8 +63,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new of the `index`th answer to the `prompt`th prompt. Text may lag behind its tokens: characters are whole, and
-    what may begin a stop text is held back. `finish_reason` comes with the last."""
+    """New tokens and text of one sample: prompt number, sample number. `finish_reason` comes with the last delta.
+
+    Text may lag behind tokens: characters are whole, and a possible start of a stop text is held back."""
 
     prompt: int
     index: int
@@ -76,16 +76,18 @@ class Delta:
 
 
 class LLM:
-    """A model (a folder, a hub id, the name of one that comes along, or a loaded one) and its engine. `pool_bytes` are for the
-    cache (without them it takes what the device has left); `dtype` and `device` are the weights'; `kv_dtype` and `kv_scales` say
-    how K and V are kept, as the engine takes them. A `processor` is what turns text and images into ids and tensors; that of the
-    model's folder is taken when the first image comes.
-    `load_format` "random" makes weights of a config; `threads` are torch's on a CPU, for the whole process (threads.py has the
-    rule for None); `progress` shows bars while loading and preparing. `batch_invariant`: the same seed, the same tokens and
-    log-probabilities on a GPU, whatever runs beside. `tiers` are places for pages below the pool: `["host:64GiB",
-    "disk:/path:1TiB"]`; `close` brings them up to date and ends them.
-    `max_context` bounds sequences below what the model could do, and `token_budget` the tokens of prompts a step. One grammar may take
-    `grammar_seconds` of CPU time to compile, and again for each step, and `grammar_memory` bytes."""
+    """A model and its engine. `model` is a folder, a hub id, the name of an embedded model, or a loaded Hugging Face model.
+
+    | argument                                   | meaning                                                              |
+    |--------------------------------------------|----------------------------------------------------------------------|
+    | `dtype`, `device`, `load_format`           | of the weights; `load_format` "random" creates weights from a config  |
+    | `tokenizer`, `processor`                   | replace those of the model's folder; a processor is loaded with the first image |
+    | `threads`                                  | CPU threads of torch for this process (None: the rule in execution/threads.py) |
+    | `progress`                                 | show progress bars while loading and preparing                       |
+    | `grammar_seconds`, `grammar_memory`        | limits of one grammar: CPU seconds to compile and for each step, bytes |
+    | others                                     | see `EngineConfig`                                                   |
+
+    Call `close` to store pages in the tiers and end the engine."""
 
     def __init__(
         self,
@@ -109,7 +111,6 @@ class LLM:
         grammar_seconds: float = 2.0,
         grammar_memory: int = 256 << 20,
     ) -> None:
-        limits = GrammarLimits(grammar_seconds, grammar_memory)
         self.tokenizer, self.processor = tokenizer, processor
         self._folder = folder_of(model) if isinstance(model, str) else None
         if self._folder is not None:
@@ -125,28 +126,27 @@ class LLM:
             )
             where = choose_device(device)
             if dtype == "auto" and where.type == "cpu" and self._folder != model:
-                dtype = "float32"  # one that comes along, as `kvloom serve` has it
+                dtype = "float32"  # an embedded model, as in `kvloom serve`
             model, found = load(self._folder, dtype, where, load_format, progress)
             self.tokenizer = tokenizer or found
         if token_budget is None:
             token_budget = default_token_budget(next(model.parameters()).device)
-        self.engine = Engine(
-            model,
-            pool_bytes,
-            kv_dtype,
+        config = EngineConfig(
+            pool_bytes=pool_bytes,
+            kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
             token_budget=token_budget,
             max_running=max_running,
-            tokenizer=self.tokenizer,
-            kv_scales=kv_scales,
+            max_context=max_context,
             batch_invariant=batch_invariant,
             tiers=tiers,
-            max_context=max_context,
-            grammar_limits=limits,
+            grammar_limits=GrammarLimits(grammar_seconds, grammar_memory),
         )
+        self.engine = Engine(model, config, self.tokenizer)
         if threads is not None or self.engine.device.type == "cpu":
             use_threads(threads)
         self._prepare(progress)
-        self._names: dict[int, str] = {}
+        self._token_texts: dict[int, str] = {}
 
     def _prepare(self, progress: bool) -> None:
         if not progress:
@@ -160,7 +160,7 @@ class LLM:
             self.engine.prepare(lambda done, total: bar.update(task, completed=done, total=total))
 
     def close(self) -> None:
-        """End what still runs, and the tiers below the pool: what they want is stored first, within seconds."""
+        """Cancel all requests, store offered pages in the tiers, and close those. Takes up to 10 seconds."""
         self.engine.close()
 
     def generate(
@@ -169,9 +169,10 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[Result]:
-        """Results in the prompts' order. One `params` serves all, or one each. All requests run together; if one of
-        them can never run, ValueError is raised and none does."""
-        many, requests = self._added(prompts, params)
+        """Return results in the order of the prompts. `params` apply to all prompts, or are one each.
+
+        All requests run together. Raises ValueError, and runs none, if one of them can never run."""
+        many, requests = self._add(prompts, params)
         try:
             self._run(requests, progress)
         except BaseException:
@@ -184,55 +185,57 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Delta]:
-        """What is new, as it comes; each answer's pieces in order, those of several answers mixed. Nothing is done before the
-        first is asked for, and ending the loop early cancels what still runs. Answers that are picked at the end (`best_of`,
-        beams) are refused: use `generate`."""
-        _, requests = self._added(prompts, params, text=True)
+        """Yield deltas as tokens arrive: those of one sample in order, those of several interleaved.
+
+        Starts with the first iteration; leaving the loop cancels the requests. Refuses `best_of` and beams: use `generate`."""
+        _, requests = self._add(prompts, params, text=True)
         open_ = [one for request in requests for one in request.family]
         places = {
             id(one): (i, j) for i, request in enumerate(requests) for j, one in enumerate(request.family)
         }
-        told = {id(one): 0 for one in open_}
+        returned = {id(one): 0 for one in open_}
         try:
             while open_:
                 self.engine.step()
                 for one in open_:
                     count = one.output_count
-                    if count > told[id(one)] or one.finish_reason is not None:
-                        yield self._delta(one, *places[id(one)], told[id(one)])
-                        told[id(one)] = count
+                    if count > returned[id(one)] or one.finish_reason is not None:
+                        yield self._delta(one, *places[id(one)], returned[id(one)])
+                        returned[id(one)] = count
                 open_ = [one for one in open_ if one.finish_reason is None]
         finally:
             self._cancel(requests)
 
     def _delta(self, one: Request, prompt: int, index: int, start: int) -> Delta:
         tokens = one.output[start:]
-        logprobs = None if one.params.logprobs is None else self._named(one.logprobs[start:])
+        logprobs = None if one.params.logprobs is None else self._with_texts(one.logprobs[start:])
         text = "" if one.text is None else one.text.take()
         return Delta(prompt, index, text, tokens, logprobs, one.finish_reason)
 
-    def _added(
+    def _add(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         text: bool = False,
     ) -> tuple[list[Any], list[Request]]:
-        """The prompts as a list, and their requests: all, or none if one is refused."""
+        """Return the prompts as a list, and their requests. If one is refused, adds none."""
         one = isinstance(prompts, str | Mapping) or _is_ids(prompts)
         many: list[Any] = [prompts] if one else list(prompts)
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
-            raise ValueError(f"{len(each)} sampling parameters for {len(many)} prompts")
+            raise ValueError(
+                f"{len(each)} sampling parameters do not match {len(many)} prompts: give one for all, or one each"
+            )
         if text and any(mine is not None and mine.samples > mine.n for mine in each):
             raise ValueError(
-                "best_of and beam_width pick answers at the end, so there is nothing to stream: use generate"
+                "best_of and beam_width select samples at the end and cannot be streamed: use generate"
             )
         requests: list[Request] = []
         try:
             for prompt, mine in zip(many, each, strict=True):
-                told = text and self.tokenizer is not None
-                ids, images = self._given(prompt)
-                requests.append(self.engine.add(ids, mine, text=told, images=images))
+                with_text = text and self.tokenizer is not None
+                ids, images = self._read_prompt(prompt)
+                requests.append(self.engine.add(ids, mine, text=with_text, images=images))
         except BaseException:
             self._cancel(requests)
             raise
@@ -255,13 +258,13 @@ class LLM:
                 self.engine.step()
                 bar.update(task, completed=sum(request.finish_reason is not None for request in requests))
 
-    def _given(self, prompt: Any) -> tuple[list[int], list[Any]]:
-        """A prompt's ids and its images, as the engine takes them."""
+    def _read_prompt(self, prompt: Any) -> tuple[list[int], list[Any]]:
+        """Return a prompt's token ids, and its images as the engine takes them."""
         if not isinstance(prompt, Mapping):
             return self._ids(prompt), []
         if "prompt" not in prompt or prompt.keys() - {"prompt", "images"}:
             raise ValueError(
-                f"a prompt has 'prompt' and may have 'images', not {', '.join(map(repr, prompt))}"
+                f"a prompt needs the key 'prompt', and may have 'images'; got {', '.join(map(repr, prompt))}"
             )
         words, images = prompt["prompt"], list(prompt.get("images") or ())
         if not images or self.engine.vision is None:
@@ -276,7 +279,7 @@ class LLM:
     def _processor(self) -> Any:
         if self.processor is None:
             if self._folder is None:
-                raise ValueError("images and text need the model's processor: LLM(model, processor=...)")
+                raise ValueError("images need the model's processor: pass LLM(model, processor=...)")
             from transformers import AutoProcessor
 
             self.processor = AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
@@ -286,26 +289,28 @@ class LLM:
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
         if self.tokenizer is None:
-            raise ValueError("this model has no tokenizer: give prompts as token ids")
+            raise ValueError("the model has no tokenizer: give prompts as token ids")
         return list(self.tokenizer(prompt)["input_ids"])
 
     def _result(self, prompt: Any, request: Request) -> Result:
-        outputs = [self._completion(i, one) for i, one in enumerate(request.best)]
+        outputs = [self._completion(i, one) for i, one in enumerate(request.returned_samples)]
         words = prompt["prompt"] if isinstance(prompt, Mapping) else prompt
         text = words if isinstance(words, str) else None
-        told: list[TokenLogprobs | None] | None = None
+        prompt_logprobs: list[TokenLogprobs | None] | None = None
         if request.params.prompt_logprobs is not None:
-            # The first token follows nothing.
-            told = [None, *self._named([one for one in request.prompt_logprobs if one is not None])]
-        return Result(text, list(request.prompt), outputs, request.cached_tokens or 0, told)
+            prompt_logprobs = [
+                None,
+                *self._with_texts([one for one in request.prompt_logprobs if one is not None]),
+            ]
+        return Result(text, list(request.prompt), outputs, request.cached_tokens or 0, prompt_logprobs)
 
     def _completion(self, index: int, one: Request) -> Completion:
         assert one.finish_reason is not None
         params = one.params
-        told = one.cumulative_logprob if params.wants_logprobs else None
-        logprobs = None if params.logprobs is None else self._named(one.logprobs)
+        cumulative = one.cumulative_logprob if params.wants_logprobs else None
+        logprobs = None if params.logprobs is None else self._with_texts(one.logprobs)
         return Completion(
-            index, self._text(one), one.output, told, logprobs, one.finish_reason, one.stop_reason
+            index, self._text(one), one.output, cumulative, logprobs, one.finish_reason, one.stop_reason
         )
 
     def _text(self, one: Request) -> str:
@@ -320,13 +325,15 @@ class LLM:
             tokens = tokens if params.include_stop_str_in_output else tokens[:-1]
         return Detokenizer(self.tokenizer, one.prompt, params.skip_special_tokens).add_all(tokens)
 
-    def _named(self, logprobs: list[TokenLogprobs]) -> list[TokenLogprobs]:
-        """With the tokens' texts."""
+    def _with_texts(self, logprobs: list[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Return log-probabilities with the texts of the tokens."""
         if self.tokenizer is None:
             return logprobs
-        for token in {token for one in logprobs for token in one if token not in self._names}:
-            self._names[token] = str(self.tokenizer.decode([token]))
-        return [{t: replace(p, decoded_token=self._names[t]) for t, p in one.items()} for one in logprobs]
+        for token in {token for one in logprobs for token in one if token not in self._token_texts}:
+            self._token_texts[token] = str(self.tokenizer.decode([token]))
+        return [
+            {t: replace(p, decoded_token=self._token_texts[t]) for t, p in one.items()} for one in logprobs
+        ]
 
 
 def _is_ids(prompts: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A request: what was asked, what it has by now, and how it ended. Data; it computes nothing."""
+"""A request: what was asked, its state, and how it finished. Data; does not compute."""
 
 from __future__ import annotations
 
@@ -13,51 +13,43 @@ import numpy.typing as npt
 from kvloom.core import CacheControl, Miss, QueuedPrefix, Sequence, plain_ids, unwatched
 from kvloom.models.paged import ImageInputs
 
-from .sampling.beam_search import BeamSearch
-from .sampling.detokenizer import TextStream
-from .sampling.grammar import GrammarState
-from .sampling.logit_processors import TokenCounts
-from .sampling.logprobs import TokenLogprobs
-from .sampling.params import Finish, SamplingParams
+from .sampling import BeamSearch, Finish, GrammarState, SamplingParams, TextStream, TokenCounts, TokenLogprobs
 
-__all__ = ["Finish", "Request", "SamplingParams", "token_ids"]
+__all__ = ["Request", "token_ids"]
 
 SEEDS = 1 << 64
 
 
 def token_ids(given: Iterable[int]) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
-    """Token ids as Python's numbers and as an array of integers. A list of Python's costs a few nanoseconds a token where it
-    holds plain numbers alone; a device may wait for it."""
+    """Return token ids as Python integers and as an array. Costs a few nanoseconds a token for a list of plain integers."""
     held = given if isinstance(given, (list, tuple, np.ndarray)) else list(given)
     data = plain_ids(held)
     if data is not None:
         return unwatched(tuple(held)), np.frombuffer(data, np.int32)
     try:
         ids: npt.NDArray[Any] = np.fromiter(held, np.int64, len(held))
-    except (OverflowError, TypeError, ValueError):  # numbers that no such array holds, or something else
+    except (OverflowError, TypeError, ValueError):  # integers beyond 64 bits, or other types
         ids = np.array([int(token) for token in held], dtype=object)
     return tuple(ids.tolist()), ids
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One text that grows. `tokens` are prompt and output; `sequence` holds its pages while it runs, and is None while it
-    waits. `computed` tokens have been launched, `unknown` ones were chosen that the host has not seen; where `uncached`, it
-    leaves the cache alone: uses nothing of it, and adds nothing. `looked_below`: how far the cache took it when tiers had no
-    more for it, since it last began; `lacking` is what kept those that are there from serving it.
+    """One sequence of tokens that grows: prompt, then output.
 
-    `priority`: larger runs first and is preempted last. `order` is the place in which requests came. `seed` is the one it
-    was given, or any. `text` is its output as text where that is made as it grows, `structure` where it stands in its
-    grammar. Where several answers are wanted the request is the first of them and `children` are the others: they begin
-    (`branched`) where the prompt ends, or are the places of `beams`. One that `waits` must have its last token seen by the
-    host before its next can be chosen. `sight` is what the prompt shows, where it has images. `prompt_logprobs` are those of
-    the prompt's tokens that are known by now, where they are wanted; the first token has none.
-
-    How it went: it was looked up at `looked_up`, on the cache's clock, and `began` when it got its first work: `hits` says
-    how many tokens it found in which tier, `stop` why the pool had no more then, and `elsewhere` that another tenant has more.
-    `loads` are tokens that came from below the pool for it: the tier, from when to when on the monotonic clock, how many. The
-    `first_loads` of them are what it began with; others brought back what it had lost.
-    """
+    | state       | fields                                                                                            |
+    |-------------|---------------------------------------------------------------------------------------------------|
+    | tokens      | `tokens`: prompt and output; `computed`: launched; `inflight_tokens`: sampled, not on the host yet   |
+    | pages       | `sequence`: its pages while it runs, None while it waits; `queued_prefix`: pages protected for it     |
+    | cache       | `uncached`: neither reads nor adds cached pages; `looked_in_tiers`: the cached length at the last lookup in tiers; `tier_miss`: why tiers had no more |
+    | order       | `priority`: larger runs first and is preempted last; `order`: arrival                              |
+    | sampling    | `seed`: given or random; `text`: the decoded output; `structure`: its state in the grammar          |
+    | samples     | `parent`, `children`: the samples of one prompt; `branched`: they have started; `beams`: their beam search |
+    | images      | `images`: the prompt's images                                                                     |
+    | results     | `logprobs`, `prompt_logprobs` (None for the first token), `cumulative_logprob`, `finish_reason`, `stop_reason` |
+    | cache hits  | `cached_tokens` at the first start; `pool_miss`: why not more; `other_tenant_has_more` |
+    | times       | `looked_up`, `started`: the match and the first work, on the cache's clock                              |
+    | loads       | `loads`: (tier, start, end, tokens) on the monotonic clock; the `first_loads` of them before it started |"""
 
     order: int
     prompt: tuple[int, ...]
@@ -72,7 +64,7 @@ class Request:
     uncached: bool = False
     looked_in_tiers: int | None = None
     queued_prefix: QueuedPrefix | None = None
-    miss: Miss | None = None
+    tier_miss: Miss | None = None
     preemptions: int = 0
     finish_reason: Finish | None = None
     stop_reason: int | str | None = None
@@ -83,31 +75,31 @@ class Request:
     top_logprobs: int = 0
     text: TextStream | None = None
     structure: GrammarState | None = None
-    tally: TokenCounts | None = None
+    token_counts: TokenCounts | None = None
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
     branched: bool = False
     beams: BeamSearch[Request] | None = None
     images: ImageInputs | None = None
     looked_up: float = 0.0
-    began: float = 0.0
-    stop: Miss | None = None
+    started: float = 0.0
+    pool_miss: Miss | None = None
     loads: list[tuple[str, float, float, int]] = field(default_factory=list)
     first_loads: int = 0
-    elsewhere: bool = False
-    waits: bool = field(init=False)
+    other_tenant_has_more: bool = False
+    needs_last_token: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)
-    """Sorts first what runs first."""
+    """Sort key: smaller runs first."""
     limit: int = field(init=False)
-    """Tokens that it may come to have."""
+    """Most tokens of prompt and output together."""
     prompt_array: npt.NDArray[np.int32] | None = field(repr=False, default=None)
-    """The prompt as an array, where whoever made the request had one: see `prompt_ids`."""
+    """The prompt as an array, if its creator had one: see `prompt_ids`."""
 
     def __post_init__(self) -> None:
         self.tokens = unwatched(list(self.prompt))
         self.rank = -self.priority, self.order
         self.limit = len(self.prompt) + self.params.max_tokens
-        self.waits = self.params.needs_last_token
+        self.needs_last_token = self.params.needs_last_token
         self.top_logprobs = self.params.logprobs or 0
         if self.seed < 0:
             self.seed = secrets.randbits(63) if self.params.seed is None else self.params.seed % SEEDS
@@ -117,7 +109,7 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     def ids(self, end: int) -> npt.NDArray[np.int32]:
-        """Its first `end` tokens as an array; costs in proportion to those that are not its prompt's."""
+        """Return its first `end` tokens as an array. Costs in proportion to the output tokens among them."""
         size, asked = len(self.prompt), self.prompt_ids
         if end <= size:
             return asked[:end]
@@ -125,50 +117,50 @@ class Request:
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]:
-        """The prompt as an array, which all answers to it share: made when it is first wanted, as the device may be busy then."""
+        """The prompt as an array, shared by all samples. Created on first use, while the device may be busy."""
         first = self.parent or self
         if first.prompt_array is None:
             first.prompt_array = np.array(first.prompt, np.int32)
         return first.prompt_array
 
     @property
-    def asking(self) -> CacheControl:
-        """Its control as it asks the cache: one that leaves the cache alone, or tells of its prompt, takes nothing from it."""
+    def match_control(self) -> CacheControl:
+        """Its cache control for a match: without reads if it skips the cache or computes prompt log-probabilities."""
         if self.uncached:
             return replace(self.control, read=False, store=False)
-        # What is found is not computed, and then not known.
+        # Cached tokens are not computed, so they have no log-probabilities.
         return replace(self.control, read=False) if self.wants_prompt_logprobs else self.control
 
     def count_cached(self, tokens: int) -> None:
-        """It began with so many tokens found in the cache; what it finds when it comes back does not count."""
+        """Record the cached tokens of its first start; later starts do not count."""
         if self.cached_tokens is None:
             self.cached_tokens = tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of its prompt are wanted and not all known: every token of it must be computed."""
+        """Whether prompt log-probabilities are requested and missing: then every prompt token is computed."""
         wanted = self.params.prompt_logprobs is not None and self.parent is None
         return wanted and max(1, len(self.prompt_logprobs)) < len(self.prompt)
 
     @property
-    def telling(self) -> bool:
-        """Whether what it computes next tells of its prompt."""
+    def computes_prompt_logprobs(self) -> bool:
+        """Whether its next tokens yield prompt log-probabilities."""
         return self.computed < len(self.prompt) and self.wants_prompt_logprobs
 
-    def add_prompt_logprobs(self, start: int, told: list[TokenLogprobs]) -> None:
-        """Take in the log-probabilities of the prompt's tokens from `start` on; what is known already stays."""
+    def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
+        """Add the log-probabilities of prompt tokens from `start` on; known ones stay."""
         if not self.prompt_logprobs:
             self.prompt_logprobs.append(None)
         known = len(self.prompt_logprobs)
         if start <= known:
-            self.prompt_logprobs += told[known - start :]
+            self.prompt_logprobs += logprobs[known - start :]
 
     @property
     def hits(self) -> dict[str, int]:
-        """Tokens that it found, by the tier that had them; `cached_tokens` in all."""
+        """Cached tokens by tier, `cached_tokens` in all."""
         found: dict[str, int] = {}
         left = self.cached_tokens or 0
-        # Of what came more than once, because it left again before its turn, the last counts.
+        # Of pages that were loaded again after an eviction, the last load counts.
         for tier, _, _, tokens in reversed(self.loads[: self.first_loads]):
             if counted := min(tokens, left):
                 found[tier] = found.get(tier, 0) + counted
@@ -177,42 +169,43 @@ class Request:
 
     @property
     def output_count(self) -> int:
+        """Number of output tokens on the host."""
         return len(self.tokens) - len(self.prompt)
 
     @property
-    def drawn(self) -> int:
-        """Tokens that were chosen for it so far, seen or not."""
+    def sampled_tokens(self) -> int:
+        """Number of sampled tokens, including in-flight ones."""
         return len(self.tokens) + self.inflight_tokens - len(self.prompt)
 
     @property
     def pending(self) -> int:
-        """Tokens whose computing has not been launched."""
+        """Number of tokens whose computation has not been launched."""
         return len(self.tokens) + self.inflight_tokens - self.computed
 
     @property
     def mask_pending(self) -> bool:
-        """Whether its grammar's process still computes which tokens may come next: it cannot be scheduled before."""
+        """Whether its grammar process still computes the next mask: the request cannot be scheduled before."""
         return self.structure is not None and self.structure.pending
 
     @property
     def parked(self) -> bool:
-        """Whether it is a beam that waits for the others of its depth."""
+        """Whether it is a beam that waits for the other beams of its depth."""
         return self.beams is not None and self.pending == 0
 
     @property
     def family(self) -> list[Request]:
-        """All answers to its prompt, itself among them."""
+        """All samples of its prompt, itself included."""
         first = self.parent or self
         return [first, *first.children]
 
     @property
-    def bound(self) -> list[Request]:
-        """Those that end when it is ended: all beams, and answers that have not begun."""
+    def finishes_with(self) -> list[Request]:
+        """The requests that finish together with it: all beams, and samples that have not started."""
         return self.family if self.beams is not None or (self.children and not self.branched) else [self]
 
     @property
-    def best(self) -> list[Request]:
-        """The answers that were asked for: where there are more, those of the greatest cumulative log-probability."""
+    def returned_samples(self) -> list[Request]:
+        """The `n` samples to return: of more, those with the greatest cumulative log-probability."""
         answers = self.family
         if self.params.beam_width > 1:
             answers = [one for one in answers if one.output_count]

@@ -1,4 +1,8 @@
-"""How much memory a load needs, and how much of it is wasted. `kvloom plan`."""
+"""The memory planner: KV memory of requests under three allocation schemes.
+
+memory.py     Load, make_plan, render: the arithmetic and its tables
+command.py    `kvloom plan`
+"""
 
 from .memory import Load, Plan, PlanError, Scheme, format_bytes, make_plan, render
 

@@ -1,4 +1,4 @@
-"""`kvloom plan`: from what was asked on the command line to tables or JSON. Decides nothing else."""
+"""`kvloom plan`: command-line arguments of the memory planner."""
 
 from __future__ import annotations
 
@@ -13,37 +13,42 @@ __all__ = ["arguments", "run"]
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="a known name (see --list) or the path of a config.json")
-    add("--list", action="store_true", help="list the known models and stop")
+    add(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="name of a known model (see --list) or path of a config.json",
+    )
+    add("--list", action="store_true", help="list the known models and exit")
     add(
         "--context",
         type=whole(1),
         metavar="N",
-        help="text tokens of one request (default: 8192, or the limit)",
+        help="text tokens per request (default: 8192, or the model's limit)",
     )
     add(
         "--image-tokens",
         type=whole(0),
         default=0,
         metavar="N",
-        help="image tokens of one request (default: 0)",
+        help="image tokens per request (default: 0)",
     )
     add(
         "--max-context",
         type=whole(1),
         metavar="N",
-        help="size of contiguous buffers (default: the model's limit)",
+        help="tokens per contiguous buffer (default: the model's limit)",
     )
-    add("--concurrency", type=whole(1), default=1, metavar="N", help="requests at once (default: 1)")
+    add("--concurrency", type=whole(1), default=1, metavar="N", help="concurrent requests (default: 1)")
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add(
         "--gpu-memory",
         type=size,
         metavar="SIZE",
-        help="memory given to the cache, like 40GiB: shows how many requests fit",
+        help="memory for the cache, such as 40GiB: shows how many requests fit",
     )
-    add("--block-tokens", type=whole(1), default=16, metavar="N", help="tokens of a block (default: 16)")
-    add("--draft", metavar="MODEL", help="a draft model beside it in the same pool")
+    add("--block-tokens", type=whole(1), default=16, metavar="N", help="tokens per block (default: 16)")
+    add("--draft", metavar="MODEL", help="draft model that shares the pool")
     add("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -56,9 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from kvloom.plan import Load, PlanError, make_plan, render
 
     if args.model is None:
-        raise PlanError(
-            "which model? Give a name (`kvloom plan --list` shows them) or the path of a config.json"
-        )
+        raise PlanError("no model given: use a name of `kvloom plan --list` or the path of a config.json")
     spec = load_spec(args.model, args.kv_dtype)
     if args.draft is not None:
         spec = with_draft(spec, load_spec(args.draft, args.kv_dtype))

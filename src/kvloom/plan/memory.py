@@ -1,13 +1,12 @@
-"""How much memory a load needs under three schemes of keeping it: the arithmetic and its tables.
+"""Memory that requests need under three allocation schemes: the arithmetic and its tables.
 
-| scheme     | one request holds                                                                     |
-|------------|---------------------------------------------------------------------------------------|
+| scheme     | memory of one request                                                                  |
+|------------|----------------------------------------------------------------------------------------|
 | contiguous | `max_context` tokens in every text layer, its image tokens in cross layers, its states |
 | uniform    | every text and image token in every layer, in whole blocks, and its states             |
-| kvloom     | the pages that its last query still needs, group by group, and its states              |
+| kvloom     | the pages that its last query can read, group by group, and its states                 |
 
-Needed, and so not waste, is what each layer still needs at the last query. No device is asked and no
-weights are counted: memory is what is given to the cache.
+Waste is memory that no layer can read at the last query. Reads no device; weights are not counted.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _WIDE = 100
 
 
 class PlanError(ValueError):
-    """A load that makes no sense for the model; the message names the value and the way out."""
+    """A load that does not suit the model; the message names the value and what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +40,12 @@ class Load:
     image_tokens: int = 0
     concurrency: int = 1
     max_context: int | None = None
-    """What contiguous buffers are sized by; None takes the model's limit."""
+    """Tokens per contiguous buffer; None: the model's limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Bytes for the whole load, the share of them it does not need, and how many of its requests fit."""
+    """Bytes for all requests, the wasted share, and how many requests fit."""
 
     bytes: int
     waste: float
@@ -55,7 +54,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything the command prints."""
+    """The result of planning, as the command prints it."""
 
     spec: ModelSpec
     layout: PoolLayout
@@ -68,7 +67,7 @@ class Plan:
 
     @property
     def kv_dtype(self) -> str | None:
-        """What K and V are kept in, kind by kind where they differ; None for a model that keeps states alone."""
+        """The dtype of K and V, per kind where they differ; None for a model with states only."""
         kept = (g.spec.fields[0].dtype for g in self.layout.groups if g.spec.unit == "token")
         return ", ".join(dict.fromkeys(kept)) or None
 
@@ -99,10 +98,10 @@ class Plan:
 def make_plan(
     spec: ModelSpec, load: Load, block_tokens: int = HASH_TOKENS, gpu_memory: int | None = None
 ) -> Plan:
-    """Compare the three schemes for `load`. Raises PlanError where the load does not suit the model."""
+    """Compare the three schemes for `load`. Raises PlanError if the load does not suit the model."""
     _check(spec, load)
     if block_tokens <= 0 or block_tokens % HASH_TOKENS:
-        raise PlanError(f"blocks of {block_tokens} tokens; a block is a positive multiple of {HASH_TOKENS}")
+        raise PlanError(f"block_tokens {block_tokens} must be a positive multiple of {HASH_TOKENS}")
     length = _stream_length(spec, load)
     limit = load.max_context or max(spec.max_context or 0, length)
     layout = PoolLayout.build(spec.layers, block_tokens)
@@ -131,7 +130,7 @@ def _check(spec: ModelSpec, load: Load) -> None:
             raise PlanError(f"{name} is {value}; it must be at least {least}")
     if load.image_tokens and spec.media is None:
         raise PlanError(
-            f"{spec.name} takes no images, but {load.image_tokens:,} image tokens were given; leave --image-tokens out"
+            f"{spec.name} takes no images, but {load.image_tokens:,} image tokens were given: omit --image-tokens"
         )
     length = _stream_length(spec, load)
     if load.max_context is not None and load.max_context < length:
@@ -149,13 +148,13 @@ def _notes(spec: ModelSpec, load: Load, length: int) -> tuple[str, ...]:
 
 
 def _stream_length(spec: ModelSpec, load: Load) -> int:
-    """Positions of the text stream; the images of some models are among them."""
+    """Return the positions of the text stream, with images for models that place them in it."""
     in_stream = spec.media is not None and spec.media.place == "stream"
     return load.context + (load.image_tokens if in_stream else 0)
 
 
 def _needed(group: PageGroup, spec: ModelSpec, load: Load) -> int:
-    """Bytes of one request that the group's layers still need at the last query."""
+    """Return the bytes of one request that the group's layers can read at the last query."""
     if group.spec.unit == "state":
         return group.unit_bytes
     if group.spec.axis == "media":
@@ -175,8 +174,8 @@ def _uniform(layout: PoolLayout, load: Load) -> int:
 
 
 def _whole_slabs(layout: PoolLayout, memory: int) -> int:
-    """What of `memory` requests can fill for certain: whole slabs, less one for each group whose last
-    slab may be partly empty."""
+    """Return the part of `memory` that requests can fill for certain: whole slabs, less one per group whose last slab may be
+    partly empty."""
     partial = sum(group.pages_per_slab > 1 for group in layout.groups)
     return max(0, layout.slabs_in(memory) - partial) * layout.slab_bytes
 
@@ -187,7 +186,7 @@ def _scheme(each: int, needed: int, load: Load, memory: int | None) -> Scheme:
 
 
 def render(plan: Plan, console: Console) -> None:
-    """Print the plan for people. It reads the same without colours; below 100 columns it shows less."""
+    """Print the plan as tables. Below 100 columns it shows less."""
     load = plan.load
     images = f" and {load.image_tokens:,} image" if load.image_tokens else ""
     requests = "request" if load.concurrency == 1 else "requests"

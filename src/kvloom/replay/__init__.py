@@ -1,4 +1,15 @@
-"""Recorded traffic through the real cache core: hit rates, sizes, waiting times."""
+"""Replays recorded traffic through the real cache core: hit rates, cache sizes, waiting times.
+
+command.py       `kvloom replay`
+traces.py        reads public trace formats
+recording.py     reads recordings of `kvloom serve --record`
+traffic.py       Traffic: requests as block numbers and times
+simulator.py     replay: traffic through the core under a policy
+bounds.py        upper bounds: unlimited cache, and Belady's MIN
+sizing.py        size_cache: the capacity that a hit rate needs
+cost.py          estimate: waiting times on given hardware
+plot.py          hit-rate curves
+"""
 
 from .cost import CostModel, Load, estimate
 from .recording import Recorder

@@ -1,7 +1,7 @@
-"""What no cache can beat: everything kept for ever, and Belady's MIN for a given size.
+"""Upper bounds of the hit rate: an unlimited cache, and Belady's MIN for a given size.
 
-MIN sees the future: it lets go what is wanted again last. Both insert whole requests and count a block
-as hit only if all before it are, as every policy's replay does. They need no cache and no clock.
+MIN evicts the block whose next use is the latest. As in every replay, whole requests are inserted, and a block counts as hit
+only if all blocks before it are. Needs no cache and no clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NEVER = np.iinfo(np.int64).max
 
 
 def ideal_hits(traffic: Traffic) -> list[int]:
-    """For each request, the leading blocks of its prompt that some request before it had. O(blocks)."""
+    """Return the leading blocks of each prompt that an earlier request had. O(blocks)."""
     seen = np.zeros(traffic.distinct, np.bool_)
     hits = []
     for request in traffic.requests:
@@ -30,11 +30,10 @@ def ideal_hits(traffic: Traffic) -> list[int]:
 
 
 def min_hits(traffic: Traffic, capacity: int) -> tuple[list[int], int]:
-    """The leading blocks that a cache of `capacity` blocks would have for each request if it knew the
-    future, and how many blocks leave it. Of a request longer than the cache only as much as fits stays.
+    """Return the leading blocks that MIN with `capacity` blocks hits for each request, and the evicted blocks. Of a request longer
+    than the cache, only its beginning is stored.
 
-    The blocks of one request that are wanted next by one later request leave together, deepest first, so
-    that the cost is O(log n) for each of those runs, not for each block.
+    Blocks of one request with the same next use are evicted together, deepest first, so the cost is O(log n) per such run.
     """
     rows = [request.blocks[:capacity] for request in traffic.requests]
     wanted = _next_uses(rows)
@@ -55,7 +54,7 @@ def min_hits(traffic: Traffic, capacity: int) -> tuple[list[int], int]:
         while size > capacity:
             use, first, owner, last = heapq.heappop(queue)
             if -use <= now:
-                continue  # its blocks were used again and stand in a newer run
+                continue  # its blocks were used again and belong to a newer run
             gone = min(size - capacity, last + first)
             inside[rows[owner][last - gone : last]] = False
             size -= gone
@@ -71,7 +70,7 @@ def _leading(inside: npt.NDArray[np.bool_], blocks: Blocks) -> int:
 
 
 def _next_uses(rows: list[Blocks]) -> list[npt.NDArray[np.int64]]:
-    """For each block of each request, the number of the next request that has it."""
+    """Return the number of the next request that has each block."""
     lengths = [len(row) for row in rows]
     flat = np.concatenate(rows) if rows else np.empty(0, np.int32)
     owner = np.repeat(np.arange(len(rows)), lengths)

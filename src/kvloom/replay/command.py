@@ -1,4 +1,4 @@
-"""`kvloom replay`: from what was asked on the command line to tables or JSON. Decides nothing else."""
+"""`kvloom replay`: command-line arguments, tables and JSON of the simulator."""
 
 from __future__ import annotations
 
@@ -24,78 +24,86 @@ from .traffic import Traffic
 __all__ = ["arguments", "run"]
 
 DEFAULT_BYTES = 131072
-"""A token of an 8-billion Llama 3 in bf16, for sizes in bytes where no model is given."""
+"""Bytes per token of an 8B Llama 3 in bf16, for sizes in bytes without a model."""
 Row = tuple[Outcome, Load | None]
 
 
 def arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("traces", nargs="+", metavar="TRACE", help="files (gzipped or not) or folders of recorded traffic")
+    add("traces", nargs="+", metavar="TRACE", help="trace files (gzipped or not) or folders")
     add(
         "--capacity",
         action="append",
         default=[],
         metavar="C",
-        help="blocks (10000), a share of all distinct blocks (10%%) or bytes (80GiB); repeatable (default: 10%%)",
+        help="cache size in blocks (10000), share of distinct blocks (10%%) or bytes (80GiB); repeatable (default: 10%%)",
     )
     add(
         "--policy",
         action="append",
         default=[],
         metavar="P",
-        help="ideal, min or an eviction policy; repeatable (default: ideal, min, lru, adaptive)",
+        help="eviction policy, or the bounds ideal and min; repeatable (default: ideal, min, lru, adaptive)",
     )
-    add("--tier", action="append", default=[], metavar="NAME=C", help="a lower tier and its size; repeatable")
-    add("--model", metavar="MODEL", help="whose bytes a token has (default: an 8B Llama 3, 128 KiB a token)")
-    add("--kv-dtype", metavar="D", help="bf16, fp16, fp32, int8 or fp8 (default: the model's own)")
+    add("--tier", action="append", default=[], metavar="NAME=C", help="tier and its size; repeatable")
+    add(
+        "--model",
+        metavar="MODEL",
+        help="model that defines the bytes per token (default: an 8B Llama 3, 128 KiB per token)",
+    )
+    add(
+        "--kv-dtype",
+        metavar="D",
+        help="dtype of the KV cache: bf16, fp16, fp32, int8 or fp8 (default: the model's)",
+    )
     add(
         "--size",
         action="store_true",
-        help="how much of each tier a hit rate needs, and what the next GB buys",
+        help="report the capacity of each tier that a hit rate needs, and the gain of one more GB",
     )
     add(
         "--target",
         type=number(0, 1, above=True),
         metavar="R",
-        help="with --size: the hit rate (default: 0.9 of the ideal)",
+        help="target hit rate of --size (default: 0.9 of the ideal)",
     )
-    add("--cost", action="store_true", help="estimate TTFT and throughput too")
+    add("--cost", action="store_true", help="estimate TTFT and throughput, too")
     add(
         "--parameters",
         type=number(0, above=True),
         default=8.0,
         metavar="N",
-        help="billions of weights a token uses (default: 8)",
+        help="billions of active parameters (default: 8)",
     )
     add(
         "--tflops",
         type=number(0, above=True),
         default=450.0,
         metavar="N",
-        help="of one device, as reached (default: 450)",
+        help="achieved TFLOP/s of one device (default: 450)",
     )
-    add("--devices", type=whole(1), default=1, metavar="N", help="devices that share the work (default: 1)")
+    add("--devices", type=whole(1), default=1, metavar="N", help="number of devices (default: 1)")
     add(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="draws the start times of agent sessions (default: 0)",
+        help="seed of agent sessions' start times (default: 0)",
     )
     add(
         "--spread",
         type=number(0),
         default=3600.0,
         metavar="S",
-        help="seconds in which they start (default: 3600)",
+        help="seconds over which agent sessions start (default: 3600)",
     )
-    add("--ended", action="store_true", help="sessions say after their last request that they are over")
-    add("--plot", metavar="FILE", help="write hit-rate curves to this picture (needs kvloom[plot])")
+    add("--ended", action="store_true", help="end each session after its last request")
+    add("--plot", metavar="FILE", help="write hit-rate curves to this image (needs kvloom[plot])")
     add("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(args: Namespace) -> int:
-    """Do what `args` asks. Raises ValueError on what makes no sense, before anything is replayed."""
+    """Run the command. Raises ValueError for invalid arguments before replaying."""
     policies = _policies(args.policy)
     if args.plot is not None:
         from .plot import check_plot
@@ -103,7 +111,7 @@ def run(args: Namespace) -> int:
         check_plot(args.plot)
     traffic = read_traces(args.traces, args.seed, args.spread)
     if not traffic.requests:
-        raise ValueError("these traces have no requests")
+        raise ValueError("the traces contain no requests")
     per_token = DEFAULT_BYTES
     if args.model is not None:
         per_token = PoolLayout.build(load_spec(args.model, args.kv_dtype).layers).bytes_per_token()
@@ -143,7 +151,7 @@ def _policies(asked: Sequence[str]) -> list[str]:
 
 
 class _Capacities:
-    """How large a cache was asked for: blocks, a share of all distinct blocks, or bytes."""
+    """Parses cache sizes: blocks, a share of all distinct blocks, or bytes."""
 
     def __init__(self, traffic: Traffic, block: int) -> None:
         self.traffic, self.block = traffic, block
@@ -159,7 +167,7 @@ class _Capacities:
                 blocks = parse_size(plain) // self.block
         except (ValueError, OverflowError) as error:
             raise ValueError(
-                f"capacity {text!r}: write blocks (10000), a share (10%) or bytes (80GiB); {error}"
+                f"capacity {text!r}: use blocks (10000), a share (10%) or bytes (80GiB); {error}"
             ) from None
         if not 1 <= blocks < 2**31:
             raise ValueError(
@@ -173,7 +181,7 @@ class _Capacities:
     def tier(self, text: str) -> Tier:
         name, _, size = text.partition("=")
         if not name or not size:
-            raise ValueError(f"tier {text!r}: write its name and size, like host=200GiB")
+            raise ValueError(f"tier {text!r}: use name and size, such as host=200GiB")
         return Tier(name, self.parse(size))
 
 
@@ -186,7 +194,7 @@ def _cost(args: Namespace, per_token: int, tiers: Sequence[Tier]) -> CostModel:
         devices=args.devices,
     )
     for tier in tiers:
-        model.read(tier.name, 0)  # is its rate known?
+        model.read(tier.name, 0)  # raises if its rate is unknown
     return model
 
 
@@ -198,7 +206,7 @@ def _size(
     tiers: Sequence[Tier],
     blocks: _Capacities,
 ) -> int:
-    """Answer how much of each tier a hit rate needs, for each policy."""
+    """Report the capacity of each tier that a hit rate needs, for each policy."""
     named = args.capacity[-1:]
     device = blocks.bytes(named[0]) if named else None
     limits: list[tuple[str, int | None]] = [("device", device if tiers or named else None)]
@@ -279,7 +287,7 @@ def _show_sizing(sizing: Sizing, traffic: Traffic, limits: Sequence[tuple[str, i
     console = _console()
     console.print(_about(traffic))
     table = Table("capacity", box=None)
-    for name in ("size", "hit rate", "the next GB buys"):
+    for name in ("size", "hit rate", "gain of 1 GB more"):
         table.add_column(name, justify="right")
     for point in sizing.curve:
         buys = f"{100 * point.next_gigabyte:+.3f} points"
@@ -290,19 +298,19 @@ def _show_sizing(sizing: Sizing, traffic: Traffic, limits: Sequence[tuple[str, i
         return
     console.print(
         f"{sizing.policy} reaches {sizing.target:.2%} (ideal {sizing.ideal:.2%}) with {sizing.capacity_blocks:,} "
-        f"blocks, {format_bytes(sizing.bytes)}; the next GB buys {100 * sizing.next_gigabyte:+.3f} points."
+        f"blocks, {format_bytes(sizing.bytes)}; one more GB adds {100 * sizing.next_gigabyte:+.3f} points."
     )
     for tier in sizing.tiers:
-        console.print(f"  {tier.name}: {format_bytes(tier.bytes)}, with which {tier.hit_rate:.2%} hit")
+        console.print(f"  {tier.name}: {format_bytes(tier.bytes)}, hit rate {tier.hit_rate:.2%}")
     if sizing.tiers[-1].bytes < sizing.bytes:
         names = ", ".join(name for name, _ in limits)
-        console.print(f"  {names} together are too small: one of them must hold {format_bytes(sizing.bytes)}")
+        console.print(f"  {names} are too small: one of them needs {format_bytes(sizing.bytes)}")
 
 
 def _about(traffic: Traffic) -> str:
     return (
         f"{len(traffic.requests):,} requests in {traffic.seconds:,.0f} s, {traffic.asked:,} blocks of "
-        f"{traffic.block_tokens} tokens asked for, {traffic.distinct:,} distinct ones in all"
+        f"{traffic.block_tokens} tokens looked up, {traffic.distinct:,} of them distinct"
     )
 
 
@@ -311,6 +319,6 @@ def _console() -> Console:
 
 
 def _say(text: str) -> None:
-    """Progress, for someone who watches."""
+    """Show progress on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,8 +1,7 @@
-"""From hits to seconds: what a replay's requests would have waited on given hardware.
+"""Waiting times of a replay on given hardware.
 
-A prompt's new tokens are computed, its cached ones are read from the tier they lie in, and requests wait
-their turn on `devices` devices in the order they came. Decoding is counted by the token at the rate of a
-full batch. Rooflines and averages, no kernels: good for comparing caches, not for promising latencies.
+New prompt tokens are computed, cached ones are read from their tier, and requests queue for `devices` devices in order of
+arrival. Decode costs a fixed time per token. A roofline model: good for comparing caches, not for predicting latency.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _READ_RATES = {"host": 50e9, "disk": 3.2e9, "remote": 10e9}
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """A model of `parameters` weights used per token, on devices of `flop_rate` FLOP/s.
+    """A model with `parameters` active weights on devices of `flop_rate` FLOP/s.
 
-    `attention_flops` are spent per new token for each token before it. `bytes_per_token` is what tiers
-    read, at `read_rates` bytes a second by the tier's name. `decode_seconds` is a token's share of a decode
-    step of a full batch. The defaults are a dense model of 8 billion weights in bf16 on one H200.
+    `attention_flops` are spent per new token for each token before it. Tiers read `bytes_per_token` at `read_rates` bytes per
+    second, by tier name. `decode_seconds` is a token's share of a full batch's decode step. Defaults: a dense 8B model in bf16
+    on one H200.
     """
 
     parameters: float = 8e9
@@ -43,15 +42,15 @@ class CostModel:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} {getattr(self, name)} must be positive")
         if self.devices < 1:
-            raise ValueError(f"{self.devices} devices; at least one must compute")
+            raise ValueError(f"devices {self.devices} must be at least 1")
 
     def prefill(self, new: float, before: float) -> float:
-        """Seconds to compute `new` tokens after `before` others."""
+        """Return the seconds to compute `new` tokens after `before` others."""
         flops = new * (2 * self.parameters + self.attention_flops * (before + new / 2))
         return flops / self.flop_rate
 
     def read(self, tier: str, tokens: float) -> float:
-        """Seconds to bring so many tokens' pages from a tier."""
+        """Return the seconds to load the pages of `tokens` tokens from a tier."""
         try:
             return tokens * self.bytes_per_token / self.read_rates[tier]
         except KeyError:
@@ -61,8 +60,7 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a replay comes to in time. `busy` above 1 means that the devices cannot keep up, and that
-    waiting times only say so."""
+    """Timing of a replay. `busy` above 1 means that the devices are overloaded, and waiting times have no limit."""
 
     mean_ttft: float
     p50_ttft: float
@@ -83,9 +81,9 @@ class Load:
 
 
 def estimate(traffic: Traffic, outcome: Outcome, model: CostModel) -> Load:
-    """Time to first token and throughput of a replay. The rates are what the devices could sustain."""
+    """Return time to first token and throughput of a replay. Rates are what the devices can sustain."""
     if not traffic.requests:
-        raise ValueError("no requests to estimate")
+        raise ValueError("the traffic contains no requests")
     free = [traffic.requests[0].at] * model.devices
     waits = []
     work = 0.0

@@ -1,4 +1,4 @@
-"""Hit-rate curves as a picture. Needs matplotlib (the `plot` extra); nothing else here does."""
+"""Hit-rate curves as an image. Needs matplotlib (extra `plot`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["check_plot", "plot_curves"]
 
 
 def check_plot(path: str | Path) -> None:
-    """Raise ValueError where no picture could be written to `path`: told before anything is replayed."""
+    """Raise ValueError if no image can be written to `path`. Called before replaying."""
     if find_spec("matplotlib") is None:
         raise ValueError("a plot needs matplotlib: pip install 'kvloom[plot]'")
     if not Path(path).absolute().parent.is_dir():
@@ -21,7 +21,7 @@ def check_plot(path: str | Path) -> None:
 
 
 def plot_curves(traffic: Traffic, outcomes: Sequence[Outcome], path: str | Path) -> None:
-    """Write hit rate over capacity, a line for each policy, to `path` (PNG, SVG or PDF by its ending)."""
+    """Write hit rate over capacity, one line per policy, to `path` (PNG, SVG or PDF by suffix)."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 

@@ -1,4 +1,4 @@
-"""Reading kvloom's own recorded traffic: what `kvloom serve --record` and `Recorder` wrote (see `kvloom.serve.metrics.trace_recorder`)."""
+"""Reads recordings of `kvloom serve --record` (written by kvloom.serve.metrics.Recorder)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.serve.metrics.trace_recorder import VERSION, Recorder
+from kvloom.serve.metrics import VERSION, Recorder
 
 from .traffic import Request, Traffic, number_blocks
 
@@ -19,10 +19,12 @@ def is_recording(head: dict[str, Any]) -> bool:
 
 
 def read_recording(lines: Iterator[dict[str, Any]], origin: str) -> Traffic:
-    """What a Recorder wrote. A prompt's last, partial block has no name and is not looked up."""
+    """Return the traffic of a recording. A prompt's partial last block has no hash and is not looked up."""
     head = next(lines)
     if head.get("version") != VERSION:
-        raise ValueError(f"{origin}: version {head.get('version')!r} of recorded traffic; this is {VERSION}")
+        raise ValueError(
+            f"{origin}: recording version {head.get('version')!r} is not supported; expected {VERSION}"
+        )
     block = head.get("block_tokens")
     if type(block) is not int or block <= 0:
         raise ValueError(f"{origin}: block_tokens {block!r} is not a positive number")
@@ -37,7 +39,7 @@ def read_recording(lines: Iterator[dict[str, Any]], origin: str) -> Traffic:
         most = (prompt + output) // block
         if not 0 <= prompt or not 0 <= output or not max(prompt // block, most - 1) <= len(run) <= most:
             raise ValueError(
-                f"{origin}: line {number}: {len(run)} names for {prompt} + {output} tokens in blocks of {block}"
+                f"{origin}: line {number}: {len(run)} block hashes for {prompt} + {output} tokens in blocks of {block}"
             )
         names.append(run)
         about.append((*known, line.get("ending")))

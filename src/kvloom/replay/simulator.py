@@ -1,12 +1,10 @@
-"""Replaying traffic through the real core: pool, tree, policies, tenants, on a virtual clock.
+"""Replays traffic through the real core: pool, prefix cache, policies, tenants, with a virtual clock.
 
-Every request is looked up, opened, extended, committed and closed at the time it came, one after the
-other, as an engine would with nothing else to do. A block of the trace is one block of the cache: 16
-equal tokens whose id is its number, so matching costs what it costs in service, and only whole blocks
-match.
+Each request is looked up, opened, extended, committed and closed at its arrival time, one after the other. A block of the
+trace is one block of the cache: 16 equal tokens whose id is the block's number. So only whole blocks match.
 
-A lower tier is another cache of its own size that sees the same requests (what is computed is written
-through to all of them); a block is read from the first that has it.
+A tier is another cache of its own size that sees the same requests (write-through); a block is read from the first tier
+that has it.
 """
 
 from __future__ import annotations
@@ -36,13 +34,13 @@ from .traffic import Traffic
 __all__ = ["BOUNDS", "NAMES", "Hits", "Outcome", "Tier", "TierUse", "replay"]
 
 BOUNDS = ("ideal", "min")
-"""What is computed from the whole trace rather than replayed."""
+"""Bounds computed from the whole trace."""
 NAMES = (*BOUNDS, *POLICIES)
 
 _TICK = 1e-6
-"""Requests of one instant come this far apart: the last of them is then the most recently used."""
+"""Distance of simultaneous requests, so that the last is the most recently used."""
 _END = np.int32(2**31 - 1)
-"""Follows every prompt when it is looked up, because its last token is never taken from the cache."""
+"""Follows every looked-up prompt, because its last token is never taken from the cache."""
 _LAYOUT = PoolLayout.build(
     {"block": LayerSpec("token", (Field("kv", (1,), "int8"),), Visibility("full"))}, HASH_TOKENS
 )
@@ -52,20 +50,19 @@ Hits = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A place for blocks below the device: its name and how many it holds."""
+    """A tier: its name and capacity in blocks."""
 
     name: str
     blocks: int
 
     def __post_init__(self) -> None:
         if self.blocks < 1:
-            raise ValueError(f"tier {self.name!r} of {self.blocks} blocks: it must hold one or more")
+            raise ValueError(f"tier {self.name!r}: capacity {self.blocks} must be at least 1 block")
 
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """What a tier did: blocks that prompts found in it and in no faster one, blocks written to it, blocks
-    in it at the end."""
+    """Usage of a tier: blocks that prompts hit there and in no faster tier, blocks written, blocks stored at the end."""
 
     name: str
     capacity_blocks: int
@@ -77,8 +74,8 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`hits` are the leading blocks of each request found in the device's cache, `tier_hits` those found
-    beyond them in each lower tier. `evictions` counts blocks."""
+    """`hits` are the leading blocks of each request found on the device, `tier_hits` those added by each tier. `evictions` counts
+    blocks."""
 
     policy: str
     capacity_blocks: int
@@ -90,12 +87,12 @@ class Outcome:
 
     @property
     def hit_rate(self) -> float:
-        """Of all blocks looked up, the share found on the device or in a tier."""
+        """The share of looked-up blocks found on the device or in a tier."""
         found = sum(self.hits) + sum(sum(hits) for hits in self.tier_hits)
         return found / self.asked if self.asked else 0.0
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "policy": self.policy,
             "capacity_blocks": self.capacity_blocks,
@@ -114,15 +111,14 @@ def replay(
     ended: bool = False,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Outcome:
-    """Replay `traffic` through a cache of `capacity` blocks under `policy`: one of NAMES.
+    """Replay `traffic` through a cache of `capacity` blocks under `policy`, one of NAMES.
 
-    With `ended` every session says after its last request that it will not come back; the bounds need no
-    hint. A block takes 16 bytes of these caches: tenants' quotas are in those. About 4 seconds a million blocks
-    where requests have 24 of them (8 to 9 under the policy that learns), less where they are longer. Of a request
-    longer than a cache only the beginning is kept there.
+    With `ended`, each session is ended after its last request. A block takes 16 bytes here; tenants' quotas are in these bytes.
+    Takes about 4 seconds per million blocks for requests of 24 blocks (8 to 9 with a learning policy). Of a request longer than
+    a cache, only the beginning is stored.
     """
     if capacity < 1:
-        raise ValueError(f"a cache of {capacity} blocks; it must hold one or more")
+        raise ValueError(f"capacity {capacity} must be at least 1 block")
     if policy not in NAMES:
         raise ValueError(f"unknown policy {policy!r}; known: {', '.join(NAMES)}")
     if policy == "ideal":
@@ -146,7 +142,7 @@ def replay(
 
 
 def _beyond(per_tier: list[Hits]) -> list[Hits]:
-    """Of each request, the leading blocks each tier adds to those above it."""
+    """Return the leading blocks that each tier adds to the tiers above it, per request."""
     beyond = [per_tier[0]]
     best = per_tier[0]
     for hits in per_tier[1:]:
@@ -220,7 +216,7 @@ class _Cache:
         ending: str | None,
         step: float,
     ) -> None:
-        """One request: `blocks` blocks of tokens in `buffer`, of which `asked` are looked up."""
+        """Serve one request: `blocks` blocks of tokens in `buffer`, of which `asked` are looked up."""
         self.clock.advance(step)
         cache, most = self.cache, self.blocks
         end = (blocks if blocks < most else most) * HASH_TOKENS
@@ -232,7 +228,7 @@ class _Cache:
         seq = cache.open(match)
         resume = match.resume
         self.hits.append(resume // HASH_TOKENS)
-        if not seq.extend(end - resume):  # a quota may refuse it
+        if not seq.extend(end - resume):  # a quota may reject it
             seq.commit(buffer[resume:end])
             self.written += (end - resume) // HASH_TOKENS
         seq.finish_reason = ending

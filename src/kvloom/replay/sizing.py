@@ -1,6 +1,6 @@
-"""The planner's question: how much of each tier for a hit rate, and what does the next gigabyte buy?
+"""Cache sizing: the capacity of each tier that a hit rate needs, and the gain of one more gigabyte.
 
-Answered by replaying the traffic at several sizes: no formula is assumed for the curve.
+Replays the traffic at several sizes; assumes no formula for the curve.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GIGABYTE = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The hit rate at one size, and how much of it one more gigabyte would add there."""
+    """The hit rate at one size, and the gain of one more gigabyte there."""
 
     capacity_blocks: int
     bytes: int
@@ -28,7 +28,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """How much of one tier is needed, of `limit` that it may have (None: any)."""
+    """The bytes needed of one tier; `limit` is its maximum (None: none)."""
 
     name: str
     bytes: int
@@ -38,8 +38,8 @@ class TierSize:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """`capacity_blocks` is the least that reaches the target; None where nothing does: `ideal` is then
-    below it. `tiers` says how to come by it, fastest first."""
+    """`capacity_blocks` is the least that reaches the target; None if none does: then `ideal` is below it. `tiers` lists the bytes
+    per tier, fastest first."""
 
     policy: str
     target: float
@@ -75,7 +75,7 @@ class Sizing:
 
 
 def sizes_to_try(traffic: Traffic, points: int = 8) -> list[int]:
-    """Sizes from a hundredth of the distinct blocks up to all of them, evenly in ratio."""
+    """Return sizes from a hundredth of the distinct blocks to all of them, in equal ratios."""
     least, most = max(1, traffic.distinct // 100), max(1, traffic.distinct)
     steps = max(1, points - 1)
     return sorted({round(least * (most / least) ** (i / steps)) for i in range(steps + 1)})
@@ -91,17 +91,15 @@ def size_cache(
     precision: float = 0.03,
     progress: Callable[[int], None] = lambda blocks: None,
 ) -> Sizing:
-    """The least capacity at which `policy` reaches the hit rate `target` (nine tenths of the ideal, if
-    None), found to within `precision` of it.
+    """Find the least capacity at which `policy` reaches the hit rate `target` (None: 0.9 of the ideal), to within `precision`.
 
-    `limits` are the tiers, fastest first, with the bytes each may have. Tiers hold copies of what is above
-    them, so each is as large as the capacity it is to serve: the first takes what it may, and the next is
-    used only where that is too little. Costs about 15 replays.
+    `limits` are the tiers, fastest first, with their maximum bytes. Each tier stores copies of the tier above, so it must hold
+    the whole capacity: the first tier is used up to its limit, the next only if that is too small. Costs about 15 replays.
     """
     if block_bytes < 1:
-        raise ValueError(f"block_bytes {block_bytes} must be positive: give a model, or bytes per token")
+        raise ValueError(f"block_bytes {block_bytes} must be positive: use a model, or bytes per token")
     if not limits:
-        raise ValueError("no tier to size; give at least one")
+        raise ValueError("limits is empty: at least one tier is required")
     known: dict[int, float] = {}
 
     def rate(blocks: int) -> float:
@@ -113,7 +111,7 @@ def size_cache(
     ideal = replay(traffic, max(1, traffic.distinct), "ideal").hit_rate
     wanted = 0.9 * ideal if target is None else target
     if not 0 <= wanted <= 1:
-        raise ValueError(f"a target hit rate of {wanted}; it is a share from 0 to 1")
+        raise ValueError(f"target hit rate {wanted} must be 0 to 1")
     grid = sizes_to_try(traffic)
     for blocks in grid:
         rate(blocks)

@@ -1,14 +1,14 @@
-"""Reading traces: what each public format says about requests, and nothing else.
+"""Reads trace formats.
 
 | format    | file                                          | blocks                                       |
 |-----------|-----------------------------------------------|----------------------------------------------|
 | Mooncake  | lines with `timestamp` (ms) and `hash_ids`    | 512 tokens, ids of whole prefixes            |
 | agent     | one session: `requests` with `hash_ids`       | `block_size` tokens, ids local to a session  |
-| Azure     | a table of time, context and generated tokens | lengths alone: no block is ever seen again   |
+| Azure     | a table of time, context and generated tokens | lengths only: no block repeats               |
 | Dynamo    | lines of request-end events                   | `trace_block_size`, hashes of whole prefixes |
-| kvloom    | what `kvloom serve --record` wrote            | see `recording`                              |
+| kvloom    | recordings of `kvloom serve --record`         | see `recording`                              |
 
-Files may be gzipped. Which format one has is seen from its first bytes, not from its name.
+Files may be gzipped. The format is detected from the first bytes, not from the name.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ Lines = list[dict[str, Any]]
 
 
 def read_traces(paths: Iterable[str | Path], seed: int = 0, spread: float = 3600.0) -> Traffic:
-    """The traffic of all files (and of the files in folders) together.
+    """Return the traffic of all files (and of the files in folders) together.
 
-    Agent sessions have no common clock: each starts at a time drawn with `seed` from the first `spread`
-    seconds, in the order of the files. The others keep their own times, counted from their first request.
-    Raises ValueError on what is not a trace, naming file and line.
+    Agent sessions have no common clock: each starts at a random time, drawn with `seed`, in the first `spread` seconds. Others keep
+    their times relative to their first request. Raises ValueError with file and line.
     """
     if spread < 0:
         raise ValueError(f"spread {spread} is negative; it is the seconds over which sessions start")
@@ -117,7 +116,7 @@ def _lines(text: str, path: Path) -> Iterator[dict[str, Any]]:
 def _traffic(
     path: Path, block: int, rows: Sequence[Sequence[int]], about: Sequence[dict[str, Any]]
 ) -> Traffic:
-    """Requests from their block ids and what else is known of them, in order of time."""
+    """Return requests from block ids and other fields, in order of time."""
     try:
         blocks, distinct = number_blocks(rows)
     except ValueError as error:
@@ -150,8 +149,7 @@ def _mooncake(lines: Lines, path: Path) -> Traffic:
 
 
 def _agent(session: dict[str, Any], path: Path, start: float) -> Traffic:
-    """One session. What a subagent asks stands inside the request that started it, counted from there; it is a
-    session of its own."""
+    """Return one session. Requests of a subagent are nested in the request that started it, and form a session of their own."""
     rows, about = [], []
 
     def walk(requests: list[dict[str, Any]], start: float, name: str) -> None:
@@ -201,7 +199,7 @@ def _dynamo(lines: Lines, path: Path) -> Traffic:
 
 
 def _azure(text: str, path: Path) -> Traffic:
-    """Lengths alone: every request is made of blocks of its own."""
+    """Return requests of given lengths, each with distinct blocks."""
     rows: list[list[int]] = []
     about: list[dict[str, Any]] = []
     start: datetime | None = None

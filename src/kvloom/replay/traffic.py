@@ -1,7 +1,7 @@
-"""Traffic as the simulator sees it: when requests came, and which blocks of text they are made of.
+"""Traffic for the simulator: arrival times, and the blocks of each request as numbers.
 
-A block is a number: two requests have the same number exactly where all their text up to the end of
-that block is the same. There are no tokens and no text here.
+Two requests have the same block number exactly if all their tokens up to the end of that block are equal. Contains no tokens
+and no text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Blocks = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`blocks` is what it leaves in a cache; the first `asked` of them are its prompt, which it looks up."""
+    """`blocks` are the blocks of prompt and answer; the first `asked` are the prompt, which is looked up."""
 
     at: float
     blocks: Blocks
@@ -33,7 +33,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests in the order they came; `distinct` blocks among them, numbered from 0."""
+    """Requests in order of arrival; `distinct` blocks, numbered from 0."""
 
     requests: tuple[Request, ...]
     block_tokens: int
@@ -48,7 +48,7 @@ class Traffic:
 
     @property
     def asked(self) -> int:
-        """Blocks looked up by all requests together."""
+        """Blocks looked up by all requests."""
         return self._asked
 
     @property
@@ -62,16 +62,13 @@ class Traffic:
 
     @classmethod
     def merged(cls, parts: Sequence[Traffic]) -> Traffic:
-        """Several recordings as if they had happened together, each from time 0 on. Blocks of different
-        parts are different."""
+        """Return several recordings as if they ran together, each from time 0. Different parts share no blocks."""
         if not parts:
-            raise ValueError("no traffic: give at least one trace")
+            raise ValueError("no traffic: at least one trace is required")
         sizes = {part.block_tokens for part in parts}
         if len(sizes) > 1:
             named = ", ".join(f"{p.origin}: {p.block_tokens}" for p in parts)
-            raise ValueError(
-                f"these traces have blocks of different sizes and cannot be mixed ({named} tokens)"
-            )
+            raise ValueError(f"traces with different block sizes cannot be merged ({named} tokens)")
         if len(parts) == 1:
             return parts[0]
         requests: list[Request] = []
@@ -97,11 +94,10 @@ class Traffic:
 
 
 def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tuple[list[Blocks], int]:
-    """Rows of block ids (of any size) as rows of numbers from 0, and how many numbers there are.
+    """Return rows of block ids as rows of numbers from 0, and the count of numbers.
 
-    Where an id stands after different blocks it is not the same text: it gets a number for each.
-    Raises ValueError on what is no id.
-    O(n log n), in array operations where ids already are names of whole prefixes.
+    An id after different blocks is different text, so it gets several numbers. Raises ValueError for an invalid id. O(n log n), in
+    array operations if ids are hashes of whole prefixes.
     """
     arrays = [_ids(row) for row in rows]
     ends = np.cumsum([len(a) for a in arrays])
@@ -122,7 +118,7 @@ def _ids(row: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]
     if ids.ndim == 1 and ids.size == 0:
         return np.empty(0, np.uint64)
     if ids.ndim == 1 and ids.dtype.kind in "fO" and all(type(i) is int and 0 <= i < 2**64 for i in row):
-        ids = np.array(row, np.uint64)  # numpy takes small and large ones together for fractions
+        ids = np.array(row, np.uint64)  # numpy converts mixed sizes to floats
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0:
         raise ValueError(f"block ids must be whole numbers from 0 to 2^64 - 1, got {str(row)[:60]}")
     return ids.astype(np.uint64, copy=False)

@@ -1,4 +1,4 @@
-"""`kvloom explain`: what a server remembers of a request, as sentences. Asks over HTTP; decides nothing."""
+"""`kvloom explain`: prints why a request hit or missed the cache, from the server's record of it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import argparse
 import json
 import os
 from collections.abc import Mapping
-from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import quote, urlsplit
-from urllib.request import ProxyHandler, Request, build_opener, urlopen
+from urllib.parse import quote
 
 from kvloom.arguments import SERVER, server
 
-__all__ = ["KEY", "arguments", "fetch", "opened", "run", "sentences"]
+from .http_client import KEY, fetch
 
-SECONDS = 10
-UNAUTHORIZED = 401
-KEY = "KVLOOM_API_KEY"
+__all__ = ["arguments", "describe", "run"]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,60 +22,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "request",
         nargs="?",
         metavar="REQUEST_ID",
-        help="the id of an answer (cmpl-…, chatcmpl-…); without it the last requests are listed",
+        help="id of a response (cmpl-…, chatcmpl-…); default: list the latest requests",
     )
     add("--url", type=server, default="http://127.0.0.1:8000", help=SERVER)
-    add("--api-key", metavar="KEY", help=f"a key, where the server wants one (default: ${KEY})")
-    add("--json", action="store_true", help="print what the server answered")
+    add("--api-key", metavar="KEY", help=f"API key (default: ${KEY})")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print why a request hit or missed. Raises ValueError where nothing is known of it, OSError where no server is."""
+    """Print a request's record. Raises ValueError for an unknown request, OSError without a server."""
     key = args.api_key or os.environ.get(KEY)
     if args.request is None:
         found = fetch(args.url, "/kvloom/requests?limit=20", key)
-        print(json.dumps(found, indent=2) if args.json else _listed(found["requests"]))
+        print(json.dumps(found, indent=2) if args.json else _format_list(found["requests"]))
         return 0
     record = fetch(args.url, f"/kvloom/requests/{quote(args.request, safe='')}", key)
-    print(json.dumps(record, indent=2) if args.json else "\n".join(sentences(record)))
+    print(json.dumps(record, indent=2) if args.json else "\n".join(describe(record)))
     return 0
 
 
-def fetch(url: str, path: str, key: str | None = None) -> dict[str, Any]:
-    """What a server answers at `path`. Raises ValueError with what it said, OSError where it cannot be reached."""
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    try:
-        with opened(Request(url + path, headers=headers)) as answer:
-            return dict(json.loads(answer.read()))
-    except HTTPError as error:
-        try:
-            said = str(json.loads(error.read())["error"]["message"])
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"{url} answered with status {error.code}: is it a kvloom server?") from None
-        if error.code == UNAUTHORIZED:
-            said = f"{said.partition(':')[0]}: give one with --api-key, or in ${KEY}"
-        raise ValueError(said) from None
-    except URLError as error:
-        why = getattr(error.reason, "strerror", None) or error.reason
-        raise OSError(
-            f"no server answers at {url} ({why}): start `kvloom serve`, or name another with --url"
-        ) from None
-    except TimeoutError:
-        raise OSError(f"{url} did not answer within {SECONDS} s") from None
-    except (HTTPException, json.JSONDecodeError, TypeError):
-        raise ValueError(f"{url} does not answer as a kvloom server does") from None
-
-
-def opened(request: Request, seconds: float = SECONDS) -> Any:
-    """Ask; a server of this machine without the proxy that others are behind."""
-    host = urlsplit(request.full_url).hostname
-    if host in ("localhost", "127.0.0.1", "::1"):
-        return build_opener(ProxyHandler({})).open(request, timeout=seconds)
-    return urlopen(request, timeout=seconds)
-
-
-def sentences(record: Mapping[str, Any]) -> list[str]:
-    """How a request went, for people."""
+def describe(record: Mapping[str, Any]) -> list[str]:
+    """Return a request's record as sentences."""
     tenant = f" of tenant {record['tenant']}" if record["tenant"] else ""
     several = f" in {record['prompts']} prompts" if record["prompts"] > 1 else ""
     lines = [f"{record['id']}{tenant}: {_state(record)}."]
@@ -102,7 +64,7 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
         lines.append(f"It {' and '.join(times)}; in all it {_took(record)} {_seconds(record['total_s'])}.")
     if record["preemptions"]:
         times_ = "once" if record["preemptions"] == 1 else f"{record['preemptions']} times"
-        lines.append(f"It gave its pages up {times_} for others, and computed on later.")
+        lines.append(f"It was preempted {times_}.")
     return lines
 
 
@@ -123,10 +85,10 @@ def _seconds(value: float) -> str:
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def _listed(records: list[Mapping[str, Any]]) -> str:
+def _format_list(records: list[Mapping[str, Any]]) -> str:
     if not records:
         return "no requests yet"
-    rows = [("request", "state", "prompt", "cached", "output", "stopped")]
+    rows = [("request", "state", "prompt", "cached", "output", "miss")]
     for r in records:
         reason = "" if r["stopped"] is None else f"at {r['stopped']['at_token']:,}: {r['stopped']['reason']}"
         rows.append(

@@ -1,10 +1,11 @@
-"""`kvloom serve`: from what was asked on the command line to a server's options. Decides nothing else."""
+"""`kvloom serve`: command-line arguments of the server."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvloom.arguments import (
     BATCH_INVARIANT,
@@ -16,6 +17,7 @@ from kvloom.arguments import (
     KV_SCALES,
     LOAD_FORMAT,
     LOAD_FORMATS,
+    MAX_NUMBER,
     MODEL,
     POOL,
     THREADS,
@@ -27,24 +29,34 @@ from kvloom.arguments import (
     whole,
 )
 
+if TYPE_CHECKING:
+    from kvloom.serve.auth import Caps
+
 __all__ = ["arguments", "run"]
+
+MAX_TTL_SECONDS = 86400.0
+"""Default of --max-ttl with API keys."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", default="kvloom-llama", metavar="MODEL", help=f"{MODEL} (default: kvloom-llama)")
-    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add(
         "--port",
         type=whole(0, 65535),
         default=8000,
         metavar="N",
-        help="port (default: 8000; 0: any free one)",
+        help="port (default: 8000; 0: any free port)",
     )
-    add("--name", metavar="NAME", help="what requests call the model (default: its folder's name)")
-    keys = "API keys and their tenants: JSON, or lines of `KEY tenant [quota [weight]]`"
+    add("--name", metavar="NAME", help="name of the model in requests (default: its folder's name)")
+    keys = "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [max_…=N] [admin]`"
     add("--api-keys", metavar="FILE", help=keys)
-    add("--no-auth", action="store_true", help="ask for no key: the default, on loopback alone")
+    add(
+        "--no-auth",
+        action="store_true",
+        help="disable authentication (default when listening on loopback only)",
+    )
     add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
@@ -53,60 +65,93 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--load-format", choices=LOAD_FORMATS, default="auto", help=LOAD_FORMAT)
     add("--pool", type=size, metavar="SIZE", help=POOL)
     add("--tier", action="append", default=[], metavar="TIER", help=TIER)
-    fraction = "share of a GPU's memory that may be used, without --pool (default: 0.9)"
+    fraction = "share of GPU memory to use, without --pool (default: 0.9)"
     add("--memory-fraction", type=number(0, 1, above=True), default=0.9, metavar="F", help=fraction)
-    add("--max-running", type=whole(1), default=256, metavar="N", help="answers made at once (default: 256)")
-    add("--max-queue", type=whole(0), default=1024, metavar="N", help="answers that may wait (default: 1024)")
-    budget = "tokens of prompts computed in one step (default: what suits the device)"
+    add(
+        "--max-running",
+        type=whole(1),
+        default=256,
+        metavar="N",
+        help="answers running at once (default: 256)",
+    )
+    add(
+        "--max-queue",
+        type=whole(0),
+        default=1024,
+        metavar="N",
+        help="answers waiting at most (default: 1024)",
+    )
+    answers = (
+        "answers of one request at most: n or best_of, times prompts (default with API keys: --max-running)"
+    )
+    add("--max-answers", type=whole(1), metavar="N", help=answers)
+    open_answers = "open answers of one tenant at most (default: as many as leave places for other tenants)"
+    add("--max-open", type=whole(1), metavar="N", help=open_answers)
+    ttl = "ttl of a request at most, in seconds (default with API keys: 86400)"
+    add("--max-ttl", type=number(0, above=True), metavar="S", help=ttl)
+    add(
+        "--max-priority",
+        type=whole(-MAX_NUMBER),
+        metavar="N",
+        help="priority of a request at most (default: any)",
+    )
+    budget = "prompt tokens computed per step (default: depends on the device)"
     add("--token-budget", type=whole(1), metavar="N", help=budget)
     add("--threads", type=whole(1), metavar="N", help=THREADS)
     add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=GRAMMAR_SECONDS)
     add("--grammar-memory", type=size, default="256MiB", metavar="SIZE", help=GRAMMAR_MEMORY)
-    connections = "connections that may be open at once (default: 4096)"
+    connections = "open connections at most (default: 4096)"
     add("--max-connections", type=whole(1), default=4096, metavar="N", help=connections)
-    add("--max-body", type=size, default="8MiB", metavar="SIZE", help="largest request body (default: 8MiB)")
-    prompt = "longest prompt (default: what the model and the pool can hold)"
+    add(
+        "--max-body",
+        type=size,
+        default="8MiB",
+        metavar="SIZE",
+        help="limit of a request body (default: 8MiB)",
+    )
+    prompt = "prompt tokens per request at most (default: what the model and the pool allow)"
     add("--max-prompt-tokens", type=whole(1), metavar="N", help=prompt)
-    request = "how long a client may take to send a request's head, and its body (default: 30)"
+    request = "seconds for a client to send a request's head, and again for its body (default: 30)"
     add("--request-seconds", type=number(0, above=True), default=30.0, metavar="S", help=request)
-    slow = "how long a client may not read its stream (default: 60)"
+    slow = "seconds without reading before a client is disconnected (default: 60)"
     add("--read-seconds", type=number(0, above=True), default=60.0, metavar="S", help=slow)
-    drain = "how long running requests may take after SIGTERM (default: 30)"
+    drain = "seconds for running requests to finish after SIGTERM (default: 30)"
     add("--drain-seconds", type=number(0), default=30.0, metavar="S", help=drain)
-    silent = "an engine that says nothing for so long is ended and started again (default: 30; 0: never)"
+    silent = "restart the engine after so many seconds without a heartbeat (default: 30; 0: never)"
     add("--silent-seconds", type=number(0), default=30.0, metavar="S", help=silent)
-    step = "so is one that stays so long in one step, or says nothing for so long while it loads (default: 600; 0: never)"
+    step = "restart the engine if one step, or loading, takes longer (default: 600; 0: never)"
     add("--step-seconds", type=number(0), default=600.0, metavar="S", help=step)
-    template = "CPU seconds that the chat template may use for one request (default: 2)"
+    template = "CPU seconds of the chat template per request at most (default: 2)"
     add("--template-seconds", type=number(0, above=True), default=2.0, metavar="S", help=template)
-    add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
-    record = "write names, lengths and times of requests (never text) to this new file, for `kvloom replay`"
+    add("--chat-template", metavar="FILE", help="Jinja chat template to use instead of the model's")
+    record = "record block hashes, lengths and times of requests (never text) in this new file, for `kvloom replay`"
     add("--record", metavar="FILE", help=record)
-    add("--otlp", metavar="URL", help="send traces to this OTLP/HTTP receiver, like http://127.0.0.1:4318")
-    metrics = "whether /metrics needs an API key (default: auto: where other machines can reach it)"
+    add("--otlp", metavar="URL", help="send traces to this OTLP/HTTP receiver, such as http://127.0.0.1:4318")
+    metrics = "whether /metrics requires an API key (default: auto: if other machines can reach it)"
     add("--metrics-auth", choices=("auto", "key", "open"), default="auto", help=metrics)
-    add("--no-metrics", action="store_true", help="count nothing, remember no requests (for measuring)")
+    add(
+        "--no-metrics", action="store_true", help="disable metrics and request records, to measure their cost"
+    )
     parser.epilog = (
-        "Metrics are at /metrics; the package has a Grafana dashboard for them, kvloom/serve/grafana.json "
+        "Metrics are at /metrics; the package contains a Grafana dashboard, kvloom/serve/grafana.json "
         "(docs/observability.md)."
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvloom.engine.sampling.grammar import GrammarLimits
+    from kvloom.engine import GrammarLimits
     from kvloom.models.specs import folder_of
-    from kvloom.serve.auth.keys import Keys, exposed, read_keys
-    from kvloom.serve.auth.limits import Limits
-    from kvloom.serve.server import Options, serve
-    from kvloom.serve.worker.messages import Start
-    from kvloom.serve.worker.watchdog import Patience
+    from kvloom.serve.auth import ApiKeys, Limits, permission_warning, read_keys
+    from kvloom.serve.server import ServerOptions, serve
+    from kvloom.serve.worker import Start, WatchdogLimits
 
     if args.no_auth and args.api_keys is not None:
-        raise ValueError("--no-auth asks for no key and --api-keys for one: give one of them")
+        raise ValueError("--no-auth and --api-keys exclude each other: use one of them")
     GrammarLimits(args.grammar_seconds, args.grammar_memory)
-    keys = Keys({}) if args.api_keys is None else read_keys(args.api_keys)
-    if args.api_keys is not None and (said := exposed(args.api_keys)) is not None:
-        print(f"kvloom serve: warning: {said}", file=sys.stderr)
+    caps = _default_caps(args)
+    keys = ApiKeys({}, default=caps) if args.api_keys is None else read_keys(args.api_keys, caps)
+    if args.api_keys is not None and (warning := permission_warning(args.api_keys)) is not None:
+        print(f"kvloom serve: warning: {warning}", file=sys.stderr)
     model = folder_of(args.model)
     start = Start(
         model=model,
@@ -141,9 +186,9 @@ def run(args: argparse.Namespace) -> int:
     template = args.chat_template
     name = args.name or (None if model == args.model else args.model)
     if args.record is not None and args.no_metrics:
-        raise ValueError("--record writes down what --no-metrics does not look at: give one of them")
+        raise ValueError("--record needs metrics, and --no-metrics disables them: use one of them")
     return serve(
-        Options(
+        ServerOptions(
             start,
             host=args.host,
             port=args.port,
@@ -151,11 +196,23 @@ def run(args: argparse.Namespace) -> int:
             keys=keys,
             limits=limits,
             drain_seconds=args.drain_seconds,
-            patience=Patience(args.silent_seconds, args.step_seconds),
+            watchdog=WatchdogLimits(args.silent_seconds, args.step_seconds),
             chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
-            writes_code=model != args.model,
+            completes_code=model != args.model,
             record=args.record,
             otlp=args.otlp,
             metrics_auth=args.metrics_auth,
         )
     )
+
+
+def _default_caps(args: argparse.Namespace) -> Caps:
+    """Return the limits of tenants whose keys set none. Without keys, only the given options limit requests."""
+    from kvloom.serve.auth import PRESSURE, Caps
+
+    answers, ttl = args.max_answers, args.max_ttl
+    if args.api_keys is not None:
+        places = args.max_running + args.max_queue
+        answers = answers or max(1, min(args.max_running, places * PRESSURE // (PRESSURE + 1)))
+        ttl = ttl or MAX_TTL_SECONDS
+    return Caps(answers, args.max_open, ttl, args.max_priority)

@@ -69,7 +69,7 @@ def tenant_shares(tenants: Iterable[Tenant], pool_bytes: int) -> dict[str, Share
     return {
         tenant.name: Share(
             1.0 if tenant.quota is None else min(1.0, tenant.quota / pool_bytes),
-            tenant.weight / weights if weights else 0.0,
+            tenant.claim / weights if weights else 0.0,
         )
         for tenant in tenants
         if tenant.quota is not None or tenant.weight

@@ -1,18 +1,17 @@
-"""The policy that learns: what is least likely to be wanted soon leaves first.
+"""Adaptive policy: evicts the entry that is least likely to be hit soon, learned from the traffic.
 
-A request comes back to a run of tokens, or it does not. What the policy can tell of the future is how long
-it took others: by how often the run was used, how often its conversation came back and after how long, how
-much the last request brought that was new, how its answer ended, and how long ago all that was. `Returns`
-learns that; this file says who is asked about and turns what was learned into priorities.
+Features of an entry are its uses, the turn and pause of its conversation, the new tokens of the last request, its finish
+reason, and the time since. `ReuseModel` learns from them when entries are used again; this file chooses the samples and
+turns the model into priorities.
 
-| an entry is  | when                                         | leaves by                                  |
-|--------------|----------------------------------------------|--------------------------------------------|
-| in use       | somebody may come back to its last visit     | the index that `Returns` gives             |
-| an end       | those who came back wanted less than all     | the same, times the share that wants it    |
-| left behind  | its conversation went on without it          | least recently used, before the others     |
-| long away    | longer than nearly all took who came back    | the same                                   |
+| entry      | condition                                              | evicted by                                     |
+|------------|--------------------------------------------------------|------------------------------------------------|
+| active     | no later request has returned to its last visit        | the index of `ReuseModel`                      |
+| tail       | returning requests use less than the whole visit       | the same, times the share that uses the tail   |
+| superseded | its conversation went on without it                    | least recently used, before the others         |
+| stale      | idle longer than nearly all returning requests         | the same                                       |
 
-Before anything is learned the longest away leaves first: the policy begins as least recently used.
+Without samples the policy is least recently used.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ __all__ = ["Adaptive", "Visit"]
 K = TypeVar("K", bound=Hashable)
 
 _ENDINGS = 4
-_SHARED = _ENDINGS  # the stratum of what different conversations use
+_SHARED = _ENDINGS  # the stratum of entries used by different conversations
 _ENDS = 24
-_NONE = VALUES - 1  # the value of a feature that does not matter
+_NONE = VALUES - 1  # the value of an ignored feature
 _OTHERS = bytes([_NONE] * 4)
 SWITCHES = 2.0
-"""Uses by another conversation than the one before that make an entry shared."""
+"""Changes of the using conversation that make an entry shared."""
 
 
 class Visit(ReuseHistory):
-    """One request's use of a run of tokens, and what it is known by. Shared by the entries on its path."""
+    """One request's use of a path, with its features. Shared by the entries of the path."""
 
     __slots__ = (
         "again",
@@ -58,105 +57,104 @@ class Visit(ReuseHistory):
     )
 
     def __init__(self, before: Visit | None, resumed: int, now: float) -> None:
-        self.before = before  # the visit it came back to; None once it is closed
+        self.before = before  # the visit that this request continues; None once closed
         self.resumed = resumed
         self.turn: int = 0 if before is None else min(before.turn + 1, VALUES - 1)
         self.since: float = -1.0 if before is None else max(0.0, now - before.start)
         self.start: float = now
         self.length = 0
-        self.again = 0  # its turn, if what it brought had been cached before and left
-        self.open = True  # nobody has come back to it yet
-        self.values = b""  # of the features, once it is closed
+        self.again = 0  # its turn, if its new tokens had been cached before and evicted
+        self.open = True  # no request has returned to it yet
+        self.values = b""  # feature values, once closed
         self.stratum = 0
-        self.level, self.fit = 0.0, 0  # what `Returns` makes of the values, and by which fit
-        self.watched: tuple[int, ...] = ()  # place in its text and number, of each that is watched
+        self.level, self.fit = 0.0, 0  # sum of the feature factors, and the fit they are from
+        self.watched: tuple[int, ...] = ()  # (token position, sample number) pairs
 
 
 class Adaptive:
-    """See the module. Learns online; two caches that see the same requests decide the same.
+    """See the module. Learns online and deterministically: equal requests give equal decisions.
 
-    Costs a few microseconds a request and a few hundred bytes for it, whatever its length.
+    Costs a few microseconds and a few hundred bytes per request, independent of its length.
     """
 
     name = "adaptive"
 
     COVER = 0.5
-    """A request that resumes this share of a visit or more has come back to it."""
+    """A request that hits at least this share of a visit continues it."""
 
     def __init__(self) -> None:
-        self.returns = ReuseModel(strata=_ENDINGS + 1, features=5)
+        self.model = ReuseModel(strata=_ENDINGS + 1, features=5)
         self._tenants: dict[str, int] = {}
         self._endings: dict[str | None, int] = {None: 0}
         self._closed = 0
-        self._asked: Entry | None = None  # whose priority was asked for last: its review is asked next
+        self._asked: Entry | None = None  # the entry of the last `priority` call; `review` follows
         self._placed = 0, 0.0
-        # Of those who came back, how many did not want the last so many tokens (by their bit length), and
-        # from that the logarithm of the share that wanted what stands so far from the end.
+        # Of returning requests: counts by the bit length of the unused tokens at the end of a visit, and the
+        # logarithm of the share that uses tokens so far from the end.
         self._without = [0.0] * _ENDS
         self._wanted = [0.0] * _ENDS
-        self._tail = 0  # tokens at the end of a visit that most do not want
+        self._tail = 0  # tokens at the end of a visit that most returning requests do not use
 
-    # -- who leaves first -----------------------------------------------------------------------
+    # -- priorities -----------------------------------------------------------------------------
 
     def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
-        memo = entry.history
+        history = entry.history
         age = now - entry.last_used
-        if not isinstance(memo, Visit) or not memo.open or age >= self.returns.horizon:
+        if not isinstance(history, Visit) or not history.open or age >= self.model.horizon:
             return (0.0, entry.last_used)
-        stratum, level = self._placed = self._place(entry, memo)
+        stratum, level = self._placed = self._place(entry, history)
         self._asked = entry
-        return (1.0, self.returns.index(stratum, level, age), entry.last_used)
+        return (1.0, self.model.index(stratum, level, age), entry.last_used)
 
     def review(self, entry: Entry, now: float) -> float:
-        memo = entry.history
+        history = entry.history
         age = now - entry.last_used
-        if not isinstance(memo, Visit) or not memo.open or age >= self.returns.horizon:
-            return math.inf  # it keeps its place among them
-        stratum, level = self._placed if entry is self._asked else self._place(entry, memo)
+        if not isinstance(history, Visit) or not history.open or age >= self.model.horizon:
+            return math.inf  # its priority does not change
+        stratum, level = self._placed if entry is self._asked else self._place(entry, history)
         self._asked = None
-        later, horizon = self.returns.falls(stratum, level, age), self.returns.horizon
+        later, horizon = self.model.falls(stratum, level, age), self.model.horizon
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Tokens at the end of `entry` that are worth no more than its last ones."""
-        memo = entry.history
-        if not isinstance(memo, Visit) or not memo.open:
+        """Return how many tokens at the end of `entry` are worth no more than its last one."""
+        history = entry.history
+        if not isinstance(history, Visit) or not history.open:
             return entry.tokens
-        more = self._tail - (memo.length - entry.depth - entry.tokens)
+        more = self._tail - (history.length - entry.depth - entry.tokens)
         return min(more, entry.tokens) if more > 0 else entry.tokens
 
     def _place(self, entry: Entry, visit: Visit) -> tuple[int, float]:
         """Stratum and level of an entry."""
-        factors = self.returns.factors
+        factors = self.model.factors
         uses = factors[0][_uses(entry.hits or visit.again)]
         if entry.value >= SWITCHES:
             return _SHARED, uses
-        if visit.fit != self.returns.fits:
-            visit.level, visit.fit = sum(map(getitem, factors[1:], visit.values)), self.returns.fits
+        if visit.fit != self.model.fits:
+            visit.level, visit.fit = sum(map(getitem, factors[1:], visit.values)), self.model.fits
         if self._tail and (behind := visit.length - entry.depth - entry.tokens) < self._tail:
             uses += self._wanted[max(0, behind).bit_length()]
         return visit.stratum, visit.level + uses
 
-    # -- what happens ---------------------------------------------------------------------------
+    # -- observations ---------------------------------------------------------------------------
 
     def on_insert(self, entry: Entry, now: float) -> None:
         pass
 
     def on_hit(self, entry: Entry, now: float) -> None:
-        memo = entry.history
-        if isinstance(memo, Visit) and memo.watched:
-            self._see(memo, entry.depth, entry.depth + entry.tokens, now)
+        history = entry.history
+        if isinstance(history, Visit) and history.watched:
+            self._record_reuse(history, entry.depth, entry.depth + entry.tokens, now)
 
     def on_evict(self, entry: Entry, now: float) -> None:
         pass
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> Visit:
-        """A request begins at the end of `entry`; `ghost` is the memo of what would have come next, had it
-        not left."""
+        """A request hits up to the end of `entry`; `ghost` is the history of the evicted run that would follow."""
         before: Visit | None = None
         if isinstance(ghost, Visit):
             before = ghost
-            self._see(ghost, resumed, 1 << 62, now)  # how much more of it was wanted nobody knows
+            self._record_reuse(ghost, resumed, 1 << 62, now)  # how many more tokens were wanted is unknown
         elif isinstance(entry.history, Visit) and entry.value < SWITCHES:
             before = entry.history if resumed >= self.COVER * entry.history.length else None
         if before is not None and before.open:
@@ -173,7 +171,7 @@ class Adaptive:
         ending: str | None,
         now: float,
     ) -> None:
-        """The request is done with `path`, the entries from its end upwards."""
+        """The request closed; `path` are its entries from the end upwards."""
         assert isinstance(visit, Visit)
         before, visit.before = visit.before, None
         visit.start, visit.length = now, length
@@ -185,7 +183,7 @@ class Adaptive:
             if entry.history is not None and entry.history is not before and entry.history is not visit:
                 entry.value += 1.0
             entry.history = visit
-        self._watch(visit, path, now)
+        self._sample(visit, path, now)
         self._closed += 1
         if self._closed % 32 == 0:
             self._learn_ends()
@@ -201,42 +199,42 @@ class Adaptive:
             )
         )
 
-    def _watch(self, visit: Visit, path: Sequence[Entry], now: float) -> None:
-        """Watch the middle of what the request brought, and a place in what it found."""
+    def _sample(self, visit: Visit, path: Sequence[Entry], now: float) -> None:
+        """Sample the middle of the request's new tokens, and one entry of its hit."""
         new = visit.length - visit.resumed - self._tail
         watched: list[int] = []
         if new > 0:
-            number = self.returns.start(
+            number = self.model.start(
                 visit.stratum, bytes((_uses(visit.again),)) + visit.values, math.sqrt(new), now
             )
             if number >= 0:
                 watched += [visit.resumed + new // 2, number]
-        brought = 0
-        while brought < len(path) and path[brought].depth >= visit.resumed:
-            brought += 1
-        if brought < len(path):
-            entry = path[brought + self._closed % (len(path) - brought)]
+        new_entries = 0
+        while new_entries < len(path) and path[new_entries].depth >= visit.resumed:
+            new_entries += 1
+        if new_entries < len(path):
+            entry = path[new_entries + self._closed % (len(path) - new_entries)]
             shared = entry.value >= SWITCHES
             values = bytes((_uses(entry.hits),)) + (_OTHERS if shared else visit.values)
             stratum = _SHARED if shared else visit.stratum
-            number = self.returns.start(stratum, values, math.sqrt(visit.resumed), now)
+            number = self.model.start(stratum, values, math.sqrt(visit.resumed), now)
             if number >= 0:
                 watched += [entry.depth + entry.tokens // 2, number]
         visit.watched = tuple(watched)
 
-    def _see(self, visit: Visit, first: int, last: int, now: float) -> None:
-        """Tokens `first` to `last` of a visit are wanted."""
+    def _record_reuse(self, visit: Visit, first: int, last: int, now: float) -> None:
+        """Record the reuse of samples among tokens [first, last) of a visit."""
         rest: list[int] = []
         for place, number in zip(visit.watched[::2], visit.watched[1::2], strict=True):
             if first <= place < last:
-                self.returns.returned(number, max(0.0, now - visit.start))
+                self.model.returned(number, max(0.0, now - visit.start))
             else:
                 rest += place, number
         visit.watched = tuple(rest)
 
     def _count_end(self, without: int, at_most: bool) -> None:
-        """Somebody came back who did not want the last `without` tokens of a visit, or `at_most` those: then
-        how many is guessed from the others."""
+        """Count a returning request that did not use the last `without` tokens of a visit. `at_most`: the exact number is
+        unknown, and distributed as for the others."""
         end = min(max(0, without).bit_length(), _ENDS - 1)
         if not at_most:
             self._without[end] += 1.0
@@ -254,16 +252,16 @@ class Adaptive:
         few = sum(share < math.log(0.5) for share in self._wanted)
         self._tail = 1 << (few - 1) if few else 0
         if total > 1024.0:
-            self._without = [0.5 * n for n in self._without]  # what was long ago counts less
+            self._without = [0.5 * n for n in self._without]  # older observations count less
 
 
 def _uses(hits: int) -> int:
-    """How often an entry was used, as a feature: exact for the first few, then by powers of two."""
+    """Count of uses as a feature value: exact up to 5, then by powers of two."""
     return hits if hits < 6 else min(VALUES - 1, 3 + hits.bit_length())
 
 
 def _code(codes: dict[K, int], key: K) -> int:
-    """A small number for a word: its own for the first few, one for all the others."""
+    """A small code for a key: its own for the first few, one for all others."""
     code = codes.get(key)
     if code is None:
         code = min(len(codes), VALUES - 1)

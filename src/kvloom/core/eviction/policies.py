@@ -1,8 +1,7 @@
-"""Which cached thing leaves first: one priority function a policy.
+"""Eviction policies: one priority function each; the entry with the smallest priority is evicted first.
 
-An entry is what can leave on its own: the tail of a leaf run of blocks, a checkpoint (window
-pages and state snapshot at one resume point), the pages of one image. A policy sees no tokens and
-no pages. The queue asks for an entry's priority when it is queued and again when it is popped.
+An entry is what can be evicted on its own: the tail of a leaf, a checkpoint, a media run. A policy sees no tokens and no
+pages. The queue computes an entry's priority when it is queued and again before it is evicted.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ __all__ = [
 
 
 FIRST = -(1 << 31)
-"""The rank of what nobody can use, or said it would not: below any priority that a request may give."""
+"""Rank of useless entries and of ended sessions: below any priority of a request."""
 
 
 class ReuseHistory:
-    """What a policy that learns remembers of an entry; it outlives the entry as a ghost."""
+    """A learning policy's record of an entry. It outlives the entry in `Ghosts`."""
 
     __slots__ = ()
 
     def split(self) -> ReuseHistory:
-        """The memo of the upper part when a run is cut in two: the same, unless it counts something."""
+        """Return the history of the upper node when a node is split: the same, unless it counts something."""
         return self
 
 
 class Entry(ABC):
-    """What a policy may look at. `value` and `memo` are the policy's own."""
+    """What a policy sees. `value` and `history` belong to the policy."""
 
     __slots__ = (
         "created",
@@ -68,33 +67,31 @@ class Entry(ABC):
         self.hits = 0
         self.priority = priority
         self.expires = expires
-        self.expiring: float | None = None  # the time at which its queue will look at it again
-        self.ended = False  # its session said that it will not come back
-        self.useless = False  # some of it completes no resume point any more
+        self.expiring: float | None = None  # when its queue will compute the key again
+        self.ended = False  # its session ended
+        self.useless = False  # its tail is not resumable
         self.value = 0.0
-        self.wanted_by: tuple[
-            tuple[int, int], ...
-        ] = ()  # the turns at which it is wanted, the first of them first
+        self.wanted_by: tuple[tuple[int, int], ...] = ()  # turns of waiting requests, earliest first
         self.history: ReuseHistory | None = None
         self.queued: tuple[int, tuple[float, ...]] | None = None
 
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Tokens whose pages would have to be computed again."""
+        """Tokens to compute again after an eviction."""
 
     @property
     @abstractmethod
     def depth(self) -> int:
-        """Tokens before it."""
+        """Tokens before the entry."""
 
     @property
     @abstractmethod
     def bytes(self) -> int:
-        """Bytes of pages that leave with it."""
+        """Bytes of pages that an eviction frees."""
 
     def rank(self, now: float) -> int:
-        """What comes before any policy: FIRST, or the priority that requests gave until it expires."""
+        """Sort key before the policy's: FIRST, or the priority of a request until it expires."""
         if self.useless or self.ended:
             return FIRST
         if self.expires is not None and now >= self.expires:
@@ -103,8 +100,8 @@ class Entry(ABC):
 
 
 class Policy(Protocol):
-    """Smaller priorities leave first. The hooks are optional in spirit: most do nothing. In `on_hit`
-    the entry's `last_used` is still that of the use before."""
+    """Entries with smaller priorities are evicted first. Hooks may do nothing. In `on_hit` the entry's `last_used` is still
+    that of the previous use."""
 
     @property
     def name(self) -> str: ...
@@ -117,19 +114,19 @@ class Policy(Protocol):
 
 @runtime_checkable
 class LearningPolicy(Policy, Protocol):
-    """A policy whose priorities fall as time passes, and that follows requests from beginning to end."""
+    """A policy that observes requests and whose priorities fall with time."""
 
     def review(self, entry: Entry, now: float) -> float:
-        """When to ask for the priority again, because it may have fallen; infinity for never."""
+        """Return when to compute the priority again because it may have fallen; infinity for never."""
         ...
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Of an entry that leaves, the tokens at its end that are worth as little as its priority says."""
+        """Return how many tokens at the end of an entry are worth no more than its priority."""
         ...
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> ReuseHistory:
-        """A request resumes `resumed` tokens that end in `entry` (a root, if none); `ghost` is the memo of
-        what it would have met next, had that not left. Returns what `on_close` will be given."""
+        """A request hit `resumed` tokens that end in `entry` (a root if none). `ghost` is the history of the evicted run that
+        would follow. Returns the history passed to `on_close`."""
         ...
 
     def on_close(
@@ -141,12 +138,13 @@ class LearningPolicy(Policy, Protocol):
         ending: str | None,
         now: float,
     ) -> None:
-        """That request is done, with `length` tokens; `path` is the runs it used, deepest first. `ending`
-        is what its caller says about how it ended."""
+        """The request closed with `length` tokens; `path` are its nodes, deepest first, `ending` is its finish reason."""
         ...
 
 
 class _Plain:
+    """Hooks that do nothing."""
+
     def on_insert(self, entry: Entry, now: float) -> None:
         pass
 
@@ -158,6 +156,8 @@ class _Plain:
 
 
 class LRU(_Plain):
+    """Least recently used."""
+
     name = "lru"
 
     def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
@@ -165,6 +165,8 @@ class LRU(_Plain):
 
 
 class LFU(_Plain):
+    """Least frequently hit, then least recently used."""
+
     name = "lfu"
 
     def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
@@ -172,6 +174,8 @@ class LFU(_Plain):
 
 
 class FIFO(_Plain):
+    """Oldest."""
+
     name = "fifo"
 
     def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
@@ -179,6 +183,8 @@ class FIFO(_Plain):
 
 
 class MRU(_Plain):
+    """Most recently used."""
+
     name = "mru"
 
     def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
@@ -186,7 +192,7 @@ class MRU(_Plain):
 
 
 class SLRU(_Plain):
-    """Two segments: what was never hit leaves before what was, each by last use."""
+    """Two segments: entries never hit are evicted before the others, each by last use."""
 
     name = "slru"
 
@@ -195,7 +201,7 @@ class SLRU(_Plain):
 
 
 class PriorityTTL(_Plain):
-    """Within a priority, what expires soonest leaves first; what never expires goes by last use."""
+    """Within a priority the entry that expires first; entries that never expire by last use."""
 
     name = "priority"
 
@@ -206,7 +212,7 @@ class PriorityTTL(_Plain):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds to compute a token again: a constant part and one that grows with the tokens before it."""
+    """Seconds to compute a token again: a constant, and a part that grows with the tokens before it."""
 
     per_token: float = 1.0
     per_token_per_depth: float = 1.0 / 32768
@@ -217,7 +223,7 @@ class Cost:
 
 
 class CostAware:
-    """Seconds to compute again per byte freed, times uses, aged by what was evicted last (GDSF)."""
+    """Seconds to compute again per byte freed, times uses, aged by the last eviction (GDSF)."""
 
     name = "cost"
 

@@ -1,7 +1,7 @@
-"""The order in which entries leave: a heap whose keys are checked again at its top.
+"""Eviction queue: the order in which entries are evicted, a heap whose keys are computed again at its top.
 
-Spare window pages go before everything else, oldest first; then entries by rank and policy, and last
-those that somebody in line will want. The queue decides who is next. It frees nothing.
+Unneeded window pages come first, oldest first; then entries by rank and policy; last the entries that waiting requests
+will hit. The queue chooses the next entry. It evicts nothing.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ E = TypeVar("E", bound=Entry)
 
 
 class EvictionQueue(Generic[E]):
-    """Entries of one account. An entry is in it while it may leave; stale items are skipped.
+    """Entries of one account that can be evicted. Stale heap items are skipped.
 
-    | call    | cost     |
-    |---------|----------|
-    | push    | O(log n) |
-    | first   | O(log n) amortised: an item is looked at again only if its entry was used meanwhile |
+    | call        | cost                                                                             |
+    |-------------|----------------------------------------------------------------------------------|
+    | push        | O(log n)                                                                         |
+    | next_victim | O(log n) amortised: a key is computed again only if its entry was used meanwhile |
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.learner = policy if isinstance(policy, LearningPolicy) else None
         self.unneeded: deque[tuple[E, int]] = deque()
-        # rank, priority, number and entry, side by side: comparing tuples within tuples costs twice.
+        # (rank, priority, number, entry), flat: comparing nested tuples costs twice as much.
         self._heap: list[tuple[int, tuple[float, ...], int, E]] = []
         self._expiring: list[tuple[float, int, E]] = []
         self._pushed = 0
         self.live = 0
-        """Entries that are in it."""
+        """Count of queued entries."""
 
     def __len__(self) -> int:
         return self.live
 
     def push(self, entry: E, now: float) -> None:
-        """Queue `entry`, or move it if its priority fell. Rises are noticed when it would be next, falls with
-        time when its retention expires or the policy wants to look again."""
+        """Queue `entry`, or move it if its key fell. A risen key is found when the entry is next; a key that falls with time
+        when its retention expires or the policy reviews it."""
         rank, priority = key = self._key(entry, now)
         queued = entry.queued
         if queued is None or key < queued:
@@ -53,17 +53,17 @@ class EvictionQueue(Generic[E]):
             self._pushed = number = self._pushed + 1
             heappush(self._heap, (rank, priority, number, entry))
         if self.learner is not None or entry.expires is not None:
-            self._look_again(entry, now)
+            self._schedule_review(entry, now)
 
     def _key(self, entry: E, now: float) -> tuple[int, tuple[float, ...]]:
-        """What somebody in line will want leaves after all else, who comes last first."""
+        """Sort key. Entries that waiting requests will hit come last, the latest turn first."""
         if entry.wanted_by:
             urgent, number = entry.wanted_by[0]
             return entry.rank(now), (INF, INF, -urgent, -number)
         return entry.rank(now), self.policy.priority(entry, now)
 
-    def _look_again(self, entry: E, now: float) -> None:
-        """Note when the key of `entry` may have fallen by itself."""
+    def _schedule_review(self, entry: E, now: float) -> None:
+        """Schedule the next review: when the key of `entry` may have fallen with time."""
         due = INF if entry.expires is None or entry.expires <= now else entry.expires
         if self.learner is not None:
             review = self.learner.review(entry, now)
@@ -75,7 +75,7 @@ class EvictionQueue(Generic[E]):
             heappush(self._expiring, (due, number, entry))
 
     def remove(self, entry: E) -> None:
-        """The entry may not leave now (or is gone); its item is skipped later."""
+        """Remove an entry that is in use or evicted; its heap item is skipped later."""
         if entry.queued is None:
             return
         entry.queued = None
@@ -89,7 +89,7 @@ class EvictionQueue(Generic[E]):
             heapify(self._expiring)
 
     def next_victim(self, now: float) -> E | None:
-        """The entry that leaves next, spares excepted; it stays queued until it is removed."""
+        """Return the entry to evict next, without regard to unneeded window pages, or None. It stays queued."""
         if self._expiring and self._expiring[0][0] <= now:
             self._expire(now)
         heap = self._heap
@@ -106,7 +106,7 @@ class EvictionQueue(Generic[E]):
             self._pushed += 1
             heapreplace(heap, (*current, self._pushed, entry))
             if self.learner is not None:
-                self._look_again(entry, now)
+                self._schedule_review(entry, now)
         return None
 
     def _expire(self, now: float) -> None:

@@ -1,14 +1,13 @@
-"""When will it be wanted again? What the adaptive policy learns of runs of tokens, as numbers.
+"""Reuse model: when will cached tokens be used again? The survival model of the adaptive policy.
 
-The policy watches places in the text of requests, each from the end of one use until the next. From the
-last few thousand of them this model learns the hazard of a use: how likely it is in the next second, after
-so long without, for a place of such features. It knows no entries and no pages.
+The policy samples positions in prompts, each from the end of one use to the next. From the last few thousand samples the
+model learns the hazard of a use: its probability per second, by age (seconds since the last use) and features. Has no
+entries and no pages.
 
-    hazard(age, features) = baseline of the stratum at that age, times a factor for each feature's value
+    hazard(age, features) = baseline of the stratum at that age times a factor for each feature value
 
-Ages fall into bins that grow by a quarter, fine enough to see a service's sessions time out. What was not
-used again counts as watched until now, also when its pages left long ago: the ghosts of the cache tell of
-uses that found nothing.
+Age bins grow by a quarter, fine enough to show session timeouts. A sample without reuse is censored at the present,
+also after its eviction: ghosts report uses that missed.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ __all__ = ["BINS", "VALUES", "ReuseModel"]
 Floats = npt.NDArray[np.float64]
 
 VALUES = 16
-"""Values a feature may take: 0 to 15."""
+"""Count of values of a feature: 0 to 15."""
 _FINE = 8.0
 _LOG_STEP = math.log(1.25)
 _EDGES = [0.0, 2.0, 4.0, *(_FINE * 1.25**k for k in range(37))]
 BINS = len(_EDGES)
-"""Ages up to 8 · 1.25^36 seconds, about 7 hours; what is older counts as that old."""
+"""Bins of ages up to 8 · 1.25^36 seconds, about 7 hours; the last bin includes older ones."""
 _LEVELS, _LOWEST, _LEVEL_STEP = 37, -5.0, 0.25
 _LEAST = 1e-12
 
 
 class ReuseModel:
-    """See the module. `strata` baselines (the last has nothing in common with the others), `features`
-    factors; the newest `window` places are remembered.
+    """See the module. Has `strata` baselines (the last is independent of the others), `features` factors, and the newest
+    `window` samples.
 
     | call     | cost                                                                       |
     |----------|----------------------------------------------------------------------------|
-    | start    | O(features); every `every`-th call, in the beginning more often, fits the model |
+    | start    | O(features); every `every`-th call, more often at first, fits the model  |
     | returned | O(1)                                                                       |
     | index    | O(1)                                                                       |
     """
@@ -48,16 +47,16 @@ class ReuseModel:
         self.strata, self.features = strata, features
         self.window, self.every = window, every
         self.fits = 1
-        """How often the model was fitted."""
+        """Count of fits."""
         self.horizon = math.inf
-        """The age by which nearly all have come who ever will; beyond it the features tell nothing."""
+        """Age by which nearly all reuses have happened; features do not matter beyond it."""
         self.factors = [[0.0] * VALUES for _ in range(features)]
-        """Of each feature and value, as logarithms. They change when the model is fitted."""
+        """Logarithmic factor of each feature and value, set by `fit`."""
         self.edges: Floats = np.array(_EDGES)
         self._width = np.diff(self.edges, append=self.edges[-1] * 1.25)
         self._middle = np.maximum(self.edges + self._width / 2, 1.0)
         self._started = np.zeros(window)
-        self._away = np.full(window, np.nan)  # how long until the return; NaN: not yet
+        self._away = np.full(window, np.nan)  # seconds until the reuse; NaN: none yet
         self._stratum = np.zeros(window, np.int16)
         self._weight = np.zeros(window)
         self._values = bytearray(window * features)
@@ -67,18 +66,17 @@ class ReuseModel:
         self._stride = 1
         self._wrapped = 0.0
         self._index: list[list[list[float]]] = []
-        self._lower: list[list[list[float]]] = []  # the age from which the index is clearly lower
+        self._lower: list[list[list[float]]] = []  # age from which the index is clearly lower
         age = self._middle
         reads, stays = (age / READS) ** 2, 1 / (1 + (age / GONE) ** 2)
         self._flat = PRIOR / age
         self._prior = self._flat * (reads / (1 + reads) * stays + 0.01)
         self._tabulate(np.tile(self._flat, (strata, 1)))
 
-    # -- what happens ---------------------------------------------------------------------------
+    # -- samples --------------------------------------------------------------------------------
 
     def start(self, stratum: int, values: bytes, weight: float, now: float) -> int:
-        """A use ends and an absence begins. Returns its number, or -1 for one that is not watched: where
-        thousands come in an hour a share of them tells enough."""
+        """Start a sample at the end of a use. Returns its number, or -1 if it is skipped: heavy traffic is subsampled."""
         self._seen += 1
         if self._seen >= self._due:
             self._due += min(self.every, max(self.every // 16, self._seen // 16))
@@ -88,7 +86,7 @@ class ReuseModel:
         number = self._recorded
         place = number % self.window
         if place == 0:
-            self._keep_span(now)
+            self._adjust_stride(now)
         self._started[place] = now
         self._away[place] = np.nan
         self._stratum[place] = stratum
@@ -98,12 +96,12 @@ class ReuseModel:
         return number
 
     def returned(self, number: int, away: float) -> None:
-        """Place `number` was used again after `away` seconds."""
+        """End sample `number`: reused after `away` seconds."""
         if number >= 0 and self._recorded - number <= self.window:
             self._away[number % self.window] = away
 
-    def _keep_span(self, now: float) -> None:
-        """Watch fewer places where the window would span less than SPAN seconds, more where much more."""
+    def _adjust_stride(self, now: float) -> None:
+        """Take fewer samples if the window spans less than SPAN seconds, more if much more."""
         if self._recorded:
             if now - self._wrapped < SPAN:
                 self._stride *= 2
@@ -111,11 +109,11 @@ class ReuseModel:
                 self._stride = max(1, self._stride // 2)
         self._wrapped = now
 
-    # -- what it means --------------------------------------------------------------------------
+    # -- index ----------------------------------------------------------------------------------
 
     def index(self, stratum: int, level: float, age: float) -> float:
-        """What keeping pages is worth whose features' factors add up to `level`: the logarithm of the most
-        uses per second of waiting that any time to wait would bring, after `age` seconds without one."""
+        """Value of keeping pages at `age` with feature factors summing to `level`: the logarithm of the highest rate of uses
+        per second that any waiting time gives."""
         row = self._index[stratum][_row(level)]
         if age < _FINE:
             return row[0] if age < 2.0 else row[1] if age < 4.0 else row[2]
@@ -126,7 +124,7 @@ class ReuseModel:
         return row[bin_] + (row[bin_ + 1] - row[bin_]) * (place - bin_)
 
     def falls(self, stratum: int, level: float, age: float) -> float:
-        """The age at which `index` will be clearly lower than now: twice the age at the latest."""
+        """Return the age at which `index` is clearly lower than now, at most twice the age."""
         if age < _FINE:
             first = 0 if age < 2.0 else 1 if age < 4.0 else 2
         else:
@@ -138,7 +136,7 @@ class ReuseModel:
     # -- learning -------------------------------------------------------------------------------
 
     def fit(self, now: float) -> None:
-        """Learn from the places in the window. O(window times features)."""
+        """Fit the model to the samples in the window. O(window · features)."""
         n = min(self._recorded, self.window)
         if not n:
             return
@@ -179,31 +177,31 @@ class ReuseModel:
         self.fits += 1
 
     def _baseline(self, count: Floats, exposure: Floats) -> Floats:
-        """The hazard in each bin of each stratum: what was counted, pulled to what the strata have in
-        common there, and that to the prior; the last stratum to its prior alone."""
-        common = self._pulled(count[:-1].sum(0), exposure[:-1].sum(0), self._prior, PULL)
+        """Hazard of each bin and stratum: the observed rate, shrunk to the rate common to all strata, and that to the prior.
+        The last stratum is shrunk to its prior only."""
+        common = self._shrunk(count[:-1].sum(0), exposure[:-1].sum(0), self._prior, PULL)
         rows = [
-            self._pulled(c, e, common, STRATUM_PULL) for c, e in zip(count[:-1], exposure[:-1], strict=True)
+            self._shrunk(c, e, common, STRATUM_PULL) for c, e in zip(count[:-1], exposure[:-1], strict=True)
         ]
-        return np.stack([*rows, self._pulled(count[-1], exposure[-1], self._flat, PULL)])
+        return np.stack([*rows, self._shrunk(count[-1], exposure[-1], self._flat, PULL)])
 
-    def _pulled(self, count: Floats, exposure: Floats, prior: Floats, pull: float) -> Floats:
+    def _shrunk(self, count: Floats, exposure: Floats, prior: Floats, pull: float) -> Floats:
         ratio = (count.sum() + DOUBT) / ((exposure * prior).sum() + DOUBT)
         found: Floats = (count + pull * self._width * ratio * prior) / (exposure + pull * self._width)
         return found
 
     def _far(self, count: Floats, exposure: Floats) -> float:
-        """The age by which SEEN of all will have come; censored absences do not make it shorter."""
-        hazard = self._pulled(count, exposure, self._prior, PULL)
+        """Age by which a share SEEN of all reuses has happened; censored samples do not shorten it."""
+        hazard = self._shrunk(count, exposure, self._prior, PULL)
         come = 1 - np.exp(-np.cumsum(hazard * self._width))
         last = int(np.argmax(come >= SEEN * come[-1]))
         return _EDGES[last + 1] if last + 1 < BINS else math.inf
 
     def _tabulate(self, baseline: Floats) -> None:
-        """The index at the start of every bin, for every stratum and level: the best stop for one who pays
-        for waiting by the second and earns one at the return."""
+        """Compute the index at the start of every bin, stratum and level: the optimal stopping value if waiting costs one per
+        second and a reuse earns one."""
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
-        kinds, which = np.unique(baseline, axis=0, return_inverse=True)  # strata without data are alike
+        kinds, which = np.unique(baseline, axis=0, return_inverse=True)  # strata without data are equal
         hazard = (kinds[:, None, :] * levels[None, :, None]).reshape(-1, BINS)
         mean = hazard * self._width
         stays = np.exp(-mean)
@@ -232,19 +230,19 @@ def _row(level: float) -> int:
 
 
 PRIOR = 0.1
-"""Before anything is known: hazard times age, the same at every age, so that the longest away leaves first."""
+"""Prior of hazard times age, equal at every age: the least recently used entry is evicted first."""
 READS, GONE = 40.0, 600.0
-"""Seconds: people read and type that long before they come back, and have mostly gone after that long."""
+"""Prior, in seconds: users read and type for READS before the next turn, and most have left after GONE."""
 PULL = 30.0
-"""As many places' worth of belief that hazards have the shape which this gives, times a ratio that is learned."""
+"""Weight of the prior shape, in samples; its scale is learned."""
 STRATUM_PULL = 50.0
-"""As many places' worth of belief that a stratum's hazard is everyone's, times its own ratio."""
+"""Weight of the common hazard for one stratum, in samples; its scale is learned."""
 DOUBT = 8.0
-"""Uses' worth of belief that a feature's value makes no difference."""
+"""Weight of the assumption that a feature value has no effect, in uses."""
 ROUNDS = 3
 SEEN = 0.92
-"""The share of all that ever come who come before the horizon."""
+"""Share of all reuses that happen before the horizon."""
 FALL, LOOK = 0.69, 30.0
-"""A clear fall of the index, as a logarithm; and seconds within which there is no need to look again."""
+"""A clear fall of the index, as a logarithm; and the shortest interval between reviews, in seconds."""
 SPAN = 7200.0
-"""Seconds of traffic that the window should span."""
+"""Seconds of traffic that the window should cover."""

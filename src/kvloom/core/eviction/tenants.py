@@ -14,6 +14,9 @@ from .queue import EvictionQueue
 
 __all__ = ["Account", "Accounts", "Tenant"]
 
+SOFT_PART = 0.5
+"""Protected part of a share that is not firm."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
@@ -22,11 +25,21 @@ class Tenant:
     The share is weight / sum of weights. Pages of a tenant at or below its share are not evicted for others. Weight 0
     has no share: such a tenant uses free pages and loses them first. If all weights are 0, the policy alone decides.
     Shares follow the size of the pool, quotas do not.
+
+    A share that is not `firm` is a default: it protects half of what the weight claims. The other half of the pool
+    serves every tenant. A tenant with at most one open sequence may evict all cached pages of such shares, so one long
+    request always fits.
     """
 
     name: str
     quota: int | None = None
     weight: float = 0.0
+    firm: bool = True
+
+    @property
+    def claim(self) -> float:
+        """The protected part of the weight: all of it if the share is firm, else SOFT_PART of it."""
+        return self.weight if self.firm else self.weight * SOFT_PART
 
     def __post_init__(self) -> None:
         if self.quota is not None and self.quota < 0:
@@ -38,8 +51,8 @@ class Tenant:
 
 
 class Account:
-    """Bytes of one tenant: `used` in total, `in_use` by sequences, pins and transfers. Also its counters of tokens looked
-    up, tokens hit and entries evicted."""
+    """Bytes of one tenant: `used` in total, `in_use` by sequences, pins and transfers. `open` counts its open sequences.
+    Also its counters of tokens looked up, tokens hit and entries evicted."""
 
     __slots__ = (
         "evictions",
@@ -47,6 +60,7 @@ class Account:
         "hit_tokens",
         "in_use",
         "looked_up_tokens",
+        "open",
         "queue",
         "tenant",
         "used",
@@ -56,6 +70,7 @@ class Account:
         self.tenant = tenant
         self.used = 0
         self.in_use = 0
+        self.open = 0
         self.guaranteed = 0.0
         self.looked_up_tokens = self.hit_tokens = self.evictions = 0
         self.queue: EvictionQueue[Entry] = EvictionQueue(policy)
@@ -83,10 +98,6 @@ class Account:
         self.looked_up_tokens += tokens
         self.hit_tokens += hit
 
-    def count_eviction(self) -> None:
-        """Count an evicted entry."""
-        self.evictions += 1
-
     def over_quota(self, need: int) -> int:
         """Bytes to evict before `need` more fit the quota."""
         return 0 if self.tenant.quota is None else max(0, self.used + need - self.tenant.quota)
@@ -111,24 +122,43 @@ class Accounts:
         """Recompute the shares for a pool of this size. O(tenants)."""
         weights = sum(account.tenant.weight for account in self.accounts.values())
         for account in self.accounts.values():
-            account.guaranteed = pool_bytes * account.tenant.weight / weights if weights else 0.0
+            account.guaranteed = pool_bytes * account.tenant.claim / weights if weights else 0.0
 
     def __getitem__(self, tenant: str) -> Account:
         return self.accounts.get(tenant) or self.accounts[self.DEFAULT]
 
     def victim(self, requester: Account | None, now: float) -> Account | None:
         """Return the account whose entry is evicted next for `requester`: unneeded pages first, then the smallest key
-        among the requester and accounts above their share. None stands for the pool itself, which may also evict
-        from accounts below their share. O(tenants)."""
+        among accounts above their share and the requester. A requester below its share evicts its own entries only
+        after theirs. None stands for the pool itself, which may also evict from accounts below their share. O(tenants)."""
         if len(self.accounts) == 1:
             only = requester or self.accounts[self.DEFAULT]
             return only if only.queue.live or only.queue.unneeded else None
         accounts = self.accounts.values()
-        victim = self._first((a for a in accounts if a is requester or a.used > a.guaranteed), now)
-        return self._first(accounts, now) if victim is None and requester is None else victim
+        below = requester is not None and requester.used < requester.guaranteed
+        victim = self._first(
+            (a for a in accounts if (a is requester and not below) or a.used > a.guaranteed), now
+        )
+        if victim is None and below:
+            victim = self._first((a for a in accounts if a is requester), now)
+        if victim is None and requester is None:
+            victim = self._first(accounts, now)
+        if victim is None and requester is not None and requester.open <= 1:
+            victim = self._first((a for a in accounts if not a.tenant.firm), now)
+        return victim
+
+    @staticmethod
+    def evictable(account: Account, requester: Account) -> int:
+        """Return the cached bytes of `account` that `requester`, another tenant, may evict."""
+        cached, above = account.used - account.in_use, account.used - int(account.guaranteed)
+        if requester.open <= 1 and not account.tenant.firm:
+            return cached
+        return max(0, min(cached, above))
 
     @staticmethod
     def _first(accounts: Iterable[Account], now: float) -> Account | None:
+        """Return the account whose next entry has the smallest key. A raised rank (TTL, priority) orders entries of one
+        account only: it does not protect them from other tenants."""
         best = None
         for account in accounts:
             if account.queue.unneeded:
@@ -136,6 +166,8 @@ class Accounts:
             entry = account.queue.next_victim(now)
             if entry is not None:
                 assert entry.queued is not None
-                if best is None or entry.queued < best[0]:
-                    best = (entry.queued, account)
+                rank, priority = entry.queued
+                key = min(rank, 0), priority
+                if best is None or key < best[0]:
+                    best = (key, account)
         return best[1] if best else None

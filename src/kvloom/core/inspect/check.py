@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -120,7 +121,13 @@ def _check_accounts(state: CacheState) -> None:
     )
     shares = sum(a.guaranteed for a in accounts)
     total = (state.pool.slabs - 1) * state.layout.slab_bytes
-    assert not shares or abs(shares - total) < 1, f"shares of {shares} in a pool of {total} bytes"
+    is_firm = all(a.tenant.firm for a in accounts)
+    assert not shares or shares - total < 1, f"shares of {shares} in a pool of {total} bytes"
+    assert not shares or not is_firm or total - shares < 1, f"shares of {shares} in a pool of {total} bytes"
+    sequences = Counter(id(seq.root.account) for _, seq in state.block_tables.open_sequences())
     for account in accounts:
+        assert account.open == sequences[id(account)], (
+            f"tenant {account.tenant.name!r} has {sequences[id(account)]} open sequences, counted {account.open}"
+        )
         quota = account.tenant.quota
         assert quota is None or account.used <= quota, f"tenant {account.tenant.name!r} is over its quota"

@@ -20,16 +20,16 @@ def cache_stats(state: CacheState) -> dict[str, float | int | dict[str, int]]:
         "slabs": state.pool.slabs - 1,
         "reserved_slabs": state.pool.reserved - 1,
         "free_slabs": state.pool.free_slabs,
-        "held_pages": sum(c.in_use_pages for c in classes),
+        "in_use_pages": sum(c.in_use_pages for c in classes),
         "cached_pages": sum(c.cached_pages for c in classes),
-        "free_pages_in_lent_slabs": sum(c.free_pages for c in classes),
+        "free_pages_in_occupied_slabs": sum(c.free_pages for c in classes),
         "nodes": state.tree.nodes,
         "looked_up_tokens": state.counts.looked_up_tokens,
         "hit_tokens": state.counts.hit_tokens,
         "evictions": state.allocator.evictions,
         "evicted_bytes": state.allocator.evicted_bytes,
         "moved_pages": state.compaction.moved_pages,
-        "stops": dict(state.counts.misses),
+        "miss_reasons": dict(state.counts.misses),
     }
 
 

@@ -30,8 +30,8 @@ from .inspector import cache_stats
 
 __all__ = ["STATES", "PoolMap"]
 
-STATES = ("unknown", "cached", "held", "pinned", "absent")
-CACHED, HELD, PINNED, ABSENT = range(1, len(STATES))
+STATES = ("unknown", "cached", "in use", "pinned", "unbacked")
+CACHED, IN_USE, PINNED, UNBACKED = range(1, len(STATES))
 TENANTS = 32
 """Tenant codes: the last is for all tenants without a code, the one before it for pages not visited yet."""
 OTHERS, UNSEEN = TENANTS - 1, TENANTS - 2
@@ -171,7 +171,7 @@ class PoolMap:
             begin, end = int(self._starts[first]) * c.per_slab, int(self._starts[last]) * c.per_slab
             looked += end - begin
             state = (c.cached[begin:end] > 0).astype(np.int8)
-            state[c.in_use[begin:end] > 0] = HELD
+            state[c.in_use[begin:end] > 0] = IN_USE
             pins = pinned[c.index]
             state[pins[(pins >= begin) & (pins < end)] - begin] = PINNED
             at = np.flatnonzero(state)
@@ -182,7 +182,7 @@ class PoolMap:
             absent = pool.unbacked_slabs(pool.reserved - pool.slabs)
             absent = absent[(absent >= self._starts[first]) & (absent < self._starts[last])]
             at = absent.astype(np.intp) - int(self._starts[first])
-            found.append(self._tallied(None, first, last, at, np.full(at.size, ABSENT, CODES)))
+            found.append(self._tallied(None, first, last, at, np.full(at.size, UNBACKED, CODES)))
         self._found[chunk] = found
         return looked
 
@@ -275,7 +275,7 @@ class PoolMap:
         return {
             "name": name,
             "used": account.used,
-            "held": account.in_use,
+            "in_use": account.in_use,
             "quota": account.tenant.quota,
             "share": int(account.guaranteed),
         }

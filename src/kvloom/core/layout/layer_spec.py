@@ -1,20 +1,36 @@
-"""What one layer keeps of the past: its unit, its fields and its span.
+"""Layer spec: what one layer stores (unit, fields) and which tokens its queries see (visibility).
 
-A spec is data. It knows nothing of pages, pools or devices, and nothing here asks which
-architecture a layer comes from: MLA latents, indexer keys, int8 K/V with scales, convolution and
-recurrent states are only different fields.
+A spec is data, without pages, pools or devices. Architectures differ only in fields: MLA latents, indexer keys, int8 K/V
+with scales, convolution and recurrent states.
+
+A new visibility kind is one class in this file, registered in KINDS, and one mask rule in the attention kernels
+(`kvloom.kernels`). Trees, block tables and the resume rule use `first_visible` only: pages before it are released, all
+pages after it are kept. A kind with holes (a dilated window) is therefore correct, but keeps pages in its holes;
+skipping them would need one page edge per hole in every row, which the contiguous kinds should not pay for.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DTYPE_BYTES", "PROMPT", "Field", "LayerSpec", "Visibility", "attention_fields"]
+__all__ = [
+    "DTYPE_BYTES",
+    "KINDS",
+    "PROMPT",
+    "QUANTISED",
+    "Field",
+    "LayerSpec",
+    "Visibility",
+    "VisibilityKind",
+    "attention_fields",
+]
 
 DTYPE_BYTES: dict[str, int] = {
     "fp64": 8,
@@ -29,13 +45,14 @@ QUANTISED = ("int8", "fp8")
 
 Unit = Literal["token", "state"]
 Axis = Literal["text", "media"]
+Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One array of a layer: `shape` per token (or per state).
+    """One array of a layer: `shape` per token, or per state.
 
-    `shard_axis` is the axis that tensor parallelism cuts, None when every rank keeps a copy (MLA).
+    `shard_axis` is the axis that tensor parallelism cuts; None if every rank has a copy (MLA).
     """
 
     name: str
@@ -60,69 +77,116 @@ class Field:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
+class VisibilityKind(ABC):
+    """A rule of which earlier tokens a query sees, with one parameter `size`."""
+
+    has_size = True
+
+    @abstractmethod
+    def first_visible(self, position: int, size: int) -> int:
+        """The first token that the query at `position` sees. Must not fall as `position` grows."""
+
+    @abstractmethod
+    def first_visible_each(self, positions: Positions, size: int) -> Positions:
+        """`first_visible` of many positions."""
+
+    def visible_blocks(self, position: int, size: int, block: int) -> Sequence[int]:
+        """The blocks that the query at `position` sees, its own included, in order. A kind with holes overrides it."""
+        return range(self.first_visible(position, size) // block, position // block + 1)
+
+
+class _Full(VisibilityKind):
+    has_size = False
+
+    def first_visible(self, position: int, size: int) -> int:
+        return 0
+
+    def first_visible_each(self, positions: Positions, size: int) -> Positions:
+        return np.zeros_like(positions)
+
+
+class _Sliding(VisibilityKind):
+    def first_visible(self, position: int, size: int) -> int:
+        return max(0, position - size + 1)
+
+    def first_visible_each(self, positions: Positions, size: int) -> Positions:
+        return np.maximum(positions - (size - 1), 0)
+
+
+class _Chunked(VisibilityKind):
+    def first_visible(self, position: int, size: int) -> int:
+        return position // size * size
+
+    def first_visible_each(self, positions: Positions, size: int) -> Positions:
+        return positions // size * size
+
+
+KINDS: dict[str, VisibilityKind] = {"full": _Full(), "sliding": _Sliding(), "chunked": _Chunked()}
+"""Visibility kinds by printed name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Which earlier tokens a query still sees: one rule for masking, freeing, hits and loading.
+    """Which earlier tokens a query sees. The same rule decides masks, released pages, hits and loads.
 
-    | kind    | the query at `position` sees                         |
+    | kind    | tokens that the query at `position` sees             |
     |---------|------------------------------------------------------|
-    | full    | every token from 0                                   |
-    | sliding | the last `size` tokens, itself included              |
-    | chunked | the tokens of its own chunk of `size`                |
+    | full    | all                                                  |
+    | sliding | the last `size`, itself included                     |
+    | chunked | those of its own chunk of `size`                     |
     """
 
-    kind: Literal["full", "sliding", "chunked"]
+    kind: str
     size: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("full", "sliding", "chunked"):
-            raise ValueError(f"unknown span kind {self.kind!r}; known: full, sliding, chunked")
-        if (self.kind == "full") != (self.size == 0) or self.size < 0:
-            raise ValueError(
-                f"span {self.kind!r} with size {self.size}: full takes none, the others a positive one"
-            )
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown visibility kind {self.kind!r}; known: {', '.join(KINDS)}")
+        if self.size < 0 or KINDS[self.kind].has_size != (self.size > 0):
+            expected = "a positive size" if KINDS[self.kind].has_size else "no size"
+            raise ValueError(f"visibility {self.kind!r} has size {self.size}; it takes {expected}")
 
     def first_visible(self, position: int) -> int:
-        """The first token that the query at `position` sees. It never falls as `position` grows."""
-        if self.kind == "full":
-            return 0
-        if self.kind == "sliding":
-            return max(0, position - self.size + 1)
-        return position // self.size * self.size
+        """The first token that the query at `position` sees. Never falls as `position` grows."""
+        return KINDS[self.kind].first_visible(position, self.size)
 
-    def first_visible_each(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """`first_visible` of many positions at once."""
-        if self.kind == "full":
-            return np.zeros_like(positions)
-        if self.kind == "sliding":
-            return np.maximum(positions - (self.size - 1), 0)
-        return positions // self.size * self.size
+    def first_visible_each(self, positions: Positions) -> Positions:
+        """`first_visible` of many positions."""
+        return KINDS[self.kind].first_visible_each(positions, self.size)
+
+    def visible_blocks(self, position: int, block: int) -> Sequence[int]:
+        """The blocks that the query at `position` sees, its own included, in order."""
+        return KINDS[self.kind].visible_blocks(position, self.size, block)
 
     def visible_tokens(self, length: int) -> int:
-        """How many tokens a sequence of `length` tokens still needs at its last query."""
+        """Tokens of a sequence of `length` tokens from the first one that its last query sees."""
         return length - self.first_visible(length - 1) if length > 0 else 0
 
     @property
     def windowed(self) -> bool:
-        return self.kind != "full"
+        """Whether old tokens become invisible."""
+        return KINDS[self.kind].has_size
 
     def __str__(self) -> str:
-        return self.kind if self.kind == "full" else f"{self.kind} {self.size}"
+        return f"{self.kind} {self.size}" if self.windowed else self.kind
 
 
 FULL = Visibility("full")
 PROMPT = "prompt"
-"""The lifetime of what an image's tokens are computed from."""
+"""Lifetime of what the tokens of an image are computed from: needed until they are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer keeps.
+    """What one layer stores.
 
-    `unit` is "token" (fields per token) or "state" (fields once per sequence). `axis` is "text", or
-    "media" for layers that keep the tokens of an image alone, named by its content (cross
-    attention). Layers of different `lifetime` never share a page (a draft model beside its target); what
-    an image keeps with the lifetime "prompt" (its embeddings) is needed while its tokens are computed, not after.
+    | field    | meaning                                                                                       |
+    |----------|-----------------------------------------------------------------------------------------------|
+    | unit     | "token" (fields per token) or "state" (fields once per sequence)                              |
+    | axis     | "text", or "media": tokens of an image only, hashed by content (cross attention, embeddings)  |
+    | lifetime | layers of different lifetimes never share a page (a draft model beside its target)            |
+
+    On the media axis the lifetime "prompt" (embeddings) ends when the image's tokens are computed.
     """
 
     unit: Unit
@@ -142,7 +206,7 @@ class LayerSpec:
             raise ValueError(f"field names repeat: {[field.name for field in self.fields]}")
         if self.visibility.windowed and (self.unit == "state" or self.axis == "media"):
             raise ValueError(
-                f"a {self.unit} layer on the {self.axis} axis takes no window, got {self.visibility}"
+                f"a {self.unit} layer on the {self.axis} axis cannot have a window, got {self.visibility}; use full"
             )
 
     @property
@@ -152,7 +216,7 @@ class LayerSpec:
 
     @property
     def kind(self) -> str:
-        """A word for people: full, sliding, chunked, cross, embeddings, or state."""
+        """Printed kind: full, sliding, chunked, cross, embeddings or state."""
         if self.unit == "state":
             return "state"
         if self.axis == "media":
@@ -163,8 +227,8 @@ class LayerSpec:
 def attention_fields(
     kv_heads: int, head_dim: int, dtype: str, scales: bool | None = None
 ) -> tuple[Field, ...]:
-    """K and V of one attention layer; int8 and fp8 carry a float32 scale per token and head unless
-    `scales` is False (static scales live with the weights)."""
+    """Return the fields of one attention layer. int8 and fp8 have a float32 scale per token and head, unless `scales` is
+    False (static scales are weights)."""
     fields: tuple[Field, ...] = (
         Field("k", (kv_heads, head_dim), dtype, shard_axis=0),
         Field("v", (kv_heads, head_dim), dtype, shard_axis=0),

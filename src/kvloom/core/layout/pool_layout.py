@@ -1,12 +1,11 @@
-"""From layer specs to a pool: groups, page sizes and the slab. Plain arithmetic, no memory.
+"""Pool layout: groups of layers, page sizes and the slab, computed from layer specs. Allocates no memory.
 
-    slab     |--------------------------------|   lent to one group at a time
+    slab     |--------------------------------|   cut into pages of one size at a time
     group A  |      page      |      page      |   pages_per_slab = 2
     group B  |            one page             |   pages_per_slab = 1
 
-A block of a token group owns `runs` pages, each holding `run_layers` layers; a state owns `runs`
-pages too. The layout picks the runs so that page sizes meet, the slab as a common multiple of
-them, and pads where neither works, by MAX_WASTE of a slab at most.
+A block of a token group has `runs` pages of `run_layers` layers each; so has a state. The layout chooses the runs so that
+page sizes are equal, the slab as a common multiple of them, and pads otherwise, by at most MAX_WASTE of a slab.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from .layer_spec import LayerSpec
 __all__ = ["HASH_TOKENS", "MAX_WASTE", "PageGroup", "PoolLayout"]
 
 HASH_TOKENS = 16
-"""Tokens under one name; a block is a multiple of it."""
+"""Tokens of one block hash; a block is a multiple of it."""
 MAX_WASTE = 0.05
-"""The largest share of a slab that padding may take, per group."""
+"""Limit of padding, as a share of a slab, per group."""
 _ALIGN = 16
 _MULTIPLES = 64
 _COLUMN_COST = 64 * 1024
@@ -32,7 +31,7 @@ _WASTE_COST = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """Layers that keep the same thing of the same tokens for the same time."""
+    """Layers with equal specs: same fields, visibility and lifetime."""
 
     index: int
     spec: LayerSpec
@@ -40,11 +39,10 @@ class PageGroup:
     block_tokens: int
     runs: int
     column: int
-    """Where this group's `runs` page ids begin in a row of page ids (token groups of the text axis
-    share one numbering, state groups another, media groups a third)."""
+    """First column of this group's `runs` page ids in a row. Token, state and media groups have rows of their own."""
     pages_per_slab: int
     page_stride: int
-    """Bytes from one page to the next in the pool; the part over `page_bytes` is padding."""
+    """Bytes from one page to the next in the pool; those beyond `page_bytes` are padding."""
 
     @property
     def name(self) -> str:
@@ -67,7 +65,7 @@ class PageGroup:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes that one token (or one state) needs over all layers, without any padding."""
+        """Bytes of one token (or one state) over all layers, without padding."""
         return self.spec.bytes * len(self.layers)
 
     @property
@@ -75,7 +73,7 @@ class PageGroup:
         return slice(self.column, self.column + self.runs)
 
     def locate(self, layer: str) -> tuple[int, int]:
-        """Run and place within the run of a layer: (which page column, which layer in the page)."""
+        """Return the run of a layer and its index in the page."""
         try:
             return divmod(self.layers.index(layer), self.run_layers)
         except ValueError:
@@ -84,7 +82,7 @@ class PageGroup:
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """The groups of one or several models in one pool, and the slab they share."""
+    """The groups of one or several models in one pool, and their slab."""
 
     groups: tuple[PageGroup, ...]
     slab_bytes: int
@@ -94,8 +92,8 @@ class PoolLayout:
     def build(
         cls, layers: Mapping[str, LayerSpec], block_tokens: int = HASH_TOKENS, granularity: int = _ALIGN
     ) -> PoolLayout:
-        """Group `layers` (name → spec) and choose runs and slab; `granularity` divides the slab
-        (2 MiB for elastic backing). Deterministic: the same specs give the same layout anywhere."""
+        """Group `layers` (name → spec), and choose runs and slab. `granularity` divides the slab (2 MiB for elastic
+        backing). Deterministic: equal specs give equal layouts on every machine."""
         if block_tokens <= 0 or block_tokens % HASH_TOKENS:
             raise ValueError(f"block_tokens {block_tokens} is not a positive multiple of {HASH_TOKENS}")
         if granularity <= 0 or granularity % _ALIGN:
@@ -119,28 +117,29 @@ class PoolLayout:
         return cls(tuple(groups), slab, block_tokens)
 
     def of(self, numbering: str) -> tuple[PageGroup, ...]:
-        """The groups of one numbering: "token" (text), "state" or "media"."""
+        """Return the groups of one numbering: "token" (text), "state" or "media"."""
         return tuple(g for g in self.groups if _numbering(g.spec) == numbering)
 
     def width(self, numbering: str) -> int:
-        """How many page ids one block (one state, one media block) has."""
+        """Page ids of one block (one state, one media block)."""
         return sum(group.runs for group in self.of(numbering))
 
     def slabs_in(self, pool_bytes: int) -> int:
+        """Whole slabs in `pool_bytes`."""
         return pool_bytes // self.slab_bytes
 
     def waste(self, group: PageGroup) -> float:
-        """The share of a slab lent to `group` that no layer can use."""
+        """The share of padding in a slab of `group`."""
         used = group.pages_per_slab * group.layer_bytes * len(group.layers) / group.runs
         return 1 - used / self.slab_bytes
 
     def bytes_per_token(self) -> int:
-        """One text token in every layer that keeps it while in view."""
+        """Bytes of one text token in all layers that store it."""
         return sum(g.unit_bytes for g in self.of("token"))
 
     def slab_bytes_for(self, length: int, media: Iterable[int] = (), states: int = 1) -> int:
-        """Bytes of pool that one sequence of `length` text tokens and `media` runs occupies: the pages
-        that its last query still needs, its states, and the padding of both."""
+        """Bytes of pool that a sequence of `length` text tokens and `media` runs uses: the pages that its last query
+        sees, its states, and their padding."""
         block = self.block_tokens
         media = tuple(media)
         total = 0.0
@@ -150,13 +149,12 @@ class PoolLayout:
             elif group.spec.axis == "media":
                 units = sum(-(-tokens // block) for tokens in media)
             else:
-                first = group.spec.visibility.first_visible(max(0, length - 1)) // block
-                units = -(-length // block) - first
+                units = len(group.spec.visibility.visible_blocks(length - 1, block)) if length else 0
             total += units * group.runs * self.slab_bytes / group.pages_per_slab
         return math.ceil(total)
 
     def table(self) -> list[dict[str, object]]:
-        """One row a group, for people and for JSON."""
+        """One row per group, for printing and JSON."""
         return [
             {
                 "group": group.name,
@@ -185,11 +183,10 @@ def _layer_bytes(spec: LayerSpec, block_tokens: int) -> int:
 
 @lru_cache(maxsize=256)
 def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """The slab and, for each group of (layer bytes, layers), its (runs, page stride).
+    """Return the slab and, for each group of (layer bytes, layers), its (runs, page stride).
 
-    Tries every slab that is a small multiple of some group's page; each group takes the cut that
-    costs least there. What costs: groups whose slab holds several pages (half a slab lies idle per
-    sequence, and live pages can pin it), page ids per block, and padding.
+    Tries every slab that is a small multiple of a group's page; each group takes its cheapest cut. Costs are slabs of
+    several pages (half a slab is idle per sequence, and pages in use can block it), page ids per block, and padding.
     """
     slabs = {
         _round_up(layer * run * k, granularity)
@@ -221,8 +218,7 @@ def _best_cut(layer: int, count: int, slab: int) -> tuple[float, int, int] | Non
         page = layer * run
         pages = slab // page
         runs = -(-count // run)
-        # Pages stand at equal strides, which must divide the slab for plain strided views; fewer
-        # pages than `least` would waste too much.
+        # The stride must divide the slab, so that views are strided; fewer pages than `least` waste too much.
         least = max(1, pages - _MULTIPLES, math.ceil((1 - MAX_WASTE) * slab * runs / (layer * count)))
         pages = next((n for n in range(pages, least - 1, -1) if slab % (n * _ALIGN) == 0), 0)
         if not pages:
@@ -230,8 +226,8 @@ def _best_cut(layer: int, count: int, slab: int) -> tuple[float, int, int] | Non
         waste = 1 - pages * layer * count / runs / slab
         if waste > MAX_WASTE:
             continue
-        pinned = slab if pages > 1 else 0
-        cost = pinned + runs * _COLUMN_COST + waste * _WASTE_COST
+        fragmented = slab if pages > 1 else 0
+        cost = fragmented + runs * _COLUMN_COST + waste * _WASTE_COST
         if best is None or cost < best[0]:
             best = (cost, runs, slab // pages)
     return best
@@ -239,7 +235,7 @@ def _best_cut(layer: int, count: int, slab: int) -> tuple[float, int, int] | Non
 
 @lru_cache(maxsize=1024)
 def _run_lengths(count: int) -> tuple[int, ...]:
-    """Run lengths worth trying: the shortest for each number of runs."""
+    """Run lengths to try: the shortest for each number of runs."""
     return tuple(sorted({-(-count // runs) for runs in range(1, count + 1)}))
 
 

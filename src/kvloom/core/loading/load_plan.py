@@ -239,11 +239,10 @@ class LoadPlan:
         whole, blocks = self.match.matched // self.block, self.resume // self.block
         gap = range(whole, first // self.block)
         for group in self._tokens:
-            start = group.spec.visibility.first_visible(self.resume) // self.block
             lacking = [
                 b
-                for b in range(start, blocks)
-                if b not in gap and (b >= whole or not self._rows[b, group.column])
+                for b in group.spec.visibility.visible_blocks(self.resume, self.block)
+                if b < blocks and b not in gap and (b >= whole or not self._rows[b, group.column])
             ]
             if self._tail_in_tier:
                 lacking.append(blocks)

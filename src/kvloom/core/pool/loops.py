@@ -1,19 +1,19 @@
-"""The hot loops of the core: native where the package was built with a compiler, else their plain twins."""
+"""The hot loops of the core: native if the extension is built, else numpy (`counts`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 chain: Callable[[bytes, bytes], list[bytes]] | None
-"""Names of whole grains, or None without the native loops."""
+"""Block hashes of token bytes; None without the native loops."""
 
 try:
     from kvloom.core._native import (
         any_negative,
         chain,
-        drop,
-        keep,
-        lend,
+        drop as drop_cached,
+        keep as add_cached,
+        lend as allocate,
         plain_ids,
         release,
         retain,
@@ -21,16 +21,26 @@ try:
         wrong_row,
     )
 except ImportError:
-    from .counts import any_negative, drop, keep, lend, plain_ids, release, retain, unwatched, wrong_row
+    from .counts import (
+        add_cached,
+        allocate,
+        any_negative,
+        drop_cached,
+        plain_ids,
+        release,
+        retain,
+        unwatched,
+        wrong_row,
+    )
 
     chain = None
 
 __all__ = [
+    "add_cached",
+    "allocate",
     "any_negative",
     "chain",
-    "drop",
-    "keep",
-    "lend",
+    "drop_cached",
     "plain_ids",
     "release",
     "retain",

@@ -1,17 +1,16 @@
-"""Slabs lent to page sizes, pages lent to holders: who may use which bytes.
+"""Page pool: slabs cut into pages of several sizes, with reference counts per page.
 
-A page is in one of three states, and the pool counts each in O(1):
+A page is in one of three states, and the pool counts the pages of each in O(1):
 
-| state  | held (by sequences and pins) | kept (by the cache) |
-|--------|------------------------------|---------------------|
-| free   | 0                            | 0                   |
-| cached | 0                            | > 0                 |
-| held   | > 0                          | any                 |
+| state  | `in_use` (sequences, pins, transfers) | `cached` (entries of the prefix cache) |
+|--------|---------------------------------------|----------------------------------------|
+| free   | 0                                     | 0                                      |
+| cached | 0                                     | > 0                                    |
+| in use | > 0                                   | any                                    |
 
-Groups whose pages have the same stride share one size class, so their slabs are interchangeable.
-Slab 0 is never lent: page id 0 means "no page" in every table, and padding may point at it.
-Of the `reserved` slabs those without memory are absent: never lent, until `grow` brings them in.
-The pool knows no tokens, names or policies; it moves no bytes.
+Groups with pages of the same stride share one size class, so their slabs are interchangeable. Slab 0 is never used: page
+id 0 means "no page" in every table, and padding may point at it. Of the `reserved` slabs those without memory are
+unbacked: not used until `grow` adds them. The pool has no tokens, hashes or policies, and moves no bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Index = npt.NDArray[np.intp]
 
 
 class SizeClass:
-    """All pages of one stride: `per_slab` of them in a slab."""
+    """All pages of one stride, `per_slab` per slab."""
 
     __slots__ = (
         "cached",
@@ -53,19 +52,19 @@ class SizeClass:
         self.per_slab = per_slab
         self.in_use: Ids = np.zeros(slabs * per_slab, np.int32)
         self.cached: Ids = np.zeros(slabs * per_slab, np.int32)
-        self.freed: Ids = np.zeros(slabs * per_slab, np.int32)  # where the loops write what came free
+        self.freed: Ids = np.zeros(slabs * per_slab, np.int32)  # output buffer of the loops
         self.in_use_pages = 0
         self.cached_pages = 0
-        self.free_pages = 0  # free pages inside lent slabs; always 0 where a slab is one page
+        self.free_pages = 0  # free pages in partly used slabs; always 0 where a slab is one page
         self.slabs_in_use = 0
-        # Only where a slab holds several pages: pages in use per slab, and partly used slabs by
-        # their number of free pages.
+        # Only where a slab holds several pages: used pages per slab, and partly used slabs by free pages.
         several = per_slab > 1
         self.used: Ids = np.zeros(slabs if several else 0, np.int32)
         self.partial: list[dict[int, None]] = [{} for _ in range(per_slab)] if several else []
-        self.fixed: Counter[int] = Counter()  # slabs with pages that must not move: someone writes to them
+        self.fixed: Counter[int] = Counter()  # slabs with pages pinned in place, by count
 
     def free_in(self, slab: int) -> Ids:
+        """Free pages of a slab."""
         start = slab * self.per_slab
         stop = start + self.per_slab
         idle = (self.in_use[start:stop] == 0) & (self.cached[start:stop] == 0)
@@ -80,16 +79,16 @@ class SizeClass:
 
 
 class PagePool:
-    """One pool of `slabs` slabs, which may become `reserved`, serving pages of several sizes.
+    """One pool of `slabs` slabs, at most `reserved`, with pages of several sizes.
 
-    All calls are batched over int32 arrays of page ids, where 0 is no page; a call that fails raises
-    before anything has changed. O(1) per page.
+    All calls take int32 arrays of page ids, where 0 is no page. A call that fails raises before anything has changed.
+    O(1) per page.
     """
 
     def __init__(self, pages_per_slab: Sequence[int], slabs: int, reserved: int | None = None) -> None:
         if slabs < 2:
             raise ValueError(
-                f"a pool of {slabs} slabs cannot lend any: slab 0 is reserved, so give it 2 or more"
+                f"a pool of {slabs} slabs has none to use: slab 0 is reserved, so give it 2 or more"
             )
         if not pages_per_slab or any(n < 1 for n in pages_per_slab):
             raise ValueError(f"pages_per_slab {tuple(pages_per_slab)} needs positive counts")
@@ -101,30 +100,30 @@ class PagePool:
         sizes = dict.fromkeys(pages_per_slab)
         self.classes = tuple(SizeClass(i, per_slab, reserved) for i, per_slab in enumerate(sizes))
         self.class_of = tuple(list(sizes).index(n) for n in pages_per_slab)
-        self._plain = tuple(sizes) == (1,)  # slabs are pages, and all alike
-        # |free slabs|unused: as many places as slabs are lent|absent slabs|; low slabs are lent first.
+        self._plain = tuple(sizes) == (1,)  # every slab is one page
+        # |free slabs|gap, as long as the count of used slabs|unbacked slabs|; low slabs are used first.
         ids = np.arange(reserved, dtype=np.int32)
         self._free: Ids = np.concatenate((ids[slabs - 1 : 0 : -1], ids[slabs:]))
         self.free_slabs = slabs - 1
         self._slack = 0
 
-    # -- what fits ---------------------------------------------------------------------------
+    # -- capacity ----------------------------------------------------------------------------
 
     def missing_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Slabs lacking for `needs[c]` and `more` held pages of each class once everything cached is evicted
-        and live pages are moved together. 0 means it can be done. Exact, O(classes)."""
+        """Slabs missing for `needs[c]` and `more` pages of each class if all cached pages were evicted and slabs
+        compacted. 0 means they fit. Exact, O(classes)."""
         return max(0, self.fewest_slabs(needs, more) - (self.slabs - 1))
 
     def fewest_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Slabs that the held pages, `needs[c]` and `more` of each class fill when they are moved together."""
+        """Slabs that the pages in use, `needs[c]` and `more` of each class fill after compaction."""
         slabs = 0
         for c in self.classes:
             slabs -= -(c.in_use_pages + needs[c.index] + more) // c.per_slab
         return slabs
 
     def slabs_short(self, needs: Sequence[int]) -> int:
-        """Slabs that must come free before `allocate` can serve `needs` as things stand. If none, the
-        slabs left over may be spent on keeping the pages of a sequence together."""
+        """Slabs that must become free before `allocate` can serve `needs`. If 0, the free slabs left over may be used
+        to keep the pages of a sequence together."""
         slack = self.free_slabs
         if self._plain:
             slack -= needs[0]
@@ -139,21 +138,21 @@ class PagePool:
     # -- sequences ---------------------------------------------------------------------------
 
     def allocate(self, cls: int, n: int, near: int = 0) -> Ids | None:
-        """Lend `n` free pages, held once each, or None (and nothing changed) if they are not free.
+        """Return `n` free pages, each in use once, or None (nothing changed) if there are fewer.
 
         Where slabs hold several pages, the slab of page `near` is filled first, then whole slabs.
         """
         if n < 0:
-            raise ValueError(f"cannot allocate {n} pages")
+            raise ValueError(f"cannot allocate {n} pages; give 0 or more")
         c = self.classes[cls]
         if c.per_slab == 1:
             free = self.free_slabs
             if n > free:
                 return None
             self.free_slabs = free - n
-            ids = self._free[free - n : free][::-1].copy()  # ascending: pages side by side are copied at once
+            ids = self._free[free - n : free][::-1].copy()  # ascending: adjacent pages are copied at once
             c.slabs_in_use += n
-            loops.lend(c.in_use, c.cached, ids)
+            loops.allocate(c.in_use, c.cached, ids)
         else:
             if n > c.free_pages + self.free_slabs * c.per_slab:
                 return None
@@ -168,7 +167,7 @@ class PagePool:
         if near and 0 < c.used[slab] < c.per_slab:
             n -= self._take(c, slab, n, parts)
         while n:
-            # Keep a sequence's pages together while slabs are plenty; pack when they run short.
+            # Keep a sequence's pages together while many slabs are free; fill partly used slabs otherwise.
             must = max(0, -(-(n - c.free_pages) // c.per_slab))
             spare = self._slack if self.free_slabs > self.slabs >> 3 else 0
             fresh = min(-(-n // c.per_slab), must + max(0, spare))
@@ -203,7 +202,7 @@ class PagePool:
     def _take(self, c: SizeClass, slab: int, n: int, parts: list[Ids]) -> int:
         free = c.free_in(slab)
         taken = free[:n]
-        # The caller marks them held; until then they must not look free to the next `free_in`.
+        # The caller counts them as in use; until then the next `free_in` must not return them.
         c.in_use[taken] = 1
         c.file(slab, len(free) - len(taken), len(free))
         c.used[slab] += len(taken)
@@ -212,7 +211,7 @@ class PagePool:
         return len(taken)
 
     def retain(self, cls: int, ids: Ids) -> int:
-        """Add one hold to each page; the pages must be cached or held. Returns how many nobody held."""
+        """Add one use of each page; pages must be cached or in use. Returns how many were not in use."""
         c = self.classes[cls]
         fresh = loops.retain(c.in_use, c.cached, ids)
         c.cached_pages -= fresh
@@ -220,8 +219,8 @@ class PagePool:
         return fresh
 
     def release(self, cls: int, ids: Ids) -> tuple[int, int]:
-        """Drop one hold of each page. Returns how many pages nobody holds now, and how many of those
-        are free again because the cache does not keep them."""
+        """Drop one use of each page. Returns how many are not in use any more, and how many of those are free because
+        they are not cached."""
         c = self.classes[cls]
         idle, freed = loops.release(c.in_use, c.cached, ids, c.freed)
         c.in_use_pages -= idle
@@ -233,14 +232,14 @@ class PagePool:
     # -- the cache ---------------------------------------------------------------------------
 
     def add_cached(self, cls: int, ids: Ids) -> None:
-        """The cache keeps each page once more; the pages must be held or kept already."""
+        """Count each page as cached once more; pages must be in use or cached."""
         c = self.classes[cls]
-        loops.keep(c.in_use, c.cached, ids)
+        loops.add_cached(c.in_use, c.cached, ids)
 
     def drop_cached(self, cls: int, ids: Ids) -> int:
-        """The cache lets each page go once; returns how many became free."""
+        """Count each page as cached once less. Returns how many became free."""
         c = self.classes[cls]
-        freed = loops.drop(c.in_use, c.cached, ids, c.freed)
+        freed = loops.drop_cached(c.in_use, c.cached, ids, c.freed)
         if freed:
             c.cached_pages -= freed
             self._free_pages(c, c.freed[:freed])
@@ -256,7 +255,7 @@ class PagePool:
         c.used[slabs] = left
         emptied = slabs[left == 0]
         c.free_pages += ids.size - emptied.size * c.per_slab
-        # A slab that was full and is empty now was in no list and goes to none.
+        # A slab that was full and is empty now was in no list and enters none.
         for k in np.flatnonzero((used < c.per_slab) | (left > 0)).tolist():
             c.file(int(slabs[k]), c.per_slab - int(left[k]), c.per_slab - int(used[k]))
         if emptied.size:
@@ -268,10 +267,10 @@ class PagePool:
         self.free_slabs = free + n
         c.slabs_in_use -= n
 
-    # -- moving pages together -----------------------------------------------------------------
+    # -- compaction ----------------------------------------------------------------------------
 
     def movable(self, cls: int) -> int | None:
-        """The partly used slab that is cheapest to empty into the class's other free pages, or None."""
+        """Return the partly used slab that is cheapest to empty into other free pages of its class, or None."""
         c = self.classes[cls]
         for free in range(c.per_slab - 1, 0, -1):
             slab = next((slab for slab in c.partial[free] if slab not in c.fixed), None)
@@ -280,7 +279,7 @@ class PagePool:
         return None
 
     def pin_in_place(self, cls: int, ids: Ids, count: int) -> None:
-        """Pages that must not move (`count` 1), or may again (-1)."""
+        """Forbid moving these pages (`count` 1), or allow it again (-1)."""
         c = self.classes[cls]
         if c.per_slab > 1:
             for slab in (ids // c.per_slab).tolist():
@@ -289,19 +288,19 @@ class PagePool:
                     del c.fixed[slab]
 
     def move_out(self, cls: int, slab: int, renumber: Callable[[Ids, Ids], None]) -> None:
-        """Empty a slab: its pages get new ids elsewhere with the same holds, `renumber(old, new)` tells
-        their owners, and the slab is free. The caller has the bytes copied."""
+        """Empty a slab: its pages get new ids with the same counts, and the slab becomes free. Calls `renumber(old, new)`,
+        which must update all references and queue the copies."""
         c = self.classes[cls]
         start = slab * c.per_slab
         every = np.arange(start, start + c.per_slab, dtype=np.int32)
         old = every[(c.in_use[every] > 0) | (c.cached[every] > 0)]
         free = c.per_slab - old.size
-        # Hide the slab from the search for room.
+        # Hide the slab from the search for free pages.
         c.file(slab, 0, free)
         c.free_pages -= free
-        lent, self.free_slabs = self.free_slabs, 0
+        free_slabs, self.free_slabs = self.free_slabs, 0
         new = self._allocate_within(c, old.size, 0)
-        self.free_slabs = lent
+        self.free_slabs = free_slabs
         c.in_use[new], c.cached[new] = c.in_use[old], c.cached[old]
         renumber(old, new)
         c.in_use[old] = c.cached[old] = c.used[slab] = 0
@@ -310,33 +309,34 @@ class PagePool:
     # -- growing and shrinking -----------------------------------------------------------------
 
     def unbacked_slabs(self, n: int) -> Ids:
-        """`n` slabs to give memory to before they `grow` the pool, the lowest first. O(reserved), as are
-        `grow` and `shrink`."""
-        absent = np.sort(self._free[self.slabs - 1 :])
-        if not 0 <= n <= absent.size:
+        """Return the `n` lowest slabs without memory. O(reserved), as are `grow` and `shrink`."""
+        unbacked = np.sort(self._free[self.slabs - 1 :])
+        if not 0 <= n <= unbacked.size:
             raise ValueError(
                 f"cannot grow by {n} slabs: {self.slabs} of {self.reserved} reserved are in the pool, so ask for "
-                f"{absent.size} at most or reserve more"
+                f"{unbacked.size} at most or reserve more"
             )
-        return absent[:n]
+        return unbacked[:n]
 
     def grow(self, slabs: Iterable[int]) -> None:
-        """Absent slabs that have memory now may be lent from here on."""
-        coming = np.unique(np.fromiter(slabs, np.int64))
-        absent = self._free[self.slabs - 1 :]
-        wrong = np.setdiff1d(coming, absent)
+        """Add unbacked slabs that have memory now."""
+        added = np.unique(np.fromiter(slabs, np.int64))
+        unbacked = self._free[self.slabs - 1 :]
+        wrong = np.setdiff1d(added, unbacked)
         if wrong.size:
-            raise ValueError(f"slab {wrong[0]} is not absent: `absent` names slabs that can come")
-        rest = absent[~np.isin(absent, coming)]
-        self._free[self.free_slabs : self.free_slabs + coming.size] = coming[::-1]
-        self.free_slabs += coming.size
-        self.slabs += coming.size
+            raise ValueError(
+                f"slab {wrong[0]} is not unbacked; `unbacked_slabs` returns the slabs that can be added"
+            )
+        rest = unbacked[~np.isin(unbacked, added)]
+        self._free[self.free_slabs : self.free_slabs + added.size] = added[::-1]
+        self.free_slabs += added.size
+        self.slabs += added.size
         self._free[self.slabs - 1 :] = rest
 
     def shrink(self, n: int, spared: Collection[int] = ()) -> Ids:
-        """Take out up to `n` free slabs, the highest first, but none of `spared`; returns those taken."""
+        """Remove up to `n` free slabs, the highest first, but none of `spared`, and return them."""
         if n < 0:
-            raise ValueError(f"cannot shrink by {n} slabs")
+            raise ValueError(f"cannot shrink by {n} slabs; give 0 or more")
         free = self._free[: self.free_slabs]
         loose = np.setdiff1d(free, np.fromiter(spared, np.int32))
         taken = loose[max(0, loose.size - n) :]
@@ -345,25 +345,27 @@ class PagePool:
         self._free[: left.size] = left
         self.slabs -= taken.size
         self._free[self.slabs - 1 : self.slabs - 1 + taken.size] = taken
-        self._slack = 0  # what `lacking` counted may be gone
+        self._slack = 0  # the slabs counted by `slabs_short` may be removed
         return taken
 
-    # -- truth -----------------------------------------------------------------------------------
+    # -- checking ------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Recount everything; raises AssertionError on the first lie. Walks the pool: for tests and idle time."""
+        """Recount every page. Raises AssertionError on the first difference. O(pool): for tests and idle time."""
         owners = np.zeros(self.reserved, np.int32)
         for c in self.classes:
-            held, cached = int((c.in_use > 0).sum()), int(((c.in_use == 0) & (c.cached > 0)).sum())
+            in_use, cached = int((c.in_use > 0).sum()), int(((c.in_use == 0) & (c.cached > 0)).sum())
             assert (c.in_use >= 0).all() and (c.cached >= 0).all(), f"class {c.index}: negative count"
-            assert held == c.in_use_pages, f"class {c.index}: {held} pages held, counted {c.in_use_pages}"
+            assert in_use == c.in_use_pages, (
+                f"class {c.index}: {in_use} pages in use, counted {c.in_use_pages}"
+            )
             assert cached == c.cached_pages, (
                 f"class {c.index}: {cached} pages cached, counted {c.cached_pages}"
             )
             total = c.slabs_in_use * c.per_slab
-            assert held + cached + c.free_pages == total, f"class {c.index}: pages are not conserved"
+            assert in_use + cached + c.free_pages == total, f"class {c.index}: pages are not conserved"
             busy = ((c.in_use > 0) | (c.cached > 0)).reshape(self.reserved, c.per_slab).sum(1)
-            assert int((busy > 0).sum()) == c.slabs_in_use, f"class {c.index}: lent slabs are miscounted"
+            assert int((busy > 0).sum()) == c.slabs_in_use, f"class {c.index}: used slabs are miscounted"
             owners += busy > 0
             if c.per_slab > 1:
                 assert (busy == c.used).all(), f"class {c.index}: used counts are wrong"
@@ -372,10 +374,10 @@ class PagePool:
                         f"class {c.index}: partial lists"
                     )
                 assert sum(map(len, c.partial)) == int(((busy > 0) & (busy < c.per_slab)).sum())
-        lent = int(owners.sum())
-        assert lent + self.free_slabs == self.slabs - 1, "slabs are not conserved"
+        used = int(owners.sum())
+        assert used + self.free_slabs == self.slabs - 1, "slabs are not conserved"
         np.add.at(owners, self._free[: self.free_slabs], 1)
         np.add.at(owners, self._free[self.slabs - 1 :], 1)
-        assert not owners[0], "slab 0 is lent, free or absent"
+        assert not owners[0], "slab 0 is used, free or unbacked"
         wrong = np.flatnonzero(owners[1:] != 1) + 1
-        assert not wrong.size, f"slabs {wrong[:8]} are not one of lent, free and absent"
+        assert not wrong.size, f"slabs {wrong[:8]} are not one of used, free and unbacked"

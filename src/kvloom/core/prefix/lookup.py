@@ -137,10 +137,6 @@ class Lookup:
         """Rows of page ids of all matched tokens."""
         return self._tree.rows(match.path, match.matched)
 
-    def ghost(self, match: Match) -> tuple[int | bytes, int]:
-        """Key and byte offset under which `Ghosts` has the run that would follow the match."""
-        return match.path[-1].serial if match.path else match.root_hash, match.matched * TOKEN_BYTES
-
     def _resume(
         self, path: list[Node], limit: int, rows: Ids, reason: str
     ) -> tuple[Ids, int, Checkpoint | None, str]:

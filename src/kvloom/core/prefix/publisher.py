@@ -81,8 +81,8 @@ class EventPublisher:
 
     def hash_at(self, node: Node, position: int) -> bytes:
         """Return the hash of the prefix that ends at `position` in `node`."""
-        grains = position // HASH_TOKENS - node.start // HASH_TOKENS
-        parent = self.hashes(node)[grains - 1] if grains else self.hash_before(node)
+        units = position // HASH_TOKENS - node.start // HASH_TOKENS
+        parent = self.hashes(node)[units - 1] if units else self.hash_before(node)
         if position % HASH_TOKENS == 0:
             return parent
         begin = position // HASH_TOKENS * HASH_TOKENS

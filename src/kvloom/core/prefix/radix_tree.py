@@ -97,7 +97,7 @@ class RadixTree(Checkpoints):
 
     @staticmethod
     def path(node: Node) -> list[Node]:
-        """Return the nodes from below the root down to `node`."""
+        """Return the path from the first node after the root to `node`."""
         path = []
         current: Node | None = node
         while current is not None and current.parent is not None:

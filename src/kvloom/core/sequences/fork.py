@@ -24,6 +24,7 @@ def fork(state: CacheState, seq: Sequence) -> Sequence | None:
     now = state.clock.now()
     child = Sequence(seq.cache, row, seq.root, seq.node, seq.control, now)
     table.assign(row, child)
+    account.open += 1
     state.tree.lock(seq.node)
     child.published, child.resumed, child.prompt = seq.published, seq.resumed, seq.prompt
     child.checkpoint_positions, child.media = seq.checkpoint_positions, seq.media

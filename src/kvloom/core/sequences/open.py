@@ -31,6 +31,7 @@ def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequ
     tree.lock(node)
     seq = Sequence(cache, row, root, node, control, now)
     state.block_tables.assign(row, seq)
+    account.open += 1
     seq.resumed = resume
     seq.prompt = match.length
     if match.media:
@@ -189,6 +190,7 @@ def close_sequence(state: CacheState, seq: Sequence) -> Node:
         else:
             state.release(account, state.media, run)
     table.free_row(row)
+    account.open -= 1
     passed: Node | None = node
     while passed is not None:
         passed.last_used = now

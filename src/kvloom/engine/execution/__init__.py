@@ -1,3 +1,40 @@
-"""TODO: map of this folder."""
+"""Execution: a step on the device, from scheduled work to tokens on the host.
 
-__all__: list[str] = []
+model_runner.py      ModelRunner: runs the model on a batch, with CUDA graphs
+piecewise_graphs.py  PiecewiseGraphs: graphs of steps with prompts, without attention
+inflight_step.py     InflightStep: a launched step whose tokens have not arrived
+output_processor.py  OutputProcessor: applies tokens to requests, finishes them
+kv_memory.py         allocate_kv_memory: the pool of a model, and its cache
+memory_budget.py     measure_budget: bytes of the pool; default step sizes
+threads.py           use_threads: CPU threads of torch
+"""
+
+from .inflight_step import InflightStep, PromptLogprobs, prompt_logprobs
+from .kv_memory import KVMemory, allocate_kv_memory
+from .memory_budget import MAX_RUNNING, TOKEN_BUDGET, MemoryBudget, default_token_budget, measure_budget
+from .model_runner import ModelRunner, graph_sizes
+from .output_processor import OutputProcessor, eos_tokens
+from .piecewise_graphs import PiecewiseGraphs, piece_sizes, uncollected
+from .threads import cores, use_threads
+
+__all__ = [
+    "MAX_RUNNING",
+    "TOKEN_BUDGET",
+    "InflightStep",
+    "KVMemory",
+    "MemoryBudget",
+    "ModelRunner",
+    "OutputProcessor",
+    "PiecewiseGraphs",
+    "PromptLogprobs",
+    "allocate_kv_memory",
+    "cores",
+    "default_token_budget",
+    "eos_tokens",
+    "graph_sizes",
+    "measure_budget",
+    "piece_sizes",
+    "prompt_logprobs",
+    "uncollected",
+    "use_threads",
+]

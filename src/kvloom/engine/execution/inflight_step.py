@@ -1,4 +1,4 @@
-"""A launched step on its way: which requests it chooses tokens for, and what comes back of it while the next one computes."""
+"""An in-flight step: a launched step whose tokens are on their way to the host while the next step computes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ import numpy as np
 import torch
 
 from kvloom.engine.request import Request
-from kvloom.engine.sampling.logit_processors import to_device
-from kvloom.engine.sampling.logprobs import Logprobs, TokenLogprobs
-from kvloom.engine.sampling.sampler import SampledTokens
-from kvloom.engine.scheduling.scheduler import Scheduled
+from kvloom.engine.sampling import Logprobs, SampledTokens, TokenLogprobs, to_device
+from kvloom.engine.scheduling import Scheduled
 
 __all__ = ["InflightStep", "PromptLogprobs", "prompt_logprobs"]
 
 PromptLogprobs = tuple[Request, int, Logprobs]
-"""Whose prompt, from which of its tokens on, and how likely those were."""
+"""A request, the first prompt token, and the log-probabilities from that token on."""
 
 
 @dataclass(frozen=True, slots=True)
 class InflightStep:
-    """A launched step: its work, and the tokens it chooses for `requests`, on their way to the host."""
+    """A launched step: its work, and the tokens sampled for `requests`."""
 
     work: list[Scheduled]
     requests: list[Request]
@@ -31,20 +29,21 @@ class InflightStep:
     prompts: tuple[PromptLogprobs, ...]
     event: torch.cuda.Event | None
     prompt_tokens: int
-    """Tokens of prompts that it computes; those that decode have one each."""
+    """Prompt tokens of the step; decoding requests add one token each beside them."""
 
     @classmethod
     def create(
         cls,
         work: list[Scheduled],
         requests: list[Request],
-        chosen: SampledTokens,
+        sampled: SampledTokens,
         prompts: Sequence[PromptLogprobs] = (),
         decoding: int = 0,
     ) -> InflightStep:
-        """Send what was chosen, and what is told of it, on its way to the host; the first `decoding` of the work have one token
-        each. Does not wait."""
-        tokens, logprobs = chosen.tokens, chosen.logprobs
+        """Start to copy sampled tokens and log-probabilities to the host. Does not wait.
+
+        The first `decoding` entries of the work have one token each."""
+        tokens, logprobs = sampled.tokens, sampled.logprobs
         sizes = (len(part.tokens) for _, part in work[decoding:])
         prompt_tokens = sum(size for size in sizes if size > 1)
         if not tokens.is_cuda:
@@ -52,32 +51,38 @@ class InflightStep:
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         logprobs = None if logprobs is None else logprobs.to_host()
-        told = tuple((request, start, every.to_host()) for request, start, every in prompts)
+        prompts = tuple((request, start, found.to_host()) for request, start, found in prompts)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return cls(work, requests, host, logprobs, told, event, prompt_tokens)
+        return cls(work, requests, host, logprobs, prompts, event, prompt_tokens)
+
+    @property
+    def scheduled_requests(self) -> set[Request]:
+        """The requests of the step's work."""
+        return {request for request, _ in self.work}
 
     @property
     def is_ready(self) -> bool:
-        """Whether its tokens are here."""
+        """Whether its tokens have arrived."""
         return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
 
     def results(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """The tokens, and by their places the log-probabilities that were asked for; those of prompts go to their requests.
-        Waits until they are here."""
+        """Return the tokens, and log-probabilities by place. Adds those of prompts to their requests.
+
+        Waits until they have arrived."""
         if self.event is not None:
             self.event.synchronize()
-        told: dict[int, TokenLogprobs] = {}
+        by_place: dict[int, TokenLogprobs] = {}
         if self.logprobs is not None:
-            told = dict(zip(self.logprobs.rows, self.logprobs.read(), strict=True))
-        for request, start, every in self.prompts:
-            request.add_prompt_logprobs(start, every.read())
-        return self.tokens.tolist(), told
+            by_place = dict(zip(self.logprobs.rows, self.logprobs.read(), strict=True))
+        for request, start, found in self.prompts:
+            request.add_prompt_logprobs(start, found.read())
+        return self.tokens.tolist(), by_place
 
 
 @torch.inference_mode()
 def prompt_logprobs(work: Sequence[Scheduled], logits: torch.Tensor) -> list[PromptLogprobs]:
-    """How likely the tokens of prompts were that follow those of `work`, by the logits after each ([tokens, vocabulary])."""
+    """Compute the log-probabilities of the prompt tokens that follow each token of `work`, from its logits ([tokens, vocabulary])."""
     found, at = [], 0
     for request, part in work:
         start, count = request.computed, len(part.tokens)

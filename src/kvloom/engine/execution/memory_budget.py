@@ -1,9 +1,7 @@
-"""How large steps are where nobody says, and how large the pool may be: what a device has, less what the model needs to run.
+"""Default step sizes, and the memory budget of the pool: the device's memory less what the model needs to run.
 
-On a GPU a trial finds out: the largest step that the scheduler may ask for runs on a pool of just its pages, after a step of
-single tokens and, where the model sees, an image; the peak of what was allocated (tables and plans that stay among it) is kept
-free, with the memory of graphs on top. Elsewhere there is no limit worth measuring, and the pool
-is a part of what is free.
+On a GPU a trial measures it: the largest step runs on a pool of just its pages, after a step of single tokens and, for vision
+models, an image. The peak stays free, plus the memory of graphs. On a CPU the pool has a fixed default size.
 """
 
 from __future__ import annotations
@@ -24,21 +22,20 @@ from .model_runner import ModelRunner, graph_sizes
 __all__ = ["MAX_RUNNING", "TOKEN_BUDGET", "MemoryBudget", "default_token_budget", "measure_budget"]
 
 TOKEN_BUDGET = {False: 2048, True: 8192}
-"""Tokens of prompts a step where nobody says: a CPU is busy with fewer than a GPU."""
-LONG_BUDGET, LARGE = 16384, 60 << 30
-"""Tokens of prompts a step on a device of so many bytes, where answers are awaited whole."""
+"""Default prompt tokens of a step, by whether there is a GPU."""
+OFFLINE_TOKEN_BUDGET, LARGE_DEVICE_BYTES = 16384, 60 << 30
+"""Prompt tokens of a step for offline batches, on a device with at least LARGE_DEVICE_BYTES bytes."""
 MAX_RUNNING = {False: 256, True: 512}
-"""Sequences at once where nobody says; the more of them share pages, the less often those are read."""
-SLACK = 256 << 20
-"""Bytes left to libraries and to whatever the trial did not meet."""
+"""Default running requests, by whether there is a GPU. More of them share pages, which are then read less often."""
+SLACK_BYTES = 256 << 20
+"""Bytes for libraries, and for work that the trial does not cover."""
 CPU_POOL = 1 << 30
 MiB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes of a device: in all, the part that may be used, taken already (weights and others), needed by the largest
-    step, by graphs, and what is left for the pool."""
+    """Bytes of a device: total, usable, taken (weights and other processes), for the largest step, and for graphs."""
 
     total: int
     usable: int
@@ -48,12 +45,13 @@ class MemoryBudget:
 
     @property
     def pool(self) -> int:
+        """Bytes left for the pool."""
         return self.usable - self.taken - self.step - self.graphs
 
     def __str__(self) -> str:
         return (
-            f"{self.usable / MiB:,.0f} of {self.total / MiB:,.0f} MiB may be used: {self.taken / MiB:,.0f} are taken, a step "
-            f"needs {self.step / MiB:,.0f}, graphs {self.graphs / MiB:,.0f}; {self.pool / MiB:,.0f} MiB are left for pages"
+            f"{self.usable / MiB:,.0f} of {self.total / MiB:,.0f} MiB are usable: {self.taken / MiB:,.0f} are taken, a step "
+            f"needs {self.step / MiB:,.0f}, graphs {self.graphs / MiB:,.0f}; {self.pool / MiB:,.0f} MiB are left for the pool"
         )
 
 
@@ -69,10 +67,11 @@ def measure_budget(
     invariant: bool = False,
     vision: Vision | None = None,
 ) -> MemoryBudget:
-    """What is left of the model's device for pages, of a `fraction` of its memory, when steps have up to `rows` rows
-    and `tokens` tokens of prompts, and sequences at most `longest` tokens. Raises ValueError where nothing is."""
+    """Measure what a `fraction` of the device's memory leaves for the pool. Takes seconds on a GPU.
+
+    Steps have up to `rows` sequences and `tokens` prompt tokens; sequences up to `longest` tokens. Raises ValueError if nothing is left."""
     if not 0 < fraction <= 1:
-        raise ValueError(f"a fraction of memory lies in (0, 1], got {fraction}")
+        raise ValueError(f"memory_fraction {fraction} must be above 0 and at most 1")
     device = next(model.parameters()).device
     if device.type != "cuda":
         return MemoryBudget(CPU_POOL, CPU_POOL, 0, 0, 0)
@@ -80,16 +79,20 @@ def measure_budget(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     step, logits = _trial(model, layout, tokens, rows, scales, longest, invariant, vision)
-    held = sum(graph_sizes(rows)) * logits // rows if graphs else 0
-    strips = step if graphs else 0  # what lies between the graphs of a step of prompts
-    room = MemoryBudget(
-        total, int(total * fraction), total - free, step + SLACK, 2 * held + strips + SLACK // 2
+    logits_bytes = sum(graph_sizes(rows)) * logits // rows if graphs else 0
+    pieces = step if graphs else 0  # memory between the pieces of a prompt step
+    budget = MemoryBudget(
+        total,
+        int(total * fraction),
+        total - free,
+        step + SLACK_BYTES,
+        2 * logits_bytes + pieces + SLACK_BYTES // 2,
     )
-    if room.pool < 2 * layout.slab_bytes:
+    if budget.pool < 2 * layout.slab_bytes:
         raise ValueError(
-            f"no memory is left for the cache: {room}; give it a larger fraction or fewer tokens a step"
+            f"no memory is left for the pool: {budget}; raise memory_fraction or lower token_budget"
         )
-    return room
+    return budget
 
 
 def _trial(
@@ -102,7 +105,7 @@ def _trial(
     invariant: bool,
     vision: Vision | None,
 ) -> tuple[int, int]:
-    """The peak of what the largest step allocates, and the bytes of its logits."""
+    """Return the peak memory of the largest step, and the bytes of its logits."""
     device = next(model.parameters()).device
     tokens = min(tokens, rows * longest)
     counts = [min(longest, tokens - start) for start in range(0, tokens, longest)]
@@ -119,12 +122,12 @@ def _trial(
     torch.cuda.reset_peak_memory_stats(device)
     if vision is not None:
         vision.embed(vision.sample())
-    runner.try_replay()  # whose plans stay
+    runner.try_replay()  # its plans stay allocated
     works = [Work(cache.open(cache.match([])), np.zeros(count, dtype=np.int64)) for count in counts]
     if any(work.sequence.extend(len(work.tokens)) for work in works):
-        raise ValueError(f"a trial of {tokens} tokens does not fit {slabs} slabs")
+        raise ValueError(f"a trial step of {tokens} tokens does not fit {slabs} slabs: lower token_budget")
     logits = runner.run(works)[:1].expand(rows, -1).contiguous()
-    logits.float().softmax(-1).sort(-1)  # what sampling may need
+    logits.float().softmax(-1).sort(-1)  # memory that sampling may need
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     found = logits.numel() * logits.element_size()
@@ -134,8 +137,9 @@ def _trial(
 
 
 def default_token_budget(device: torch.device) -> int | None:
-    """Tokens of prompts a step where answers are awaited whole, as in a batch: a large GPU computes longer steps a little faster,
-    while a token more takes its turn twice as late. None: as many as where tokens are awaited one by one."""
-    if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE:
+    """Return the prompt tokens of a step for offline batches; None: the same as for serving.
+
+    A large GPU computes longer steps a little faster, but delays each token."""
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE_DEVICE_BYTES:
         return None
-    return LONG_BUDGET
+    return OFFLINE_TOKEN_BUDGET

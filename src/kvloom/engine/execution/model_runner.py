@@ -1,12 +1,15 @@
-"""Running a model on a step's work: laid out in fixed buffers, and on a GPU replayed from CUDA graphs where it decodes.
+"""Runs a model on a step's work: lays the batch out in fixed buffers; on a GPU replays CUDA graphs.
 
-    runner.run(works) → logits of each work's last token, on the device; nothing here waits for it
+    runner.run(works) → logits after each work's last token, on the device; does not wait
 
-A step in which every sequence has one token is a graph of the next larger size, captured by `capture` or when first needed;
-rows that fill it up belong to nobody. Where sequences hold the same pages, their attention reads those once: who shares is
-looked up when the sequences of a step are not those of the one before. Other steps are strips of graphs (`strips.py`) where
-the host would be slower than the device, and run as they are elsewhere. Knows no requests; what is run is the scheduler's
-to say.
+| step                                   | on a GPU                                                     |
+|----------------------------------------|--------------------------------------------------------------|
+| one token of each sequence             | a graph of the next larger size; padding rows belong to no sequence |
+| prompts, where the host is the bottleneck | piecewise graphs (`piecewise_graphs.py`)                  |
+| others                                 | without graphs                                               |
+
+Sequences that share pages read them once: the runner looks for shared pages when the sequences of a step change. Does not see
+requests.
 """
 
 from __future__ import annotations
@@ -35,12 +38,12 @@ from .piecewise_graphs import PiecewiseGraphs, uncollected
 __all__ = ["ModelRunner", "graph_sizes"]
 
 
-LEAST_SHARERS = 4
-"""Sequences of a step from which looking for shared pages is worth it."""
+MIN_SHARERS = 4
+"""Sequences of a step from which a search for shared pages pays."""
 
 
 def graph_sizes(rows: int) -> list[int]:
-    """Sizes of graphs for up to `rows` sequences: what is padded costs little, and there are few."""
+    """Return the graph sizes for up to `rows` sequences: few, with little padding."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, 8192, 128)]
     return [size for size in sizes if size < rows] + [rows]
 
@@ -52,7 +55,7 @@ class _Captured:
 
 
 class ModelRunner:
-    """A model, its pages and its buffers, for steps of up to `rows` rows and `tokens` tokens beside one for each row."""
+    """Runs a model in steps of up to `rows` sequences and `tokens` prompt tokens beside one token for each."""
 
     def __init__(
         self,
@@ -66,24 +69,26 @@ class ModelRunner:
         vision: Vision | None = None,
         invariant: bool = False,
     ) -> None:
-        """`invariant`: what a row gives does not hang on what else is in its step (CUDA alone)."""
+        """`invariant`: make a row's bits independent of the other rows of its step (CUDA only)."""
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
-        self.pages = Pages(cache.layout, buffer, scales, _piece(cache.max_tokens) if invariant else 0)
-        self.steady: AbstractContextManager[Any] = nullcontext()
-        """What numbers are computed in, here and by whoever goes on with them."""
+        self.pages = Pages(
+            cache.layout, buffer, scales, _partial_sum_tokens(cache.max_tokens) if invariant else 0
+        )
+        self.numerics: AbstractContextManager[Any] = nullcontext()
+        """The context of all computation on the logits: batch-invariant mode, or nothing."""
         if invariant:
-            self._refuse()
+            self._check_batch_invariant()
             from kvloom.kernels.batch_invariant import BatchInvariant
 
-            self.steady = BatchInvariant()  # type: ignore[no-untyped-call]
+            self.numerics = BatchInvariant()  # type: ignore[no-untyped-call]
         if vision is not None:
             vision.bind_pool(cache.layout, buffer, self.pages.cross_views)
         turns = vision is not None and vision.uses_mrope
         self.stage = BatchBuilder(cache, buffer.device, tokens + rows, rows, shifted=turns)
         self.tokens, self.rows = tokens, rows
         self.chosen = torch.zeros(rows, dtype=torch.int64, device=buffer.device)
-        """The tokens that the step before chose, by their place; a work's `source` points here."""
+        """Tokens sampled by the previous step, by place; a work's `source` is an index into it."""
         self._plain = "cache_params" in inspect.signature(model.forward).parameters
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._cache = cache
@@ -99,34 +104,35 @@ class ModelRunner:
         self._pool: Any = None
         self._sizes = graph_sizes(rows) if graphs and buffer.is_cuda and self.pages.is_replayable else []
         self.piecewise: PiecewiseGraphs | None = None
-        """Graphs of steps with prompts in them, where the model can be recorded so."""
+        """Graphs of steps with prompts; None if the model cannot be captured."""
         if self._sizes and not turns and not self.pages.has_states:
             self.piecewise = PiecewiseGraphs(
                 self.pages, self.stage, self._forward, self.chosen, tokens + rows
             )
 
-    def _refuse(self) -> None:
-        """Raise ValueError for what has no batch-invariant way."""
+    def _check_batch_invariant(self) -> None:
+        """Raise ValueError for a model without batch-invariant kernels."""
         if self.pages.cross_views:
             raise ValueError(
-                "batch_invariant: this model reads images in layers without such a way; run it without"
+                "batch_invariant is not supported for models with cross-attention to images: turn it off"
             )
         if not self.pages.is_replayable:
             raise ValueError(
-                "batch_invariant: the GPU's kernels do not take this model's heads; run it without"
+                "batch_invariant has no GPU kernel for this model's attention heads: turn it off"
             )
 
     def run(self, works: Many[Work], wanted: Many[int] | None = None, whole: Many[int] = ()) -> torch.Tensor:
-        """Compute a step; the logits ([works, vocabulary]) after each work's last token, or after those of the works
-        `wanted`; behind them those after every token of the works `whole`. They are valid until the next step."""
-        single = not whole and all(len(work.tokens) == 1 and not _shows(work) for work in works)
+        """Compute a step. Return the logits ([works, vocabulary]) after the last token of each work, or of the works `wanted`.
+
+        The logits after every token of the works `whole` follow. Valid until the next step."""
+        single = not whole and all(len(work.tokens) == 1 and not _has_images(work) for work in works)
         if (
             single
             and self._sizes
             and not (self.pages.has_states and any(w.sequence.state_length == 0 for w in works))
         ):
             return self._replay(works, wanted)
-        if self.piecewise is not None and not whole and not any(_shows(work) for work in works):
+        if self.piecewise is not None and not whole and not any(_has_images(work) for work in works):
             size = self.piecewise.size_for(works)
             if size:
                 return self.piecewise.run(works, size, wanted)
@@ -141,29 +147,33 @@ class ModelRunner:
         return self._forward(batch, last)
 
     def score(self, works: Many[Work]) -> torch.Tensor:
-        """Compute a step; the logits after every token of it ([tokens, vocabulary]), in the order of the packed row."""
+        """Compute a step. Return the logits after every token ([tokens, vocabulary]), in packed order."""
         return self._forward(self.stage.lay_out(works, self.chosen), None)
 
     def warm_up(self, choose: Callable[[torch.Tensor], object]) -> tuple[int, float]:
-        """Run steps like those to come, on pages that are given back, and `choose` from their logits: kernels are compiled now,
-        not while someone waits. How many tokens of a prompt the last of them had, and the seconds it took. Does nothing on a
-        CPU, which compiles none."""
+        """Run typical steps on temporary pages and `choose` from their logits, so that kernels are compiled before requests arrive.
+
+        Returns the prompt tokens of the last step and its seconds. Does nothing on a CPU."""
         if self.device.type != "cuda":
             return 0, 0.0
         for stride in {group.page_stride for group in self._cache.layout.groups}:
             copy_pages(torch.empty(2 * stride, dtype=torch.uint8, device=self.device), stride, [0], [1])
         limit = max(1, min(self.tokens, self._cache.max_tokens // 2))
-        self._try([[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]], limit, choose)
-        if self.tokens >= 2 * limit:  # no prompt fills a step by itself
-            self._try([[limit] * (self.tokens // limit)], limit)
-        self._try([[limit // 16], [limit // 4], [20]], limit)  # alone, and so few that their attention is cut
-        self._try([[limit // 3, limit // 3]], limit)  # short prompts of sizes that no library takes
-        self._try([[limit], [limit]], limit)  # as the chunks of a long prompt
+        self._run_steps(
+            [[limit], [700, 200, 40, 1], [max(1, limit - 300)], [700, 100, 40, 1, 1]], limit, choose
+        )
+        if self.tokens >= 2 * limit:  # a prompt cannot fill a step alone
+            self._run_steps([[limit] * (self.tokens // limit)], limit)
+        self._run_steps([[limit // 16], [limit // 4], [20]], limit)  # small enough that attention is split
+        self._run_steps(
+            [[limit // 3, limit // 3]], limit
+        )  # short prompts, of sizes that libraries do not support
+        self._run_steps([[limit], [limit]], limit)  # like the chunks of a long prompt
         torch.cuda.synchronize(self.device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began = time.perf_counter()
         begin.record()
-        tokens = self._try([[limit]], limit)  # once more, with nothing left to compile
+        tokens = self._run_steps([[limit]], limit)  # once more: everything is compiled
         host = time.perf_counter() - began
         end.record()
         end.synchronize()
@@ -171,14 +181,15 @@ class ModelRunner:
             self.piecewise.limit(tokens, host, begin.elapsed_time(end) / 1e3)
         return tokens, time.perf_counter() - began
 
-    def _try(
+    def _run_steps(
         self,
         shapes: list[list[int]],
         limit: int,
         choose: Callable[[torch.Tensor], object] | None = None,
     ) -> int:
-        """Run steps, each of so many of the same sequences' next tokens, as far as a step and the pool have room; how many tokens
-        there were. `limit` are those of a prompt, as the cache is told."""
+        """Run steps of the same sequences, each with the given token counts, within the room of a step and the pool.
+
+        Returns the number of tokens. `limit` is the prompt length for the match."""
         open_: dict[int, Sequence] = {}
         done = 0
         for counts in shapes:
@@ -210,35 +221,35 @@ class ModelRunner:
         return done
 
     def try_replay(self) -> None:
-        """Run, without a graph, the step of as many single tokens as there may be, all of nobody's."""
+        """Run the largest step of single tokens without a graph, on padding rows."""
         if self.pages.is_replayable:
             self.stage.send_singles([], self.rows)
             self._forward(self.stage.replayed(self.rows, self.chosen), None)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture every graph now, the largest first, so that the others fit into its memory."""
+        """Capture every graph now, the largest first: the others reuse its memory."""
         wanted = [(size, False) for size in reversed(self._sizes)]
         if self._shared_column is not None:
-            wanted += [(size, True) for size in reversed(self._sizes) if size >= LEAST_SHARERS]
-        strips = [] if self.piecewise is None else self.piecewise.sizes
+            wanted += [(size, True) for size in reversed(self._sizes) if size >= MIN_SHARERS]
+        sizes = [] if self.piecewise is None else self.piecewise.sizes
         for done, (size, shares) in enumerate(wanted):
             if shares:
                 runs = [SharedRun(0, 256, (0, 1), 0)]
                 self.pages.set_shared_runs(runs, runs if self._windows else None, size)
             self._captured(size, shares)
             if progress is not None:
-                progress(done + 1, len(wanted) + len(strips))
+                progress(done + 1, len(wanted) + len(sizes))
         self._sharers = ()
-        for done, size in enumerate(reversed(strips)):
+        for done, size in enumerate(reversed(sizes)):
             assert self.piecewise is not None
             try:
                 self.piecewise.capture(size, self._memory())
             except RuntimeError as error:
-                warnings.warn(f"steps of prompts run without graphs, somewhat slower: {error}", stacklevel=2)
+                warnings.warn(f"prompt steps run without graphs, and slower: {error}", stacklevel=2)
                 self.piecewise = None
                 return
             if progress is not None:
-                progress(len(wanted) + done + 1, len(wanted) + len(strips))
+                progress(len(wanted) + done + 1, len(wanted) + len(sizes))
 
     def _replay(self, works: Many[Work], wanted: Many[int] | None) -> torch.Tensor:
         size = next(size for size in self._sizes if size >= len(works))
@@ -251,8 +262,8 @@ class ModelRunner:
         return logits
 
     def _share(self, works: Many[Work], size: int) -> bool:
-        """Whether some of the works hold the same pages; the device is told which."""
-        if self._shared_column is None or len(works) < LEAST_SHARERS:
+        """Return whether some works share pages, and send the shared runs to the device."""
+        if self._shared_column is None or len(works) < MIN_SHARERS:
             return False
         sharers = (size, *(work.sequence for work in works))
         if sharers != self._sharers:
@@ -265,8 +276,11 @@ class ModelRunner:
                 tables = self._cache.page_tables[group.columns.start, rows, :blocks]
                 first = group.spec.visibility.first_visible_each(settled)
                 windows = visible_shared_runs(windows, tables, first, self._cache.block_tokens)
-            told = windows if self._windows else None
-            self._sharers, self._shares = sharers, bool(runs) and self.pages.set_shared_runs(runs, told, size)
+            in_window = windows if self._windows else None
+            self._sharers, self._shares = (
+                sharers,
+                bool(runs) and self.pages.set_shared_runs(runs, in_window, size),
+            )
         return self._shares
 
     def _captured(self, size: int, shares: bool) -> _Captured:
@@ -274,7 +288,7 @@ class ModelRunner:
             self.stage.send_singles([], size)
             side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(side):  # compiles, and lets libraries take their memory
+            with torch.cuda.stream(side):  # compile, and let libraries allocate memory
                 self._forward(self.stage.replayed(size, self.chosen, shares), None)
             torch.cuda.current_stream(self.device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
@@ -284,7 +298,7 @@ class ModelRunner:
         return self._graphs[size, shares]
 
     def _memory(self) -> Any:
-        """The memory that all graphs share: they never run beside each other."""
+        """Return the memory pool of all graphs: they never run at the same time."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
@@ -298,15 +312,15 @@ class ModelRunner:
             extra = {
                 "past_key_values": self.pages,
                 "pages": self.pages,
-                "position_ids": _turned(batch),
+                "position_ids": _model_positions(batch),
             }
         if batch.seen is not None:
-            extra["cross_attention_states"] = self.pages  # else its layers are not called at all
+            extra["cross_attention_states"] = self.pages  # else the model skips its cross-attention layers
         if batch.embeds is None:
             extra["input_ids"] = batch.tokens[None]
         else:
             extra["inputs_embeds"] = batch.embeds[None]
-        with torch.inference_mode(), self.steady:
+        with torch.inference_mode(), self.numerics:
             found = self.model(
                 use_cache=False,
                 logits_to_keep=0 if last is None else last,
@@ -316,18 +330,18 @@ class ModelRunner:
         return logits
 
 
-def _piece(longest: int) -> int:
-    """Tokens that batch-invariant attention sums by: enough pieces for a device, not more memory than 64 of them take."""
+def _partial_sum_tokens(longest: int) -> int:
+    """Return the tokens of one partial sum of batch-invariant attention: enough pieces for a device, at most 64."""
     return max(512, -(-longest // (64 * 512)) * 512)
 
 
-def _shows(work: Work) -> bool:
-    """Whether a work has more to it than its tokens: images, or their positions."""
+def _has_images(work: Work) -> bool:
+    """Return whether a work has images, or positions shifted by them."""
     return work.images is not None and work.images.affects_step(work.sequence.length)
 
 
-def _turned(batch: Batch) -> torch.Tensor:
-    """Positions as modeling code takes them: [1, tokens], or on three axes [3, 1, tokens]."""
+def _model_positions(batch: Batch) -> torch.Tensor:
+    """Return positions as the modelling code reads them: [1, tokens], or [3, 1, tokens] for three axes."""
     if batch.rotary is None:
         return batch.positions[None]
     return batch.rotary[None] if batch.rotary.dim() == 1 else batch.rotary[:, None]

@@ -1,18 +1,15 @@
-"""What a step's tokens mean to the requests that get them: an end, a stop text, a grammar's refusal, the next depth of beams.
+"""Applies a step's tokens to their requests: finish, stop text, grammar, next depth of beams.
 
-The scheduler hears of each end, and of the beams that go on. Knows no model and no device.
+Reports each finish, and the beams that continue, to the scheduler. Does not use the model or the device.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvloom.engine.request import Finish, Request
-from kvloom.engine.sampling.beam_search import BeamSearch
-from kvloom.engine.sampling.detokenizer import TextStream
-from kvloom.engine.sampling.grammar import collect
-from kvloom.engine.sampling.logprobs import TokenLogprobs
-from kvloom.engine.scheduling.scheduler import Scheduled, Scheduler
+from kvloom.engine.request import Request
+from kvloom.engine.sampling import BeamSearch, Finish, TextStream, TokenLogprobs, collect
+from kvloom.engine.scheduling import Scheduled, Scheduler
 
 from .inflight_step import InflightStep
 
@@ -20,91 +17,99 @@ __all__ = ["OutputProcessor", "eos_tokens"]
 
 
 def eos_tokens(model: Any) -> frozenset[int]:
-    """The tokens that end a text, as a model says."""
+    """Return the end-of-sequence tokens of a model."""
     given = getattr(model.generation_config, "eos_token_id", None)
     return frozenset([given] if isinstance(given, int) else given or ())
 
 
-GRAMMAR_SECONDS = 0.01
-"""How long a step waits for the masks that follow its tokens. A request whose mask comes later is not scheduled until then."""
+MASK_SECONDS = 0.01
+"""Longest wait of a step for the masks that follow its tokens. A request with a later mask skips steps until it arrives."""
 
 
 class OutputProcessor:
-    """Takes in tokens; `eos` are those that end a text. `late` requests wait for a mask."""
+    """Applies tokens to requests; `eos` are the end-of-sequence tokens."""
 
     def __init__(self, scheduler: Scheduler, eos: frozenset[int]) -> None:
         self.scheduler, self.eos = scheduler, eos
-        self.late: list[Request] = []
+        self.awaiting_masks: list[Request] = []
+        """Requests whose grammar mask is late."""
 
-    def process(self, flight: InflightStep, after: list[Scheduled]) -> list[Request]:
-        """Take in a step's tokens; `after` is the work of the step that was launched since. Waits until they are here."""
-        tokens, told = flight.results()
-        open_ = [(i, request) for i, request in enumerate(flight.requests) if request.finish_reason is None]
-        self.scheduler.commit_tokens(flight.requests, tokens, after)
+    def process(self, step: InflightStep, launched_since: list[Scheduled]) -> list[Request]:
+        """Apply a step's tokens and return its requests. `launched_since` is the work of the step after it.
+
+        Waits until the tokens have arrived, and up to MASK_SECONDS for grammar masks."""
+        tokens, logprobs = step.results()
+        open_ = [(i, request) for i, request in enumerate(step.requests) if request.finish_reason is None]
+        self.scheduler.commit_tokens(step.requests, tokens, launched_since)
         refused = self._advance_grammars([request for _, request in open_])
         for place, request in open_:
             if request.beams is not None:
-                if request.beams.offer(request, told[place]):
+                if request.beams.offer(request, logprobs[place]):
                     self._advance(request.beams)
             else:
-                self._accept(request, told.get(place), id(request) in refused)
+                self._accept(request, logprobs.get(place), id(request) in refused)
         return [request for _, request in open_]
 
-    def settle(self) -> None:
-        """End late requests whose mask has come and allows nothing more, or whose grammar failed. Does not wait."""
-        collect([request.structure for request in self.late if request.structure is not None], 0.0)
-        waiting, self.late = [request for request in self.late if request.finish_reason is None], []
-        for request in waiting:
+    def wait_for_masks(self, seconds: float) -> None:
+        """Wait up to `seconds` for late masks."""
+        collect([request.structure for request in self.awaiting_masks if request.structure], seconds)
+
+    def settle_masks(self) -> None:
+        """Finish requests whose late mask has arrived and allows no token, or whose grammar failed. Does not wait."""
+        collect([request.structure for request in self.awaiting_masks if request.structure is not None], 0.0)
+        late, self.awaiting_masks = [r for r in self.awaiting_masks if r.finish_reason is None], []
+        for request in late:
             structure = request.structure
             assert structure is not None
             if structure.pending:
-                self.late.append(request)
+                self.awaiting_masks.append(request)
             elif structure.failed:
                 self._fail(request)
             elif structure.done:
                 self._finish(request, "stop")
 
     def _advance_grammars(self, requests: list[Request]) -> set[int]:
-        """Send each new token to its grammar, and wait a short time for the masks that follow. Returns the requests (by `id`)
-        whose token is not allowed."""
+        """Send each new token to its grammar, and wait a short time for the masks that follow.
+
+        Returns the requests (by `id`) whose token the grammar refuses."""
         waiting, refused = [], set()
         for request in requests:
             structure = request.structure
-            if structure is not None and not self._ends(request):
+            if structure is not None and not self._is_end(request):
                 if structure.advance(request.tokens[-1]):
-                    if not structure.grammar.late:  # a slow one is not worth the others' time
+                    if not structure.grammar.late:  # a slow grammar must not delay the other requests
                         waiting.append(structure)
                 else:
                     refused.add(id(request))
-        collect(waiting, GRAMMAR_SECONDS)
+        collect(waiting, MASK_SECONDS)
         return refused
 
-    def _ends(self, request: Request) -> bool:
-        """Whether a request's last token ends its text."""
+    def _is_end(self, request: Request) -> bool:
+        """Return whether a request's last token finishes it."""
         token, params = request.tokens[-1], request.params
         return token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
 
     def _fail(self, request: Request) -> None:
-        """End a request whose grammar allows nothing more; the stop reason says why."""
+        """Finish a request whose grammar allows no token; `stop_reason` is the grammar's error."""
         assert request.structure is not None
         request.stop_reason = request.structure.error
         self._finish(request, "grammar")
 
-    def _accept(self, request: Request, told: TokenLogprobs | None, refused: bool) -> None:
-        """Take in a request's new token, and end it where that is its last. A `refused` one is dropped."""
+    def _accept(self, request: Request, logprobs: TokenLogprobs | None, refused: bool) -> None:
+        """Apply a request's new token, and finish it if that token is its last. Drops a `refused` token."""
         token, params = request.tokens[-1], request.params
-        ends = self._ends(request)
+        ends = self._is_end(request)
         if ends:
             request.stop_reason = token if token in params.stop_token_ids else None
         if refused:
-            request.tokens.pop()  # nothing was allowed, so that anything came
+            request.tokens.pop()  # the grammar allowed no token, so an arbitrary one was sampled
             self._fail(request)
             return
-        if told is not None:
-            request.cumulative_logprob += told[token].logprob
+        if logprobs is not None:
+            request.cumulative_logprob += logprobs[token].logprob
             if params.logprobs is not None:
-                request.logprobs.append(told)
-        if request.text is not None and self._reads(request, request.text, token, ends):
+                request.logprobs.append(logprobs)
+        if request.text is not None and self._decode(request, request.text, token, ends):
             request.stop_reason, ends = request.text.stopped, True
         elif not ends and request.structure is not None and not request.mask_pending:
             if request.structure.failed:
@@ -114,11 +119,11 @@ class OutputProcessor:
         if ends or len(request.tokens) >= request.limit:
             self._finish(request, "stop" if ends else "length")
         elif request.mask_pending:
-            self.late.append(request)
+            self.awaiting_masks.append(request)
 
     @staticmethod
-    def _reads(request: Request, text: TextStream, token: int, ends: bool) -> bool:
-        """Make a token's text; whether a stop text ends there. That of a token that ends it all is made where it is wanted."""
+    def _decode(request: Request, text: TextStream, token: int, ends: bool) -> bool:
+        """Decode a token. Return whether a stop text is complete. Decodes the final token only if the output includes it."""
         if not ends:
             return text.add(token, request.output_count >= request.params.min_tokens)
         if request.params.include_stop_str_in_output:
@@ -126,14 +131,14 @@ class OutputProcessor:
         return False
 
     def _advance(self, beams: BeamSearch[Request]) -> None:
-        """All beams of a depth are there: let the best go on, or end the search."""
+        """All beams of a depth have offered: continue with the best, or end the search."""
         successors = beams.decide()
         if successors:
             beams.live = self.scheduler.advance_beams(beams.slots, successors)
             return
         beams.finish()
         for slot in beams.slots:
-            slot.beams = None  # each ends in its own way
+            slot.beams = None  # each slot finishes on its own
         for slot, why in zip(beams.slots, beams.endings, strict=True):
             self._finish(slot, why)
 

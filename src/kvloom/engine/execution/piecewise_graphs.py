@@ -1,11 +1,10 @@
-"""Steps of prompts and single tokens as strips of CUDA graphs: all of a model but its attention is replayed.
+"""Piecewise CUDA graphs: steps with prompts replay everything but attention.
 
     graph │ attention of layer 0 │ graph │ attention of layer 1 │ … │ graph → logits
 
-How much work attention has changes from step to step, so it is launched as it is; what lies between depends on the number of
-tokens alone, and is captured once for some sizes. Tokens that fill a size up belong to nobody: they are computed and
-written to page 0, and nobody attends for them. The memory between graphs is the graphs' own and is used again by each of
-them: nothing of a strip may be kept beyond its run.
+The work of attention changes from step to step, so it is launched normally; the rest depends only on the number of tokens and is
+captured once for some sizes. Padding tokens are computed and written to page 0; attention skips them. All graphs share their
+memory: no tensor of one run may be used after it.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Work
 __all__ = ["PiecewiseGraphs", "piece_sizes", "uncollected"]
 
 MARGIN = 1.5
-"""Strips pay up to this many times the tokens whose launches take the host as long as the device computes."""
+"""Piecewise graphs pay for steps up to this many times the tokens for which host and device take equally long."""
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage is collected: graphs may be among it, which an engine left that is gone, and to destroy one while another is
-    recorded breaks the recording."""
+    """Disable garbage collection: destroying an old graph during a capture breaks the capture."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -43,14 +41,14 @@ def uncollected() -> Iterator[None]:
 
 
 def piece_sizes(tokens: int) -> list[int]:
-    """Sizes for steps of up to `tokens` tokens: what is padded costs little, and there are few."""
+    """Return the graph sizes for steps of up to `tokens` tokens: few, with little padding."""
     sizes = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256), *range(4096, 65536, 512)]
     return [size for size in sizes if size <= tokens]
 
 
 @dataclass(slots=True)
 class _GraphSet:
-    """What a replay of one size runs, in turn: a graph, then a call between it and the next."""
+    """The graphs of one size, and the attention calls between them."""
 
     batch: Batch
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
@@ -59,7 +57,7 @@ class _GraphSet:
 
 
 class PiecewiseGraphs:
-    """The strips of one model. `forward(batch, last, cutter)` runs it; `most` tokens are the largest step there may be."""
+    """The piecewise graphs of one model. `forward(batch, last, cutter)` runs it; `most` is the largest step in tokens."""
 
     def __init__(
         self,
@@ -71,30 +69,29 @@ class PiecewiseGraphs:
     ) -> None:
         self._pages, self._stage, self._forward, self._chosen = pages, stage, forward, chosen
         self._most = most
-        self._strips: dict[int, _GraphSet] = {}
+        self._graph_sets: dict[int, _GraphSet] = {}
         self._captured: list[int] = []
         self._last = torch.zeros(stage.rows, dtype=torch.int64, device=stage.device)
         self._results: dict[tuple[Any, ...], torch.Tensor] = {}
         self._side: torch.cuda.Stream | None = None
 
     def limit(self, tokens: int, host: float, device: float) -> None:
-        """A step of so many tokens took the host and the device so many seconds: strips are for steps that the host would
-        hold back."""
+        """Use graphs only where the host is the bottleneck: a step of `tokens` took these seconds on `host` and `device`."""
         self._most = min(self._most, int(MARGIN * tokens * host / device))
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes that are worth a strip."""
+        """The sizes to capture."""
         return piece_sizes(self._most)
 
     def size_for(self, works: Many[Work]) -> int:
-        """The smallest strip that holds a step; 0 where none does."""
+        """Return the smallest captured size for a step; 0 if there is none."""
         at = bisect_left(self._captured, sum(len(work.tokens) for work in works))
         return self._captured[at] if at < len(self._captured) else 0
 
     def run(self, works: Many[Work], size: int, wanted: Many[int] | None = None) -> torch.Tensor:
-        """Compute a step; its logits, as `Runner.run` gives them."""
-        strip = self._strips[size]
+        """Compute a step. Returns logits like `ModelRunner.run`."""
+        graphs = self._graph_sets[size]
         counts = np.array([len(work.tokens) for work in works])
         bounds = np.concatenate(([0], counts.cumsum()))
         rows = [work.sequence.row for work in works]
@@ -102,25 +99,23 @@ class PiecewiseGraphs:
         ends = bounds[1:] - 1
         if wanted is not None:
             ends = ends[list(wanted)]
-        last = np.zeros(
-            len(self._last), np.int64
-        )  # all of it: what a larger strip left there is beyond this one
+        last = np.zeros(len(self._last), np.int64)  # clears the entries of a larger size
         last[: len(ends)] = ends
         self._stage.send(works, self._stage.rows + 1, size)
         self._last.copy_(upload(last, self._stage.device))
-        batch = replace(strip.batch, bounds=tuple(bounds.tolist()), sizes=tuple(lengths.tolist()))
+        batch = replace(graphs.batch, bounds=tuple(bounds.tolist()), sizes=tuple(lengths.tolist()))
         self._pages.begin(batch)
         tokens = int(bounds[-1])
         with torch.inference_mode():
-            for graph, call in zip(strip.graphs, strip.calls, strict=False):
+            for graph, call in zip(graphs.graphs, graphs.calls, strict=False):
                 graph.replay()
                 call(tokens)
-            strip.graphs[-1].replay()
-        assert strip.logits is not None
-        return strip.logits[: len(ends)]
+            graphs.graphs[-1].replay()
+        assert graphs.logits is not None
+        return graphs.logits[: len(ends)]
 
     def capture(self, size: int, pool: Any) -> None:
-        """Record the strip of a size in the graphs' memory `pool`. The largest first, so that the others fit into its memory."""
+        """Capture the graphs of one size in the memory `pool`. Capture the largest first: the others reuse its memory."""
         stage, device = self._stage, self._stage.device
         self._last.zero_()
         stage.send([], stage.rows + 1, size)
@@ -129,7 +124,7 @@ class PiecewiseGraphs:
         side = self._side
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            # Compiles, and lets libraries take their memory; nobody attends.
+            # Compile, and let libraries allocate memory; attention is skipped.
             idle = _Recording(size, self._results)
             self._forward(stage.packed(size, self._chosen), self._last, idle)
             torch.cuda.synchronize(device)
@@ -141,16 +136,16 @@ class PiecewiseGraphs:
                     logits = self._forward(batch, self._last, recording)
                     recording.close()
                 except BaseException:
-                    with suppress(RuntimeError):  # what broke the recording may have ended it
+                    with suppress(RuntimeError):  # the failure may have ended the capture
                         recording.close()
                     raise
         torch.cuda.current_stream(device).wait_stream(side)
-        self._strips[size] = _GraphSet(batch, recording.graphs, recording.calls, _alias(logits))
-        self._captured = sorted(self._strips)
+        self._graph_sets[size] = _GraphSet(batch, recording.graphs, recording.calls, _alias(logits))
+        self._captured = sorted(self._graph_sets)
 
 
 class _Recording:
-    """A run of the model that is cut wherever it attends, one graph for each part; without a `pool`, nothing is recorded."""
+    """A run of the model that is cut at every attention, one graph for each part. Without a `pool`, captures nothing."""
 
     def __init__(self, size: int, results: dict[tuple[Any, ...], torch.Tensor], pool: Any = None) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -186,7 +181,7 @@ class _Recording:
         return result
 
     def _result(self, shape: tuple[int, int], query: torch.Tensor) -> torch.Tensor:
-        """Where attention leaves what the next graph reads: one place for all layers, whatever the size."""
+        """Return the buffer for attention's output, which the next graph reads: one for all layers and sizes."""
         key = *shape, query.dtype
         if key not in self._results or len(self._results[key]) < self._size:
             self._results[key] = torch.zeros((self._size, *shape), dtype=query.dtype, device=query.device)
@@ -199,7 +194,7 @@ class _Memory:
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """The same memory, not held: whoever owns it may give it to others."""
+    """Return a tensor on the same memory that does not own it: other tensors may reuse the memory."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     described = {
         "shape": (extent * x.element_size(),),

@@ -1,13 +1,12 @@
-"""How many CPU threads torch computes with: one rule for the server, the offline API and the benchmarks.
+"""CPU threads of torch: one rule for the server, the offline API and the benchmarks.
 
-| first of these that is there        | threads                                            |
+| first that is set                   | threads                                            |
 |-------------------------------------|----------------------------------------------------|
-| what was asked for (`--threads`)    | that many                                          |
+| an argument (`--threads`)           | that many                                          |
 | KVLOOM_THREADS, OMP_NUM_THREADS     | that many                                          |
-| neither                             | one less than the cores that may be used, 1 at least |
+| neither                             | one less than the usable cores, at least 1         |
 
-Threads meet after every operation and wait for the slowest: where one of them shares its core with anything else (the server,
-a tokenizer, the loop that feeds the model), all of them run at the pace of half a core, and those that wait burn theirs.
+Threads synchronise after every operation: if one shares its core with the server or a tokenizer, all run at half speed.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def use_threads(asked: int | None = None) -> int:
-    """Let torch compute with as many threads as the rule says, for this whole process; how many those are. Raises
-    ValueError where a variable says something that is no number of threads."""
-    threads = asked or _named() or max(1, cores() - 1)
+    """Set torch's number of threads for this process, and return it. Raises ValueError for an invalid variable."""
+    threads = asked or _from_environment() or max(1, cores() - 1)
     torch.set_num_threads(threads)
     return threads
 
 
 def cores() -> int:
-    """The cores that this process may use: those it is bound to, and no more than a container's quota is worth."""
+    """Return the number of usable cores: those of the CPU affinity, at most a container's quota."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = QUOTA.read_text(encoding="ascii").split()
@@ -42,14 +40,14 @@ def cores() -> int:
         return bound
 
 
-def _named() -> int | None:
+def _from_environment() -> int | None:
     for name in VARIABLES:
         text = os.environ.get(name, "").strip()
         if name == "OMP_NUM_THREADS":
-            text = text.partition(",")[0]  # one number for each level of nesting
+            text = text.partition(",")[0]  # one number for each nesting level
         if not text:
             continue
         if not text.isdecimal() or not 0 < int(text) <= 4096:
-            raise ValueError(f"{name}={text!r} must be a number of threads, 1 to 4096")
+            raise ValueError(f"{name}={text!r} must be a number of threads from 1 to 4096")
         return int(text)
     return None

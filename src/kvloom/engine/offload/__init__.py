@@ -1,3 +1,71 @@
-"""TODO: map of this folder."""
+"""Offload: pages move between the pool and the tiers. Engine and scheduler call `OffloadManager`; nothing else is public to them.
 
-__all__: list[str] = []
+    manager.py            OffloadManager: the interface, and the phases of load jobs
+    decision.py           Action, Decision: the answers to the scheduler
+    store.py              HostStore: offloads pages from the pool to host memory
+    tier_loader.py        TierLoader: loads pages from tiers into host memory
+    pool_loader.py        PoolLoader: copies pages from host memory into the pool
+    load_job.py           LoadJob: one request's pages in transfer, as data
+    load_or_recompute.py  LoadOrRecompute: how far a request computes while its pages load
+    throughput.py         TimeModel: measured seconds per amount
+    host_pages.py         HostPages: copies between pool and host memory, on a GPU by streams
+    open_tiers.py         open_offload: opens configured tiers under one cache
+    session_history.py    SessionHistory: tokens of past sessions, for prefetches
+    stats.py              OffloadStats: counters
+
+The life of a load job, with what its request does (`Phase`):
+
+    prefetch, before_admission
+        │
+        v
+    lookup in tiers ──> chunks in transfer to host memory ──> copy into reserved pages ──> published in the prefix cache
+        │                     │              │                       ^                            │
+        │ no page             │ WAITING      │ COMPUTING: the        │ RESUMING: the tail is      v
+        v                     │ (and once    │ request computes      │ there; the request    the job ends,
+    the job ends              │ COPYING_HEAD)│ its head meanwhile ───┘ is queued again       the request resumes
+
+A late, missing or damaged page, or no room in the pool, ends a stage early: the request computes the rest.
+
+The life of an offload:
+
+    sequence closed, page evicted ──> batch queued ──flush──> copy to host memory ──poll──> done ──> queues of the other tiers
+                                                              (page retained, or later
+                                                              steps wait on the device)
+"""
+
+from kvloom.engine.config import OffloadConfig
+
+from .decision import Action, Decision
+from .host_pages import Event, HostPages, Ids, LoadEvent, form_of, open_host
+from .load_job import LoadJob, Phase, PoolCopy
+from .load_or_recompute import Estimates, LoadOrRecompute, Progress
+from .manager import OffloadManager
+from .open_tiers import open_offload
+from .session_history import SessionHistory
+from .stats import OffloadStats
+from .store import HostStore
+from .throughput import TimeModel
+
+__all__ = [
+    "Action",
+    "Decision",
+    "Estimates",
+    "Event",
+    "HostPages",
+    "HostStore",
+    "Ids",
+    "LoadEvent",
+    "LoadJob",
+    "LoadOrRecompute",
+    "OffloadConfig",
+    "OffloadManager",
+    "OffloadStats",
+    "Phase",
+    "PoolCopy",
+    "Progress",
+    "SessionHistory",
+    "TimeModel",
+    "form_of",
+    "open_host",
+    "open_offload",
+]

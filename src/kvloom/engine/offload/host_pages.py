@@ -1,9 +1,9 @@
-"""Pages between the pool and host memory: where each page size lies in the host tier's arena, and how it is copied.
+"""Copies of pages between the pool and host memory.
 
-    pool, pages of one stride  <── Copier ──>  arena, rows of that stride  <── lanes ──>  disk, stores, peers
+    pool, pages of one stride  <── Copier ──>  arena, rows of that stride  <── tier queues ──>  disk, stores, peers
 
-On a GPU the arena is pinned and copies run on streams of their own; on a CPU they are done when the call returns.
-Knows page ids and places in the arena; not what the pages are.
+On a GPU the arena is pinned and copies run on their own streams; on a CPU they are done when the call returns.
+Sees page ids and offsets in the arena; not hashes or requests.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from kvloom.kernels.copy import Copier, FinishedEvent
 from kvloom.tiers import Form, HostConfig, HostTier
 from kvloom.tiers.host import SharedMemory, copy_pages
 
-__all__ = ["Event", "HostPages", "LoadEvent", "form_of", "open_host"]
+__all__ = ["Event", "HostPages", "Ids", "LoadEvent", "form_of", "open_host"]
 
 Event = torch.cuda.Event | FinishedEvent
 Ids = npt.NDArray[np.integer[Any]]
-_SLAB = 8 << 20
-_CHECKED_RUN = 32 * 1024
-"""Layers below this size are checked together: a checksum each would cost more than it is worth."""
+_SLAB_BYTES = 8 << 20
+_MIN_CHECKED_BYTES = 32 * 1024
+"""Smaller layers share one checksum: one each would cost too much."""
 
 
 def form_of(group: PageGroup, run: int) -> Form:
-    """How the bytes of a group's pages lie. Whatever differs between two layouts that could be mistaken is in it."""
+    """Return the form of a layer group's pages: everything that distinguishes two layouts of the same bytes."""
     layers = group.layers[run * group.run_layers : (run + 1) * group.run_layers]
     fields = ", ".join(f"{f.name}:{f.dtype}{list(f.shape)}" for f in group.spec.fields)
-    single = group.page_stride % group.layer_bytes or group.layer_bytes < _CHECKED_RUN
+    single = group.page_stride % group.layer_bytes or group.layer_bytes < _MIN_CHECKED_BYTES
     return Form(
         dtype="+".join(dict.fromkeys(f.dtype for f in group.spec.fields)),
         order="LFHTD",
@@ -51,12 +51,15 @@ def form_of(group: PageGroup, run: int) -> Form:
 def open_host(
     layout: PoolLayout, capacity: int, checked: bool, device: torch.device, shared: bool = False
 ) -> tuple[HostTier, SharedMemory | None]:
-    """A host tier whose slabs are cut as the pool's are; pinned where a GPU copies from it. `shared` lets other processes of
-    this host map it to read it, where the system can do that: then its memory comes with it."""
+    """Open a host tier with the slab sizes of the pool; pinned where a GPU copies from it.
+
+    `shared`: other processes on this host may map it to read it. Returns that memory, or None where the system has none."""
     unit = math.lcm(layout.slab_bytes, mmap.PAGESIZE)
     if capacity < unit:
-        raise ValueError(f"a host tier of {capacity:,} bytes is too small: its unit is {unit:,}")
-    slab = unit * max(1, min(_SLAB, capacity // 32) // unit)
+        raise ValueError(
+            f"host tier of {capacity:,} bytes is too small: its slabs have {unit:,} bytes; give it at least one"
+        )
+    slab = unit * max(1, min(_SLAB_BYTES, capacity // 32) // unit)
     memory = None
     if shared:
         with contextlib.suppress(OSError, AttributeError):
@@ -68,12 +71,10 @@ def open_host(
         code = runtime.cudaHostRegister(int(arena.ctypes.data), arena.nbytes, 0)
         if int(code):
             raise ValueError(
-                f"the system does not pin {capacity:,} bytes of host memory (CUDA error {int(code)}): ask for less"
+                f"the system cannot pin {capacity:,} bytes of host memory (CUDA error {int(code)}); configure a smaller host tier"
             )
         address = int(arena.ctypes.data)
-        _pinned[address] = weakref.finalize(
-            tier, _unpin, address
-        )  # before its memory goes, if nobody closes it
+        _pinned[address] = weakref.finalize(tier, _unpin, address)  # if the tier is never closed
         _pinned[address].atexit = False
     return tier, memory
 
@@ -82,38 +83,39 @@ _pinned: dict[int, weakref.finalize[[int], HostTier]] = {}
 
 
 def _unpin(address: int) -> None:
-    """Memory that goes while it is pinned could not be pinned again."""
+    """Unpin memory before it is freed: the system could not pin the same addresses again."""
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadEvent:
-    """A copy to the device, between two moments of its stream."""
+    """A copy to the device, between two events of its stream."""
 
-    begun: torch.cuda.Event
+    start: torch.cuda.Event
     done: torch.cuda.Event
 
     def query(self) -> bool:
         return self.done.query()  # type: ignore[no-untyped-call, no-any-return]
 
     def seconds_since(self, first: LoadEvent) -> float:
-        """Of a copy that is done: how long after the first one's beginning it was. Waiting for a step in flight, and until
-        somebody looks, is not in it."""
-        return first.begun.elapsed_time(self.done) / 1e3  # type: ignore[no-any-return]
+        """Return the seconds from the start of the `first` copy to the end of this one, by the device's clock.
+
+        Excludes the wait for an in-flight step, and the time until the host polls."""
+        return first.start.elapsed_time(self.done) / 1e3  # type: ignore[no-any-return]
 
 
 class HostPages:
-    """Copies between one pool and one host tier."""
+    """Makes copies between one pool and one host tier."""
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, host: HostTier) -> None:
         self.buffer = buffer
         self._arena = host.arena
         self._pool = None if buffer.is_cuda else buffer.numpy()
         self._marks: list[torch.cuda.Event] = []
-        self._up: torch.cuda.Stream | None = None
-        if buffer.is_cuda:  # ahead of the model's kernels, like the copiers' own
-            self._up = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._load_stream: torch.cuda.Stream | None = None
+        if buffer.is_cuda:  # a higher priority than the model's kernels, like the copiers' streams
+            self._load_stream = torch.cuda.Stream(buffer.device, priority=-1)  # type: ignore[no-untyped-call]
         arena = torch.from_numpy(host.arena)
         self._copiers: dict[int, Copier] = {}
         self._rows: dict[int, torch.Tensor] = {}
@@ -123,26 +125,28 @@ class HostPages:
             self._rows[stride] = arena[: count * stride].view(count, stride)
 
     def close(self) -> None:
-        """No copy is made any more; pinned memory is ordinary again."""
+        """Unpin host memory. No copy may follow."""
         unpin = _pinned.pop(int(self._arena.ctypes.data), None)
         if unpin is not None:
             unpin()
 
     def wait(self, event: Event) -> None:
-        """What is launched from now on begins after `event`, on the device."""
+        """Make later work on the current stream wait for `event`, on the device."""
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
     def mark(self, moved: bool = False) -> None:
-        """What copies of old pages begin after, from now on: what the current stream has been told so far. `moved`: pages of any
-        age were written since the mark before, which is no mark any more."""
+        """Mark the current stream: copies of pages that were written before the mark wait only for the work before it.
+
+        `moved`: pages of any age were written since the previous mark, so that mark is dropped."""
         if self._pool is None:
             event = self._marks.pop() if len(self._marks) == 2 else torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.buffer.device))
             self._marks = [event] if moved else [event, *self._marks]
 
     def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
-        """Pages to places in the arena; begins after what the current stream has still to do, or had at the last mark (`age` 1) or
-        the one before it (2), if there was one."""
+        """Copy pages to offsets in the arena. Returns the event of the copy; does not block on a GPU.
+
+        The copy waits for the current stream, or for its last mark (`age` 1) or the mark before (`age` 2)."""
         if self._pool is not None:
             copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)
             return FinishedEvent()
@@ -152,16 +156,16 @@ class HostPages:
         )
 
     def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> LoadEvent | FinishedEvent:
-        """Places in the arena to pages; begins after what the current stream has still to do."""
+        """Copy offsets in the arena to pages, after the work of the current stream. Does not block on a GPU."""
         if self._pool is not None:
             copy_pages(self._pool, np.asarray(pages, np.int64) * stride, self._arena, offsets, stride)
             return FinishedEvent()
-        assert self._up is not None
-        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._up.wait_stream(torch.cuda.current_stream(self.buffer.device))
-        begun.record(self._up)
+        assert self._load_stream is not None
+        start, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._load_stream.wait_stream(torch.cuda.current_stream(self.buffer.device))
+        start.record(self._load_stream)
         self._copiers[stride].scatter(
-            self._rows[stride], pages, offsets // stride, stream=self._up, after=begun
+            self._rows[stride], pages, offsets // stride, stream=self._load_stream, after=start
         )
-        done.record(self._up)
-        return LoadEvent(begun, done)
+        done.record(self._load_stream)
+        return LoadEvent(start, done)

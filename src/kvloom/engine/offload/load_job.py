@@ -1,11 +1,17 @@
-"""One request's pages on their way up: what is looked for, fetched, copied, and how far that has come. Data."""
+"""A load job: one request's pages in transfer from tiers to the pool. Data only; the manager advances it.
+
+LoadJob
+  lookup     LoadLookup      which tier has which missing page
+  transfer   TierTransfer    chunks of pages in transfer from tiers to host memory
+  copy       PoolCopy        pages being copied from host memory into reserved pages of the pool
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Literal
+from enum import Enum
 
 import numpy as np
 
@@ -18,13 +24,39 @@ from kvloom.tiers.transfers import FetchJob, TierLookup
 from .host_pages import LoadEvent
 from .load_or_recompute import LoadOrRecompute
 
-__all__ = ["LoadChunk", "LoadJob"]
+__all__ = ["LoadChunk", "LoadJob", "LoadLookup", "Phase", "PoolCopy", "TierTransfer"]
+
+
+class Phase(Enum):
+    """What the request of a load job does while its pages are in transfer."""
+
+    WAITING = "waiting"
+    """The request waits for its pages."""
+    COPYING_HEAD = "copying head"
+    """The request waits while its first pages are copied from host memory. Happens once."""
+    COMPUTING = "computing"
+    """The request runs: it computes the head of its prompt while the tail loads."""
+    RESUMING = "resuming"
+    """The tail is in host memory. The request waits for its copy, and resumes behind it."""
+
+
+@dataclass(slots=True, eq=False)
+class LoadLookup:
+    """Which tier has which missing page; `is_complete` once every tier has answered or is late."""
+
+    plan: LoadPlan | None = None
+    pending: TierLookup | None = None
+    """The query that tiers have not answered yet."""
+    tier_of: dict[bytes, int] = field(default_factory=dict)
+    """By key, the tier that has a page which host memory lacks."""
+    is_complete: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class LoadChunk:
-    """Pages on their way into host memory that are of use together: all of a trip's from token `first` up to the strip before
-    it. `lanes` counts which of them come from where; `fetches` bring them, others' among them."""
+    """Pages that are loaded together: all pages of a job from token `first` to the next chunk.
+
+    `fetches` load them; another job may own some of the fetches."""
 
     first: int
     objects: list[Objects]
@@ -33,71 +65,99 @@ class LoadChunk:
 
 
 @dataclass(slots=True, eq=False)
-class LoadJob:
-    """A request's pages on their way; a `hint` is of one that has not come yet, and ends in host memory. `below`: which lane has
-    what is not in host memory, `fetched` how many of the needed came from each. `strips` come one after the other, the end of
-    the prompt first: from token `low` on all has come. Meanwhile the request `waits`, or `races`: it computes from its `front`,
-    up to `stop`, and `jumps` when it meets what has come, to go on behind it. What host memory has of its head is copied first,
-    once (it `heads`, and is `headed` then). One that is `patient` has others to wait for."""
+class TierTransfer:
+    """Chunks in transfer from tiers to host memory, the end of the prompt first."""
 
-    request: Request
-    is_prefetch: bool = False
-    plan: LoadPlan | None = None
-    lookup: TierLookup | None = None
-    awaited_key: bytes | None = None
-    """The key of a page that is on its way from the pool to host memory, for which it waits."""
-    tier_of: dict[bytes, int] = field(default_factory=dict)
-    fetched_by_tier: Counter[int] = field(default_factory=Counter)
     chunks: deque[LoadChunk] = field(default_factory=deque)
-    is_planned: bool = False
-    can_wait: bool = False
-    decision: LoadOrRecompute = field(default_factory=LoadOrRecompute)
-    bytes_from: np.ndarray | None = None
-    """By lane and block: the bytes that come for blocks from there on."""
-    deadline: float = 0.0
+    """Chunks that have not arrived."""
     loaded_from: int = 0
-    computed_to: int = 0
-    compute_until: int = 0
-    phase: Literal["waits", "heads", "races", "jumps"] = "waits"
-    head_copied: bool = False
-    reservation: Reservation | None = None
-    loaded: np.ndarray | None = None
-    states_loaded: bool = True
-    leases: list[Lease] = field(default_factory=list)
-    events: list[LoadEvent | FinishedEvent] = field(default_factory=list)
-    started: float = field(default_factory=time.monotonic)
-    copy_started: float = 0.0
-    bytes: int = 0
-    objects: int = 0
-    resume: int = 0
+    """Host memory has all pages from this token to the end of the load plan."""
+    pages_by_tier: Counter[int] = field(default_factory=Counter)
+    """Pages that arrived, by tier."""
+    bytes_from: np.ndarray | None = None
+    """[tier, block]: bytes to load for the blocks from this one on."""
+    deadline: float = 0.0
 
     @property
     def fetches(self) -> list[FetchJob]:
-        return [fetch for strip in self.chunks for fetch in strip.fetches]
+        return [fetch for chunk in self.chunks for fetch in chunk.fetches]
 
-    def copy_seconds(self, now: float) -> float:
-        """Seconds that its copies took, which are made: on a device by its own clock."""
+
+@dataclass(slots=True, eq=False)
+class PoolCopy:
+    """Pages being copied from host memory into the pool. `resume` is the resumable length before the copy."""
+
+    reservation: Reservation
+    resume: int
+    bytes: int
+    pages: int
+    started: float
+    leases: list[Lease]
+    loaded: np.ndarray
+    """[row, column]: pages of the reservation that are copied."""
+    states_loaded: bool = True
+    events: list[LoadEvent | FinishedEvent] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return all(event.query() for event in self.events)
+
+    def seconds(self, now: float) -> float:
+        """Duration of the finished copies: on a device, by its own clock."""
         loads = [event for event in self.events if isinstance(event, LoadEvent)]
         if not loads:
-            return now - self.copy_started
+            return now - self.started
         return max(load.seconds_since(loads[0]) for load in loads)
+
+    def release_leases(self) -> None:
+        """Let host memory evict the copied pages again."""
+        for lease in self.leases:
+            lease.release()
+        self.leases = []
+
+
+@dataclass(slots=True, eq=False)
+class LoadJob:
+    """A request's pages in transfer. A `is_prefetch` job belongs to no queued request and ends in host memory.
+
+        0 ──computed──> computed_to ···> compute_until ··· loaded_from <──loaded── plan.resume
+
+    `can_wait`: other requests are scheduled first, so that waiting costs nothing."""
+
+    request: Request
+    is_prefetch: bool = False
+    can_wait: bool = False
+    phase: Phase = Phase.WAITING
+    decision: LoadOrRecompute = field(default_factory=LoadOrRecompute)
+    computed_to: int = 0
+    compute_until: int = 0
+    """The position at which the manager decides again whether to load or recompute."""
+    head_copied: bool = False
+    awaited_key: bytes | None = None
+    """A page that the request needs and that is still being offloaded to host memory."""
+    lookup: LoadLookup = field(default_factory=LoadLookup)
+    transfer: TierTransfer = field(default_factory=TierTransfer)
+    copy: PoolCopy | None = None
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def tenant(self) -> str:
         return self.request.control.tenant
 
-    def record_on_request(self, tokens: int, now: float, names: list[str]) -> None:
-        """Note with the request what was brought for it: of pages that came through host memory, the tiers they came from.
-        `names` are the tiers', host memory's first."""
+    def record_on_request(self, copy: PoolCopy, tokens: int, now: float, tier_names: list[str]) -> None:
+        """Add loaded tokens to the request's `loads`, shared out over the tiers by their pages.
+
+        `tier_names` starts with host memory."""
         left, request = tokens, self.request
-        for number, objects in () if self.phase == "heads" else self.fetched_by_tier.items():
-            share = min(left, tokens * objects // max(1, self.objects))
+        sources = () if self.phase is Phase.COPYING_HEAD else self.transfer.pages_by_tier.items()
+        for tier, pages in sources:
+            share = min(left, tokens * pages // max(1, copy.pages))
             if share:
-                request.loads.append((names[1 + number], self.started, self.copy_started, share))
+                request.loads.append((tier_names[1 + tier], self.started, copy.started, share))
                 left -= share
         if left:
-            request.loads.append((names[0], self.copy_started, now, left))
-        if request.cached_tokens is None or (self.phase == "jumps" and not request.preemptions):
+            request.loads.append((tier_names[0], copy.started, now, left))
+        if request.cached_tokens is None or (self.phase is Phase.RESUMING and not request.preemptions):
             request.first_loads = len(request.loads)
-            if request.cached_tokens is not None:  # it began with its head
+            if request.cached_tokens is not None:  # the request started with its head
                 request.cached_tokens += tokens

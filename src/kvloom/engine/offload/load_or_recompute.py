@@ -1,102 +1,122 @@
-"""A prompt is computed from its front while its tail loads from its end: how far to compute next, or whether to wait.
+"""Load or recompute: how many tokens a request computes next, or whether it waits for its pages.
 
-    0 ──computed──> front ········ gap ········ low <──loaded── point
+    0 ──computed──> computed_to ········ gap ········ loaded_from <──loaded── resume
 
-Wherever the two meet the request goes on behind `point`, so neither speed need be known for the result: they say how large the
-next step should be, and whether what is missing comes sooner than it is computed. A wait that was wrong costs a bounded time.
-Arithmetic of seconds and tokens; knows no tiers, and no clock but the `now` it is told.
+The request computes from the front while the tail loads from the end. Where both meet, it resumes behind the loaded tail. The
+result does not depend on the estimates: they choose the size of the next step, and whether waiting is faster. A wrong wait
+costs a bounded time. Arithmetic of seconds and tokens; does not read a clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from .throughput import meeting_point
 
-__all__ = ["LoadOrRecompute"]
+__all__ = ["Estimates", "LoadOrRecompute", "Progress"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Positions of a request in tokens: computed, loaded, and the `end` of its prompt."""
+
+    computed_to: int
+    loaded_from: int
+    end: int
+    block_tokens: int
+    min_step: int
+    """A step of fewer tokens takes as long as one of this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """Measured throughput; None where nothing was measured."""
+
+    compute_seconds: Callable[[int], float] | None
+    """Seconds of a step of n tokens."""
+    load_seconds: Callable[[int], float] | None
+    """Seconds until all pages from a token on are loaded."""
+    inflight_seconds: float | None
+    """Seconds left of the request's in-flight step, during which waiting is free; None without one."""
+    max_lost_seconds: float
+    """Seconds that the request may lose by waiting."""
 
 
 class LoadOrRecompute:
-    """One request's; `lost` is how many seconds it waited beyond what computing the tokens that came meanwhile would take."""
+    """The decisions for one request.
+
+    `seconds_lost` is its waiting time beyond the time to compute the tokens that were loaded meanwhile."""
 
     def __init__(self) -> None:
         self.seconds_lost = 0.0
-        self._since: float | None = None  # while it waits
-        self._low = 0
-        self._began: tuple[float, int] | None = None  # when it was first asked, and what had come by then
+        self._waiting_since: float | None = None
+        self._loaded_at_wait = 0
+        self._first: tuple[float, int] | None = None  # time and loaded_from of the first decision
 
-    def tokens_to_compute(
-        self,
-        front: int,
-        low: int,
-        end: int,
-        block: int,
-        least: int,
-        computing: Callable[[int], float] | None,
-        loading: Callable[[int], float] | None,
-        busy: float | None,
-        allowed: float,
-        now: float,
-    ) -> int:
-        """How many tokens from `front` on, which is below `low`, to compute before asking again, all up to the prompt's `end`
-        where going on behind what was loaded would take a step more than it saves; 0: wait. `computing(n)` says what a step of
-        n tokens takes, one of fewer than `least` as much as one of so many; `loading(first)` when all from `first` on will have
-        come; None where nobody knows. `busy`: seconds that the device still needs for the request's last step, during which
-        waiting costs nothing. Else no more than `allowed` seconds may be lost by it."""
-        gap = low - front
-        wanted: int | None = None
-        if computing is not None and loading is not None:
-            takes, blocks = computing, -(-gap // block)
-            comes = self._as_seen(low, min(gap, least), loading, now)
+    def tokens_to_compute(self, at: Progress, estimates: Estimates, now: float) -> int:
+        """Return how many tokens to compute before the next decision; 0: wait.
+
+        Returns all tokens to the end of the prompt where resuming behind the loaded tail costs more than it saves."""
+        gap = at.loaded_from - at.computed_to
+        compute, load = estimates.compute_seconds, estimates.load_seconds
+        tokens: int | None = None
+        if compute is not None and load is not None:
+            takes, blocks, block = compute, -(-gap // at.block_tokens), at.block_tokens
+            loads = self._corrected(at.loaded_from, min(gap, at.min_step), load, now)
+            busy = estimates.inflight_seconds or 0.0
             met = meeting_point(
                 blocks,
-                lambda n: (busy or 0.0) + takes(max(least, gap - (blocks - n) * block)),
-                lambda n: comes(low - (blocks - n) * block),
+                lambda n: busy + takes(max(at.min_step, gap - (blocks - n) * block)),
+                lambda n: loads(at.loaded_from - (blocks - n) * block),
             )
-            wanted = self._whole(gap, max(least, gap - (blocks - met) * block), block) if met else 0
-            until = takes(max(least, wanted)) if wanted else comes(front) - (busy or 0.0)
-            if takes(end - front) <= until + takes(least):
-                wanted = end - front
-        if not wanted:
-            if busy is not None or self.may_wait(low, computing, allowed, now):
+            tokens = (
+                self._whole_blocks(gap, max(at.min_step, gap - (blocks - met) * block), block) if met else 0
+            )
+            until = takes(max(at.min_step, tokens)) if tokens else loads(at.computed_to) - busy
+            if takes(at.end - at.computed_to) <= until + takes(at.min_step):
+                tokens = at.end - at.computed_to
+        if not tokens:
+            if estimates.inflight_seconds is not None or self.may_wait(
+                at.loaded_from, compute, estimates.max_lost_seconds, now
+            ):
                 return 0
-            wanted = self._whole(gap, max(least, gap // 2), block)
-        self.ends(low, computing, now)
-        return wanted
-
-    def _as_seen(
-        self, low: int, next_: int, loading: Callable[[int], float], now: float
-    ) -> Callable[[int], float]:
-        """`loading`, as much slower as what should have come by now was; of the `next_` tokens nothing need have come."""
-        began, first_low = self._began = self._began or (now, low)
-        soon = loading(low - next_)
-        due = soon + soon / next_ * (first_low - low)
-        slower = max(1.0, (now - began) / max(1e-9, due))
-        return lambda first: slower * loading(first)
-
-    @staticmethod
-    def _whole(gap: int, tokens: int, block: int) -> int:
-        """`tokens` or a few more, so that what is left of the gap is whole blocks."""
-        return gap - max(0, gap - tokens) // block * block
+            tokens = self._whole_blocks(gap, max(at.min_step, gap // 2), at.block_tokens)
+        self._end_wait(at.loaded_from, compute, now)
+        return tokens
 
     def may_wait(
-        self, low: int, computing: Callable[[int], float] | None, allowed: float, now: float
+        self, loaded_from: int, compute_seconds: Callable[[int], float] | None, max_lost: float, now: float
     ) -> bool:
-        """Whether waiting (on) may be: what it has cost so far is within `allowed`."""
-        if self._since is not None and low > self._low:
-            self.ends(self._low, computing, now)  # it waited to know what there is to load
-        if self._since is None:
-            self._since, self._low = now, low
-        return self._lost(low, computing, now) <= allowed
+        """Start or continue to wait. Return whether the waiting so far lost at most `max_lost` seconds."""
+        if self._waiting_since is not None and loaded_from > self._loaded_at_wait:
+            self._end_wait(self._loaded_at_wait, compute_seconds, now)  # that wait was for the lookup
+        if self._waiting_since is None:
+            self._waiting_since, self._loaded_at_wait = now, loaded_from
+        return self._lost(loaded_from, compute_seconds, now) <= max_lost
 
-    def ends(self, low: int, computing: Callable[[int], float] | None, now: float) -> None:
-        """The request waits no longer."""
-        if self._since is not None:
-            self.seconds_lost = max(0.0, self._lost(low, computing, now))
-            self._since = None
+    def _corrected(
+        self, loaded_from: int, next_tokens: int, load: Callable[[int], float], now: float
+    ) -> Callable[[int], float]:
+        """`load`, slowed by how late the loads are so far; the `next_tokens` need not have arrived."""
+        first_time, first_loaded = self._first = self._first or (now, loaded_from)
+        soon = load(loaded_from - next_tokens)
+        expected = soon + soon / next_tokens * (first_loaded - loaded_from)
+        slower = max(1.0, (now - first_time) / max(1e-9, expected))
+        return lambda first: slower * load(first)
 
-    def _lost(self, low: int, computing: Callable[[int], float] | None, now: float) -> float:
-        assert self._since is not None
-        came = self._low - low
-        worth = computing(came) if came > 0 and computing is not None else 0.0
-        return self.seconds_lost + now - self._since - worth
+    @staticmethod
+    def _whole_blocks(gap: int, tokens: int, block: int) -> int:
+        """`tokens`, rounded up so that the rest of the gap is whole blocks."""
+        return gap - max(0, gap - tokens) // block * block
+
+    def _end_wait(self, loaded_from: int, compute_seconds: Callable[[int], float] | None, now: float) -> None:
+        if self._waiting_since is not None:
+            self.seconds_lost = max(0.0, self._lost(loaded_from, compute_seconds, now))
+            self._waiting_since = None
+
+    def _lost(self, loaded_from: int, compute_seconds: Callable[[int], float] | None, now: float) -> float:
+        assert self._waiting_since is not None
+        loaded = self._loaded_at_wait - loaded_from
+        saved = compute_seconds(loaded) if loaded > 0 and compute_seconds is not None else 0.0
+        return self.seconds_lost + now - self._waiting_since - saved

@@ -1,8 +1,7 @@
-"""The tiers that texts name, opened under one cache: host memory first, which all pages pass, then those below it.
+"""Opens the configured tiers under one cache: host memory first, then the tiers below it.
 
-A text that makes no sense is refused before anything is open; a tier that cannot be opened is left out, and said to be, until
-it can.
-Knows texts and shares; what pages do there is `lower.py`.
+A text that is not a tier is refused before any tier is opened. A tier that cannot be opened is logged and left out; the
+engine retries it in the background.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Callable, Sequence as Many
 import torch
 
 from kvloom.core import KVCache, PoolLayout
+from kvloom.engine.config import OffloadConfig
 from kvloom.tiers import (
     CODINGS,
     HostTier,
@@ -33,100 +33,107 @@ from kvloom.tiers.peer import PeerConfig, PeerServer, read_secret
 from kvloom.tiers.transfers import UnavailableTier
 
 from .host_pages import form_of, open_host
-from .manager import OffloadConfig, OffloadManager
+from .manager import OffloadManager
 
 __all__ = ["open_offload"]
 
 log = logging.getLogger("kvloom.tiers")
-STAGING = {False: 256 << 20, True: 4 << 30}
-"""Host memory that pages pass through where no host tier was asked for, without and with a GPU."""
+STAGING_BYTES = {False: 256 << 20, True: 4 << 30}
+"""Host memory without a configured host tier, by whether there is a GPU: every page passes host memory."""
 
 
 def open_offload(
-    texts: Many[str | OpenTier],
+    tiers: Many[str | OpenTier],
     cache: KVCache,
     buffer: torch.Tensor,
-    settle: Callable[[], None],
+    apply_copies: Callable[[], None],
     config: OffloadConfig | None = None,
 ) -> OffloadManager:
-    """The tiers that texts name (`host:64GiB`, `disk:/path:1TiB`, …), under one cache. A text that makes no sense is refused;
-    a tier that cannot be opened is left out, and said to be, until it can."""
+    """Open tiers (`host:64GiB`, `disk:/path:1TiB`, …) and return the offload manager of a cache.
+
+    Raises ValueError for a text that is not a tier. Logs and leaves out a tier that cannot be opened."""
     layout, device = cache.layout, buffer.device
-    check_tiers(text for text in texts if isinstance(text, str))
-    hosts = [text for text in texts if isinstance(text, str) and text.startswith("host:")]
+    check_tiers(text for text in tiers if isinstance(text, str))
+    hosts = [text for text in tiers if isinstance(text, str) and text.startswith("host:")]
     write: str | None = None
-    told = HostURL(STAGING[device.type == "cuda"])
+    host_text = HostURL(STAGING_BYTES[device.type == "cuda"])
     if hosts:
         plain, write = split_write_policy(hosts[0])
-        told = HostURL.parse(plain)
-    offer = _offer_of(told)
-    host, memory = open_host(layout, told.capacity, told.checked, device, shared=offer is not None)
+        host_text = HostURL.parse(plain)
+    server_config = _server_config(host_text)
+    host, memory = open_host(
+        layout, host_text.capacity, host_text.checked, device, shared=server_config is not None
+    )
     tenants = (account.tenant for account in cache.inspect.accounts.values())
     shares = tenant_shares(tenants, cache.usable_slabs * layout.slab_bytes)
-    if hosts:  # what pages only pass through is shared by whoever needs it
+    if hosts:  # staging memory has no shares
         host.set_shares(shares)
     places: list[OpenTier] = []
-    left_out: list[tuple[str, str]] = []
+    unavailable: list[tuple[str, str]] = []
     try:
-        for text in texts:
+        for text in tiers:
             if isinstance(text, OpenTier):
                 places.append(text)
             elif text not in hosts:
                 try:
-                    places.append(_fitting(open_with_policy(text, shares), layout))
+                    places.append(_checked(open_with_policy(text, shares), layout))
                 except TierError as error:
-                    left_out.append((url_label(text), str(error)))
-                    log.warning("tier %s is left out, serving goes on without it: %s", *left_out[-1])
-                    if _may_come(text, error):
-                        places.append(_away(text, shares, str(error)))
+                    unavailable.append((url_label(text), str(error)))
+                    log.warning("tier %s is left out, serving goes on without it: %s", *unavailable[-1])
+                    if _should_retry(text, error):
+                        places.append(_unavailable_place(text, shares, str(error)))
     except BaseException:
         for place in places:
             place.tier.close()
         host.close()
         raise
-    lower = OffloadManager(cache, buffer, host, places, write, settle, config or OffloadConfig())
-    lower.unavailable = left_out
-    if offer is not None:
-        lower.host_server = _offered(host, offer, memory)
-    return lower
+    server = None if server_config is None else _serve_host(host, server_config, memory)
+    return OffloadManager(
+        cache, buffer, host, places, write, apply_copies, config or OffloadConfig(), unavailable, server
+    )
 
 
-def _offer_of(told: HostURL) -> PeerConfig | None:
-    """Where an engine's host memory is to be read by others, if anywhere. A ValueError beyond loopback without a secret."""
-    if told.share is None:
+def _server_config(host_text: HostURL) -> PeerConfig | None:
+    """Return how host memory is served to other processes; None if not configured.
+
+    Raises ValueError for an address beyond loopback without a secret, or an unreadable secret."""
+    if host_text.share is None:
         return None
-    secret = read_secret(told.secret) if told.secret else b""
-    return PeerConfig(*told.share, secret, read_only=True)
+    secret = read_secret(host_text.secret) if host_text.secret else b""
+    return PeerConfig(*host_text.share, secret, read_only=True)
 
 
-def _offered(host: HostTier, config: PeerConfig, memory: SharedMemory | None) -> PeerServer | None:
-    """Lets others read what host memory has, and change nothing; None, and a warning, where the address cannot be had."""
+def _serve_host(host: HostTier, config: PeerConfig, memory: SharedMemory | None) -> PeerServer | None:
+    """Serve host memory, read-only. Returns None and logs a warning where the address cannot be bound."""
     try:
         server = PeerServer(host, config, memory)
     except (OSError, ValueError) as error:
         log.warning(
-            "host memory is not offered to others at %s:%d, serving goes on: %s",
+            "host memory is not shared at %s:%d, serving goes on: %s",
             config.host,
             config.port,
             error,
         )
         return None
-    log.info("host memory is offered to others at peer://%s:%d", *server.address)
+    log.info("host memory is shared at peer://%s:%d", *server.address)
     return server
 
 
-def _may_come(text: str, error: TierError) -> bool:
-    """Whether it helps to try again. What is not installed does not come by itself; and what re-encodes is known by its tier."""
+def _should_retry(text: str, error: TierError) -> bool:
+    """Return whether opening a tier again may succeed: not for a missing package or a re-encoding tier."""
     return not isinstance(error.__cause__, ImportError) and scheme_of(text) not in CODINGS
 
 
-def _away(text: str, shares: Shares, why: str) -> OpenTier:
+def _unavailable_place(text: str, shares: Shares, reason: str) -> OpenTier:
+    """Return a place that retries to open its tier in the background."""
     _, write = split_write_policy(text)
-    return OpenTier(UnavailableTier(url_label(text), lambda: open_with_policy(text, shares).tier, why), write)
+    return OpenTier(
+        UnavailableTier(url_label(text), lambda: open_with_policy(text, shares).tier, reason), write
+    )
 
 
-def _fitting(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """The place, if it can take the layout's pages; else a TierError, and it is closed."""
+def _checked(place: OpenTier, layout: PoolLayout) -> OpenTier:
+    """Return the place if its tier can store the layout's pages; else close it and raise TierError."""
     coding = place.tier.coding if isinstance(place.tier, LossyTier) else None
     if coding is not None:
         try:
@@ -134,5 +141,5 @@ def _fitting(place: OpenTier, layout: PoolLayout) -> OpenTier:
                 lossy_form(form_of(group, 0), coding)
         except ValueError as error:
             place.tier.close()
-            raise TierError(f"pages of this model are not re-encoded: {error}") from error
+            raise TierError(f"this tier cannot re-encode pages of this model: {error}") from error
     return place

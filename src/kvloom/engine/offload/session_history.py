@@ -1,7 +1,6 @@
-"""What sessions have said, so that their pages can be brought up before they come back. Bounded; knows no cache.
+"""Tokens of past sessions, so that their pages can be prefetched before the next request. Bounded; does not use the cache.
 
-The pool forgets a text when its pages leave, and tiers know names alone: whoever hints that a session is about to come back
-names it, and the tokens are remembered here.
+The prefix cache drops the tokens of evicted pages, and tiers store only hashes: a prefetch by session needs its tokens.
 """
 
 from __future__ import annotations
@@ -17,40 +16,42 @@ from kvloom.engine.request import Request
 
 __all__ = ["SessionHistory"]
 
-MOST_TOKENS = 16 << 20
-"""Of all sessions together, 4 bytes each."""
-MOST_SESSIONS = 1 << 14
+MAX_TOKENS = 16 << 20
+"""Tokens of all sessions together, 4 bytes each."""
+MAX_SESSIONS = 1 << 14
 
 
 class SessionHistory:
-    """The least recently heard of are forgotten first."""
+    """The tokens and cache control of each session's last request. Drops the least recently used session first."""
 
-    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
-        self._most = most_tokens
+    def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
+        self._max_tokens = max_tokens
         self._tokens = 0
-        self._known: OrderedDict[str, tuple[npt.NDArray[np.int32], CacheControl]] = OrderedDict()
+        self._sessions: OrderedDict[str, tuple[npt.NDArray[np.int32], CacheControl]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._sessions)
 
     def record_requests(self, requests: Iterable[Request]) -> None:
-        """Remember what was said in sessions by those that have ended. (Of images the tokens do not tell.)"""
+        """Record the finished requests that name a session. Skips requests with images: tokens do not identify them."""
         for request in requests:
             if request.finish_reason is not None and request.control.session and request.images is None:
                 self.record(request.control.session, request.tokens, request.control)
 
     def record(self, session: str, tokens: Sequence[int], control: CacheControl) -> None:
-        """A turn has ended: this is all that was said."""
+        """Replace the tokens of a session."""
         self.forget(session)
-        self._known[session] = np.array(tokens, np.int32), control
+        self._sessions[session] = np.array(tokens, np.int32), control
         self._tokens += len(tokens)
-        while self._tokens > self._most or len(self._known) > MOST_SESSIONS:
-            self.forget(next(iter(self._known)))
+        while self._tokens > self._max_tokens or len(self._sessions) > MAX_SESSIONS:
+            self.forget(next(iter(self._sessions)))
 
     def of(self, session: str) -> tuple[npt.NDArray[np.int32], CacheControl] | None:
-        return self._known.get(session)
+        """Return the tokens and cache control of a session, or None."""
+        return self._sessions.get(session)
 
     def forget(self, session: str) -> None:
-        known = self._known.pop(session, None)
-        if known is not None:
-            self._tokens -= len(known[0])
+        """Drop a session."""
+        dropped = self._sessions.pop(session, None)
+        if dropped is not None:
+            self._tokens -= len(dropped[0])

@@ -1,10 +1,10 @@
-"""Pages on their way down: what the cache offers is copied to host memory, and the tiers below hear of it.
+"""Offloads pages: copies the cache's offload batches from the pool to host memory, and passes them on to the other tiers.
 
-    offer (the cache)  →  take: reserve places in the arena, copy  →  finish: the copies are made, the mover is told
+    the cache emits a batch → queued → flush: reserve host memory, start copies → poll: copies done, tiers get the pages
 
-Nothing waits for a copy. While a stream still reads a page, the page is held, or, where it leaves the pool, later steps wait
-on the device. Copies of what leaves begin beside the step in flight, but for pages that it may have written. Knows pages and
-names; what is offered, and when, is the cache's (`core.Parcel`).
+Nothing waits for a copy on the host. While a copy reads a page, the page is retained; where the page was evicted, later steps
+wait on the device. Copies of evicted pages overlap the in-flight step, unless that step may have written the page. The cache
+decides which pages are offered, and when.
 """
 
 from __future__ import annotations
@@ -22,200 +22,203 @@ from kvloom.tiers import Lease, Objects, Outcome
 from kvloom.tiers.transfers import TransferManager
 
 from .host_pages import Event, HostPages
-from .loader import Forms
+from .stats import OffloadStats
+from .tier_loader import Forms
 
 __all__ = ["HostStore"]
 
-Moment = tuple[int, int, int]
+PoolVersion = tuple[int, int, int]
 _PENDING = int(Outcome.PENDING)
 _DONE: Event = FinishedEvent()
-MOST_ROOTS = 4096
-"""Roots of lossy names that are remembered before those that have gone are looked for."""
+MAX_LOSSY_ROOTS = 4096
+"""Roots of lossy hashes; beyond this number, roots without cached pages are dropped."""
 
 
 @dataclass(slots=True)
 class _PendingOffload:
-    """Pages being copied to host memory: where, and what is still to be told of them."""
+    """Pages being copied to host memory."""
 
     event: Event
     lease: Lease
     objects: Objects
-    fresh: npt.NDArray[np.bool_] | None
-    """Which of them came now; None: all."""
-    used: bool
-    lent: OffloadBatch | None = None
+    new: npt.NDArray[np.bool_] | None
+    """Pages that host memory did not have; None: all."""
+    was_hit: bool
+    retained: OffloadBatch | None = None
 
     @property
-    def keys(self) -> list[bytes]:
-        """Of those that came now."""
+    def new_keys(self) -> list[bytes]:
         keys = self.objects.keys
-        return keys if self.fresh is None else [keys[i] for i in np.flatnonzero(self.fresh).tolist()]
+        return keys if self.new is None else [keys[i] for i in np.flatnonzero(self.new).tolist()]
 
 
 class HostStore:
-    """`writes` are the policies of all tiers together: what any of them wants passes through host memory."""
+    """Offloads the pages of one cache. `writes` unites the write policies of all tiers: every page passes host memory."""
 
     def __init__(
         self,
         cache: KVCache,
         pages: HostPages,
-        mover: TransferManager,
+        transfers: TransferManager,
         forms: Forms,
-        near: Forms,
+        lossy_forms: Forms,
         writes: AbstractSet[str],
+        stats: OffloadStats | None = None,
     ) -> None:
-        self.cache, self.transfers = cache, mover
-        self.offloaded_pages = self.offloaded_bytes = 0
+        self.cache, self.transfers = cache, transfers
+        self.stats = stats if stats is not None else OffloadStats()
         self._pages, self._writes = pages, writes
-        self._groups = {numbering: cache.layout.of(numbering) for numbering in ("token", "state")}
-        self._forms, self._near = forms, near
-        self._lossy: set[bytes] = set()
+        self._groups = {unit: cache.layout.of(unit) for unit in ("token", "state")}
+        self._forms, self._lossy_forms = forms, lossy_forms
+        self._lossy_roots: set[bytes] = set()
         self._queued: dict[tuple[object, ...], list[OffloadBatch]] = {}
         self._queued_hashes: set[bytes] = set()
-        self._moment: Moment | None = None
+        self._queued_at: PoolVersion | None = None
         self._pending: list[_PendingOffload] = []
         self.copying_keys: set[bytes] = set()
-        """The keys of what is being copied to host memory."""
+        """Keys of pages that are being copied to host memory."""
         cache.loading.set_listener(self._on_offload, on_close=bool(writes & {"through", "second-use"}))
 
     def note_root(self, lossy: bool, root: bytes) -> None:
-        """Whether what is named from `root` on is of requests that allow for loss. Told before any of them computes."""
+        """Record whether hashes from `root` on belong to requests that accept lossy pages. Call before they compute."""
         if lossy:
-            if len(self._lossy) > MOST_ROOTS:
-                self._lossy &= self.cache.roots  # of the others nothing is cached any more
-            self._lossy.add(root)
+            if len(self._lossy_roots) > MAX_LOSSY_ROOTS:
+                self._lossy_roots &= self.cache.roots
+            self._lossy_roots.add(root)
 
     @property
     def busy(self) -> bool:
-        """Whether copies are under way."""
+        """Whether copies are in progress."""
         return bool(self._pending)
 
-    def _on_offload(self, parcel: OffloadBatch) -> None:
-        wanted = "through" in self._writes or (parcel.was_hit and "second-use" in self._writes)
-        if wanted or (parcel.evicted and "back" in self._writes):
-            lossy = parcel.root in self._lossy
-            key = self._age(parcel), parcel.numbering, parcel.tenant, parcel.evicted, parcel.was_hit, lossy
-            self._queued.setdefault(key, []).append(parcel)
-            self._queued_hashes.update(parcel.hashes)
-            self._moment = self._moment or self._now()
+    def is_queued(self, hashes: Iterable[bytes]) -> bool:
+        """Return whether any of these pages is queued and its copy has not started."""
+        return not self._queued_hashes.isdisjoint(hashes)
 
     def before_step(self, moved: bool = False) -> None:
-        """A step is about to be launched, or copies inside the pool were (`moved`): what is in the tree now is written by what the
-        stream has been told so far."""
+        """Mark the device's stream before a step, or after copies inside the pool (`moved`).
+
+        Pages that are cached at a mark are written by the work before it."""
         self._pages.mark(moved)
         self.cache.loading.mark_step(moved)
 
-    def _age(self, parcel: OffloadBatch) -> int:
-        """By which mark pages that leave were written: 1 by what the stream had been told at the last one, 2 at the one before, 0 if
-        by neither. They were if they were in the tree then: a step's pages enter it after its launch, pages from below once
-        they have come, and copies inside the pool are followed by a mark. In the tree a page is not written again, but for
-        places of a partial block behind the tokens that it is offered for."""
-        return parcel.age if parcel.evicted else 0
-
-    def _now(self) -> Moment:
-        """What changes whenever pages left, moved or gave way to others."""
-        return self.cache.loading.page_changes()
-
-    def offload_ahead(self, busy: Callable[[], bool]) -> None:
-        """While the device is `busy`, and whoever asks would wait for it: where pages are copied when they leave, let some leave
-        before they must."""
+    def offload_ahead(self, is_busy: Callable[[], bool]) -> None:
+        """Evict and offload pages before the pool needs their room, as long as the device `is_busy`."""
         if "back" in self._writes:
-            while busy() and self.cache.loading.evict_ahead():
+            while is_busy() and self.cache.loading.evict_ahead():
                 self.flush()
 
-    def is_queued(self, names: Iterable[bytes]) -> bool:
-        """Whether pages of some of these names were offered, and nobody has taken them yet."""
-        return not self._queued_hashes.isdisjoint(names)
-
     def flush(self) -> None:
-        """Copy what was offered. Called before the copies that the cache has decided are made: until then bytes are where
-        the parcels say."""
+        """Start the copies of all queued batches. Call before copies inside the pool: they overwrite the pages."""
         if self._queued:
-            offers, calm = self._queued, self._moment == self._now()
-            self._queued, self._moment, self._queued_hashes = {}, None, set()
-            alikes = [alike[0] if len(alike) == 1 else _joined(alike) for alike in offers.values()]
-            for parcel in sorted(alikes, key=self._age, reverse=True):  # they would wait behind the others
-                self._offload(parcel, calm)
+            queued, is_unchanged = self._queued, self._queued_at == self._pool_version()
+            self._queued, self._queued_at, self._queued_hashes = {}, None, set()
+            batches = [alike[0] if len(alike) == 1 else _joined(alike) for alike in queued.values()]
+            for batch in sorted(
+                batches, key=self._age, reverse=True
+            ):  # older pages need not wait for younger
+                self._offload(batch, is_unchanged)
         self.poll()
 
-    def _offload(self, parcel: OffloadBatch, calm: bool) -> None:
-        forms = self._near if parcel.root in self._lossy else self._forms
-        for group in self._groups[parcel.numbering]:
+    def poll(self) -> None:
+        """Finish the copies that are done. Does not block."""
+        if not self._pending:
+            return
+        pending = []
+        for offload in self._pending:
+            if offload.event.query():
+                self._finish(offload)
+            else:
+                pending.append(offload)
+        self._pending = pending
+
+    def _on_offload(self, batch: OffloadBatch) -> None:
+        """Queue a batch of the cache, if a write policy wants it."""
+        wanted = "through" in self._writes or (batch.was_hit and "second-use" in self._writes)
+        if wanted or (batch.evicted and "back" in self._writes):
+            lossy = batch.root in self._lossy_roots
+            key = self._age(batch), batch.numbering, batch.tenant, batch.evicted, batch.was_hit, lossy
+            self._queued.setdefault(key, []).append(batch)
+            self._queued_hashes.update(batch.hashes)
+            self._queued_at = self._queued_at or self._pool_version()
+
+    def _age(self, batch: OffloadBatch) -> int:
+        """Return by which mark evicted pages were written: 1 the last, 2 the one before, 0 neither.
+
+        A cached page was written before the marks since it entered the tree: a step's pages enter it after the launch, loaded
+        pages after their copy, and a mark follows copies inside the pool. Only the unused rest of a partial block is
+        written later."""
+        return batch.age if batch.evicted else 0
+
+    def _pool_version(self) -> PoolVersion:
+        """Return a value that changes with every eviction, move or replacement of a page."""
+        return self.cache.loading.page_changes()
+
+    def _offload(self, batch: OffloadBatch, is_unchanged: bool) -> None:
+        """Start the copies of a batch. `is_unchanged`: its pages are still where they were when it was queued."""
+        forms = self._lossy_forms if batch.root in self._lossy_roots else self._forms
+        for group in self._groups[batch.numbering]:
             for run, form in enumerate(forms[group.index]):
                 column = group.column + run
-                pages, own, names = parcel.pages[:, column], parcel.rows[:, column], parcel.hashes
+                pages, own, hashes = batch.pages[:, column], batch.rows[:, column], batch.hashes
                 if not pages.all():
                     at = np.flatnonzero(pages)
                     if not at.size:
                         continue
-                    pages, own, names = pages[at], own[at], [names[i] for i in at.tolist()]
-                objects = Objects(names, group.index, form, parcel.tenant)
+                    pages, own, hashes = pages[at], own[at], [hashes[i] for i in at.tolist()]
+                objects = Objects(hashes, group.index, form, batch.tenant)
                 lease = self.transfers.host.reserve(objects)
-                here = lease.results == _PENDING
-                fresh = None if here.all() else here
-                some, places = (
-                    (pages, lease.offsets) if fresh is None else (pages[fresh], lease.offsets[fresh])
-                )
+                is_new = lease.results == _PENDING
+                new = None if is_new.all() else is_new
+                sources, offsets = (pages, lease.offsets) if new is None else (pages[new], lease.offsets[new])
                 event = _DONE
                 try:
-                    if some.size:
-                        event = self._pages.offload(group.page_stride, some, places, self._age(parcel))
+                    if sources.size:
+                        event = self._pages.offload(group.page_stride, sources, offsets, self._age(batch))
                 except BaseException:
                     lease.release(False)
                     raise
-                down = _PendingOffload(event, lease, objects, fresh, parcel.was_hit)
-                self._pending.append(down)
-                self.copying_keys.update(down.keys)
+                offload = _PendingOffload(event, lease, objects, new, batch.was_hit)
+                self._pending.append(offload)
+                self.copying_keys.update(offload.new_keys)
                 if event.query():
                     continue
-                if parcel.evicted or not calm or (pages != own).any():
-                    self._pages.wait(
-                        event
-                    )  # the pages may be someone else's by now: later steps wait on the device
+                if batch.evicted or not is_unchanged or (pages != own).any():
+                    # Another sequence may own the pages now: later steps wait on the device.
+                    self._pages.wait(event)
                 else:
-                    rows = np.zeros_like(parcel.rows)
-                    rows[:, column] = parcel.rows[:, column]
-                    down.lent = parcel._replace(rows=rows)
-                    self.cache.loading.retain_batch(down.lent)
+                    rows = np.zeros_like(batch.rows)
+                    rows[:, column] = batch.rows[:, column]
+                    offload.retained = batch._replace(rows=rows)
+                    self.cache.loading.retain_batch(offload.retained)
 
-    def poll(self) -> None:
-        """Tell of the copies that are made."""
-        if not self._pending:
-            return
-        waiting = []
-        for down in self._pending:
-            if down.event.query():
-                self._finish(down)
-            else:
-                waiting.append(down)
-        self._pending = waiting
-
-    def _finish(self, down: _PendingOffload) -> None:
-        down.lease.release(True)
-        self.copying_keys.difference_update(down.keys)
-        if down.lent is not None:
-            self.cache.loading.release_batch(down.lent)
-        objects, fresh = down.objects, down.fresh
-        kept = len(objects) if fresh is None else int(fresh.sum())
-        self.offloaded_pages += kept
-        self.offloaded_bytes += kept * objects.form.page_bytes
+    def _finish(self, offload: _PendingOffload) -> None:
+        """Release the pages of a finished copy, count it, and pass its pages on to the other tiers."""
+        offload.lease.release(True)
+        self.copying_keys.difference_update(offload.new_keys)
+        if offload.retained is not None:
+            self.cache.loading.release_batch(offload.retained)
+        objects, new = offload.objects, offload.new
+        count = len(objects) if new is None else int(new.sum())
+        self.stats.offloaded_pages += count
+        self.stats.offloaded_bytes += count * objects.form.page_bytes
         if not self.transfers.queues:
             return
-        again = down.used and "second-use" in self._writes
-        if fresh is not None and not again:  # what was in host memory before was told of before
-            names = [objects.block_hashes[i] for i in np.flatnonzero(fresh).tolist()]
-            objects = Objects(names, objects.group, objects.form, objects.tenant)
+        is_second_use = offload.was_hit and "second-use" in self._writes
+        if new is not None and not is_second_use:  # the tiers got the other pages before
+            hashes = [objects.block_hashes[i] for i in np.flatnonzero(new).tolist()]
+            objects = Objects(hashes, objects.group, objects.form, objects.tenant)
         if len(objects):
-            self.transfers.write_to_tiers(objects, down.used)
+            self.transfers.write_to_tiers(objects, offload.was_hit)
 
 
-def _joined(parcels: list[OffloadBatch]) -> OffloadBatch:
-    """Parcels that differ in their pages alone as one: its copies are fewer."""
-    rows = at = np.concatenate([parcel.rows for parcel in parcels])
-    if any(parcel.pages is not parcel.rows for parcel in parcels):
-        at = np.concatenate([parcel.pages for parcel in parcels])
-    return parcels[0]._replace(
-        hashes=list(chain.from_iterable(parcel.hashes for parcel in parcels)),
+def _joined(batches: list[OffloadBatch]) -> OffloadBatch:
+    """Join batches that differ only in their pages: fewer copies."""
+    rows = pages = np.concatenate([batch.rows for batch in batches])
+    if any(batch.pages is not batch.rows for batch in batches):
+        pages = np.concatenate([batch.pages for batch in batches])
+    return batches[0]._replace(
+        hashes=list(chain.from_iterable(batch.hashes for batch in batches)),
         rows=rows,
-        pages=at,
+        pages=pages,
     )

@@ -1,4 +1,4 @@
-"""How long things take, learned from how long they took: a line through what was seen lately."""
+"""Measured throughput: how long an amount of work takes, as a line through recent measurements."""
 
 from __future__ import annotations
 
@@ -8,42 +8,44 @@ __all__ = ["TimeModel", "meeting_point"]
 
 
 class TimeModel:
-    """seconds = a + b * amount, by least squares over what was seen, older sights fading. Both are at least 0. Where it was seen
-    what nothing takes, that is a: amounts that hardly differ say little of it."""
+    """seconds = base + slope * amount, by least squares over measurements; older ones fade. Base and slope are at least 0.
+
+    Where a measurement of amount 0 exists, it is the base: amounts that hardly differ determine the base badly."""
 
     FADE = 0.9
     ENOUGH = 2.7
-    """Three sights: the first is often of what happens only once."""
+    """Weight of three measurements: the first often includes one-time costs."""
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
-        self._nothing = 0.0, 0.0
-        """Sights of nothing, and their seconds."""
+        self._empty = 0.0, 0.0
+        """Weight and seconds of the measurements of amount 0."""
 
     @property
     def is_known(self) -> bool:
+        """Whether there is any measurement."""
         return self._n > 0
 
     @property
     def is_trusted(self) -> bool:
-        """Whether enough was seen to refuse something for it."""
+        """Whether there are enough measurements to refuse work because of them."""
         return self._n >= self.ENOUGH
 
     def doubt(self) -> None:
-        """Something was refused for what this line says, so that nothing new is seen of it: it says a tenth less from now on,
-        until it is tried again. One slow moment would count for ever otherwise."""
+        """Lower the estimate by a tenth after work was refused because of it.
+
+        Refused work is not measured, so one slow measurement would count for ever."""
         self._y *= self.FADE
         self._xy *= self.FADE
 
     def observe(self, amount: float, seconds: float) -> None:
-        """So much took so long. A sight counts for four times of what was expected at most: a moment in which the machine
-        did something else says little, and what has become slower is believed after a few."""
+        """Add a measurement, clipped to four times the estimate: a disturbed machine counts little, a slower one soon."""
         fade = self.FADE
         if self.is_trusted and (expected := self.seconds(amount)):
             seconds = min(seconds, 4 * expected)
         if not amount:
-            seen, took = self._nothing
-            self._nothing = seen * fade + 1, took * fade + seconds
+            weight, total = self._empty
+            self._empty = weight * fade + 1, total * fade + seconds
             return
         self._n = self._n * fade + 1
         self._x = self._x * fade + amount
@@ -52,12 +54,12 @@ class TimeModel:
         self._xy = self._xy * fade + amount * seconds
 
     def seconds(self, amount: float) -> float:
-        """How long so much would take; 0 while nothing is known."""
+        """Estimate the seconds of `amount`; 0 without measurements."""
         if not self._n:
             return 0.0
-        seen, took = self._nothing
-        if seen and (slope := (self._xy - took / seen * self._x) / self._xx) > 0:
-            return took / seen + slope * amount
+        weight, total = self._empty
+        if weight and (slope := (self._xy - total / weight * self._x) / self._xx) > 0:
+            return total / weight + slope * amount
         spread = self._n * self._xx - self._x * self._x
         through_zero = self._y / self._x if self._x else 0.0
         if spread <= 1e-9 * self._xx * self._n:
@@ -69,13 +71,16 @@ class TimeModel:
         return base + slope * amount if base >= 0 else through_zero * amount
 
 
-def meeting_point(blocks: int, computing: Callable[[int], float], loading: Callable[[int], float]) -> int:
-    """The first of so many blocks at which computing up to it takes as long as loading the rest. Of both only that one grows
-    and the other shrinks is asked, O(log blocks) times."""
+def meeting_point(
+    blocks: int, compute_seconds: Callable[[int], float], load_seconds: Callable[[int], float]
+) -> int:
+    """Return the first block where computing up to it takes as long as loading the rest. O(log blocks) calls.
+
+    `compute_seconds` must not fall and `load_seconds` must not rise."""
     low, high = 0, blocks
     while low < high:
         middle = (low + high) // 2
-        if computing(middle) >= loading(middle):
+        if compute_seconds(middle) >= load_seconds(middle):
             high = middle
         else:
             low = middle + 1

@@ -1,3 +1,79 @@
-"""TODO: map of this folder."""
+"""Sampling: from logits to tokens, text and beams. Does not see pages, and of requests only what `SamplingRequest` names.
 
-__all__: list[str] = []
+    params.py            SamplingParams: what a request asks for
+    sampler.py           Sampler: one token for each row of logits
+    logit_processors.py  penalties, biases and masks
+    noise.py             random noise that depends on the request's seed only
+    logprobs.py          Logprobs: log-probabilities, on the device and as dictionaries
+    beam_search.py       BeamSearch: which beams continue
+    grammar_process.py   compiles grammars and computes masks in limited processes
+    grammar.py           Grammars: tokens that a JSON schema, regular expression or grammar allows
+    detokenizer.py       TextStream: text of growing outputs, and stop texts
+
+Names are imported on first use: the API process reads `SamplingParams` without loading torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .beam_search import BeamSearch, Successor, assign_slots
+    from .detokenizer import Detokenizer, TextStream
+    from .grammar import Grammar, GrammarBusyError, GrammarLimits, Grammars, GrammarState, collect, fill
+    from .logit_processors import TokenCounts, apply_grammar_mask, to_device
+    from .logprobs import Logprob, Logprobs, TokenLogprobs
+    from .params import Finish, SamplingParams
+    from .sampler import SampledTokens, Sampler, SamplingRequest
+
+__all__ = [
+    "BeamSearch",
+    "Detokenizer",
+    "Finish",
+    "Grammar",
+    "GrammarBusyError",
+    "GrammarLimits",
+    "GrammarState",
+    "Grammars",
+    "Logprob",
+    "Logprobs",
+    "SampledTokens",
+    "Sampler",
+    "SamplingParams",
+    "SamplingRequest",
+    "Successor",
+    "TextStream",
+    "TokenCounts",
+    "TokenLogprobs",
+    "apply_grammar_mask",
+    "assign_slots",
+    "collect",
+    "fill",
+    "to_device",
+]
+
+_MODULES = {
+    "beam_search": ("BeamSearch", "Successor", "assign_slots"),
+    "detokenizer": ("Detokenizer", "TextStream"),
+    "grammar": (
+        "Grammar",
+        "GrammarBusyError",
+        "GrammarLimits",
+        "GrammarState",
+        "Grammars",
+        "collect",
+        "fill",
+    ),
+    "logit_processors": ("TokenCounts", "apply_grammar_mask", "to_device"),
+    "logprobs": ("Logprob", "Logprobs", "TokenLogprobs"),
+    "params": ("Finish", "SamplingParams"),
+    "sampler": ("SampledTokens", "Sampler", "SamplingRequest"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)

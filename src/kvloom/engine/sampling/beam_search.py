@@ -1,11 +1,11 @@
-"""Beam search on the host: which beams go on with which token, and which texts have ended. Knows no pages.
+"""Beam search on the host: which beams continue with which token, and which have finished. Does not use pages.
 
     slots    one request for each beam; at first only the first is live, and holds the prompt
-    offer    a beam's likeliest tokens; when all live beams of a depth have theirs,
-    decide   the successors: (slot they follow, token, score), best first; none: the search is over
+    offer    adds a beam's most likely tokens; once all live beams of a depth have offered,
+    decide   returns the successors (slot to continue, token, score), best first; none: the search is over
 
-A finished text's score is its log-probability / length ** length_penalty. The search ends when the best live beam, if it
-ended now, could not come among the `beam_width` best finished texts, or at `max_tokens`.
+The score of a finished beam is its log-probability / length ** length_penalty. The search ends at `max_tokens`, or when the best
+live beam could not enter the `beam_width` best finished ones.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Generic, Protocol, TypeVar
 from .logprobs import TokenLogprobs
 from .params import Finish, SamplingParams
 
-__all__ = ["BeamSearch", "Slot", "Successor", "seated"]
+__all__ = ["BeamSearch", "Slot", "Successor", "assign_slots"]
 
 
 class Slot(Protocol):
-    """What a beam is kept in: as much of a request as a search looks at and writes."""
+    """The part of a request that a beam search reads and writes."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -43,39 +43,43 @@ S = TypeVar("S", bound=Slot)
 
 @dataclass(frozen=True, slots=True)
 class Successor(Generic[S]):
-    """A beam that follows `slot` with one more token; `told` is what came into question there."""
+    """A beam that continues `slot` with one more token, of its `candidates`."""
 
     slot: S
     token: int
     total: float
-    told: TokenLogprobs
+    candidates: TokenLogprobs
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """Those of the slot with this token's, if they are wanted."""
+        """The slot's log-probabilities with this token's; empty if not requested."""
         wanted = self.slot.params.logprobs
         if wanted is None:
             return []
         return [
             *self.slot.logprobs,
-            {self.token: self.told[self.token], **dict(islice(self.told.items(), wanted))},
+            {self.token: self.candidates[self.token], **dict(islice(self.candidates.items(), wanted))},
         ]
 
 
-def seated(slots: Many[S], successors: Many[Successor[S]]) -> tuple[list[S], list[tuple[S, Successor[S]]]]:
-    """The slots that nobody follows, and where each successor goes: the first that follows a slot stays there, others go to
-    slots that nobody follows."""
-    followed = {id(way.slot) for way in successors}
+def assign_slots(
+    slots: Many[S], successors: Many[Successor[S]]
+) -> tuple[list[S], list[tuple[S, Successor[S]]]]:
+    """Return the slots without successor, and the slot of each successor.
+
+    The first successor of a slot stays there; others fork into slots without successor."""
+    followed = {id(successor.slot) for successor in successors}
     spare = [slot for slot in slots if id(slot) not in followed]
     left, taken, seats = list(spare), set[int](), []
-    for way in successors:
-        seats.append((left.pop() if id(way.slot) in taken else way.slot, way))
-        taken.add(id(way.slot))
+    for successor in successors:
+        is_taken = id(successor.slot) in taken
+        seats.append((left.pop() if is_taken else successor.slot, successor))
+        taken.add(id(successor.slot))
     return spare, seats
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
+class _Finished:
     score: float
     total: float
     tokens: list[int]
@@ -85,77 +89,77 @@ class _Ended:
 
 @dataclass(slots=True, eq=False)
 class BeamSearch(Generic[S]):
-    """`slots[0]` is the request; `ends` are the tokens that end a text."""
+    """A beam search. `slots[0]` is the request; `ends` are the tokens that finish a text."""
 
     slots: list[S]
     ends: frozenset[int]
     live: list[S] = field(init=False)
-    _told: dict[int, TokenLogprobs] = field(default_factory=dict)
-    _ended: list[_Ended] = field(default_factory=list)
+    _offered: dict[int, TokenLogprobs] = field(default_factory=dict)
+    _finished: list[_Finished] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.live = self.slots[:1]
 
     @staticmethod
-    def looked_at(width: int, ends: int) -> int:
-        """How many of a beam's likeliest tokens must be known: enough that `width` of them end nothing."""
+    def candidates_needed(width: int, ends: int) -> int:
+        """Return how many of a beam's most likely tokens to offer: enough that `width` of them finish nothing."""
         return width + max(width, ends)
 
-    def offer(self, slot: S, told: TokenLogprobs) -> bool:
-        """A live beam's likeliest tokens; whether all have theirs now."""
-        self._told[id(slot)] = told
-        return len(self._told) == len(self.live)
+    def offer(self, slot: S, candidates: TokenLogprobs) -> bool:
+        """Add a live beam's most likely tokens. Return whether all live beams have offered."""
+        self._offered[id(slot)] = candidates
+        return len(self._offered) == len(self.live)
 
     def decide(self) -> list[Successor[S]]:
-        """The next depth's beams; empty when the search is over."""
+        """Return the beams of the next depth; empty when the search is over."""
         params = self.slots[0].params
         width, length = params.beam_width, self.live[0].output_count + 1
         early = length <= params.min_tokens
-        ways = [
-            Successor(slot, token, slot.cumulative_logprob + one.logprob, self._told[id(slot)])
+        successors = [
+            Successor(slot, token, slot.cumulative_logprob + one.logprob, self._offered[id(slot)])
             for slot in self.live
-            for token, one in self._told[id(slot)].items()
+            for token, one in self._offered[id(slot)].items()
             if not (early and token in self.ends)
         ]
-        ways.sort(key=lambda way: -way.total)
-        self._told.clear()
+        successors.sort(key=lambda successor: -successor.total)
+        self._offered.clear()
         found: list[Successor[S]] = []
-        for rank, way in enumerate(ways):
-            if way.token in self.ends or length >= params.max_tokens:
+        for rank, successor in enumerate(successors):
+            if successor.token in self.ends or length >= params.max_tokens:
                 if rank < width:
-                    self._end(way, "stop" if way.token in self.ends else "length")
+                    self._end(successor, "stop" if successor.token in self.ends else "length")
             elif len(found) < width:
-                found.append(way)
-        if not found or self._settled(found[0].total, length):
+                found.append(successor)
+        if not found or self._is_over(found[0].total, length):
             self.live = []
             return []
         return found
 
     def finish(self) -> None:
-        """Write the best texts into the slots, the best first. A vocabulary smaller than the width may leave slots empty."""
-        for slot in self.slots[len(self._ended) :]:
+        """Write the best texts into the slots, best first. Slots stay empty if the vocabulary is smaller than the width."""
+        for slot in self.slots[len(self._finished) :]:
             slot.tokens, slot.logprobs = list(slot.prompt), []
-        for slot, ended in zip(self.slots, self._ended, strict=False):
-            slot.tokens = [*slot.prompt, *ended.tokens]
-            slot.logprobs, slot.cumulative_logprob = ended.logprobs, ended.total
-            slot.stop_reason = ended.tokens[-1] if ended.why == "stop" else None
+        for slot, finished in zip(self.slots, self._finished, strict=False):
+            slot.tokens = [*slot.prompt, *finished.tokens]
+            slot.logprobs, slot.cumulative_logprob = finished.logprobs, finished.total
+            slot.stop_reason = finished.tokens[-1] if finished.why == "stop" else None
         self.live = []
 
     @property
     def endings(self) -> list[Finish]:
-        """How the texts of the slots ended."""
-        found: list[Finish] = [ended.why for ended in self._ended]
+        """The finish reasons of the slots."""
+        found: list[Finish] = [finished.why for finished in self._finished]
         return found + ["length"] * (len(self.slots) - len(found))
 
-    def _settled(self, best: float, length: int) -> bool:
+    def _is_over(self, best: float, length: int) -> bool:
         params = self.slots[0].params
-        full = len(self._ended) >= params.beam_width
-        return full and best / length**params.length_penalty <= self._ended[-1].score
+        full = len(self._finished) >= params.beam_width
+        return full and best / length**params.length_penalty <= self._finished[-1].score
 
-    def _end(self, way: Successor[S], why: Finish) -> None:
-        params = way.slot.params
-        tokens = [*way.slot.output, way.token]
-        score = way.total / len(tokens) ** params.length_penalty
-        self._ended.append(_Ended(score, way.total, tokens, way.logprobs, why))
-        self._ended.sort(key=lambda ended: -ended.score)
-        del self._ended[params.beam_width :]
+    def _end(self, successor: Successor[S], why: Finish) -> None:
+        params = successor.slot.params
+        tokens = [*successor.slot.output, successor.token]
+        score = successor.total / len(tokens) ** params.length_penalty
+        self._finished.append(_Finished(score, successor.total, tokens, successor.logprobs, why))
+        self._finished.sort(key=lambda finished: -finished.score)
+        del self._finished[params.beam_width :]

@@ -1,9 +1,7 @@
-"""Tokens to text, one token at a time: characters whole, stop texts found across tokens.
+"""Tokens to text, one token at a time: whole characters, and stop texts that span tokens.
 
-    tokens  … already text | context | new, maybe half a character |
-    text    … given out | held: may begin a stop text |
-
-Knows no request and no model.
+tokens  … already decoded | context | new, maybe part of a character |
+text    … returned | held: may be the start of a stop text |
 """
 
 from __future__ import annotations
@@ -15,30 +13,30 @@ from typing import Any
 __all__ = ["Detokenizer", "TextStream"]
 
 CONTEXT = 6
-"""Tokens of the prompt that are decoded with the first new one: some decoders drop a space at the beginning."""
-PARTS = 3
-"""Tokens that a character has besides its last, at most: it has up to four bytes."""
-MOST_HELD = 16
-"""Tokens that may wait for the rest of a character; more are no character."""
+"""Prompt tokens that are decoded with the first new one: some decoders drop a leading space."""
+CHARACTER_PARTS = 3
+"""Most tokens of a character besides its last: a character has up to four bytes."""
+MAX_HELD_TOKENS = 16
+"""Most tokens that wait for the rest of a character; longer runs are not a character."""
 BROKEN = "\ufffd"
 
 
 class Detokenizer:
-    """Text that goes on from `prompt`. `add` costs two small decodes, whatever came before."""
+    """Text that continues a prompt. `add` costs two small decodes, independent of the length."""
 
     __slots__ = ("_before", "_ids", "_prefix", "_skip", "_tokenizer")
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids = list(prompt[-CONTEXT:])
-        self._before = len(self._ids)  # of so many the text is out
+        self._before = len(self._ids)  # tokens whose text was returned
         self._prefix = self._decode(self._ids)
         if BROKEN in (self._prefix[:1], self._prefix[-1:]):
             self._align(prompt)
 
     def _align(self, prompt: Sequence[int]) -> None:
-        """Begin with a whole character of the prompt, and tell the one it left unfinished when it is whole."""
-        for left, extra in product(range(PARTS + 1), range(PARTS + 1)):
+        """Start at a whole character of the prompt, and return an unfinished one once it is whole."""
+        for left, extra in product(range(CHARACTER_PARTS + 1), range(CHARACTER_PARTS + 1)):
             ids = list(prompt[-CONTEXT - extra :])
             before = max(len(ids) - left, 0)
             text = self._decode(ids[:before])
@@ -47,23 +45,23 @@ class Detokenizer:
                 return
 
     def add(self, token: int) -> str:
-        """The text that a token made certain: empty while a character is incomplete."""
+        """Add a token and return the text that is now certain: empty while a character is incomplete."""
         self._ids.append(token)
         text = self._decode(self._ids)
-        if text.endswith(BROKEN) and len(self._ids) - self._before < MOST_HELD:
+        if text.endswith(BROKEN) and len(self._ids) - self._before < MAX_HELD_TOKENS:
             return ""
-        return self._moved(text)
+        return self._advance(text)
 
     def add_all(self, tokens: Sequence[int]) -> str:
-        """The text of the last tokens, all at once, broken characters included. One decode of them."""
+        """Add the last tokens and return their text, with broken characters. Costs one decode."""
         self._ids += tokens
         return self.flush()
 
     def flush(self) -> str:
-        """What is left, broken characters included."""
-        return self._moved(self._decode(self._ids)) if len(self._ids) > self._before else ""
+        """Return the remaining text, with broken characters."""
+        return self._advance(self._decode(self._ids)) if len(self._ids) > self._before else ""
 
-    def _moved(self, text: str) -> str:
+    def _advance(self, text: str) -> str:
         new = text[len(self._prefix) :]
         self._ids = self._ids[self._before :]
         self._before = len(self._ids)
@@ -80,12 +78,11 @@ class Detokenizer:
 
 
 class TextStream:
-    """An output's text while it grows, up to the first of `stops`, which is left out unless `include_stop`.
+    """An output's text as it grows, up to the first of `stops`, which is removed unless `include_stop`.
 
-    `take` gives what can no longer change; what may begin a stop text is held back until it is decided.
-    """
+    `take` returns text that can no longer change; a possible start of a stop text is held back."""
 
-    __slots__ = ("_detokenizer", "_given", "_held", "_include", "_parts", "_stops", "stopped")
+    __slots__ = ("_detokenizer", "_held", "_include", "_parts", "_stops", "_taken", "stopped")
 
     def __init__(
         self,
@@ -99,20 +96,20 @@ class TextStream:
         self._stops, self._include = tuple(stops), include_stop
         self._parts: list[str] = []
         self._held = ""
-        self._given = 0  # parts that `take` gave
+        self._taken = 0  # parts that `take` returned
         self.stopped: str | None = None
 
     @property
     def text(self) -> str:
-        """All of it by now; after `finish`, all there will be."""
+        """The text so far; after `finish`, all of it."""
         return "".join(self._parts) + self._held
 
     def add(self, token: int, may_stop: bool = True) -> bool:
-        """Take in a token; whether a stop text is met. With `may_stop` False stop texts are text as any other."""
+        """Add a token. Return whether a stop text is complete; with `may_stop` False, stop texts are ordinary text."""
         return self._grow(self._detokenizer.add(token), may_stop)
 
     def finish(self, may_stop: bool = True) -> bool:
-        """No more tokens come: nothing is held back any longer. Whether what was left made a stop text."""
+        """End the text: nothing is held back any longer. Return whether the rest completed a stop text."""
         if self.stopped is None:
             self._grow(self._detokenizer.flush(), may_stop)
         self._parts.append(self._held)
@@ -120,9 +117,9 @@ class TextStream:
         return self.stopped is not None
 
     def take(self) -> str:
-        """What is certain since the last `take`."""
-        new = "".join(self._parts[self._given :])
-        self._given = len(self._parts)
+        """Return the certain text since the last `take`."""
+        new = "".join(self._parts[self._taken :])
+        self._taken = len(self._parts)
         return new
 
     def _grow(self, new: str, may_stop: bool) -> bool:
@@ -134,12 +131,12 @@ class TextStream:
         if found:
             place, self.stopped = min(found, key=lambda one: one[0])
             window = window[: place + len(self.stopped) if self._include else place]
-        self._held = "" if found else self._beginning(window)
+        self._held = "" if found else self._possible_stop(window)
         self._parts.append(window.removesuffix(self._held))
         return bool(found)
 
-    def _beginning(self, window: str) -> str:
-        """The longest end of `window` with which a stop text could begin."""
+    def _possible_stop(self, window: str) -> str:
+        """Return the longest end of `window` that a stop text could start with."""
         longest = max(map(len, self._stops), default=0)
         for size in range(min(longest - 1, len(window)), 0, -1):
             if any(len(stop) > size and stop.startswith(window[-size:]) for stop in self._stops):

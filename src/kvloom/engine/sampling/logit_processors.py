@@ -1,6 +1,6 @@
-"""What changes logits before a token is chosen: penalties, biases, bans and the mask of a grammar.
+"""Changes of logits before a token is sampled: penalties, biases, masked tokens and grammar masks.
 
-All are sparse: flat positions and values made on the host, sent without waiting, scattered on the device.
+All changes are sparse: flat positions and values from the host, sent without waiting, scattered on the device.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ Ints = npt.NDArray[np.int64]
 
 
 class TokenCounts:
-    """The different tokens of a request from the `start`th on and how often each is in its output. `update` costs in
-    proportion to the tokens that are new since the last time."""
+    """The distinct tokens of a request from position `start` on, and how often each occurs in the output."""
 
-    __slots__ = ("_counts", "_ids", "_place", "_seen", "_size")
+    __slots__ = ("_counts", "_ids", "_seen", "_size", "_slot_of")
 
     def __init__(self, start: int = 0) -> None:
-        self._place: dict[int, int] = {}
+        self._slot_of: dict[int, int] = {}
         self._ids: Ints = np.empty(64, dtype=np.int64)
         self._counts = np.zeros(64, dtype=np.float32)
         self._seen, self._size = start, 0
 
     def update(self, tokens: Sequence[int], prompt: int) -> None:
-        """Take in what is new of `tokens`, whose first `prompt` are not counted."""
+        """Add new `tokens`; the first `prompt` of them are not counted. Costs in proportion to the new tokens."""
         for i in range(self._seen, len(tokens)):
             token = tokens[i]
-            place = self._place.setdefault(token, self._size)
-            if place == self._size:
+            slot = self._slot_of.setdefault(token, self._size)
+            if slot == self._size:
                 self._add(token)
             if i >= prompt:
-                self._counts[place] += 1
+                self._counts[slot] += 1
         self._seen = len(tokens)
 
     @property
@@ -58,14 +57,15 @@ class TokenCounts:
 
 
 def apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:
-    """Lower, in place, the logits of tokens a request has: by `repetition_penalty` those of prompt and output, by the
-    presence and frequency penalties those of the output."""
+    """Lower the logits of a request's tokens in place.
+
+    `repetition_penalty` covers prompt and output; presence and frequency penalties cover the output."""
     vocabulary = logits.shape[1]
-    places = np.concatenate([tally.ids + row * vocabulary for row, _, tally in rows])
+    places = np.concatenate([counts.ids + row * vocabulary for row, _, counts in rows])
     lowered = np.concatenate(
         [
-            params.presence_penalty * (tally.counts > 0) + params.frequency_penalty * tally.counts
-            for _, params, tally in rows
+            params.presence_penalty * (counts.counts > 0) + params.frequency_penalty * counts.counts
+            for _, params, counts in rows
         ]
     )
     factor = np.concatenate([np.full(len(t.ids), params.repetition_penalty) for _, params, t in rows])
@@ -78,12 +78,12 @@ def apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, SamplingPara
 
 
 def add_bias(logits: torch.Tensor, where: torch.Tensor, values: torch.Tensor) -> None:
-    """Add values, in place, at flat positions, each of which is there once."""
+    """Add values in place at flat positions, which must be distinct."""
     logits.view(-1).index_add_(0, where, values)
 
 
 def mask_tokens(logits: torch.Tensor, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Make, in place, some tokens of some rows impossible."""
+    """Make tokens of some rows impossible, in place."""
     vocabulary = logits.shape[1]
     places = [row * vocabulary + token for row, tokens in rows for token in tokens if token < vocabulary]
     if places:
@@ -91,8 +91,9 @@ def mask_tokens(logits: torch.Tensor, rows: Sequence[tuple[int, Sequence[int]]])
 
 
 def apply_grammar_mask(logits: torch.Tensor, rows: Sequence[int], bits: npt.NDArray[np.int32]) -> None:
-    """Keep, in place, only the tokens of `rows` whose bit is set: `bits` ([rows, words]) has 32 tokens a word, and none of
-    those beyond its end may come."""
+    """Keep only the tokens of `rows` whose bit is set, in place.
+
+    `bits` ([rows, words]) has 32 tokens a word; tokens beyond its end are masked."""
     device, vocabulary = logits.device, logits.shape[1]
     words = -(-vocabulary // 32)
     fitted = np.zeros((len(rows), words), dtype=np.int32)
@@ -108,6 +109,6 @@ def apply_grammar_mask(logits: torch.Tensor, rows: Sequence[int], bits: npt.NDAr
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """An array on the device; on its way when this returns, through pinned memory if the device is a GPU."""
+    """Return the array on the device. Does not wait: a GPU copies from pinned memory."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,4 +1,4 @@
-"""How likely tokens were: the model's own log-probabilities, found on the device and read on the host when they are there."""
+"""Log-probabilities of tokens by the model, computed on the device and read on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Logprob", "Logprobs", "TokenLogprobs"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's log-probability, its place among all (1 is the likeliest), and its text where there is a tokenizer."""
+    """A token's log-probability, its rank (1: most likely), and its text where there is a tokenizer."""
 
     logprob: float
     rank: int
@@ -20,13 +20,14 @@ class Logprob:
 
 
 TokenLogprobs = dict[int, Logprob]
-"""Of one place: the chosen token, then the likeliest ones."""
+"""At one position: the sampled token, then the most likely ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of `rows` of a step (places in it): chosen tokens, their log-probabilities and ranks ([rows]), and of the likeliest
-    tokens ids and values ([rows, most]), the likeliest first; `counts` is how many of them each row asked for."""
+    """Log-probabilities for `rows` of a step: sampled tokens, their values and ranks ([rows]).
+
+    `top_ids` and `top_values` ([rows, most]) are the most likely tokens, best first; `counts` is how many each row requested."""
 
     rows: tuple[int, ...]
     counts: tuple[int, ...]
@@ -40,7 +41,7 @@ class Logprobs:
     def of(
         cls, logits: torch.Tensor, chosen: torch.Tensor, rows: Sequence[int], counts: Sequence[int]
     ) -> Logprobs:
-        """Of the model's logits of these rows ([rows, vocabulary]) and the tokens chosen there ([rows]). Does not wait."""
+        """Compute them from logits ([rows, vocabulary]) and the tokens sampled from them ([rows]). Does not wait."""
         logits = logits.float()
         total = logits.logsumexp(-1, keepdim=True)
         value = logits.gather(1, chosen[:, None])
@@ -51,21 +52,21 @@ class Logprobs:
         )
 
     def to_host(self) -> Logprobs:
-        """A copy on the host, valid once the device has passed this point; itself if it is there."""
+        """Return a copy on the host, valid once the device has passed this point; `self` if it is there already."""
         if not self.values.is_cuda:
             return self
 
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            return there.copy_(tensor, non_blocking=True)
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return target.copy_(tensor, non_blocking=True)
 
         tensors = (self.chosen, self.values, self.ranks, self.top_ids, self.top_values)
-        return Logprobs(self.rows, self.counts, *map(copied, tensors))
+        return Logprobs(self.rows, self.counts, *map(copy, tensors))
 
     def read(self) -> list[TokenLogprobs]:
-        """As dictionaries, one a row. Waits for nothing: call it on what `to_host` gave, when it is there."""
-        found: list[TokenLogprobs] = []
-        told = zip(
+        """Return one dictionary a row. Call it on the result of `to_host`, after the copy is done. Does not wait."""
+        result: list[TokenLogprobs] = []
+        rows = zip(
             self.counts,
             self.chosen.tolist(),
             self.values.tolist(),
@@ -74,9 +75,9 @@ class Logprobs:
             self.top_values.tolist(),
             strict=True,
         )
-        for count, chosen, value, rank, ids, values in told:
+        for count, chosen, value, rank, ids, values in rows:
             one = {chosen: Logprob(value, rank)}
             for place, (token, likely) in enumerate(zip(ids[:count], values[:count], strict=True)):
                 one.setdefault(token, Logprob(likely, place + 1))
-            found.append(one)
-        return found
+            result.append(one)
+        return result

@@ -1,9 +1,9 @@
-"""Random numbers that depend on nothing but who asks: a hash of (seed, how many tokens, vocabulary index).
+"""Random noise from a hash of (seed, token count, vocabulary index): it depends on nothing else.
 
     seed, count ──host──▶ two words a row ──device──▶ hash with each index ──▶ Gumbel noise [rows, vocabulary]
 
-The largest of logits + Gumbel noise is a draw from their softmax. So a row's draw is the same whatever the batch, its place
-in it, or the device. Integer operations only, until the last step; nothing waits for the device.
+The maximum of logits + Gumbel noise is a sample from their softmax. So a row's sample does not depend on the batch, its place
+in it, or the device. Uses integer operations until the last step; does not wait for the device.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ MASK = (1 << 64) - 1
 
 
 def row_words(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Two words for each row ([rows, 2]) from its seed (any whole number) and how many tokens it has drawn."""
+    """Return two words for each row ([rows, 2]) from its seed (any integer) and its number of sampled tokens."""
     state = np.array([seed & MASK for seed in seeds], dtype=np.uint64)
-    # Zero must not stay zero; and the second word multiplies, so that it must be odd.
+    # A seed of zero must change; the second word is a factor, so it must be odd.
     state = _mix64(_mix64(state + GOLDEN) + np.array(counts, dtype=np.uint64) * GOLDEN)
     words = np.stack([state >> np.uint64(32), state | np.uint64(1)], 1)
     return words.astype(np.uint32).view(np.int32)
 
 
 def index_words(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """A word for each index of the vocabulary ([vocabulary], int32): made once."""
+    """Return a word for each index of the vocabulary ([vocabulary], int32). Compute once."""
     mixed = _mix64(np.arange(1, vocabulary + 1, dtype=np.uint64) * GOLDEN)
     return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)).to(device)
 
 
 def gumbel(rows: torch.Tensor, indexes: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise ([rows, indexes], float32, finite) of `row_words` and `index_words`, the same for all rows or some of
-    them for each, on one device."""
+    """Return finite Gumbel noise ([rows, indexes], float32) from `row_words` and `index_words`.
+
+    `indexes` are the same for all rows, or one row of them for each."""
     words = (indexes ^ rows[:, :1]).mul_(rows[:, 1:])  # int32 products wrap
     for shift, factor in ((16, 0x7FEB352D), (15, 0x2C1B3C6D)):
         words ^= (words >> shift).bitwise_and_((1 << (32 - shift)) - 1)
         words *= factor
     words ^= (words >> 16).bitwise_and_(0xFFFF)
-    # 31 bits, the small ones with full precision: they are where the largest noise comes from.
+    # 31 bits, small values with full precision: the largest noise comes from them.
     share = words.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return share.neg_().log1p_().neg_().log_().neg_()
 

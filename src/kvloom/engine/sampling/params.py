@@ -1,4 +1,4 @@
-"""What a request may ask of its tokens, in the field's words. Data and its checks; how it is done is the sampler's."""
+"""Sampling parameters of a request, in the field's words. Data and checks; the sampler applies them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, Literal
 __all__ = ["GREEDY_BELOW", "MAX_LOGPROBS", "Finish", "SamplingParams", "StructureKind"]
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this takes the likeliest token."""
+"""A lower temperature selects the most likely token."""
 MAX_LOGPROBS = 1024
 MAX_SAMPLES = 1024
-WHOLE = (
+INTEGERS = (
     "max_tokens",
     "min_tokens",
     "top_k",
@@ -26,32 +26,32 @@ WHOLE = (
     "logprobs",
     "prompt_logprobs",
 )
-"""Parameters that are whole numbers, or None."""
+"""Parameters that are integers, or None."""
 
 Finish = Literal["stop", "length", "cancelled", "no_room", "grammar"]
-"""How a request ended; "no_room": the pool cannot hold it even alone; "grammar": the form it was asked for allows no
-token of this vocabulary, or took more time or memory than a grammar may."""
+"""Why a request finished. "no_room": the pool cannot hold it even alone.
+
+"grammar": the grammar allows no token of the vocabulary, or exceeds its limits of time or memory."""
 
 StructureKind = Literal["json_schema", "regex", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen, and when to end.
+    """How tokens are sampled, and when a request finishes.
 
-    | of             | parameters                                                                                     |
+    | concern        | parameters                                                                                     |
     |----------------|------------------------------------------------------------------------------------------------|
-    | length         | `max_tokens`, `min_tokens` (before which nothing ends it but `max_tokens`)                     |
-    | drawing        | `temperature` (0: the likeliest), `top_k` (0: all), `top_p`, `min_p`, `seed`                   |
-    | changed odds   | `presence_penalty`, `frequency_penalty` (over the output), `repetition_penalty` (prompt, too), `logit_bias` |
-    | ends           | `stop` (texts, cut off unless `include_stop_str_in_output`), `stop_token_ids`, `ignore_eos`    |
-    | many answers   | `n`, the best `n` of `best_of` by cumulative log-probability, or of `beam_width` beams (`length_penalty`) |
-    | what is told   | `logprobs`: of each token, and of so many likeliest ones beside it; `prompt_logprobs`: of the prompt's |
-    | form           | one of `json_schema`, `regex`, `grammar` (Lark's notation)                                     |
+    | length         | `max_tokens`, `min_tokens` (nothing else finishes a request before it)                         |
+    | sampling       | `temperature` (0: greedy), `top_k` (0: all), `top_p`, `min_p`, `seed`                          |
+    | logits         | `presence_penalty`, `frequency_penalty` (output only), `repetition_penalty` (prompt too), `logit_bias` |
+    | stops          | `stop` (texts, removed unless `include_stop_str_in_output`), `stop_token_ids`, `ignore_eos`    |
+    | samples        | `n`; the best `n` of `best_of` by cumulative log-probability, or of `beam_width` beams (`length_penalty`) |
+    | log-probabilities | `logprobs`: of each token and the most likely ones beside it; `prompt_logprobs`: of the prompt |
+    | structure      | one of `json_schema`, `regex`, `grammar` (Lark notation)                                       |
 
-    `seed` makes a request's draws its own: the same seed gives the same tokens, whatever else runs. Log-probabilities
-    are those of the model, before temperature, penalties and masks.
-    """
+    The same `seed` gives the same tokens, whatever runs beside it. Log-probabilities are the model's own, before temperature,
+    penalties and masks."""
 
     max_tokens: int = 16
     temperature: float = 1.0
@@ -85,10 +85,10 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
         bias = {int(token): float(value) for token, value in self.logit_bias.items()}
         object.__setattr__(self, "logit_bias", bias)
-        self._check_whole()
+        self._check_integers()
         self._check_lengths()
-        self._check_drawing()
-        self._check_odds()
+        self._check_sampling()
+        self._check_logit_changes()
         self._check_samples()
         self._check_structure()
 
@@ -102,17 +102,17 @@ class SamplingParams:
 
     @property
     def samples(self) -> int:
-        """How many answers are computed, of which `n` are given."""
+        """Number of computed samples, of which `n` are returned."""
         return self.beam_width if self.beam_width > 1 else self.best_of or self.n
 
     @property
-    def penalised(self) -> bool:
-        """Whether a token's odds hang on the tokens before it."""
+    def has_penalties(self) -> bool:
+        """Whether logits depend on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
     def structure(self) -> tuple[StructureKind, str] | None:
-        """Which form the text must have: its kind, and what describes it."""
+        """Kind and text of the required structure; None without one."""
         if self.json_schema is not None:
             schema = self.json_schema
             return "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
@@ -122,97 +122,97 @@ class SamplingParams:
 
     @property
     def needs_last_token(self) -> bool:
-        """Whether the host must have seen a token before the next can be chosen."""
-        return self.penalised or self.structure is not None or self.beam_width > 1
+        """Whether the host needs each token before the next can be sampled."""
+        return self.has_penalties or self.structure is not None or self.beam_width > 1
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are computed: they are asked for, or answers are ranked by them."""
+        """Whether log-probabilities are computed: requested, or needed to rank samples."""
         return self.logprobs is not None or self.samples > self.n or self.beam_width > 1
 
-    def _check_whole(self) -> None:
-        for name in WHOLE:
+    def _check_integers(self) -> None:
+        for name in INTEGERS:
             value = getattr(self, name)
             if value is not None:
                 try:
                     object.__setattr__(self, name, index(value))
                 except TypeError:
-                    raise ValueError(f"{name} {value!r} must be a whole number") from None
+                    raise ValueError(f"{name} {value!r} must be an integer") from None
 
     def _check_lengths(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens {self.max_tokens} must be at least 1")
         if not 0 <= self.min_tokens <= self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} must lie in 0 to max_tokens, {self.max_tokens}")
+            raise ValueError(f"min_tokens {self.min_tokens} must be from 0 to max_tokens {self.max_tokens}")
         if not all(self.stops):
-            raise ValueError(f"stop {self.stops!r} must be texts of at least one character")
+            raise ValueError(f"stop {self.stops!r} has an empty text: remove it")
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids {self.stop_token_ids} must not be negative")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
                 raise ValueError(
-                    f"{name} {value} must lie in 0 to {MAX_LOGPROBS}; 0 tells the token's own alone"
+                    f"{name} {value} must be from 0 to {MAX_LOGPROBS}; 0 returns the sampled token only"
                 )
 
-    def _check_drawing(self) -> None:
+    def _check_sampling(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature {self.temperature} must not be negative, nor infinite; 0 takes the likeliest token"
+                f"temperature {self.temperature} must be finite and at least 0; 0 selects the most likely token"
             )
         if self.top_k < 0:
             raise ValueError(f"top_k {self.top_k} must not be negative; 0 keeps every token")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p {self.top_p} must lie in (0, 1]")
+            raise ValueError(f"top_p {self.top_p} must be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p {self.min_p} must lie in [0, 1]")
+            raise ValueError(f"min_p {self.min_p} must be from 0 to 1")
 
-    def _check_odds(self) -> None:
+    def _check_logit_changes(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
-                raise ValueError(f"{name} {getattr(self, name)} must lie in [-2, 2]; 0 changes nothing")
+                raise ValueError(f"{name} {getattr(self, name)} must be from -2 to 2; 0 changes nothing")
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(
-                f"repetition_penalty {self.repetition_penalty} must be above 0, and finite; 1 changes nothing"
+                f"repetition_penalty {self.repetition_penalty} must be finite and above 0; 1 changes nothing"
             )
         for token, value in self.logit_bias.items():
             if token < 0 or not -100 <= value <= 100:
-                raise ValueError(f"logit_bias {token}: {value} must map a token id to a value in [-100, 100]")
+                raise ValueError(
+                    f"logit_bias {token}: {value} must map a token id to a value from -100 to 100"
+                )
 
     def _check_samples(self) -> None:
         for name in ("n", "beam_width"):
             if not 1 <= getattr(self, name) <= MAX_SAMPLES:
-                raise ValueError(f"{name} {getattr(self, name)} must lie in 1 to {MAX_SAMPLES}")
+                raise ValueError(f"{name} {getattr(self, name)} must be from 1 to {MAX_SAMPLES}")
         if self.best_of is not None and not self.n <= self.best_of <= MAX_SAMPLES:
-            raise ValueError(f"best_of {self.best_of} must lie in n, {self.n}, to {MAX_SAMPLES}")
+            raise ValueError(f"best_of {self.best_of} must be from n {self.n} to {MAX_SAMPLES}")
         if self.beam_width > 1:
             self._check_beams()
         elif self.samples > 1 and self.greedy:
             raise ValueError(
-                f"{self.samples} samples at temperature {self.temperature} would all be the same; "
-                "give a temperature, or beam_width for the likeliest few"
+                f"{self.samples} samples at temperature {self.temperature} are all the same: "
+                "raise temperature, or use beam_width"
             )
 
     def _check_beams(self) -> None:
         if not self.greedy:
             raise ValueError(
-                f"beam_width {self.beam_width} takes the likeliest and draws nothing: set temperature to 0, "
-                f"not {self.temperature}"
+                f"beam_width {self.beam_width} needs temperature 0, not {self.temperature}: beam search does not sample"
             )
         if self.n > self.beam_width:
             raise ValueError(f"n {self.n} must not exceed beam_width {self.beam_width}")
         if not math.isfinite(self.length_penalty):
             raise ValueError(f"length_penalty {self.length_penalty} must be finite")
-        if self.best_of is not None or self.penalised or self.structure or self.stops or self.logit_bias:
+        if self.best_of is not None or self.has_penalties or self.structure or self.stops or self.logit_bias:
             raise ValueError(
-                "beam search goes by the model's own log-probabilities: best_of, penalties, logit_bias, stop texts and "
-                "structured output do not go with beam_width"
+                "beam_width excludes best_of, penalties, logit_bias, stop texts and structured output: remove them"
             )
 
     def _check_structure(self) -> None:
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} were given: the text can have one form")
+            raise ValueError(f"{' and '.join(given)} exclude each other: give one")
         if isinstance(self.json_schema, str):
             try:
                 json.loads(self.json_schema)
@@ -224,6 +224,6 @@ class SamplingParams:
             try:
                 json.dumps(self.json_schema)
             except (TypeError, ValueError) as error:
-                raise ValueError(f"json_schema cannot be written as JSON: {error}") from None
+                raise ValueError(f"json_schema cannot be encoded as JSON: {error}") from None
             except RecursionError:
                 raise ValueError("json_schema is nested too deeply: use fewer levels") from None

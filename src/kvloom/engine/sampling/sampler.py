@@ -1,9 +1,9 @@
-"""From logits to tokens, for all rows at once, without waiting for the device.
+"""Samples tokens from logits, for all rows at once, without waiting for the device.
 
-    logits ─▶ penalties ─▶ bias ─▶ bans ─▶ grammar ─▶ argmax                                   greedy rows
-                                                  └─▶ / temperature ─▶ cut ─▶ + noise ─▶ argmax    drawn rows
+    logits ─▶ penalties ─▶ bias ─▶ masked tokens ─▶ grammar ─▶ argmax                              greedy rows
+                                                           └─▶ / temperature ─▶ cut ─▶ + noise ─▶ argmax    sampled rows
 
-Parameters travel as small tensors, made once for a set of requests and kept while it stays. The tokens stay on the device.
+Parameters become small tensors, made once for a set of requests. The tokens stay on the device.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from kvloom.engine.request import Request
 from kvloom.kernels.fused import row_argmax
 
 from . import grammar
+from .grammar import GrammarState
 from .logit_processors import (
     TokenCounts,
     add_bias,
@@ -31,15 +32,30 @@ from .logprobs import Logprobs
 from .noise import gumbel, index_words, row_words
 from .params import SamplingParams
 
-__all__ = ["SampledTokens", "Sampler"]
+__all__ = ["SampledTokens", "Sampler", "SamplingRequest"]
 
 WIDTHS = (64, 256, 1024)
-"""How many of the row_argmax are looked at for a `top_k` of up to half of them: what equals the last one kept is there, too."""
+"""How many of the most likely tokens are sorted, for a `top_k` of up to half of them: ties with the last one fit too."""
+
+
+class SamplingRequest(Protocol):
+    """A request, as far as the sampler reads and writes it."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    tokens: list[int]
+    seed: int
+    top_logprobs: int
+    structure: GrammarState | None
+    token_counts: TokenCounts | None
+
+    @property
+    def sampled_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens of a step ([rows], int64), and the log-probabilities of the rows that asked; on the logits' device."""
+    """The tokens of a step ([rows], int64), and log-probabilities of the rows that request them; on the logits' device."""
 
     tokens: torch.Tensor
     logprobs: Logprobs | None = None
@@ -47,8 +63,9 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Rows that are drawn in the same way: from the `width` row_argmax tokens, or from all as they stand (None). Which way a
-    row goes hangs on its own parameters alone, so that sums round the same whatever else is in the batch."""
+    """Rows that are sampled alike: from the `width` most likely tokens, or from all without sorting (None).
+
+    A row's own parameters determine its draw, so that sums round the same in any batch."""
 
     width: int | None
     places: list[int]
@@ -61,23 +78,23 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a set of requests needs, as far as it does not change from step to step."""
+    """What a set of requests needs in every step."""
 
-    requests: list[Request]
+    requests: list[SamplingRequest]
     vocabulary: int
     device: torch.device
-    edited: bool  # whether any logits may change
+    changes_logits: bool
     draws: tuple[_Draw, ...]
     bias: tuple[torch.Tensor, torch.Tensor] | None
     penalised: list[int]
     structured: list[int]
     short: list[int]  # rows with `min_tokens`
-    told: list[int]  # rows that want log-probabilities
-    told_rows: torch.Tensor | None  # None: all
+    with_logprobs: list[int]  # rows that request log-probabilities
+    logprob_rows: torch.Tensor | None  # None: all
 
 
 class Sampler:
-    """Chooses the next token of each row. `eos` are the tokens that end a text."""
+    """Samples the next token of each row. `eos` are the end-of-sequence tokens."""
 
     def __init__(self, eos: Iterable[int] = ()) -> None:
         self.eos = tuple(eos)
@@ -86,72 +103,75 @@ class Sampler:
 
     @torch.inference_mode()
     def choose(
-        self, logits: torch.Tensor, requests: Sequence[Request], counts: Sequence[int] | None = None
+        self, logits: torch.Tensor, requests: Sequence[SamplingRequest], counts: Sequence[int] | None = None
     ) -> SampledTokens:
-        """One token for each row of `logits` ([rows, vocabulary]), which stays as it is.
+        """Return one token for each row of `logits` ([rows, vocabulary]). Does not modify them, and does not wait.
 
-        `counts` are how many tokens were chosen for each request before (`drawn`, by default), those included that the host
-        has not seen. Requests that wait for theirs (`waits`) must have them on the host. Launches work, waits for none.
-        """
+        `counts` are the tokens sampled for each request so far (`sampled_tokens` by default), including in-flight ones. A request
+        with `needs_last_token` must have all its tokens on the host."""
         if len(requests) != len(logits):
-            raise ValueError(f"{len(logits)} rows of logits for {len(requests)} requests")
+            raise ValueError(f"{len(logits)} rows of logits do not match {len(requests)} requests")
         if counts is None:
-            counts = [request.drawn for request in requests]
-        plan = self._planned(logits, requests)
-        odds = self._changed(logits, plan, counts) if plan.edited else logits
-        tokens = self._tokens(odds, plan, counts)
-        return SampledTokens(tokens, self._told(logits, tokens, plan))
+            counts = [request.sampled_tokens for request in requests]
+        plan = self._plan_for(logits, requests)
+        changed = self._changed(logits, plan, counts) if plan.changes_logits else logits
+        tokens = self._tokens(changed, plan, counts)
+        return SampledTokens(tokens, self._logprobs(logits, tokens, plan))
 
-    def _planned(self, logits: torch.Tensor, requests: Sequence[Request]) -> _Plan:
-        old = self._plan
+    def _plan_for(self, logits: torch.Tensor, requests: Sequence[SamplingRequest]) -> _Plan:
+        plan = self._plan
         vocabulary, device = logits.shape[1], logits.device
-        if old is None or old.requests != requests or (old.vocabulary, old.device) != (vocabulary, device):
-            self._plan = old = _make_plan(list(requests), vocabulary, device)
-        return old
+        if (
+            plan is None
+            or plan.requests != requests
+            or (plan.vocabulary, plan.device) != (vocabulary, device)
+        ):
+            self._plan = plan = _make_plan(list(requests), vocabulary, device)
+        return plan
 
     def _changed(self, logits: torch.Tensor, plan: _Plan, counts: Sequence[int]) -> torch.Tensor:
-        """Logits with penalties, biases, bans and masks; a copy."""
-        odds = logits.to(torch.float32, copy=True)
+        """Return a copy of the logits with penalties, biases and masks applied."""
+        changed = logits.to(torch.float32, copy=True)
         requests = plan.requests
         if plan.penalised:
             rows = []
             for row in plan.penalised:
                 request = requests[row]
-                if request.tally is None:
-                    whole = request.params.repetition_penalty != 1  # only it looks at the prompt
-                    request.tally = TokenCounts(0 if whole else len(request.prompt))
-                request.tally.update(request.tokens, len(request.prompt))
-                rows.append((row, request.params, request.tally))
-            apply_penalties(odds, rows)
+                if request.token_counts is None:
+                    whole = request.params.repetition_penalty != 1  # only this penalty covers the prompt
+                    request.token_counts = TokenCounts(0 if whole else len(request.prompt))
+                request.token_counts.update(request.tokens, len(request.prompt))
+                rows.append((row, request.params, request.token_counts))
+            apply_penalties(changed, rows)
         if plan.bias is not None:
-            add_bias(odds, *plan.bias)
+            add_bias(changed, *plan.bias)
         early = [row for row in plan.short if counts[row] < requests[row].params.min_tokens]
         if early:
-            mask_tokens(odds, [(row, self.eos + requests[row].params.stop_token_ids) for row in early])
+            mask_tokens(changed, [(row, self.eos + requests[row].params.stop_token_ids) for row in early])
         if plan.structured:
             states = [requests[row].structure for row in plan.structured]
             apply_grammar_mask(
-                odds, plan.structured, grammar.fill([state for state in states if state is not None])
+                changed, plan.structured, grammar.fill([state for state in states if state is not None])
             )
-        return odds
+        return changed
 
-    def _tokens(self, odds: torch.Tensor, plan: _Plan, counts: Sequence[int]) -> torch.Tensor:
-        """The row_argmax token of each row, or the one drawn."""
+    def _tokens(self, changed: torch.Tensor, plan: _Plan, counts: Sequence[int]) -> torch.Tensor:
+        """Return the most likely token of each greedy row, and the sampled one of the others."""
         draws = plan.draws
         if len(draws) == 1 and draws[0].rows is None:
-            return self._drawn(odds, draws[0], plan, counts)
-        tokens = row_argmax(odds)
+            return self._drawn(changed, draws[0], plan, counts)
+        tokens = row_argmax(changed)
         for draw in draws:
             assert draw.rows is not None
-            drawn = self._drawn(odds.index_select(0, draw.rows), draw, plan, counts)
+            drawn = self._drawn(changed.index_select(0, draw.rows), draw, plan, counts)
             tokens.index_copy_(0, draw.rows, drawn)
         return tokens
 
-    def _drawn(self, odds: torch.Tensor, draw: _Draw, plan: _Plan, counts: Sequence[int]) -> torch.Tensor:
-        """A token for each row of one way of drawing."""
+    def _drawn(self, changed: torch.Tensor, draw: _Draw, plan: _Plan, counts: Sequence[int]) -> torch.Tensor:
+        """Return a token for each row of one draw."""
         words = row_words([plan.requests[i].seed for i in draw.places], [counts[i] for i in draw.places])
-        sent, indexes = to_device(words, odds.device), self._indexes_of(plan)
-        scaled = odds.float() / draw.temperature
+        sent, indexes = to_device(words, changed.device), self._indexes_of(plan)
+        scaled = changed.float() / draw.temperature
         if draw.width is None:
             if draw.min_p is not None:
                 scaled.masked_fill_(scaled < scaled.amax(-1, keepdim=True) + draw.min_p, -math.inf)
@@ -163,35 +183,38 @@ class Sampler:
         return ids.gather(1, best)[:, 0]
 
     def _indexes_of(self, plan: _Plan) -> torch.Tensor:
-        kept = self._indexes
-        if kept is None or len(kept) != plan.vocabulary or kept.device != plan.device:
-            kept = self._indexes = index_words(plan.vocabulary, plan.device)
-        return kept
+        indexes = self._indexes
+        if indexes is None or len(indexes) != plan.vocabulary or indexes.device != plan.device:
+            indexes = self._indexes = index_words(plan.vocabulary, plan.device)
+        return indexes
 
     @staticmethod
-    def _told(logits: torch.Tensor, tokens: torch.Tensor, plan: _Plan) -> Logprobs | None:
-        if not plan.told:
+    def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, plan: _Plan) -> Logprobs | None:
+        if not plan.with_logprobs:
             return None
-        counts = [plan.requests[row].top_logprobs for row in plan.told]
-        if plan.told_rows is not None:
-            logits, tokens = logits.index_select(0, plan.told_rows), tokens.index_select(0, plan.told_rows)
-        return Logprobs.of(logits, tokens, plan.told, counts)
+        counts = [plan.requests[row].top_logprobs for row in plan.with_logprobs]
+        if plan.logprob_rows is not None:
+            logits, tokens = (
+                logits.index_select(0, plan.logprob_rows),
+                tokens.index_select(0, plan.logprob_rows),
+            )
+        return Logprobs.of(logits, tokens, plan.with_logprobs, counts)
 
 
 def _floor(ordered: torch.Tensor, draw: _Draw) -> torch.Tensor:
-    """The least of a row's logits, row_argmax first, that may be drawn ([rows, 1]); those that equal it may, too."""
+    """Return the least logit of a row that may be sampled ([rows, 1]), from sorted logits. Ties may be sampled too."""
     outside = torch.arange(ordered.shape[1], device=ordered.device) >= draw.k
     share = ordered.masked_fill(outside, -math.inf).softmax(-1)
-    before = share.cumsum(-1) - share  # the first token that passes the bound is kept, too
+    before = share.cumsum(-1) - share  # the first token beyond top_p stays
     kept = ((before < draw.p) & ~outside).sum(-1, keepdim=True).clamp_(min=1)
     floor = ordered.gather(1, kept - 1)
     return floor if draw.min_p is None else torch.maximum(floor, ordered[:, :1] + draw.min_p)
 
 
-def _make_plan(requests: list[Request], vocabulary: int, device: torch.device) -> _Plan:
+def _make_plan(requests: list[SamplingRequest], vocabulary: int, device: torch.device) -> _Plan:
     every = [request.params for request in requests]
-    told = [i for i, params in enumerate(every) if params.wants_logprobs]
-    penalised = [i for i, params in enumerate(every) if params.penalised]
+    with_logprobs = [i for i, params in enumerate(every) if params.wants_logprobs]
+    penalised = [i for i, params in enumerate(every) if params.has_penalties]
     structured = [i for i, request in enumerate(requests) if request.structure is not None]
     short = [i for i, params in enumerate(every) if params.min_tokens]
     biased = [
@@ -208,19 +231,19 @@ def _make_plan(requests: list[Request], vocabulary: int, device: torch.device) -
         requests=requests,
         vocabulary=vocabulary,
         device=device,
-        edited=bool(biased or penalised or structured or short),
+        changes_logits=bool(biased or penalised or structured or short),
         draws=tuple(_draws(every, vocabulary, device)),
         bias=bias,
         penalised=penalised,
         structured=structured,
         short=short,
-        told=told,
-        told_rows=_rows(told, len(requests), device),
+        with_logprobs=with_logprobs,
+        logprob_rows=_rows(with_logprobs, len(requests), device),
     )
 
 
 def _draws(every: list[SamplingParams], vocabulary: int, device: torch.device) -> Iterable[_Draw]:
-    """The rows that are drawn, by how many of the row_argmax tokens are looked at."""
+    """Yield the sampled rows, grouped by how many of the most likely tokens are sorted."""
     by_width: dict[int | None, list[int]] = {}
     for i, params in enumerate(every):
         if not params.greedy:
@@ -250,5 +273,5 @@ def _width(params: SamplingParams, vocabulary: int) -> int | None:
 
 
 def _rows(rows: list[int], count: int, device: torch.device) -> torch.Tensor | None:
-    """Some of `count` rows as an index; None for all of them, or none."""
+    """Return row numbers as an index; None for all rows, or none."""
     return to_device(np.array(rows), device) if 0 < len(rows) < count else None

@@ -1,3 +1,17 @@
-"""TODO: map of this folder."""
+"""Scheduling: which requests run, and which tokens each step computes.
 
-__all__: list[str] = []
+scheduler.py      Scheduler: picks the work of each step
+waiting_queue.py  WaitingQueue: waiting requests by rank, and those that wait for pages
+admission.py      Admission: whether a request fits beside the projected growth of running ones
+feasibility.py    Feasibility: refuses requests that can never run
+preemption.py     choose_victim: the running request that releases its pages
+lookahead.py      Lookahead: protects cached pages of queued requests
+"""
+
+from .admission import Admission
+from .feasibility import Feasibility
+from .preemption import Scheduled
+from .scheduler import Scheduler
+from .waiting_queue import WaitingQueue
+
+__all__ = ["Admission", "Feasibility", "Scheduled", "Scheduler", "WaitingQueue"]

@@ -1,12 +1,11 @@
-"""How much longer requests that run will get: who is let in leaves them the room for it.
+"""Admission: whether a request fits the pool beside the projected growth of running requests.
 
-    room  >=  what is held, and prompts still lack  +  what all will have grown by a time  -  what those that ended before it held alone
+    pool  >=  pages in use and missing for prompts  +  growth of all until a time  -  pages of requests finished before it
 
-at whatever time, from now on, somebody is expected to end.
+must hold at every time at which a running request is expected to finish.
 
-Letting in everybody who has room now looks better than it is: when pages run out, somebody gives its own up and computes them
-again. Nobody knows how long an answer will be. It is taken to be as long as answers were of late, within its limit, and one that
-is longer already to go on for a while. An estimate: where it was too low, the scheduler still finds somebody to give way.
+Admission by free room alone is worse: when pages run out, a request is preempted and recomputes. The length of an output is
+unknown: it is estimated from recent outputs, within the limit. Where the estimate is too low, the scheduler preempts.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ __all__ = ["Admission"]
 
 Ints = npt.NDArray[np.int64]
 TYPICAL = 256
-"""Tokens of an answer, before any has ended."""
+"""Estimated output tokens before any request has finished."""
 MEMORY = 32
-"""Answers that weigh in what is typical."""
+"""Number of recent outputs in the estimate."""
 HAVE, END, _, LEFT = range(4)
 LAG = 2
-"""Steps after its last in which an ended request may still hold its pages."""
+"""Steps after its last in which a finished request may still hold its pages."""
 
 
 class Admission:
-    """What the requests on one cache will come to hold. `look` begins a step."""
+    """Projects the pages of the requests on one cache. Call `refresh` at the start of a step."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -46,28 +45,29 @@ class Admission:
         self._promised = self._lacked = np.zeros_like(self._block)
 
     def request_finished(self, request: Request) -> None:
-        """Learn from an answer."""
+        """Update the estimate with the length of an output."""
         self._typical += (request.output_count - self._typical) / MEMORY
 
     def refresh(self) -> None:
-        """A step begins, or somebody is coming: what is known of the others is looked up anew."""
+        """Drop the projection: a step starts, or a request has started to load."""
         self._courses = None
 
     def fits(
         self,
         request: Request,
-        found: int,
+        cached: int,
         running: Iterable[Request],
-        coming: Iterable[tuple[Request, int]] = (),
+        loading: Iterable[tuple[Request, int]] = (),
     ) -> bool:
-        """Whether a request that begins with `found` cached tokens fits beside what those that run will come to hold, and those
-        that are `coming`, with so many tokens whose pages are held for them. Costs some 20 µs where there is room for the ends
-        of all, and else 200; the first time in a step 1 µs more for each that runs."""
+        """Return whether a request with `cached` tokens fits beside the running ones and those that are `loading`.
+
+        `loading` names requests and the tokens they have reserved pages for. Costs about 20 µs if all fit at their ends, else 200 µs;
+        the first call of a step adds 1 µs for each running request."""
         if self._courses is None:
-            self._courses, self._promised, self._lacked = self._part(
-                [*self._all_of(running), *((one, have, 0) for one, have in coming)]
+            self._courses, self._promised, self._lacked = self._courses_of(
+                [*self._pages_of(running), *((one, have, 0) for one, have in loading)]
             )
-        own, mine, lacked = self._part([(request, found, found)])
+        own, mine, lacked = self._courses_of([(request, cached, cached)])
         held = np.array([[cls.in_use_pages] for cls in self._cache.inspect.size_classes])
         held += self._lacked + lacked + self._states
         if self._fits(held + self._promised + mine):
@@ -76,8 +76,8 @@ class Admission:
         have, ends, shared, left = courses[:, np.argsort(courses[LEFT])]
         more, kept = self._pages(have, ends), self._pages(shared, have) + self._states
         rates, alive = more / left, len(left) - np.arange(len(left))
-        # When the k-th ends: the first k have grown all they will, the others as long as it, and by blocks; those before it are
-        # gone, but for who ended a moment ago.
+        # When the k-th request finishes: the first k are fully grown, the others have grown as long, by blocks. Requests that
+        # finished before it are gone, except within the last LAG steps.
         grown = (
             more.cumsum(1) + left * (rates.sum(1, keepdims=True) - rates.cumsum(1)) + self._block * alive / 2
         )
@@ -86,43 +86,42 @@ class Admission:
         return self._fits(held + np.ceil(grown).astype(np.int64) - gone)
 
     def request_admitted(self, request: Request) -> None:
-        """A request runs now, too, and has its first pages."""
+        """Add an admitted request, with its first pages, to the projection."""
         if self._courses is not None:
-            course, promised, lacked = self._part(self._all_of([request]))
+            course, promised, lacked = self._courses_of(self._pages_of([request]))
             self._courses = np.concatenate((self._courses, course), 1)
             self._promised, self._lacked = self._promised + promised, self._lacked + lacked
 
-    def _all_of(self, running: Iterable[Request]) -> list[tuple[Request, int, int]]:
-        """Requests that run, for how many tokens each has pages, and how many of those it found in the cache."""
+    def _pages_of(self, running: Iterable[Request]) -> list[tuple[Request, int, int]]:
+        """Return running requests, the tokens that each has pages for, and its cached tokens."""
         some = [(request, request.sequence) for request in running if request.sequence is not None]
         have = self._cache.reserved_blocks[[sequence.row for _, sequence in some]] * self._cache.block_tokens
         return [(one, n, sequence.resumed) for (one, sequence), n in zip(some, have.tolist(), strict=True)]
 
-    def _part(self, requests: list[tuple[Request, int, int]]) -> tuple[Ints, Ints, Ints]:
-        """Requests from now on, in tokens ([4, requests]): what each has pages for once its prompt is computed, where it is
-        expected to end, how many of the first it found in the cache and may share, and how many it will compute one by one.
-        Then the pages of each class that they will take until they end, and those that their prompts lack now."""
+    def _courses_of(self, requests: list[tuple[Request, int, int]]) -> tuple[Ints, Ints, Ints]:
+        """Return courses ([4, requests], tokens), pages until the ends by class, and pages that prompts lack now.
+
+        A course: tokens with pages once the prompt is computed, expected end, cached tokens that may be shared, tokens to decode."""
         rest = []
         for request, have, found in requests:
-            size, end = len(request.tokens), self._end_of(request)
+            size, end = len(request.tokens), self.end_of(request)
             rest.append((have, max(have, size), max(have, end), found, max(1, end - size)))
         first, sizes, ends, shared, left = np.array(rest, np.int64).reshape(-1, 5).T
         taken, lacked = (self._pages(*part).sum(1, keepdims=True) for part in ((sizes, ends), (first, sizes)))
         return np.stack((sizes, ends, shared, left)), taken, lacked
 
     def _fits(self, pages: Ints) -> bool:
-        """Whether the pool holds so many pages of each class ([classes, times]) at every time."""
+        """Return whether the pool holds so many pages of each class ([classes, times]) at every time."""
         slabs = (-(-pages // self._per_slab)).sum(0)
         return int(slabs.max()) <= self._cache.usable_slabs
 
-    def _end_of(self, request: Request) -> int:
-        """How many tokens a request is expected to have at its end."""
-        said = request.drawn
-        return min(request.limit, len(request.prompt) + max(int(self._typical), said + said // 4 + 1))
+    def end_of(self, request: Request) -> int:
+        """Return the expected number of tokens at the end of a request."""
+        sampled = request.sampled_tokens
+        return min(request.limit, len(request.prompt) + max(int(self._typical), sampled + sampled // 4 + 1))
 
     def _pages(self, first: Ints, ends: Ints) -> Ints:
-        """Pages of each class ([classes, requests]) that sequences take from so many tokens on to so many. Of a window those are
-        counted that it has at its widest."""
+        """Return the pages of each class ([classes, requests]) for growth from `first` to `ends` tokens. Windows count at their widest."""
         block, total = self._cache.block_tokens, np.zeros((len(self._per_slab), len(ends)), np.int64)
         more = -(-ends // block) - -(-first // block)
         for group in self._cache.layout.of("token"):

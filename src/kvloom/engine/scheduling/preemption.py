@@ -1,8 +1,8 @@
-"""Who gives its pages up when others need room. Chooses; the scheduler acts."""
+"""Preemption: chooses the running request that releases its pages when another needs room. The scheduler acts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence as Many
 from operator import attrgetter
 
 from kvloom.core import KVCache
@@ -16,16 +16,39 @@ RANK = attrgetter("rank")
 
 
 def choose_victim(
-    cache: KVCache, running: Many[Request], request: Request, count: int, picked: Many[Scheduled]
+    cache: KVCache,
+    running: Many[Request],
+    request: Request,
+    count: int,
+    picked: Many[Scheduled],
+    excess: Callable[[Request], float],
 ) -> Request | None:
-    """The running request that ranks last, behind `request` or parked, and has no work in this step; of those whose pages can
-    help `count` tokens of `request`: its own tenant's and, where its quota is not what is short, those of tenants that use
-    more than their share. None where there is none."""
+    """Return the running request to preempt so that `request` gets pages for `count` tokens; None if there is none.
+
+    Candidates have no work in this step. Of the same tenant: requests of lower rank, and parked ones. Of other tenants, unless
+    the tenant's own quota is short: requests of tenants above their share that arrived later, or are parked.
+
+    `excess(request)` is how far a tenant is above its fair share of the pool. A tenant within its share preempts tenants above
+    theirs whatever their rank, the largest excess first."""
     assert request.sequence is not None
     busy = {id(other) for other, _ in picked} | {id(request)}
-    others = [r for r in running if id(r) not in busy and (r.rank > request.rank or r.parked)]
-    if len(cache.inspect.accounts) > 1 and others:
-        mine, own = cache.account(request.control.tenant), cache.exceeds_quota(request.sequence, count)
-        theirs = [(r, cache.account(r.control.tenant)) for r in others]
-        others = [r for r, a in theirs if a is mine or not (own or a.used <= a.guaranteed)]
-    return max(others, key=RANK, default=None)
+    others = [r for r in running if id(r) not in busy]
+    if len(cache.inspect.accounts) == 1:
+        return max((r for r in others if r.rank > request.rank or r.parked), key=RANK, default=None)
+    own_account, quota_is_short = (
+        cache.account(request.control.tenant),
+        cache.exceeds_quota(request.sequence, count),
+    )
+    within_share = excess(request) <= 0
+    best: tuple[tuple[float, tuple[int, int]], Request] | None = None
+    for other in others:
+        account, above = cache.account(other.control.tenant), 0.0
+        if account is own_account:
+            may = other.rank > request.rank or other.parked
+        else:
+            above = max(0.0, excess(other)) if within_share else 0.0
+            may = not quota_is_short and account.used > account.guaranteed
+            may = may and (above > 0 or other.order > request.order or other.parked)
+        if may and (best is None or (above, other.rank) > best[0]):
+            best = (above, other.rank), other
+    return None if best is None else best[1]

@@ -1,145 +1,173 @@
-"""Which tokens are computed next: every decode, then chunks of prompts, within a budget of tokens a step.
+"""The scheduler: picks the tokens of each step. Every decode, then chunks of prompts, within a token budget.
 
-    waiting   in the order of rank; admitted while the budget lasts, fewer than `max_running` run, and their growth leaves room
-    running   holds pages; when there is no room, the one that ranks last gives its pages up and waits again
+    waiting   by rank; admitted within the budget, below `max_running`, and if projected growth leaves room
+    running   holds pages; where there is no room, the request of lowest rank is preempted and waits again
 
-A step may be scheduled before the tokens of the one before it are known: they count, and whoever cannot get more is left
-out. Preempted requests recompute: their full blocks stay cached, so that mostly they find them again. Knows no model and
-no bytes; the cache answers what fits.
+Tenants share steps, running places and pages fairly (see `waiting_queue.py`): requests of a tenant above its share are preempted
+for a waiting tenant below its share. A single tenant is not affected.
+
+A step may be scheduled while the previous one is in flight: its tokens count, and finished requests are left out. Preempted
+requests recompute; most of their blocks stay cached. Does not use the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Sequence as Many
 from dataclasses import replace
+from itertools import chain
+from math import inf
 
 import numpy as np
 
 from kvloom.core import NOT_CACHED, KVCache, Match
-from kvloom.engine.offload.manager import OffloadManager
-from kvloom.engine.request import Finish, Request
-from kvloom.engine.sampling.beam_search import Successor, seated
+from kvloom.engine.offload import Action, OffloadManager
+from kvloom.engine.request import Request
+from kvloom.engine.sampling import Finish, Successor, assign_slots
 from kvloom.models.paged import Work
 
 from .admission import Admission
 from .feasibility import Feasibility
 from .lookahead import Lookahead
 from .preemption import RANK, Scheduled, choose_victim
-from .waiting_queue import Front, WaitingQueue, front_of
+from .waiting_queue import NextBlock, TenantQueue, WaitingQueue, next_block_of
 
 __all__ = ["Scheduled", "Scheduler"]
 
 UNKNOWN = np.array([-1])
-MOST_ROOTS = 64
-"""Tenants and adapters up to which a miss is looked for among the others', too: each costs a walk."""
-MOST_TOLD = 256
-"""Tokens a step whose log-probabilities within prompts are found: each needs logits of its own."""
-MOST_ASIDE = 32
-"""Requests that a step may put aside because others compute what they need: looking at each costs a match."""
+MAX_ROOTS = 64
+"""Roots (tenants and adapters) up to which a miss is explained by other tenants: each costs a walk."""
+MAX_PROMPT_LOGPROBS = 256
+"""Prompt tokens of a step with log-probabilities: each needs its own logits."""
+MAX_DEFERRED = 32
+"""Requests that a step defers because others compute their next block: each costs a match."""
+SHARED_STEPS = 4
+"""With several tenants, a step computes one part in this many of the token budget."""
+MAX_PREEMPTED = 16
+"""Requests that a step preempts for other tenants, at most."""
 
 
 class Scheduler:
-    """Requests on one cache: up to `token_budget` tokens of prompts a step beside one of each that decodes. Not thread
-    safe: one owner adds, schedules and commits."""
+    """Schedules requests on one cache: up to `token_budget` prompt tokens a step beside one token of each decoding request.
 
-    def __init__(self, cache: KVCache, token_budget: int = 2048, max_running: int = 256) -> None:
+    Not thread safe: one owner adds, schedules and commits."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        token_budget: int = 2048,
+        max_running: int = 256,
+        offload: OffloadManager | None = None,
+    ) -> None:
         if token_budget < 1 or max_running < 1:
-            raise ValueError(f"token_budget {token_budget} and max_running {max_running} must be at least 1")
+            raise ValueError(
+                f"token_budget {token_budget} and max_running {max_running} must both be at least 1"
+            )
         self.cache, self.token_budget, self.max_running = cache, token_budget, max_running
         self.running: list[Request] = []
         self.rejected: list[Request] = []
-        """Requests that ended for want of room, until somebody tells of them."""
-        self.begun: list[Request] = []
-        """Requests that the last step gave their first work."""
+        """Requests that finished without room, until the engine returns them."""
+        self.started_requests: list[Request] = []
+        """Requests that got their first work in the last step."""
         self.decoding = 0
-        """How many of the last step's work decode: they come first, with one token each."""
-        self.offload: OffloadManager | None = None
-        """What lies below the pool, if anything does."""
+        """Number of decoding requests in the last step's work: they come first, with one token each."""
+        self.offload = offload
+        """Loads pages from tiers; None without tiers."""
         self.admission: Admission | None = Admission(cache)
-        """How much longer those that run will get; without it, whoever has room now is let in."""
-        self._queue = WaitingQueue()
+        """Projects the growth of running requests; None admits every request that has room now."""
+        self._queue = WaitingQueue(cache.inspect.accounts)
+        self._several = len(cache.inspect.accounts) > 1
+        self._shares: dict[TenantQueue, float] = {}  # of active tenants, if there are several
         self._lookahead = Lookahead(cache, self._queue, self._match)
-        self._paused = 0  # of those that run, who computes nothing now: pages come sooner
+        self._paused = 0  # running requests that wait for pages in this step
         self._feasibility = Feasibility(cache, token_budget)
-        self._told = MOST_TOLD  # of them, what is left in this step
+        self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS  # left in this step
 
     @property
     def waiting(self) -> int:
+        """Number of waiting requests. O(waiting)."""
         return sum(1 for _ in self._queue)
 
     @property
     def loading_count(self) -> int:
-        """Requests that wait for pages from below."""
+        """Number of requests that wait for pages from tiers."""
         return self._queue.loading + self._paused
 
     @property
     def busy(self) -> bool:
+        """Whether any request waits or runs."""
         return bool(self.running) or any(True for _ in self._queue)
 
     @property
     def open(self) -> list[Request]:
-        """Requests that have not ended."""
+        """The unfinished requests."""
         return [*(request for request in self.running if request.finish_reason is None), *self._queue]
 
     def add(self, request: Request) -> None:
-        """Let a request wait. Raises ValueError where it could never run, with the numbers."""
+        """Queue a request and prefetch its pages. Raises ValueError, with the numbers, if it can never run."""
         self._feasibility.check(request)
         self._queue.push(request)
-        if self.offload is not None and self.offload.can_prefetch:
-            patient = bool(self.running) or self._queue.length > 1
-            self.offload.prefetch(request, self._match(request), patient)
+        if self.offload is not None:
+            can_wait = bool(self.running) or self._queue.length > 1
+            self.offload.prefetch(request, self._match, can_wait)
 
     def cancel(self, request: Request) -> None:
-        """End a request now; its pages are free at once."""
+        """Finish a request now. Its pages are free at once."""
         if request.finish_reason is None:
             self.finish(request, "cancelled")
 
     def schedule(self, places: dict[int, int] | None = None) -> list[Scheduled]:
-        """The next step's work, its pages reserved; empty only where nothing is left to do, or to know first. `places`
-        says where the unknown token of a request (by `id`) stands among those the step before chose."""
+        """Return the work of the next step, with reserved pages. Empty if there is none, or requests wait for tokens or pages.
+
+        `places` maps a request (by `id`) to the place of its in-flight token in the previous step."""
         places = places or {}
-        self.begun = []
+        self.started_requests = []
         self._paused = 0
         picked: list[Scheduled] = []
-        fronts = self._prefetch()
-        self._told = MOST_TOLD
+        next_blocks = self._prefetch()
+        self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
+        if self._several:
+            self._share_out()
         empty = not self.running
         decodes: list[Request] = []
         prompts: list[Request] = []
-        for request in sorted(self.running, key=RANK):
+        for request in sorted(self.running, key=self._order if self._shares else RANK):
             size = len(request.tokens) + request.inflight_tokens
             if request.mask_pending:
                 continue
             if request.computed < size < request.limit:
                 (decodes if size - request.computed == 1 else prompts).append(request)
         alone = self.running[0] if len(self.running) == 1 else None
-        if self.offload is None:  # what leaves for a tier comes back from it
+        if self.offload is None:  # with tiers, evicted pages can be loaded again
             self._lookahead.protect_queued()
         self._decode(decodes, picked, places)
         self.decoding = first = len(picked)
-        budget = self.token_budget
+        budget = self._shared_budget(prompts) if self._several else self.token_budget
+        if self._shares and prompts:
+            prompts.sort(key=lambda request: self._queue.tenant_queue(request).service)
+            least = self._queue.tenant_queue(prompts[0]).service
+            budget = self._admit_waiting(budget, picked, places, next_blocks, empty, least)
         for request in prompts:
-            if (
-                self.offload is not None
-                and request.sequence is not None
-                and self.offload.can_skip_ahead(request)
-            ):
-                self._release(request)  # the rest of its prompt has come: it goes on behind it
-                alone = None
-                self._queue.push(request)
-            elif (
-                self.offload is not None
-                and request.sequence is not None
-                and self.offload.should_pause(request)
-            ):
-                self._paused += 1
-            elif budget and request.sequence is not None:
-                budget -= self._reserve(request, budget, picked, places)
+            if request.sequence is None:
+                continue  # preempted for a request before it
+            until: int | None = None
+            if self.offload is not None:
+                decision = self.offload.before_prefill(request)
+                until = decision.until
+                if decision.action is Action.RESUME:
+                    self._release(request)
+                    alone = None
+                    self._queue.push(request)
+                    continue
+                if decision.action is Action.WAIT:
+                    self._paused += 1
+                    continue
+            if budget:
+                budget -= self._reserve(request, budget, picked, places, until=until)
         if alone is not None and alone.sequence is None and not self._freeing:
             self._reject(alone)
         block = self.cache.block_tokens
-        fronts |= {front_of(request, request.computed, block) for request, _ in picked[first:]}
-        self._admit_waiting(budget, picked, places, fronts, empty)
+        next_blocks |= {next_block_of(request, request.computed, block) for request, _ in picked[first:]}
+        self._admit_waiting(budget, picked, places, next_blocks, empty)
         return picked
 
     def _admit_waiting(
@@ -147,88 +175,200 @@ class Scheduler:
         budget: int,
         picked: list[Scheduled],
         places: dict[int, int],
-        fronts: set[Front | None],
+        next_blocks: set[NextBlock | None],
         empty: bool,
-    ) -> None:
-        """Admit who waits while the budget lasts, but for those whose next tokens others compute or load (`fronts`): those wait
-        for the others, at once for who loads, so that nothing is loaded twice."""
-        aside: list[Request] = []  # who waits on, where something breaks off, too
+        below: float = inf,
+    ) -> int:
+        """Admit waiting requests within the budget, of tenants with less service than `below`. Return the rest of the budget.
+
+        Requests whose next block is computed or loaded by others (`next_blocks`) wait for it, so that no page is loaded twice."""
+        deferred: list[Request] = []  # queued again below, after an exception too
+        passed: set[TenantQueue] = set()  # tenants whose next request has no room
         if self.admission is not None:
             self.admission.refresh()
         try:
             while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
-                waiting = self._queue.pop()
+                waiting = self._queue.pop(passed, below)
                 if waiting is None:
                     break
-                aside.append(waiting)
+                deferred.append(waiting)
                 if waiting.mask_pending:
                     continue
                 looked_up = self.cache.clock.now()
-                found = self._match(waiting)
-                front = front_of(waiting, found.resume, self.cache.block_tokens)
-                if front is not None and front in fronts and not self._claims(waiting):
-                    if self._queue.wait_behind(waiting, front):
-                        aside.pop()
+                match = self._match(waiting)
+                next_block = next_block_of(waiting, match.resume, self.cache.block_tokens)
+                if next_block is not None and next_block in next_blocks and not self._is_copying(waiting):
+                    if self._queue.wait_behind(waiting, next_block):
+                        deferred.pop()
                         continue
-                    if len(aside) <= MOST_ASIDE:
-                        continue  # someone computes what it needs next: it will find it
-                fronts.add(front)
+                    if len(deferred) <= MAX_DEFERRED:
+                        continue  # another request computes its next block
+                next_blocks.add(next_block)
+                until: int | None = None
                 if self.offload is not None:
-                    if self.offload.should_wait(waiting, found):
-                        self._queue.set_loading(aside.pop(), front)
+                    decision = self.offload.before_admission(waiting, match)
+                    until = decision.until
+                    if decision.action is Action.WAIT:
+                        self._queue.set_loading(deferred.pop(), next_block)
                         if self.admission is not None:
-                            self.admission.refresh()  # it comes, too
+                            self.admission.refresh()  # the projection includes it now
                         continue
-                    if (picked or places) and self.offload.is_blocked_by_pool(waiting):
-                        break  # it would compute what it could load, and with as little room; who ends makes some
-                    if found.version != self.cache.version:  # what it needed has come
-                        found = self._match(waiting)
-                if self.admission is not None and picked:
-                    coming = () if self.offload is None else self.offload.loading_requests
-                    if not self.admission.fits(waiting, found.resume, self.running, coming):
-                        break  # those that run would give their pages up for it, sooner or later
-                self._admit(waiting, found)
+                    if (picked or places) and decision.action is Action.NO_ROOM:
+                        # Computing needs as much room as loading: wait for a request to finish.
+                        if self._pass_over(waiting, passed, picked):
+                            continue
+                        break
+                    if match.version != self.cache.version:  # its pages were published
+                        match = self._match(waiting)
+                if self.admission is not None and picked and not self._within_share(waiting):
+                    coming = () if self.offload is None else self.offload.copying_requests()
+                    if not self.admission.fits(waiting, match.resume, self.running, coming):
+                        # Running requests would be preempted for it sooner or later.
+                        if self._pass_over(waiting, passed, picked):
+                            continue
+                        break
+                self._admit(waiting, match)
                 self._lookahead.request_checkpoints(waiting)
-                aside.pop()
-                taken = self._reserve(waiting, budget, picked, places, preempt=not picked)
+                deferred.pop()
+                taken = self._reserve(waiting, budget, picked, places, preempt=not picked, until=until)
                 budget -= taken
                 if taken:
-                    self._begin(waiting, found, looked_up)
+                    self._start(waiting, match, looked_up)
                     if self.admission is not None:
                         self.admission.request_admitted(waiting)
                 elif self.running or picked or not empty or self._freeing:
                     if self.offload is not None and not picked:
-                        self.offload.publish_loaded()  # else those who wait behind it would hold their pages until it ran
-                    break  # (what gave way holds pages until its copies are made)
+                        self.offload.publish_loaded()  # else requests behind it would keep their pages reserved
+                    # Preempted requests may hold pages until their copies are made.
+                    if self._pass_over(waiting, passed, picked):
+                        continue
+                    break
                 else:
                     self._reject(waiting)
         finally:
-            for request in aside:
-                self._queue.push(request)
+            for request in deferred:
+                self._queue.put_back(request)
+        return budget
 
-    def _claims(self, request: Request) -> bool:
-        """Whether pages of the pool are filled for a request: it takes them before it waits for others."""
-        return self.offload is not None and self.offload.is_loading(request)
+    # -- between tenants --------------------------------------------------------------------------
+
+    def _share_out(self) -> None:
+        """Compute the share of each active tenant, and preempt requests of tenants above theirs for waiting tenants below theirs.
+
+        With one active tenant there are no shares."""
+        tenants = self._queue.active()
+        total = sum(tenant.weight for tenant in tenants)
+        self._shares = {tenant: tenant.weight / total for tenant in tenants} if len(tenants) > 1 else {}
+        if not self._shares:
+            return
+        free, left = self.max_running - len(self.running), MAX_PREEMPTED
+        for tenant in sorted((tenant for tenant in tenants if tenant.heap), key=lambda tenant: tenant.turn):
+            short, tenant.short = tenant.short, 0
+            if tenant.head() is None:
+                continue
+            while left and short and self.cache.reachable_bytes(tenant.account) < short:
+                if not self._preempt_above(self._excess, {tenant}):
+                    break
+                free, left = free + 1, left - 1
+            wanted = min(len(tenant.heap), self._running_share(tenant) - tenant.running)
+            while left and free < wanted:
+                if not self._preempt_above(lambda one: one.running - self._running_share(one), {tenant}):
+                    break
+                free, left = free + 1, left - 1
+            free = max(0, free - max(0, wanted))
+
+    def _shared_budget(self, prompts: list[Request]) -> int:
+        """Return the prompt tokens of a step with several tenants: fewer, so that a new tenant waits for a short step.
+
+        An image that must stay whole may need a whole step."""
+        heads = (tenant.heap[0][1] for tenant in self._queue.active() if tenant.heap)
+        if any(request.images is not None for request in chain(prompts, heads)):
+            return self.token_budget
+        return max(1, self.token_budget // SHARED_STEPS)
+
+    def _preempt_above(self, excess: Callable[[TenantQueue], float], spared: set[TenantQueue]) -> bool:
+        """Preempt the last request of the tenant with the largest positive excess. Return whether there is one."""
+        tenants = [
+            tenant
+            for tenant in self._shares
+            if tenant.running and tenant not in spared and excess(tenant) > 0
+        ]
+        if not tenants:
+            return False
+        most = max(tenants, key=lambda tenant: excess(tenant) / tenant.weight)
+        self._preempt(max((r for r in self.running if self._queue.tenant_queue(r) is most), key=RANK))
+        return True
+
+    def _running_share(self, tenant: TenantQueue) -> int:
+        """Return a tenant's share of the running requests, at least one."""
+        return max(1, int(self.max_running * self._shares[tenant]))
+
+    def _excess(self, tenant: TenantQueue) -> float:
+        """Return the bytes that a tenant uses beyond its share of the pool; negative below it."""
+        return tenant.account.in_use - self._shares.get(tenant, 1.0) * self._pool_bytes
+
+    @property
+    def _pool_bytes(self) -> int:
+        return self.cache.usable_slabs * self.cache.layout.slab_bytes
+
+    def _excess_of(self, request: Request) -> float:
+        return self._excess(self._queue.tenant_queue(request))
+
+    def _order(self, request: Request) -> tuple[bool, tuple[int, int]]:
+        """Sort key: requests of tenants within their share get pages first."""
+        return self._excess(self._queue.tenant_queue(request)) > 0, request.rank
+
+    def _within_share(self, request: Request) -> bool:
+        """Return whether a tenant is expected to stay within its share of the pool with one more request.
+
+        Then the growth of other tenants does not delay it: they are preempted."""
+        tenant = self._queue.tenant_queue(request)
+        if not self._shares or self.admission is None:
+            return False
+        each = self.cache.layout.slab_bytes_for(self.admission.end_of(request))
+        return (tenant.running + 1) * each <= self._shares.get(tenant, 1.0) * self._pool_bytes
+
+    def _pass_over(self, request: Request, passed: set[TenantQueue], picked: list[Scheduled]) -> bool:
+        """Pass over a tenant without room in this step. Return whether other tenants are left.
+
+        If the step has work, tenants above their share are passed over too, so that they do not take the pages that become free."""
+        tenant = self._queue.tenant_queue(request)
+        if not self._shares:
+            return False
+        need = self.cache.layout.slab_bytes_for(len(request.tokens) + 1)
+        if self._excess(tenant) + need <= 0:
+            margin = len(self.running) // self.cache.block_tokens + 1
+            tenant.short = need + margin * self.cache.block_bytes
+        passed.add(tenant)
+        if picked:
+            passed.update(one for one in self._shares if one.account.in_use >= one.account.guaranteed)
+        return any(one not in passed for one in self._shares)
+
+    def _is_copying(self, request: Request) -> bool:
+        """Return whether pages are reserved for a request: it takes them before it waits for others."""
+        return self.offload is not None and self.offload.is_copying(request)
 
     @property
     def _freeing(self) -> bool:
-        """Whether pages that are in use below will be free by themselves."""
-        return self.offload is not None and self.offload.retained_bytes
+        """Whether copies retain pages that will be free."""
+        return self.offload is not None and self.offload.is_retaining_pages
 
-    def _prefetch(self) -> set[Front | None]:
-        """Whose pages have come waits in line again; what the others load, nobody else need compute."""
+    def _prefetch(self) -> set[NextBlock | None]:
+        """Advance load jobs, and queue requests whose pages have arrived. Return the next blocks that others load."""
         if self.offload is None:
             return set()
         self.offload.poll()
         return self._queue.requeue_ready(self.offload.is_pending)
 
     def step_launched(self, work: Many[Scheduled]) -> None:
-        """What was scheduled is on its way: tokens that are known are committed, and whoever reached the end of its
-        tokens gets one that is not."""
+        """Commit the known tokens of launched work. A request at the end of its tokens gets an in-flight one."""
         rows, tokens = [], []
         for request, part in work:
             count = len(part.tokens)
             request.computed += count
+            if self._shares:
+                tenant = self._queue.tenant_queue(request)
+                tenant.service += count / tenant.weight
             if part.source < 0:
                 if count == 1:
                     rows.append(part.sequence.row)
@@ -241,19 +381,17 @@ class Scheduler:
         self._commit(rows, tokens)
 
     def commit_tokens(self, requests: Many[Request], tokens: Many[int], after: Many[Scheduled]) -> None:
-        """The tokens that a step chose: each request has its own now, and `after`, the step launched since, is committed
-        as far as it computed them."""
+        """Add a step's tokens to their requests, and commit what the step after it (`after`) computed of them."""
         for request, token in zip(requests, tokens, strict=True):
             if request.finish_reason is None:
                 request.inflight_tokens -= 1
-                if request.beams is None:  # whose next tokens are chosen together
+                if request.beams is None:  # beams choose their tokens together
                     request.tokens.append(token)
         mine = [(request, part) for request, part in after if part.source >= 0 and part.sequence.open]
         self._commit([part.sequence.row for _, part in mine], [tokens[part.source] for _, part in mine])
 
     def discard_step(self, places: dict[int, int] | None = None) -> None:
-        """A step broke off, nobody knows where: what was scheduled for it, or launched, has not been. Who ran waits again,
-        and computes anew what is not in the cache by now: its states may be ahead of its tokens."""
+        """Discard a failed step: its requests wait, and recompute what is not cached. Their states may be ahead of their tokens."""
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
             request.sequence.control = replace(request.sequence.control, store=False)
@@ -262,8 +400,8 @@ class Scheduler:
             request.inflight_tokens = int(id(request) in (places or {}))
 
     def finish(self, request: Request, why: Finish) -> None:
-        """End a request, and those bound to it; what they computed stays cached."""
-        for one in request.bound:
+        """Finish a request and those that finish with it. Their pages stay cached."""
+        for one in request.finishes_with:
             if one.finish_reason is None:
                 one.finish_reason = why
                 one.inflight_tokens = 0
@@ -276,8 +414,7 @@ class Scheduler:
                     self._release(one)
 
     def fork(self, request: Request, child: Request) -> None:
-        """Let `child`, which has all of `request`'s tokens that are computed, go on from there: on the same pages, or, where
-        there is no row or no room for its states, by its own tokens when its turn comes."""
+        """Let `child` continue `request` on the same pages. Without a row, or room for states, it waits and recomputes."""
         if request.sequence is not None and len(self.running) < self.max_running:
             child.sequence = request.sequence.fork()
         if child.sequence is None:
@@ -285,24 +422,26 @@ class Scheduler:
             return
         child.computed = request.computed
         self.running.append(child)
+        self._queue.tenant_queue(child).running += 1
 
     def advance_beams(self, slots: Many[Request], successors: Many[Successor[Request]]) -> list[Request]:
-        """Let beams go on as `successors` say, and in which slots: the first that follows a slot stays there, others fork
-        from it into slots that nobody follows."""
-        spare, seats = seated(slots, successors)
+        """Continue beams with their successors, and return their slots.
+
+        The first successor of a slot stays there; others fork into slots without successor."""
+        spare, seats = assign_slots(slots, successors)
         for slot in spare:
             if slot.sequence is not None:
                 self._release(slot)
-        for slot, way in seats:
-            if slot is not way.slot:
-                slot.tokens = list(way.slot.tokens)
-                self.fork(way.slot, slot)
-            elif slot.sequence is None:  # it lost its pages while it waited for the others
+        for slot, successor in seats:
+            if slot is not successor.slot:
+                slot.tokens = list(successor.slot.tokens)
+                self.fork(successor.slot, slot)
+            elif slot.sequence is None:  # it was preempted while it waited for the other beams
                 self._queue.push(slot)
-        told = [way.logprobs for _, way in seats]  # they go on from those of slots that change now
-        for (slot, way), logprobs in zip(seats, told, strict=True):
-            slot.tokens.append(way.token)
-            slot.logprobs, slot.cumulative_logprob = logprobs, way.total
+        all_logprobs = [successor.logprobs for _, successor in seats]  # read before the slots change
+        for (slot, successor), logprobs in zip(seats, all_logprobs, strict=True):
+            slot.tokens.append(successor.token)
+            slot.logprobs, slot.cumulative_logprob = logprobs, successor.total
         return [slot for slot, _ in seats]
 
     def _commit(self, rows: list[int], tokens: list[int]) -> None:
@@ -311,38 +450,42 @@ class Scheduler:
 
     def _match(self, request: Request) -> Match:
         media = () if request.images is None else request.images.media
-        return self.cache.match(request.ids(len(request.tokens)), request.asking, media)
+        return self.cache.match(request.ids(len(request.tokens)), request.match_control, media)
 
-    def _admit(self, request: Request, found: Match) -> None:
-        request.sequence = self.cache.open(found)
+    def _admit(self, request: Request, match: Match) -> None:
+        request.sequence = self.cache.open(match)
         self._lookahead.unprotect(request)
         request.computed = request.sequence.length
         self.running.append(request)
+        self._queue.tenant_queue(request).running += 1
 
-    def _begin(self, request: Request, found: Match, looked_up: float) -> None:
-        """A request got its first work: remember what it found, and why not more."""
+    def _start(self, request: Request, match: Match, looked_up: float) -> None:
+        """Record the cache hit of a request that got its first work, and why there was not more."""
         if request.cached_tokens is None:
             request.count_cached(request.computed)
-            request.stop = found.miss
-            lacking = request.miss  # of what lies below, which the pool knows nothing of
-            if lacking is not None and lacking.position == found.resume and found.miss.reason in NOT_CACHED:
-                request.stop = lacking
-            if len(self.cache.roots) <= MOST_ROOTS:
-                request.elsewhere = self.cache.explain(found).reason == "other tenant"
-            request.looked_up, request.began = looked_up, self.cache.clock.now()
-            self.begun.append(request)
+            request.pool_miss = match.miss
+            tier_miss = request.tier_miss  # of the tiers
+            if (
+                tier_miss is not None
+                and tier_miss.position == match.resume
+                and match.miss.reason in NOT_CACHED
+            ):
+                request.pool_miss = tier_miss
+            if len(self.cache.roots) <= MAX_ROOTS:
+                request.other_tenant_has_more = self.cache.explain(match).reason == "other tenant"
+            request.looked_up, request.started = looked_up, self.cache.clock.now()
+            self.started_requests.append(request)
         if self.offload is not None:
             self.offload.request_started(request)
 
     def _decode(self, requests: list[Request], picked: list[Scheduled], places: dict[int, int]) -> None:
-        """Give one token each to requests that decode: all at once where there is room for all. They do not count
-        against the budget: chunks of prompts keep their size, which kernels that are prepared for a size like."""
+        """Give one token to each decoding request, all at once if there is room.
+
+        Decodes do not count against the budget, so that prompt chunks keep the sizes that kernels are prepared for."""
         rows = np.array([request.sequence.row for request in requests if request.sequence is not None])
         if requests and not self.cache.extend_many(rows):
             for request in requests:
-                if (
-                    request.inflight_tokens and request.sequence is not None
-                ):  # of nearly all of them, at each step
+                if request.inflight_tokens and request.sequence is not None:  # the usual case
                     work = Work(request.sequence, UNKNOWN, places[id(request)], request.images)
                 else:
                     work = self._work(request, 1, places)
@@ -359,28 +502,32 @@ class Scheduler:
         picked: list[Scheduled],
         places: dict[int, int],
         preempt: bool = True,
+        until: int | None = None,
     ) -> int:
-        """Reserve pages for as many of a request's tokens as the budget allows; how many it got. Where there is no room
-        those that rank behind it give theirs up, and if that does not do, it waits."""
+        """Reserve pages for as many tokens as the budget allows, and return the number. Preempts requests of lower rank.
+
+        `until` bounds the tokens of a request whose tail loads. Without room, the request itself is preempted."""
         sequence = request.sequence
         assert sequence is not None
-        most, telling = min(request.pending, budget), request.telling
-        near = most = min(most, self._told) if telling else most
-        if self.offload is not None and (stop := self.offload.compute_until(request)) is not None:
-            near = min(most, stop - request.computed)
+        most, telling = min(request.pending, budget), request.computes_prompt_logprobs
+        near = most = min(most, self._prompt_logprobs_left) if telling else most
+        if until is not None and request.computed < until:
+            near = min(most, until - request.computed)
         count = (
             near
             if sequence.next_checkpoint is None
             else min(near, sequence.next_checkpoint - sequence.length)
         )
-        # (A snapshot that is wanted inside of an image that must stay whole is not taken, nor does a load meet it there.)
+        # Checkpoints and loads inside an image that must stay whole are skipped.
         count = _fitting(request, count) or _fitting(request, near) or _fitting(request, most)
         if not count:
-            return 0  # an image that must stay whole waits for a step with room for it
+            return 0  # an image that must stay whole waits for a larger step
         while sequence.extend(count):
-            victim = choose_victim(self.cache, self.running, request, count, picked) if preempt else None
+            victim = None
+            if preempt:
+                victim = choose_victim(self.cache, self.running, request, count, picked, self._excess_of)
             if victim is None:
-                # May fit beside what is already picked, or, where windows leave pages behind, step by step.
+                # A shorter chunk may fit: beside the picked work, or because windows free pages step by step.
                 shorter = _fitting(request, (count + 1) // 2)
                 if count == 1 or not shorter:
                     self._preempt(request)
@@ -389,7 +536,7 @@ class Scheduler:
             else:
                 self._preempt(victim)
         picked.append((request, self._work(request, count, places)))
-        self._told -= count if telling else 0
+        self._prompt_logprobs_left -= count if telling else 0
         return count
 
     def _work(self, request: Request, count: int, places: dict[int, int]) -> Work:
@@ -400,17 +547,18 @@ class Scheduler:
         return Work(request.sequence, tokens, images=request.images)
 
     def _unpark(self) -> bool:
-        """Where beams that wait for others hold every row, one gives its up; whether that is so."""
+        """Preempt a parked beam if parked beams hold every row and requests wait. Return whether that is so."""
         parked = [request for request in self.running if request.parked]
         if parked and self.waiting:
             self._preempt(max(parked, key=lambda request: request.rank))
         return bool(parked and self.waiting)
 
     def _reject(self, request: Request) -> None:
-        """A request had the pool to itself and found no room: what it found cached, or was about to share with the cache,
-        may be why. It tries once more without the cache, until it gets a token; then that is its end."""
+        """Finish a request that has no room in an otherwise empty pool.
+
+        The first time, it retries without the cache: pages it shares with the cache may be the reason."""
         if request.uncached:
-            self.rejected += [one for one in request.bound if one.finish_reason is None]
+            self.rejected += [one for one in request.finishes_with if one.finish_reason is None]
             self.finish(request, "no_room")
         request.uncached = True
 
@@ -420,9 +568,9 @@ class Scheduler:
         began = request.computed > request.sequence.resumed
         request.preemptions += began
         if began:
-            request.looked_in_tiers = None  # what it loses now may be found below
+            request.looked_in_tiers = None  # tiers may have the pages that it releases
         self._release(request)
-        if not parked:  # else it is nowhere until its successors are known
+        if not parked:  # a parked beam continues with its successors
             self._queue.push(request)
 
     def _release(self, request: Request) -> None:
@@ -432,8 +580,9 @@ class Scheduler:
         request.sequence = None
         request.computed = 0
         self.running.remove(request)
+        self._queue.tenant_queue(request).running -= 1
 
 
 def _fitting(request: Request, count: int) -> int:
-    """How many of `count` tokens a step may take so that it cuts no image that must stay whole."""
+    """Return how many of `count` tokens a step may compute without splitting an image that must stay whole."""
     return count if request.images is None else request.images.step_tokens(request.computed, count)

@@ -1,113 +1,189 @@
-"""Who waits: in line by rank, aside until pages have come from below, or behind someone aside for the same pages. Knows no cache
-and no pages."""
+"""The waiting queue: requests by tenant and rank, requests that wait for pages, and requests behind those for the same pages.
+
+Each tenant has a queue; ranks count inside it. The tenant with the least service is next. Service is computed tokens over the
+tenant's weight; a tenant without waiting requests earns no credit. Does not use the cache.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from itertools import chain, islice
+from math import inf
 
+from kvloom.core import Account
 from kvloom.engine.request import Request
 
-__all__ = ["Front", "WaitingQueue", "common_prefix", "front_of"]
+__all__ = ["NextBlock", "TenantQueue", "WaitingQueue", "common_prefix", "next_block_of"]
 
-Front = tuple[str, str, bytes]
-"""What a request has when its next block is whole: tenant, adapter and content."""
+NextBlock = tuple[str, str, bytes]
+"""Identity of the next whole block of a request: tenant, adapter and content."""
+
+
+UNWEIGHTED = 1 / 16
+"""Weight of a tenant of weight 0, as a share of the least other weight."""
+
+
+class TenantQueue:
+    """The waiting requests of one tenant by rank, and what the scheduler gave it.
+
+    `running`: requests; `service`: computed tokens over `weight`; `short`: bytes that its next request lacked in the last step."""
+
+    __slots__ = ("account", "heap", "running", "service", "short", "weight")
+
+    def __init__(self, account: Account, weight: float) -> None:
+        self.account, self.weight = account, weight
+        self.heap: list[tuple[tuple[int, int], Request]] = []
+        self.running = self.short = 0
+        self.service = 0.0
+
+    @property
+    def turn(self) -> tuple[float, float]:
+        """Sort key: the smallest tenant is next."""
+        return self.service, self.running / self.weight
+
+    def head(self) -> Request | None:
+        """Return the next request; None if none waits, or its last token has not arrived. Drops finished requests."""
+        while self.heap:
+            request = self.heap[0][1]
+            if request.finish_reason is None:
+                return None if request.inflight_tokens else request
+            heapq.heappop(self.heap)
+        return None
 
 
 class WaitingQueue:
-    """Requests that hold no pages. Those that ended meanwhile are passed over, and dropped when their turn comes."""
+    """Requests without pages. Finished requests are skipped, and dropped when they are next.
 
-    def __init__(self) -> None:
-        self._ready: list[tuple[tuple[int, int], Request]] = []
-        self._loading: list[tuple[Request, Front | None]] = []
-        self._behind: dict[Front, list[Request]] = {}
-        self._fronts: set[Front | None] = set()  # of those aside
+    `accounts` by tenant name; undeclared tenants share the account ""."""
+
+    def __init__(self, accounts: Mapping[str, Account]) -> None:
+        weights = [account.tenant.weight for account in accounts.values() if account.tenant.weight]
+        least = UNWEIGHTED * min(weights) if weights else 1.0
+        self._tenants = {
+            name: TenantQueue(account, account.tenant.weight or least) for name, account in accounts.items()
+        }
+        self._default = self._tenants[""]
+        self._active: dict[TenantQueue, None] = {}
+        self._loading: list[tuple[Request, NextBlock | None]] = []
+        self._behind: dict[NextBlock, list[Request]] = {}
+        self._loading_blocks: set[NextBlock | None] = set()
 
     def __iter__(self) -> Iterator[Request]:
-        """Those that have not ended, in no order."""
+        """Iterate over unfinished requests, in no order."""
         behind = chain.from_iterable(self._behind.values())
-        found = (
-            *(request for _, request in self._ready),
-            *(request for request, _ in self._loading),
-            *behind,
-        )
-        return (request for request in found if request.finish_reason is None)
+        queued = (request for tenant in self._active for _, request in tenant.heap)
+        requests = (*queued, *(request for request, _ in self._loading), *behind)
+        return (request for request in requests if request.finish_reason is None)
 
     @property
     def length(self) -> int:
-        """How many are in line, the ended among them. O(1)."""
-        return len(self._ready)
+        """Number of queued requests, finished ones included. O(tenants)."""
+        return sum(len(tenant.heap) for tenant in self._active)
 
     @property
     def loading(self) -> int:
-        """How many wait for pages from below."""
+        """Number of requests that wait for pages from tiers."""
         return len(self._loading) + sum(map(len, self._behind.values()))
 
-    def push(self, request: Request) -> None:
-        heapq.heappush(self._ready, (request.rank, request))
+    def tenant_queue(self, request: Request) -> TenantQueue:
+        """Return the queue of a request's tenant. Undeclared tenants share one."""
+        return self._tenants.get(request.control.tenant, self._default)
 
-    def pop(self) -> Request | None:
-        """Whose turn it is; None where nobody waits, or the first was preempted a moment ago and its last token is not
-        known yet."""
-        while self._ready:
-            request = self._ready[0][1]
-            if request.inflight_tokens:
-                return None
-            heapq.heappop(self._ready)
-            if request.finish_reason is None:
-                return request
-        return None
+    def active(self) -> list[TenantQueue]:
+        """Return the tenants with waiting or running requests. O(those tenants)."""
+        active = [tenant for tenant in self._active if tenant.heap or tenant.running]
+        if len(active) < len(self._active):
+            self._active = dict.fromkeys(active)
+        return active
+
+    def push(self, request: Request) -> None:
+        """Queue a request. A tenant that had none starts at the level of the others: unused service is lost."""
+        tenant = self.tenant_queue(request)
+        if len(self._tenants) > 1 and not tenant.heap:
+            others = [other.service for other in self.active() if other is not tenant]
+            level = min(others) if others else max(other.service for other in self._tenants.values())
+            tenant.service = max(tenant.service, level)
+        self.put_back(request)
+
+    def put_back(self, request: Request) -> None:
+        """Queue a popped request again, without an effect on service."""
+        tenant = self.tenant_queue(request)
+        self._active[tenant] = None
+        heapq.heappush(tenant.heap, (request.rank, request))
+
+    def pop(self, passed: Container[TenantQueue] = (), below: float = inf) -> Request | None:
+        """Return the next request of the tenants that are not `passed` and have less service than `below`.
+
+        None if there is none, or the last token of each tenant's next request has not arrived."""
+        tenants = [tenant for tenant in self._active if tenant not in passed and tenant.service < below]
+        ready = [tenant for tenant in tenants if tenant.head() is not None]
+        return heapq.heappop(min(ready, key=_turn).heap)[1] if ready else None
 
     def nearest(self, most: int) -> list[Request]:
-        """Up to `most` of those in line, whose turn comes about next."""
-        return [request for _, request in islice(self._ready, most) if request.finish_reason is None]
+        """Return up to `most` requests that are about next, equally many of each tenant."""
+        heaps = [tenant.heap for tenant in self._active if tenant.heap]
+        each = -(-most // max(1, len(heaps)))
+        return [
+            request for heap in heaps for _, request in islice(heap, each) if request.finish_reason is None
+        ]
 
-    def set_loading(self, request: Request, front: Front | None) -> None:
-        """Let a request wait for pages, those of `front` among them."""
-        self._loading.append((request, front))
-        self._fronts.add(front)
+    def set_loading(self, request: Request, next_block: NextBlock | None) -> None:
+        """Let a request wait for pages, those of `next_block` among them."""
+        self._loading.append((request, next_block))
+        self._loading_blocks.add(next_block)
 
-    def wait_behind(self, request: Request, front: Front) -> bool:
-        """Let a request wait behind one that waits for the pages of `front`; whether there is one."""
-        if front not in self._fronts:
+    def wait_behind(self, request: Request, next_block: NextBlock) -> bool:
+        """Let a request wait for another one that loads `next_block`. Return whether there is one."""
+        if next_block not in self._loading_blocks:
             return False
-        self._behind.setdefault(front, []).append(request)
+        self._behind.setdefault(next_block, []).append(request)
         return True
 
-    def requeue_ready(self, still: Callable[[Request, bool], bool]) -> set[Front | None]:
-        """Put back in line who waits aside and need not any more, and who waits behind those; the fronts of the others: nobody
-        else need compute those. `still` is told of each whether others wait behind it."""
+    def requeue_ready(self, is_pending: Callable[[Request, bool], bool]) -> set[NextBlock | None]:
+        """Queue the requests whose pages have arrived, and those behind them. Return the next blocks of the others.
+
+        `is_pending(request, has_followers)` returns whether a request has to wait on."""
         waiting, self._loading = self._loading, []
-        for request, front in waiting:
-            if request.finish_reason is None and still(request, front in self._behind):
-                self._loading.append((request, front))
+        for request, next_block in waiting:
+            if request.finish_reason is None and is_pending(request, next_block in self._behind):
+                self._loading.append((request, next_block))
             elif request.finish_reason is None:
                 self.push(request)
-        self._fronts = {front for _, front in self._loading}
-        for front in [front for front in self._behind if front not in self._fronts]:
-            for request in self._behind.pop(front):
+        self._loading_blocks = {next_block for _, next_block in self._loading}
+        for next_block in [
+            next_block for next_block in self._behind if next_block not in self._loading_blocks
+        ]:
+            for request in self._behind.pop(next_block):
                 self.push(request)
-        return set(self._fronts)
+        return set(self._loading_blocks)
 
 
-def front_of(request: Request, start: int, block: int) -> Front | None:
-    """What a request that has `start` tokens has when its next block is whole; None where nobody shares it."""
+def _turn(tenant: TenantQueue) -> tuple[float, float]:
+    return tenant.turn
+
+
+def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
+    """Return the next whole block of a request with `start` tokens; None if no other request can share it."""
     control, end = request.control, (start // block + 1) * block
     alone = request.uncached or request.wants_prompt_logprobs
     if end > len(request.tokens) or alone or not (control.read and control.store):
         return None
-    shown = b"" if request.images is None else request.images.content_key(end)
-    return control.tenant, f"{control.adapter}{'~' * control.lossy}", request.ids(end).tobytes() + shown
+    image_content = b"" if request.images is None else request.images.content_key(end)
+    return (
+        control.tenant,
+        f"{control.adapter}{'~' * control.lossy}",
+        request.ids(end).tobytes() + image_content,
+    )
 
 
 def common_prefix(one: Request, other: Request, start: int, block: int) -> int:
-    """Where `other` could resume on what `one` computes from `start` on, short of its end: by whole blocks; 0 for nowhere."""
+    """Return where `other` could resume on what `one` computes from `start` on, in whole blocks; 0 for nowhere."""
     end = (start // block + 1) * block
     if min(len(one.tokens), len(other.tokens) - 1) < end or one.tokens[end - 1] != other.tokens[end - 1]:
-        return 0  # so mostly
-    front = front_of(one, start, block)
-    if front is None or front != front_of(other, start, block):
+        return 0  # the usual case
+    next_block = next_block_of(one, start, block)
+    if next_block is None or next_block != next_block_of(other, start, block):
         return 0
     shared = min(len(one.tokens), len(other.tokens))
     same = one.ids(shared) == other.ids(shared)

@@ -1,3 +1,38 @@
-"""TODO: map of this folder."""
+"""The HTTP API in OpenAI's format.
 
-__all__: list[str] = []
+    server_context.py     ServerContext: state and checks that all endpoints share
+    generation.py         endpoints that generate: completions and chats
+    tokenize.py           /tokenize and /detokenize
+    request_fields.py     fields of a request, and their sampling parameters
+    prompts.py            PromptEncoder: texts and chats to token ids
+    templates.py          chat templates within limits
+    control_tokens.py     control tokens in the texts of a request
+    responses.py          responses, whole or as events
+    connection.py         HTTP connections with limits
+
+Imports worker, auth and metrics. The routes are in serve/application.py.
+"""
+
+from __future__ import annotations
+
+from .connection import close_idle, limited_connection
+from .generation import ChatEndpoint, CompletionEndpoint
+from .prompts import PromptEncoder, load_tokenizer
+from .request_fields import engine_error
+from .server_context import ServerContext, is_loopback, parse_digits
+from .tokenize import DetokenizeEndpoint, TokenizeEndpoint
+
+__all__ = [
+    "ChatEndpoint",
+    "CompletionEndpoint",
+    "DetokenizeEndpoint",
+    "PromptEncoder",
+    "ServerContext",
+    "TokenizeEndpoint",
+    "close_idle",
+    "engine_error",
+    "is_loopback",
+    "limited_connection",
+    "load_tokenizer",
+    "parse_digits",
+]

@@ -1,6 +1,6 @@
-"""HTTP connections that do not wait for ever: clients that connect and say nothing, or say it too slowly, are cut off.
+"""HTTP connections with limits: silent and slow clients are disconnected.
 
-What is no HTTP, or comes on one connection too many, is told in OpenAI's shape as everything else is.
+Data that is not HTTP, and connections beyond the limit, get an error response in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .errors import ApiError
+from kvloom.serve.errors import ApiError
 
-__all__ = ["Connection", "at_most", "close_idle"]
+__all__ = ["Connection", "close_idle", "limited_connection"]
 
 HEAD_BYTES = 1 << 16
-"""A request's head may take so much, beyond what one read from the socket brings."""
+"""Limit of a request's head, in addition to one read from the socket."""
 
 
-def _farewell(error: ApiError) -> bytes:
-    """A whole answer after which the connection is closed, as bytes: there is no request that could be answered properly."""
+def _final_response(error: ApiError) -> bytes:
+    """Return a complete response that closes the connection, for cases without a parsed request."""
     head = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
     head += [b"%s: %s" % header for header in error.headers]
     return b"\r\n".join(
@@ -30,14 +30,12 @@ def _farewell(error: ApiError) -> bytes:
     )
 
 
-_HEAD_TOO_LARGE = _farewell(
-    ApiError(431, f"the request's head is larger than this server takes, {HEAD_BYTES:,} bytes")
-)
-_NO_HTTP = _farewell(ApiError(400, "this is no HTTP/1.1 request that this server understands"))
-_TOO_MANY = _farewell(
+_HEAD_TOO_LARGE = _final_response(ApiError(431, f"request head exceeds the limit of {HEAD_BYTES:,} bytes"))
+_NOT_HTTP = _final_response(ApiError(400, "not a valid HTTP/1.1 request"))
+_TOO_MANY = _final_response(
     ApiError(
         503,
-        "more connections are open than this server takes: close some, or raise --max-connections",
+        "too many open connections: close some, or raise --max-connections",
         code="too_many_connections",
         retry_after=1,
     )
@@ -45,22 +43,22 @@ _TOO_MANY = _farewell(
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. A request's scope has `kvloom.abort`, which ends it without sending what waits."""
+    """One connection. A request's scope has `kvloom.abort`, which closes it without sending queued data."""
 
-    most = 1 << 30
-    waits_since = 0.0
+    max_connections = 1 << 30
+    waiting_since = 0.0
     _in_head = False
     _head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.waits_since = time.monotonic()
-        if len(self.connections) > self.most:
-            self._leave(_TOO_MANY)
+        self.waiting_since = time.monotonic()
+        if len(self.connections) > self.max_connections:
+            self._close_with(_TOO_MANY)
 
     def data_received(self, data: bytes) -> None:
-        if self.timeout_keep_alive_task is not None:  # the first of another request
-            self.waits_since = time.monotonic()
+        if self.timeout_keep_alive_task is not None:  # start of the next request
+            self.waiting_since = time.monotonic()
         began = self._in_head
         super().data_received(data)
         if not (began and self._in_head):
@@ -68,15 +66,15 @@ class Connection(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         if self._head_bytes > HEAD_BYTES:
-            self._leave(_HEAD_TOO_LARGE)
+            self._close_with(_HEAD_TOO_LARGE)
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's way out where it cannot parse what came."""
-        self._leave(_NO_HTTP)
+        """Called by uvicorn for data that it cannot parse."""
+        self._close_with(_NOT_HTTP)
 
-    def _leave(self, words: bytes) -> None:
+    def _close_with(self, response: bytes) -> None:
         if not self.transport.is_closing():
-            self.transport.write(words)
+            self.transport.write(response)
             self.transport.close()
 
     def on_message_begin(self) -> None:
@@ -89,23 +87,23 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Nothing here speaks WebSocket, and installing something would not change that: the request is answered as it is."""
+        """Suppress uvicorn's advice to install a WebSocket library: the server has no WebSocket endpoint."""
 
     @property
-    def waits(self) -> bool:
-        """Whether a request's head has not come: none was sent yet, or not all of it. Between requests uvicorn counts."""
-        cycle: Any = self.cycle  # None before the first request, whatever its declaration says
+    def is_waiting(self) -> bool:
+        """Whether a request's head is incomplete. uvicorn times the pause between requests."""
+        cycle: Any = self.cycle  # None before the first request, unlike its annotation
         return (cycle is None or bool(cycle.response_complete)) and self.timeout_keep_alive_task is None
 
 
-def at_most(connections: int) -> type[Connection]:
-    """Connections of which so many may be open at once."""
-    return type("LimitedConnection", (Connection,), {"most": connections})
+def limited_connection(connections: int) -> type[Connection]:
+    """Return a Connection class with a limit of open connections."""
+    return type("LimitedConnection", (Connection,), {"max_connections": connections})
 
 
 def close_idle(connections: Iterable[Any], seconds: float) -> None:
-    """Cut off connections whose request did not come within so long."""
+    """Close connections whose request did not arrive within `seconds`."""
     before = time.monotonic() - seconds
     for one in list(connections):
-        if isinstance(one, Connection) and one.waits and one.waits_since < before:
+        if isinstance(one, Connection) and one.is_waiting and one.waiting_since < before:
             one.transport.abort()

@@ -1,12 +1,12 @@
 """Chats whose messages contain the text of a control token: only the template's own becomes the token.
 
-A request's texts are searched before rendering. A random mark goes into each control token found there, the template renders,
-and the marks come out again: a control token of the prompt with a mark inside is the request's, and is encoded as text.
+A request's texts are searched before rendering. Each control token found there gets a random mark inside. The template
+renders, then the marks are removed. A control token with a mark inside belongs to the request and is encoded as text.
 
     content   go on <|system|>         marked   go on <593…|system|>
     prompt    <|user|>go on <|system|>          tokens   [user] g o … < | s y s t e m | >
 
-Chats without such text are encoded as they always were.
+Chats without such text are encoded directly.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from collections.abc import Callable, Iterable
 from itertools import islice, pairwise
 from typing import Any
 
-from .errors import bad_request
+from kvloom.serve.errors import bad_request
 
-__all__ = ["MARK_ROOM", "ControlTokens", "Encode"]
+__all__ = ["MARK_CHARACTERS", "ControlTokens", "Encode"]
 
 MARK_DIGITS = 32
-"""Digits pass unchanged through what templates do to texts: trim, tojson, upper."""
+"""Digits survive what templates do to texts: trim, tojson, upper."""
 FRAGMENT_DIGITS = 12
-MOST_MARKS = 4096
-"""Control tokens that the texts of one request may contain."""
-MARK_ROOM = MOST_MARKS * MARK_DIGITS
-"""Characters that marks add to a prompt while it is rendered, if the template repeats no text."""
+MAX_MARKS = 4096
+"""Limit of control tokens in the texts of one request."""
+MARK_CHARACTERS = MAX_MARKS * MARK_DIGITS
+"""Characters that marks add to a prompt during rendering, if the template repeats no text."""
 TRUSTED_ROLES = ("system", "developer", "assistant", "model")
-"""Messages that may contain the tokens of reasoning and tool calls, which are added but not special."""
+"""Messages of these roles may contain the tokens of reasoning and tool calls, which are added but not special."""
 
 Encode = Callable[[str], list[int]]
 
@@ -62,13 +62,13 @@ class ControlTokens:
             self._build(tokenizer, backend, added)
 
     def mark(self, messages: list[dict[str, Any]], others: dict[str, Any]) -> tuple[Any, Any, str]:
-        """Return messages and other template variables with marks, and the mark: "" where nothing needs one."""
+        """Return messages and other template variables with marks, and the mark: "" if none is needed."""
         trusted = [message.get("role") in TRUSTED_ROLES for message in messages]
         count = self._all.count(others)
         for known, message in zip(trusted, messages, strict=True):
             count += (self._special if known else self._all).count(message)
-            if count > MOST_MARKS:
-                raise _refused(f"they contain more than {MOST_MARKS:,} in all")
+            if count > MAX_MARKS:
+                raise _refused(f"they contain more than {MAX_MARKS:,} in all")
         if not count:
             return messages, others, ""
         mark = "".join(secrets.choice("0123456789") for _ in range(MARK_DIGITS))
@@ -79,8 +79,8 @@ class ControlTokens:
         return marked, self._all.marked(others, mark), mark
 
     def unmark(self, text: str, mark: str, encode: Encode, special: bool) -> tuple[str, str, Encode]:
-        """Take the marks out of a prompt. Return its text, the text to encode, and what encodes that; `special`: with the
-        tokens that the tokenizer adds around a text. Raises ApiError where the template cut a mark."""
+        """Remove the marks from a prompt. Return its text, the text to encode, and the encoder for it. `special` adds the tokenizer's
+        surrounding tokens. Raises ApiError if the template cut a mark."""
         parts = text.split(mark)
         places, place = set(), 0
         for part in parts[:-1]:
@@ -119,7 +119,7 @@ class ControlTokens:
         return encode
 
     def _build(self, tokenizer: Any, backend: Any, added: dict[str, Any]) -> None:
-        """Make a second tokenizer that knows control tokens under secret aliases only."""
+        """Build a second tokenizer that has control tokens under secret aliases only."""
         from tokenizers import AddedToken, Tokenizer
 
         state = json.loads(backend.to_str())
@@ -147,7 +147,7 @@ class ControlTokens:
 
 
 class _Texts:
-    """Texts of control tokens, and how they are found in a request. A search costs in proportion to the text."""
+    """Texts of control tokens, and the search for them. A search costs in proportion to the text."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = frozenset(texts)
@@ -161,8 +161,7 @@ class _Texts:
         self._last = {text[-1] for text in lower}
 
     def count(self, value: Any) -> int:
-        """How many control tokens a value has, or parts of one where the template's text could complete it. Stops at
-        MOST_MARKS in one text."""
+        """Return the number of control tokens in a value, with parts that the template could complete. Stops at MAX_MARKS."""
         if isinstance(value, str):
             return len(self._places(value))
         if isinstance(value, dict):
@@ -170,7 +169,7 @@ class _Texts:
         return sum(map(self.count, value)) if isinstance(value, list) else 0
 
     def marked(self, value: Any, mark: str) -> Any:
-        """A value with the mark inside every control token."""
+        """Return a value with the mark inside every control token."""
         if isinstance(value, str):
             cuts = [0, *self._places(value), len(value)]
             return mark.join(value[start:end] for start, end in pairwise(cuts))
@@ -179,8 +178,8 @@ class _Texts:
         return [self.marked(item, mark) for item in value] if isinstance(value, list) else value
 
     def _places(self, text: str) -> list[int]:
-        """Where marks belong in a text."""
-        places = {match.start() + 1 for match in islice(self._search.finditer(text), MOST_MARKS + 1)}
+        """Return the positions of marks in a text."""
+        places = {match.start() + 1 for match in islice(self._search.finditer(text), MAX_MARKS + 1)}
         head, tail = text[: self._longest].lower(), text[-self._longest :].lower()
         if not self._last.isdisjoint(head) and any(
             head[:size] in self._ends for size in range(1, len(head) + 1)
@@ -193,7 +192,7 @@ class _Texts:
 
 
 def _pattern(texts: Iterable[str]) -> str:
-    """A regular expression for the longest of some texts: one branch a character, so that a search never tries them all."""
+    """Return a regular expression for the longest of some texts, built as a trie: a search never tries them all."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -212,7 +211,7 @@ def _pattern(texts: Iterable[str]) -> str:
 
 
 def _alias(token: Any, alias: str, kind: Any) -> Any:
-    """An added token that takes the space around it as another one does."""
+    """Return an added token that treats surrounding space like `token`."""
     flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
     return kind(alias, normalized=False, special=False, **flags)
 
@@ -224,5 +223,5 @@ def _template_text(tokenizer: Any) -> str:
 
 def _refused(why: str) -> Exception:
     return bad_request(
-        f"messages: texts contain control tokens of this model, and {why}: remove them", "messages"
+        f"messages: the texts contain control tokens of this model, and {why}: remove them", "messages"
     )

@@ -1,7 +1,7 @@
 """The endpoints that generate: from a request's JSON to the engine, and its answers back, whole or as a stream of events.
 
-check, tokenise ──▶ Add to the engine ──▶ Mailbox ──▶ events, as fast as the client reads
-                               ▲── withdrawn when the client goes away, reads too slowly, or something fails
+check, encode ──▶ Add to the engine ──▶ ResponseStream ──▶ events, at the client's speed
+                         ▲── cancelled if the client disconnects or reads too slowly, or on an error
 """
 
 from __future__ import annotations
@@ -13,56 +13,57 @@ from abc import ABC, abstractmethod
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from kvloom.engine.sampling.params import SamplingParams
-from kvloom.serve.metrics.request_records import Record
-from kvloom.serve.worker.mailbox import Mailbox
-from kvloom.serve.worker.messages import Add, Delta, Ready
+from kvloom.engine import SamplingParams
+from kvloom.serve.errors import ApiError, bad_request, context_too_long, slow_reader
+from kvloom.serve.metrics import RequestRecord
+from kvloom.serve.worker import Add, Delta, Ready, ResponseStream
 
-from .errors import ApiError, bad_request, slow_reader, too_long
-from .prompts import Prompt, Prompts, Room
-from .request_fields import ChatFields, CompletionFields, check_tokens, read_fields, sampling
-from .responses import ChatForm, CompletionForm, Form
-from .service import Service
+from .prompts import Prompt, PromptEncoder, PromptLimits
+from .request_fields import ChatFields, CompletionFields, check_tokens, read_fields, sampling_params
+from .responses import ChatResponse, CompletionResponse, ResponseBuilder
+from .server_context import ServerContext
 
-__all__ = ["Chats", "Completions", "Generation"]
+__all__ = ["ChatEndpoint", "CompletionEndpoint", "GenerationEndpoint"]
 
 DEFAULT_TOKENS = 16
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class Generation(ABC):
+class GenerationEndpoint(ABC):
     """An ASGI application for one endpoint."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, context: ServerContext) -> None:
+        self.context = context
 
     @abstractmethod
     def read(self, body: bytes) -> CompletionFields | ChatFields: ...
 
     @abstractmethod
     async def prompts(
-        self, fields: CompletionFields | ChatFields, prompts: Prompts, room: Room
+        self, fields: CompletionFields | ChatFields, prompts: PromptEncoder, limits: PromptLimits
     ) -> list[Prompt]: ...
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began = time.monotonic()
-        service, request = self.service, Request(scope, receive)
-        if service.keys:
-            service.tenant_of(request)  # before anything of the body is read
-        facts, prompts = service.ready()
-        fields = self.read(await service.body(request))
-        service.check_model(fields.model)
-        tenant = service.tenant(request, fields)
-        with service.gate.entered(_answers(fields)):
-            most = self._most(tenant, facts)
-            room = Room(most, facts.vocabulary, _kept(fields, most))
-            given = await self.prompts(fields, prompts, room)
+        started = time.monotonic()
+        context, request = self.context, Request(scope, receive)
+        if context.keys:
+            context.authenticate(request)  # before reading the body
+        facts, prompts = context.require_ready()
+        fields = self.read(await context.read_body(request))
+        context.check_model(fields.model)
+        tenant = context.request_tenant(request, fields)
+        answers, caps = _answer_count(fields), context.keys.caps(tenant)
+        caps.check(answers, fields.ttl, fields.priority)
+        with context.limiter.admit(answers, tenant, caps.open):
+            most = self._max_prompt_tokens(tenant, facts)
+            limits = PromptLimits(most, facts.vocab_size, _tokens_to_keep(fields, most))
+            given = await self.prompts(fields, prompts, limits)
             messages = self._messages(fields, given, tenant, facts)
             ids, n = [message.id for message in messages], messages[0].params.n
-            stream = bool(fields.stream)
-            mailbox = Mailbox(ids, n, service.limits.unread_characters if stream else None)
-            form = (ChatForm if isinstance(fields, ChatFields) else CompletionForm)(
-                service.model,
+            is_stream = bool(fields.stream)
+            stream = ResponseStream(ids, n, context.limits.unread_characters if is_stream else None)
+            response = (ChatResponse if isinstance(fields, ChatFields) else CompletionResponse)(
+                context.model,
                 given,
                 ids,
                 n,
@@ -73,32 +74,35 @@ class Generation(ABC):
                 usage=fields.stream_options,
                 prompt_logprobs=fields.prompt_logprobs is not None,
             )
-            service.link.check()
-            record = service.observer.begin(form.id, scope["path"], messages, began, request.headers)
-            service.link.submit(messages, mailbox)
-            watcher = asyncio.create_task(_watch(receive, mailbox))
+            context.engine.require_ready()
+            record = context.observer.start(response.id, scope["path"], messages, started, request.headers)
+            context.engine.submit(messages, stream)
+            watcher = asyncio.create_task(_watch_disconnect(receive, stream))
             try:
-                if stream:
-                    events = _Events(service, mailbox, form, send, record)
+                if is_stream:
+                    events = _EventStream(context, stream, response, send, record)
                     if not await events.run() and "kvloom.abort" in scope:
                         scope["kvloom.abort"]()
                         await watcher
                 else:
-                    await _whole(mailbox, form, send)
+                    await _send_whole(stream, response, send)
             except ApiError as error:
-                record.failure = error.code or str(error.status)
+                record.error_code = error.code or str(error.status)
                 raise
             finally:
                 watcher.cancel()
-                service.link.withdraw(mailbox)
-                record.output_tokens, record.finishes = form.usage.completion, form.finishes
-                record.gone = mailbox.gone
-                service.observer.end(record)
+                context.engine.cancel(stream)
+                record.output_tokens, record.finish_reasons = (
+                    response.usage.completion,
+                    response.finish_reasons,
+                )
+                record.is_disconnected = stream.is_disconnected
+                context.observer.finish(record)
 
     def _messages(
         self, fields: CompletionFields | ChatFields, prompts: list[Prompt], tenant: str, facts: Ready
     ) -> list[Add]:
-        """One message for each prompt. Raises ApiError where one makes no sense, and then none is sent."""
+        """Return one Add per prompt. Raises ApiError for the first invalid one."""
         return [
             Add(
                 id_,
@@ -115,70 +119,80 @@ class Generation(ABC):
                 bool(fields.end_session),
                 bool(fields.lossy),
             )
-            for id_, prompt in zip(self.service.link.numbers(len(prompts)), prompts, strict=True)
+            for id_, prompt in zip(self.context.engine.new_ids(len(prompts)), prompts, strict=True)
         ]
 
     def _params(
         self, fields: CompletionFields | ChatFields, tokens: list[int], tenant: str, facts: Ready
     ) -> SamplingParams:
-        """How a prompt's answers are made. Raises ApiError where the prompt or a field makes no sense."""
+        """Return the sampling parameters of a prompt. Raises ApiError for an invalid prompt or field."""
         chat, count = isinstance(fields, ChatFields), len(tokens)
         param = "messages" if chat else "prompt"
-        longest, most = facts.tenants_longest.get(tenant, facts.longest), self._most(tenant, facts)
+        longest, most = (
+            facts.tenant_max_tokens.get(tenant, facts.max_tokens),
+            self._max_prompt_tokens(tenant, facts),
+        )
         wanted = fields.max_tokens
         if isinstance(fields, ChatFields) and wanted is None:
             wanted = fields.max_completion_tokens
         new = min(longest if chat else DEFAULT_TOKENS, max(1, longest - count)) if wanted is None else wanted
-        params = sampling(fields, new, facts.vocabulary)
+        params = sampling_params(fields, new, facts.vocab_size)
         if not count:
-            raise bad_request("a prompt needs at least one token", param)
+            raise bad_request("the prompt is empty: it must have at least one token", param)
         if count > most:
-            raise too_long(count, 0, most, param)
+            raise context_too_long(count, 0, most, param)
         if count + new > longest:
-            raise too_long(count, new, longest, param)
-        check_tokens(tokens, facts.vocabulary, param)
+            raise context_too_long(count, new, longest, param)
+        check_tokens(tokens, facts.vocab_size, param)
         return params
 
-    def _most(self, tenant: str, facts: Ready) -> int:
-        """The most tokens that a tenant's prompt can have: an answer needs one more."""
-        longest = facts.tenants_longest.get(tenant, facts.longest)
-        return min(longest - 1, self.service.limits.prompt_tokens or longest)
+    def _max_prompt_tokens(self, tenant: str, facts: Ready) -> int:
+        """Return the most prompt tokens of a tenant's request: one token is left for the answer."""
+        longest = facts.tenant_max_tokens.get(tenant, facts.max_tokens)
+        return min(longest - 1, self.context.limits.prompt_tokens or longest)
 
 
-class Completions(Generation):
+class CompletionEndpoint(GenerationEndpoint):
     def read(self, body: bytes) -> CompletionFields:
         return read_fields(body, CompletionFields)
 
     async def prompts(
-        self, fields: CompletionFields | ChatFields, prompts: Prompts, room: Room
+        self, fields: CompletionFields | ChatFields, prompts: PromptEncoder, limits: PromptLimits
     ) -> list[Prompt]:
         assert isinstance(fields, CompletionFields)
-        return await prompts.of_completion(fields, room)
+        return await prompts.encode_completion(fields, limits)
 
 
-class Chats(Generation):
+class ChatEndpoint(GenerationEndpoint):
     def read(self, body: bytes) -> ChatFields:
         return read_fields(body, ChatFields)
 
     async def prompts(
-        self, fields: CompletionFields | ChatFields, prompts: Prompts, room: Room
+        self, fields: CompletionFields | ChatFields, prompts: PromptEncoder, limits: PromptLimits
     ) -> list[Prompt]:
         assert isinstance(fields, ChatFields)
-        return [await prompts.of_chat(fields, room)]
+        return [await prompts.encode_chat(fields, limits)]
 
 
-class _Events:
-    """A stream of events to one client."""
+class _EventStream:
+    """A stream of server-sent events to one client."""
 
-    def __init__(self, service: Service, mailbox: Mailbox, form: Form, send: Send, record: Record) -> None:
-        self._service, self._mailbox, self._form, self._send = service, mailbox, form, send
-        self._seconds = service.limits.read_seconds
+    def __init__(
+        self,
+        context: ServerContext,
+        stream: ResponseStream,
+        response: ResponseBuilder,
+        send: Send,
+        record: RequestRecord,
+    ) -> None:
+        self._service, self._stream, self._response, self._send = context, stream, response, send
+        self._seconds = context.limits.read_seconds
         self._record = record
         self._last = 0.0
 
     async def run(self) -> bool:
-        """Send everything; False where the client reads too slowly, and what waits for it is of no use any more."""
-        pieces = await self._mailbox.take()  # what is refused is told with a status of its own
+        """Send all events. Return False if the client reads too slowly; its connection should be aborted."""
+        pieces = await self._stream.take()  # a rejection here becomes an error response
         if not pieces:
             return True
         body = self._body(pieces)
@@ -186,12 +200,12 @@ class _Events:
         try:
             while pieces:
                 await self._write(body)
-                pieces = await self._mailbox.take()
+                pieces = await self._stream.take()
                 body = self._body(pieces)
-            if not self._mailbox.gone:
-                await self._write(self._form.closing(), more=False)
+            if not self._stream.is_disconnected:
+                await self._write(self._response.last_event(), more=False)
         except ApiError as error:
-            self._record.failure = error.code or str(error.status)
+            self._record.error_code = error.code or str(error.status)
             if error.code == "slow_reader":
                 return False
             await self._write(b"data: " + error.body + b"\n\n", more=False)
@@ -200,52 +214,52 @@ class _Events:
     def _body(self, pieces: list[Delta]) -> bytes:
         now, metrics = time.monotonic(), self._service.metrics
         if not self._last:
-            self._record.first = now
-        elif metrics.observe:
+            self._record.first_token = now
+        elif metrics.is_enabled:
             for piece in pieces:
                 count = len(piece.tokens)
                 if count:
-                    metrics.between_tokens.add((now - self._last) / count, count)
+                    metrics.inter_token.add((now - self._last) / count, count)
         self._last = now
-        return b"".join([self._form.piece(piece) for piece in pieces])
+        return b"".join([self._response.event(piece) for piece in pieces])
 
     async def _write(self, body: bytes, more: bool = True) -> None:
         try:
             async with asyncio.timeout(self._seconds):
                 await self._send({"type": "http.response.body", "body": body, "more_body": more})
         except TimeoutError:
-            raise slow_reader(f"nothing was read for {self._seconds:g} seconds") from None
+            raise slow_reader(f"no data was read for {self._seconds:g} seconds") from None
 
 
-async def _whole(mailbox: Mailbox, form: Form, send: Send) -> None:
+async def _send_whole(stream: ResponseStream, response: ResponseBuilder, send: Send) -> None:
     found: list[Delta] = []
-    while pieces := await mailbox.take():
+    while pieces := await stream.take():
         found += pieces
-    if mailbox.gone:
+    if stream.is_disconnected:
         return
-    body = form.whole(found)
+    body = response.whole(found)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-async def _watch(receive: Receive, mailbox: Mailbox) -> None:
-    """Notice when the client goes away."""
+async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    mailbox.hang_up()
+    stream.disconnect()
 
 
-def _kept(fields: CompletionFields | ChatFields, most: int) -> int | None:
-    """How many of a prompt's last tokens are enough, where it says so: -1 means as many as leave room for the answer."""
+def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | None:
+    """Return how many of the last prompt tokens to keep, or None for all. -1 keeps as many as leave space for the answer."""
     if fields.truncate_prompt_tokens != -1:
         return fields.truncate_prompt_tokens
     new = fields.max_tokens or (fields.max_completion_tokens if isinstance(fields, ChatFields) else None)
     return max(1, most + 1 - (new or 1))
 
 
-def _answers(fields: CompletionFields | ChatFields) -> int:
-    """How many answers a request asks for."""
+def _answer_count(fields: CompletionFields | ChatFields) -> int:
+    """Return the number of answers that a request asks for."""
     each = max(1, fields.n or 1)
     if isinstance(fields, ChatFields):
         return each

@@ -1,7 +1,7 @@
-"""Text and chats to token ids, by the model's tokenizer. Knows no engine; runs in the server's process.
+"""Encodes texts and chats as token ids with the model's tokenizer. Knows no engine; runs in the API process.
 
-Threads of its own do the work, so that it stops nobody's answers: one for short requests and one for long ones, as a text of
-megabytes takes seconds. One that is plainly too long is not read to its end.
+Two threads encode, one for short and one for long requests, so that megabytes of text delay no other request. A text
+that is clearly too long is refused before it is encoded completely.
 """
 
 from __future__ import annotations
@@ -18,85 +18,91 @@ import msgspec
 from jinja2.exceptions import TemplateError
 
 from kvloom.models.specs import known_models
-from kvloom.serve.api.control_tokens import MARK_ROOM, ControlTokens, Encode
-from kvloom.serve.api.templates import RenderError, limit_templates, rendering, reserved_names, weigh
+from kvloom.serve.api.control_tokens import MARK_CHARACTERS, ControlTokens, Encode
+from kvloom.serve.api.templates import (
+    RenderError,
+    count_characters,
+    limit_templates,
+    render_limits,
+    reserved_names,
+)
+from kvloom.serve.errors import ApiError, bad_request, context_too_long
 
-from .errors import ApiError, bad_request, too_long
-from .request_fields import ChatFields, CompletionFields, check_levels, check_tokens, paused_gc
+from .request_fields import ChatFields, CompletionFields, check_depth, check_tokens, paused_gc
 
-__all__ = ["PIECE", "Prompt", "Prompts", "Room", "fitting_characters", "load_tokenizer"]
+__all__ = ["PARTIAL_TOKEN", "Prompt", "PromptEncoder", "PromptLimits", "characters_for", "load_tokenizer"]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 BROKEN = "\ufffd"
-PIECE = "piece:"
-MOST_NAMES = 1 << 18
+PARTIAL_TOKEN = "piece:"
+MAX_TOKEN_TEXTS = 1 << 18
 PER_MESSAGE = 16
-"""Characters that a message counts for beside its own."""
+"""Characters that a message counts for in addition to its text."""
 LONG_CHARACTERS = 1 << 16
-"""Texts of more than that wait for each other, and for no short one."""
+"""Longer texts use the thread for long requests."""
 SAMPLE_CHARACTERS = 8
-"""A text with more than that for each token that fits is counted piece by piece, and refused at twice the tokens that fit."""
-SHORTEST_PIECE = 1 << 12
-MOST_CHARACTERS = 16
-"""Characters that a text may have for each token that fits; more are refused before they are tokenised."""
-LEAST_CHARACTERS = 1 << 16
+"""A text with more characters per allowed token is counted in pieces, and refused at twice the allowed tokens."""
+MIN_PIECE_CHARACTERS = 1 << 12
+CHARACTERS_PER_TOKEN = 16
+"""Characters per allowed token; longer texts are refused before encoding."""
+MIN_CHARACTERS = 1 << 16
 RENDERED_CHARACTERS = 1 << 24
-"""Characters that a chat may have where only its end is kept."""
+"""Limit of a rendered chat of which only the end is kept."""
 TAIL_TOKENS = 256
-"""Tokens before the kept ones that are tokenised with them: a cut changes the tokens after it, for a few of them."""
-LONGEST_REASON = 500
+"""Extra tokens encoded before the kept ones: a cut changes the first tokens after it."""
+MAX_REASON_CHARACTERS = 500
 ROLE = re.compile(r"[\w .-]{1,64}")
 
 _REFUSALS = (
     TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError
 )  # fmt: skip
-"""What templates raise for messages that they were not written for."""
+"""Exceptions that templates raise for messages they do not support."""
 
 Some = TypeVar("Some")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and the text they were made of where that is known."""
+    """Token ids, and their text if known."""
 
     tokens: list[int]
     text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What prompts may be: `tokens` at most, of which the last `keep` are kept (None: all), ids below `vocabulary`. Texts may
-    have `characters`, if that is given, else what could fit."""
+class PromptLimits:
+    """Limits of a prompt: `tokens`, of which the last `keep` are kept (None: all), and ids below `vocab_size`. `characters`
+    overrides the limit of text that follows from `tokens`."""
 
     tokens: int
-    vocabulary: int
+    vocab_size: int
     keep: int | None = None
     characters: int | None = None
 
     @property
-    def cuts(self) -> bool:
-        """Whether a prompt that is too long is cut to one that fits."""
+    def truncates(self) -> bool:
+        """Whether a prompt that is too long is truncated instead of refused."""
         return self.keep is not None and self.keep <= self.tokens
 
     @property
-    def most_characters(self) -> int:
-        return self.characters or fitting_characters(self.tokens)
+    def max_characters(self) -> int:
+        return self.characters or characters_for(self.tokens)
 
 
-def fitting_characters(tokens: int) -> int:
-    """The most characters of a text that is tokenised for so many tokens."""
-    return max(LEAST_CHARACTERS, MOST_CHARACTERS * tokens)
+def characters_for(tokens: int) -> int:
+    """Return the limit of characters for a text of up to `tokens` tokens."""
+    return max(MIN_CHARACTERS, CHARACTERS_PER_TOKEN * tokens)
 
 
 def load_tokenizer(model: str, template: str | None = None) -> Any | None:
-    """The tokenizer of a folder or hub id, None where there is none; `template` replaces its chat template. Where a folder
-    says that its tokenizer.json is all there is to it, torch is not imported."""
+    """Load the tokenizer of a folder or hub id; return None without one. `template` replaces its chat template. A plain
+    tokenizer.json is loaded without importing torch."""
     folder = Path(model)
     if folder.is_dir():
         if not any((folder / name).exists() for name in TOKENIZER_FILES):
             return None
-    elif folder.is_file() or model.lower() in known_models():  # a config alone
+    elif folder.is_file() or model.lower() in known_models():  # only a config
         return None
     if _plain_file(folder):
         from transformers import PreTrainedTokenizerFast as Reader
@@ -106,11 +112,11 @@ def load_tokenizer(model: str, template: str | None = None) -> Any | None:
         found = Reader.from_pretrained(model)
     except (OSError, ValueError, ImportError) as error:
         if folder.is_dir():
-            raise ValueError(f"{model}: its tokenizer cannot be read: {error}") from None
+            raise ValueError(f"{model}: cannot read its tokenizer: {error}") from None
         return None
     if template is not None:
         found.chat_template = template
-    found("")  # settles padding and truncation, before threads share it
+    found("")  # initialises padding and truncation before threads share it
     return found
 
 
@@ -122,15 +128,15 @@ def _plain_file(folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file() and config.get("tokenizer_class") in PLAIN_CLASSES
 
 
-class Prompts:
-    """One tokenizer (or none: then prompts are ids, and answers have no text)."""
+class PromptEncoder:
+    """Encodes with one tokenizer. Without a tokenizer, prompts are token ids and answers have no text."""
 
     def __init__(self, tokenizer: Any | None, template_seconds: float = 2.0) -> None:
         self.tokenizer = tokenizer
         self.template_seconds = template_seconds
         self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="long-tokenizer")
-        self._names: dict[int, str] = {}
+        self._token_texts: dict[int, str] = {}
         self._reserved: frozenset[str] = frozenset()
         self._control: ControlTokens | None = None
         if tokenizer is not None and tokenizer.chat_template:
@@ -138,9 +144,9 @@ class Prompts:
             self._reserved = reserved_names(tokenizer)
             self._control = ControlTokens(tokenizer)
 
-    async def of_completion(self, fields: CompletionFields, room: Room) -> list[Prompt]:
-        """The prompts of a completion: one or several, each text or ids. Texts that have far more tokens than fit are
-        refused without counting them all. Special tokens in a text are recognised: the caller writes the whole prompt."""
+    async def encode_completion(self, fields: CompletionFields, limits: PromptLimits) -> list[Prompt]:
+        """Return the prompts of a completion: texts or token ids. A text with far too many tokens is refused before it is encoded
+        completely. Special tokens in a text are recognised, because the client writes the whole prompt."""
         given = fields.prompt
         if isinstance(given, str):
             many: list[Any] = [given]
@@ -149,19 +155,19 @@ class Prompts:
         else:
             many = given
         if not many:
-            raise bad_request("prompt is empty: give a text, token ids, or a list of those", "prompt")
+            raise bad_request("prompt is empty: send a text, token ids, or a list of these", "prompt")
         if any(isinstance(item, int) for item in many):
-            raise bad_request("prompt mixes token ids with texts or lists: give one kind", "prompt")
+            raise bad_request("prompt mixes token ids with texts or lists: send one kind", "prompt")
         texts = [item for item in many if isinstance(item, str)]
         if texts and self.tokenizer is None:
-            raise bad_request("this model has no tokenizer: give prompts as token ids", "prompt")
+            raise bad_request("this model has no tokenizer: send prompts as token ids", "prompt")
         for item in many:
             if not isinstance(item, str):
-                check_tokens(item, room.vocabulary, "prompt")
-                if len(item) > room.tokens and not room.cuts:
-                    raise too_long(len(item), 0, room.tokens, "prompt")
+                check_tokens(item, limits.vocab_size, "prompt")
+                if len(item) > limits.tokens and not limits.truncates:
+                    raise context_too_long(len(item), 0, limits.tokens, "prompt")
         if not texts and not fields.echo:
-            return [self.cut(Prompt(ids), room.keep) for ids in many]
+            return [self.truncate(Prompt(ids), limits.keep) for ids in many]
         how = {"add_special_tokens": fields.add_special_tokens is not False}
 
         def encode(text: str) -> list[int]:
@@ -170,17 +176,17 @@ class Prompts:
 
         def make(item: Any) -> Prompt:
             if isinstance(item, str):
-                return self.cut(Prompt(_encoded(item, room, "prompt", encode), item), room.keep)
-            found = self.cut(Prompt(item), room.keep)
+                return self.truncate(Prompt(_encode(item, limits, "prompt", encode), item), limits.keep)
+            found = self.truncate(Prompt(item), limits.keep)
             return Prompt(found.tokens, self._text(found.tokens)) if fields.echo else found
 
         return await self._run(lambda: [make(item) for item in many], sum(map(len, many)))
 
-    async def of_chat(self, fields: ChatFields, room: Room) -> Prompt:
-        """A chat as its template writes it; refused where it plainly has more tokens than fit. Control tokens in what the
-        request gives are text; those that the template writes are tokens."""
+    async def encode_chat(self, fields: ChatFields, limits: PromptLimits) -> Prompt:
+        """Return the prompt that the chat template writes. Control tokens in the request's texts are encoded as text; those of the
+        template as tokens."""
         if not fields.messages:
-            raise bad_request("messages is empty: a chat needs at least one", "messages")
+            raise bad_request("messages is empty: send at least one", "messages")
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise bad_request(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
@@ -190,26 +196,26 @@ class Prompts:
         generate = not on if fields.add_generation_prompt is None else fields.add_generation_prompt
         if on and generate:
             raise bad_request(
-                "continue_final_message goes on with the last message, add_generation_prompt begins another: give one",
+                "continue_final_message and add_generation_prompt exclude each other: set one",
                 "continue_final_message",
             )
-        more = self._variables(fields)
-        characters = weigh([*fields.messages, *more.values()], "messages")
+        more = self._template_variables(fields)
+        characters = count_characters([*fields.messages, *more.values()], "messages")
 
         def write() -> Prompt:
-            messages = [_plain(i, message) for i, message in enumerate(fields.messages)]
-            weigh(messages, "messages")  # tool calls were read from texts
-            return self._written(messages, more, generate, on, bool(fields.add_special_tokens), room)
+            messages = [_flatten_content(i, message) for i, message in enumerate(fields.messages)]
+            count_characters(messages, "messages")  # includes parsed tool calls
+            return self._render(messages, more, generate, on, bool(fields.add_special_tokens), limits)
 
         return await self._run(write, characters + PER_MESSAGE * len(fields.messages))
 
-    def _variables(self, fields: ChatFields) -> dict[str, Any]:
-        """What the template is given beside the messages. Raises ApiError for a name that a request may not set."""
+    def _template_variables(self, fields: ChatFields) -> dict[str, Any]:
+        """Return the template variables besides the messages. Raises ApiError for a reserved name."""
         given = fields.chat_template_kwargs or {}
         for name in given:
             if name in self._reserved or name.startswith("_"):
                 raise bad_request(
-                    f"chat_template_kwargs: {name[:64]!r} is set by the server or the model: give another name, or leave it out",
+                    f"chat_template_kwargs: {name[:64]!r} is reserved: use another name, or omit it",
                     "chat_template_kwargs",
                 )
         known = {
@@ -219,23 +225,23 @@ class Prompts:
         }
         return {name: value for name, value in {**known, **given}.items() if value is not None}
 
-    def _written(
+    def _render(
         self,
         messages: list[dict[str, Any]],
         more: dict[str, Any],
         generate: bool,
         on: bool,
         special: bool,
-        room: Room,
+        limits: PromptLimits,
     ) -> Prompt:
-        """The prompt that the chat template writes. Raises ApiError where it refuses, or passes a limit."""
+        """Render the chat template and encode the result. Raises ApiError if the template fails or exceeds a limit."""
         assert self.tokenizer is not None and self._control is not None
         tokenizer = self.tokenizer
-        most = RENDERED_CHARACTERS if room.cuts else room.most_characters
+        most = RENDERED_CHARACTERS if limits.truncates else limits.max_characters
         marked, variables, mark = self._control.mark(messages, more)
-        most += MARK_ROOM if mark else 0
+        most += MARK_CHARACTERS if mark else 0
         try:
-            with rendering(most, self.template_seconds):
+            with render_limits(most, self.template_seconds):
                 text = tokenizer.apply_chat_template(
                     marked,
                     **variables,
@@ -247,30 +253,30 @@ class Prompts:
             raise bad_request(f"messages: {error}", "messages", "context_length_exceeded") from None
         except _REFUSALS as error:
             why = str(error) or type(error).__name__
-            why = (why.replace(mark, "") if mark else why)[:LONGEST_REASON]
-            raise bad_request(f"the chat template refuses these messages: {why}", "messages") from None
+            why = (why.replace(mark, "") if mark else why)[:MAX_REASON_CHARACTERS]
+            raise bad_request(f"the chat template rejects these messages: {why}", "messages") from None
 
         def encode(text: str) -> list[int]:
             return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
         if not mark:
-            return self.cut(Prompt(_encoded(text, room, "messages", encode), text), room.keep)
+            return self.truncate(Prompt(_encode(text, limits, "messages", encode), text), limits.keep)
         text, wanted, encoder = self._control.unmark(text, mark, encode, special)
-        return self.cut(Prompt(_encoded(wanted, room, "messages", encoder), text), room.keep)
+        return self.truncate(Prompt(_encode(wanted, limits, "messages", encoder), text), limits.keep)
 
-    def cut(self, prompt: Prompt, keep: int | None) -> Prompt:
-        """A prompt's last `keep` tokens; None keeps all."""
+    def truncate(self, prompt: Prompt, keep: int | None) -> Prompt:
+        """Return the last `keep` tokens of a prompt; None keeps all."""
         if keep is None or len(prompt.tokens) <= keep:
             return prompt
         ids = prompt.tokens[len(prompt.tokens) - keep :]
         return Prompt(ids, None if prompt.text is None else self._text(ids))
 
     async def text(self, ids: list[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return await self._run(lambda: self._text(ids), len(ids))
 
-    async def spelled(self, ids: list[int]) -> list[str]:
-        """Tokens as the tokenizer spells them."""
+    async def token_strings(self, ids: list[int]) -> list[str]:
+        """Return tokens as the tokenizer spells them."""
         tokenizer = self.tokenizer
         return (
             []
@@ -278,18 +284,18 @@ class Prompts:
             else await self._run(lambda: list(tokenizer.convert_ids_to_tokens(ids)), len(ids))
         )
 
-    def name(self, token: int) -> str:
-        """A token as text, for log-probabilities; part of a character is told as the tokenizer spells it."""
+    def token_text(self, token: int) -> str:
+        """Return a token's text for log-probabilities. A partial character is returned as the tokenizer spells it."""
         if self.tokenizer is None:
-            return f"{PIECE}{token}"
-        found = self._names.get(token)
+            return f"{PARTIAL_TOKEN}{token}"
+        found = self._token_texts.get(token)
         if found is None:
-            if len(self._names) >= MOST_NAMES:
-                self._names.clear()
+            if len(self._token_texts) >= MAX_TOKEN_TEXTS:
+                self._token_texts.clear()
             found = str(self.tokenizer.decode([token]))
             if BROKEN in found:
-                found = f"{PIECE}{self.tokenizer.convert_ids_to_tokens(token)}"
-            self._names[token] = found
+                found = f"{PARTIAL_TOKEN}{self.tokenizer.convert_ids_to_tokens(token)}"
+            self._token_texts[token] = found
         return found
 
     def _text(self, ids: list[int]) -> str:
@@ -300,26 +306,26 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
-def _encoded(text: str, room: Room, param: str, encode: Encode) -> list[int]:
-    """A text's tokens; of one that is cut, the kept ones and some before them. Raises ApiError where the text has too many
-    characters, or its beginning too many tokens by far."""
-    if room.cuts and room.keep is not None:
-        return _tail(text, room.keep, param, encode)
-    if len(text) > room.most_characters:
-        raise _too_many_characters(len(text), room.most_characters, param)
-    if len(text) > SAMPLE_CHARACTERS * room.tokens:
-        size = max(SHORTEST_PIECE, 2 * room.tokens)
+def _encode(text: str, limits: PromptLimits, param: str, encode: Encode) -> list[int]:
+    """Return a text's tokens; of a truncated one, the kept tokens and a few before them. Raises ApiError for too many
+    characters, or if the beginning has far too many tokens."""
+    if limits.truncates and limits.keep is not None:
+        return _encode_tail(text, limits.keep, param, encode)
+    if len(text) > limits.max_characters:
+        raise _too_many_characters(len(text), limits.max_characters, param)
+    if len(text) > SAMPLE_CHARACTERS * limits.tokens:
+        size = max(MIN_PIECE_CHARACTERS, 2 * limits.tokens)
         count = 0
         for start in range(0, len(text), size):
             count += len(encode(text[start : start + size]))
-            if count > 2 * room.tokens:
-                raise too_long(count, 0, room.tokens, param, at_least=True)
+            if count > 2 * limits.tokens:
+                raise context_too_long(count, 0, limits.tokens, param, at_least=True)
     return encode(text)
 
 
-def _tail(text: str, keep: int, param: str, encode: Encode) -> list[int]:
-    """At least the last `keep` tokens of a text, or all. The work is in proportion to `keep`, whatever comes before."""
-    size, most = SAMPLE_CHARACTERS * keep + SHORTEST_PIECE, fitting_characters(keep)
+def _encode_tail(text: str, keep: int, param: str, encode: Encode) -> list[int]:
+    """Return at least the last `keep` tokens of a text, or all. Cost in proportion to `keep`."""
+    size, most = SAMPLE_CHARACTERS * keep + MIN_PIECE_CHARACTERS, characters_for(keep)
     while size < len(text):
         found = encode(text[len(text) - size :])
         if len(found) >= keep + TAIL_TOKENS:
@@ -332,43 +338,45 @@ def _tail(text: str, keep: int, param: str, encode: Encode) -> list[int]:
 
 def _too_many_characters(count: int, most: int, param: str) -> ApiError:
     return bad_request(
-        f"{param}: a text of {count:,} characters exceeds the {most:,} that are tokenised here: shorten it",
+        f"{param}: a text of {count:,} characters exceeds the limit of {most:,}: shorten it",
         param,
         "context_length_exceeded",
     )
 
 
-def _plain(place: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is text: parts of text are put together, others are refused."""
+def _flatten_content(place: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is one text. Raises ApiError for parts that are not text."""
     where = f"messages[{place}]"
     role = message.get("role")
     if not isinstance(role, str):
-        raise bad_request(f"{where}: role must be a text", "messages")
-    if ROLE.fullmatch(role) is None:  # templates write control tokens around it
+        raise bad_request(f"{where}: role must be a string", "messages")
+    if ROLE.fullmatch(role) is None:  # templates put it between control tokens
         raise bad_request(
-            f"{where}: role {role[:64]!r} must be 1 to 64 letters, digits, spaces or _.-: rename it",
+            f"{where}: role {role[:64]!r} must be 1 to 64 letters, digits, spaces or _.-",
             "messages",
         )
     content = message.get("content")
     if message.get("tool_calls"):
-        message = {**message, "tool_calls": _calls(where, message["tool_calls"])}
+        message = {**message, "tool_calls": _parse_tool_calls(where, message["tool_calls"])}
     if content is None and message["role"] == "assistant":
         return {**message, "content": ""}
     if isinstance(content, str):
         return message
     if not isinstance(content, list):
-        raise bad_request(f"{where}: content must be a text or a list of parts", "messages")
+        raise bad_request(f"{where}: content must be a string or a list of parts", "messages")
     texts = []
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise bad_request(f"{where}: a part of type {kind!r} cannot be had here; text can", "messages")
+            raise bad_request(
+                f"{where}: content parts of type {kind!r} are not supported: send text", "messages"
+            )
         texts.append(part["text"])
     return {**message, "content": "".join(texts)}
 
 
-def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls as templates want them: arguments are an object, not the text of one."""
+def _parse_tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Return tool calls with their arguments parsed from JSON, as templates expect them."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise bad_request(f"{where}: tool_calls must be a list of objects", "messages")
     found = []
@@ -379,8 +387,8 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
                 with paused_gc():
                     read = msgspec.json.decode(function["arguments"] or "{}")
             except (msgspec.DecodeError, RecursionError):
-                raise bad_request(f"{where}: the arguments of a tool call must be JSON", "messages") from None
-            check_levels(f"{where}: the arguments of a tool call", read, "messages")
+                raise bad_request(f"{where}: arguments of a tool call must be JSON", "messages") from None
+            check_depth(f"{where}: the arguments of a tool call", read, "messages")
             call = {**call, "function": {**function, "arguments": read}}
         found.append(call)
     return found

@@ -1,9 +1,8 @@
-"""What a request's JSON may hold, and what it means for sampling. Types are checked by msgspec, values by SamplingParams.
+"""Fields of a request's JSON, and their sampling parameters. msgspec checks types, SamplingParams checks values.
 
-Fields of OpenAI's interface keep its names; beside them stand those that other servers of the field have (top_k, min_p,
-ignore_eos, …) and those of the cache (tenant, priority, ttl, store, read, session_id). Fields that are not known are ignored,
-as clients send many; those that are known and would change the answer, but cannot be had here, are refused (REFUSED says why).
-docs/server.md lists all three kinds.
+OpenAI's fields keep their names; other servers' fields (top_k, min_p, ignore_eos, …) and the cache's (tenant, priority,
+ttl, store, read, session_id) are added. Unknown fields are ignored. Known fields that are not supported and would change
+the answer are refused (UNSUPPORTED). docs/server.md lists all three kinds.
 """
 
 from __future__ import annotations
@@ -17,56 +16,55 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvloom.engine.sampling.params import SamplingParams
-from kvloom.serve.api.templates import weigh
-
-from .errors import ApiError, bad_request
+from kvloom.engine import SamplingParams
+from kvloom.serve.api.templates import count_characters
+from kvloom.serve.errors import ApiError, bad_request
 
 __all__ = [
-    "REFUSED",
+    "UNSUPPORTED",
     "ChatFields",
     "CompletionFields",
-    "Fields",
+    "RequestFields",
     "StreamOptions",
-    "check_levels",
+    "check_depth",
     "check_tokens",
-    "explained",
+    "engine_error",
     "paused_gc",
     "read_fields",
-    "sampling",
+    "sampling_params",
 ]
 
-MOST_STOPS = 16
-LONGEST_STOP = 256
-MOST_LOGPROBS = 20
-MOST_BEST_OF = 32
-LONGEST_FORM = 1 << 16
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_LOGPROBS = 20
+MAX_BEST_OF = 32
+MAX_GRAMMAR_CHARACTERS = 1 << 16
 INTEGERS = range(-(1 << 63), 1 << 63)
-MOST_LEVELS = 100
-"""How deeply lists and objects of a request may be nested: what reads them, templates above all, calls itself for each."""
-LEVELLED = ("messages", "tools", "tool_choice", "documents", "chat_template_kwargs")
-MOST_TOP_K = (1 << 31) - 1
+MAX_DEPTH = 100
+"""Limit of nested lists and objects: templates and parsers recurse into them."""
+NESTED_FIELDS = ("messages", "tools", "tool_choice", "documents", "chat_template_kwargs")
+MAX_TOP_K = (1 << 31) - 1
 
 _FIELD = re.compile(r"`\$\.([A-Za-z_]\w*)")
 _WORD = re.compile(r"[a-z_]+")
 
 
-REFUSED: dict[str, str] = {
+UNSUPPORTED: dict[str, str] = {
     "allowed_token_ids": "use logit_bias, regex or grammar",
-    "audio": "answers are text",
+    "audio": "answers are text only",
     "bad_words": "use logit_bias or stop",
-    "chat_template": "a template is code: the server's is set by --chat-template",
+    "chat_template": "templates are code: set the server's with --chat-template",
     "function_call": "use tool_choice",
     "functions": "use tools",
-    "kv_transfer_params": "pages are not handed over by requests",
-    "logits_processors": "code is not taken from requests",
-    "prompt_embeds": "prompts are text or token ids",
+    "kv_transfer_params": "requests cannot hand over pages",
+    "logits_processors": "requests cannot contain code",
+    "prompt_embeds": "send text or token ids",
     "return_tokens_as_token_ids": "use return_token_ids",
-    "suffix": "the model writes forward only",
+    "suffix": "infilling is not supported",
     "use_beam_search": "use n, or best_of",
-    "web_search_options": "nothing is searched",
+    "web_search_options": "web search is not supported",
 }
-"""Fields that clients know from elsewhere and that cannot be had here, with what can."""
+"""Unsupported fields of other servers, and what to use instead."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -84,7 +82,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
-    """The form of an answer as other servers write it."""
+    """Structured output as vLLM's API writes it."""
 
     json: dict[str, Any] | bool | str | None = None
     json_object: bool | None = None
@@ -93,8 +91,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     grammar: str | None = None
 
 
-class Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints take. Those of REFUSED are here to be seen."""
+class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of both endpoints. Unsupported fields are declared to be detected."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -148,14 +146,14 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     web_search_options: Any = None
 
 
-class CompletionFields(Fields, frozen=True, kw_only=True):
+class CompletionFields(RequestFields, frozen=True, kw_only=True):
     prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
 
 
-class ChatFields(Fields, frozen=True, kw_only=True):
+class ChatFields(RequestFields, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -174,16 +172,17 @@ Some = TypeVar("Some", bound=msgspec.Struct)
 
 
 def read_fields(body: bytes, kind: type[Some]) -> Some:
-    """A body's fields. Raises ApiError, with the field's name where one is wrong."""
+    """Parse a body. Raises ApiError, with the field's name if one is invalid."""
     if not body.strip():
-        raise bad_request("the body is empty; it must be a JSON object")
+        raise bad_request("the request body is empty: send a JSON object")
     try:
         with paused_gc():
             fields = msgspec.json.decode(body, type=kind)
+            for nested in NESTED_FIELDS:
+                check_depth(nested, getattr(fields, nested, None))
             if isinstance(fields, ChatFields):
-                weigh(
-                    [fields.messages, fields.tools, fields.documents, fields.chat_template_kwargs], "messages"
-                )
+                values = [fields.messages, fields.tools, fields.documents, fields.chat_template_kwargs]
+                count_characters(values, "messages")
     except msgspec.ValidationError as error:
         said = str(error)
         at = _FIELD.search(said)
@@ -191,29 +190,27 @@ def read_fields(body: bytes, kind: type[Some]) -> Some:
         name = missing[1] if missing else at[1] if at else None
         raise bad_request(f"{name}: {said}" if name and not missing else said, name) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"the body is not JSON: {error}") from None
-    for name in LEVELLED:
-        check_levels(name, getattr(fields, name, None))
-    if isinstance(fields, Fields):
+        raise bad_request(f"the request body is not JSON: {error}") from None
+    if isinstance(fields, RequestFields):
         _check(fields)
     return fields
 
 
-def check_levels(name: str, value: Any, param: str | None = None) -> None:
-    """Raise ApiError where lists and objects of a value are nested too deeply. Costs in proportion to their items."""
+def check_depth(name: str, value: Any, param: str | None = None) -> None:
+    """Raise ApiError for a value nested too deeply. Cost in proportion to its items."""
     level, items = 0, [value]
     while items := [item for item in items if isinstance(item, dict | list)]:
         level += 1
-        if level > MOST_LEVELS:
+        if level > MAX_DEPTH:
             raise bad_request(
-                f"{name} is nested more than {MOST_LEVELS} levels deep: use fewer levels", param or name
+                f"{name} is nested more than {MAX_DEPTH} levels deep: use fewer levels", param or name
             )
         items = [inner for item in items for inner in (item.values() if isinstance(item, dict) else item)]
 
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Collect no garbage until the block ends. Millions of new lists cost seconds otherwise, and none of them is garbage."""
+    """Pause garbage collection until the block ends: with millions of new objects it would take seconds."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -224,60 +221,61 @@ def paused_gc() -> Iterator[None]:
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, param: str) -> None:
-    """Raise ApiError for token ids that the model does not have."""
+    """Raise ApiError for token ids outside the vocabulary."""
     for token in (min(tokens), max(tokens)) if tokens else ():
         if not 0 <= token < vocabulary:
             raise bad_request(
-                f"{param}: token {shown(token)} is none of the model's, which go from 0 to {vocabulary - 1}",
+                f"{param}: token {format_integer(token)} is outside the vocabulary, 0 to {vocabulary - 1}",
                 param,
             )
 
 
-def shown(number: int) -> str:
-    """A number as an error shows it: Python writes no integers of thousands of digits."""
+def format_integer(number: int) -> str:
+    """Return an integer for an error message; Python refuses to format thousands of digits."""
     return str(number) if number.bit_length() < 256 else f"of {number.bit_length():,} bits"
 
 
-def _check(fields: Fields) -> None:
-    """Raise ApiError for what SamplingParams does not look at."""
-    for name, instead in REFUSED.items():
+def _check(fields: RequestFields) -> None:
+    """Raise ApiError for invalid values that SamplingParams does not check."""
+    for name, instead in UNSUPPORTED.items():
         value = getattr(fields, name)
         if value is not None and value is not False and value not in ("", [], {}):
-            raise bad_request(f"{name} cannot be had here: {instead}", name)
+            raise bad_request(f"{name} is not supported: {instead}", name)
     for name in ("seed", "priority"):
         value = getattr(fields, name)
         if value is not None and value not in INTEGERS:
             raise bad_request(f"{name} {value} does not fit 64 bits", name)
-    if fields.top_k is not None and fields.top_k > MOST_TOP_K:
-        raise bad_request(f"top_k {fields.top_k} is beyond any vocabulary; 0 keeps every token", "top_k")
+    if fields.top_k is not None and fields.top_k > MAX_TOP_K:
+        raise bad_request(f"top_k {fields.top_k} exceeds any vocabulary; 0 keeps every token", "top_k")
     if fields.ttl is not None and not 0 < fields.ttl < math.inf:
         raise bad_request(f"ttl {fields.ttl} must be a positive number of seconds", "ttl")
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
-    if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
         raise bad_request(
-            f"stop may be {MOST_STOPS} texts of {LONGEST_STOP} characters; {len(stops)} were given", "stop"
+            f"stop allows {MAX_STOPS} texts of {MAX_STOP_CHARACTERS} characters; {len(stops)} were sent",
+            "stop",
         )
     if fields.end_session and fields.session_id is None:
-        raise bad_request("end_session says that a session is over: name it in session_id", "end_session")
+        raise bad_request("end_session requires session_id", "end_session")
     for name in ("tenant", "session_id", "cache_salt"):
-        if len(getattr(fields, name) or "") > LONGEST_STOP:
-            raise bad_request(f"{name} is longer than {LONGEST_STOP} characters", name)
+        if len(getattr(fields, name) or "") > MAX_STOP_CHARACTERS:
+            raise bad_request(f"{name} is longer than {MAX_STOP_CHARACTERS} characters", name)
     for name in ("regex", "grammar"):
-        if len(getattr(fields, name) or "") > LONGEST_FORM:
-            raise bad_request(f"{name} is longer than {LONGEST_FORM:,} characters", name)
+        if len(getattr(fields, name) or "") > MAX_GRAMMAR_CHARACTERS:
+            raise bad_request(f"{name} is longer than {MAX_GRAMMAR_CHARACTERS:,} characters", name)
     if fields.truncate_prompt_tokens is not None and fields.truncate_prompt_tokens < -1:
         raise bad_request(
             f"truncate_prompt_tokens {fields.truncate_prompt_tokens} must be a number of tokens to keep, or -1 for as many as fit",
             "truncate_prompt_tokens",
         )
-    if not 0 <= (fields.prompt_logprobs or 0) <= MOST_LOGPROBS:
+    if not 0 <= (fields.prompt_logprobs or 0) <= MAX_LOGPROBS:
         raise bad_request(
-            f"prompt_logprobs {fields.prompt_logprobs} must lie in 0 to {MOST_LOGPROBS}", "prompt_logprobs"
+            f"prompt_logprobs {fields.prompt_logprobs} must lie in 0 to {MAX_LOGPROBS}", "prompt_logprobs"
         )
     if fields.prompt_logprobs is not None and fields.stream:
-        raise bad_request("prompt_logprobs are told whole: leave stream out", "prompt_logprobs")
+        raise bad_request("prompt_logprobs are not available with stream: omit stream", "prompt_logprobs")
     if fields.stream_options is not None and not fields.stream:
-        raise bad_request("stream_options go with stream: true", "stream_options")
+        raise bad_request("stream_options require stream: true", "stream_options")
     if isinstance(fields, CompletionFields):
         _check_completion(fields)
     elif isinstance(fields, ChatFields):
@@ -286,14 +284,16 @@ def _check(fields: Fields) -> None:
 
 def _check_completion(fields: CompletionFields) -> None:
     if fields.echo and fields.logprobs is not None and fields.stream:
-        raise bad_request("echo with logprobs is told whole: leave stream out", "echo")
-    if not 0 <= (fields.logprobs or 0) <= MOST_LOGPROBS:
-        raise bad_request(f"logprobs {fields.logprobs} must lie in 0 to {MOST_LOGPROBS}", "logprobs")
+        raise bad_request("echo with logprobs is not available with stream: omit stream", "echo")
+    if not 0 <= (fields.logprobs or 0) <= MAX_LOGPROBS:
+        raise bad_request(f"logprobs {fields.logprobs} must lie in 0 to {MAX_LOGPROBS}", "logprobs")
     n, best_of = fields.n or 1, fields.best_of
-    if best_of is not None and best_of > MOST_BEST_OF:
-        raise bad_request(f"best_of {best_of} must lie in n to {MOST_BEST_OF}", "best_of")
+    if best_of is not None and best_of > MAX_BEST_OF:
+        raise bad_request(f"best_of {best_of} must lie in n to {MAX_BEST_OF}", "best_of")
     if best_of is not None and best_of > n and fields.stream:
-        raise bad_request("best_of picks answers at the end, so there is nothing to stream", "best_of")
+        raise bad_request(
+            "best_of above n is not available with stream: answers are ranked at the end", "best_of"
+        )
 
 
 def _check_chat(fields: ChatFields) -> None:
@@ -303,21 +303,23 @@ def _check_chat(fields: ChatFields) -> None:
         )
     if fields.tool_choice not in (None, "auto", "none"):
         raise bad_request(
-            "tool_choice may be auto or none here: tools are shown to the model, and what it writes is not held to them",
+            "tool_choice must be auto or none: tools are shown to the model, but its output is not constrained to them",
             "tool_choice",
         )
     if fields.top_logprobs is not None and not fields.logprobs:
-        raise bad_request("top_logprobs go with logprobs: true", "top_logprobs")
-    if not 0 <= (fields.top_logprobs or 0) <= MOST_LOGPROBS:
+        raise bad_request("top_logprobs require logprobs: true", "top_logprobs")
+    if not 0 <= (fields.top_logprobs or 0) <= MAX_LOGPROBS:
         raise bad_request(
-            f"top_logprobs {fields.top_logprobs} must lie in 0 to {MOST_LOGPROBS}", "top_logprobs"
+            f"top_logprobs {fields.top_logprobs} must lie in 0 to {MAX_LOGPROBS}", "top_logprobs"
         )
     if fields.max_tokens is not None and fields.max_completion_tokens not in (None, fields.max_tokens):
-        raise bad_request("max_tokens and max_completion_tokens are the same thing: give one", "max_tokens")
+        raise bad_request("max_tokens and max_completion_tokens differ: send one", "max_tokens")
 
 
-def sampling(fields: CompletionFields | ChatFields, max_tokens: int, vocabulary: int) -> SamplingParams:
-    """How the tokens are chosen. Raises ApiError where a value makes no sense."""
+def sampling_params(
+    fields: CompletionFields | ChatFields, max_tokens: int, vocabulary: int
+) -> SamplingParams:
+    """Return the sampling parameters of a request. Raises ApiError for invalid values."""
     given: dict[str, Any] = {
         name: value
         for name in (
@@ -334,23 +336,23 @@ def sampling(fields: CompletionFields | ChatFields, max_tokens: int, vocabulary:
     echoed = isinstance(fields, CompletionFields) and fields.echo and fields.logprobs is not None
     asked = (fields.prompt_logprobs, fields.logprobs if echoed else None)
     given["prompt_logprobs"] = max((int(most) for most in asked if most is not None), default=None)
-    if given.get("top_k") == -1:  # as others write "all"
+    if given.get("top_k") == -1:  # other servers' value for "all"
         given["top_k"] = 0
     for name in ("logit_bias", "stop_token_ids"):
         beyond = next((token for token in getattr(fields, name) or () if token >= vocabulary), None)
         if beyond is not None:
-            raise bad_request(f"{name}: token {beyond} is none of the model's {vocabulary}", name)
+            raise bad_request(f"{name}: token {beyond} is outside the vocabulary of {vocabulary}", name)
     given["json_schema"] = _schema(fields.response_format)
     for name, form in _structured(fields.structured_outputs):
         if given.get(name) is not None:
             raise bad_request(
-                f"structured_outputs: {name} was asked for before; give one form", "structured_outputs"
+                f"structured_outputs: {name} is also set as a field; send one form", "structured_outputs"
             )
         given[name] = form
     try:
         return SamplingParams(max_tokens=max_tokens, **given)
     except ValueError as error:
-        raise explained(str(error)) from None
+        raise engine_error(str(error)) from None
 
 
 def _schema(wanted: ResponseFormat | None) -> str | None:
@@ -365,23 +367,24 @@ def _schema(wanted: ResponseFormat | None) -> str | None:
         )
     schema = None if wanted.json_schema is None else wanted.json_schema.schema
     if schema is None:
-        raise bad_request("response_format: json_schema needs a json_schema with a schema", "response_format")
-    check_levels("response_format", schema)
+        raise bad_request("response_format: json_schema requires json_schema.schema", "response_format")
+    check_depth("response_format", schema)
     text = msgspec.json.encode(schema).decode()
-    if len(text) > LONGEST_FORM:
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise bad_request(
-            f"response_format: the schema is longer than {LONGEST_FORM:,} characters", "response_format"
+            f"response_format: the schema is longer than {MAX_GRAMMAR_CHARACTERS:,} characters",
+            "response_format",
         )
     return text
 
 
 def _structured(wanted: StructuredOutputs | None) -> list[tuple[str, str]]:
-    """What SamplingParams calls the forms of structured_outputs."""
+    """Return structured_outputs under SamplingParams' names."""
     if wanted is None:
         return []
     found = [(name, form) for name in ("regex", "grammar") if (form := getattr(wanted, name)) is not None]
     if wanted.json is not None:
-        check_levels("structured_outputs", wanted.json)
+        check_depth("structured_outputs", wanted.json)
         text = wanted.json if isinstance(wanted.json, str) else msgspec.json.encode(wanted.json).decode()
         found.append(("json_schema", text))
     if wanted.json_object:
@@ -390,16 +393,16 @@ def _structured(wanted: StructuredOutputs | None) -> list[tuple[str, str]]:
         if not wanted.choice:
             raise bad_request("structured_outputs: choice needs at least one text", "structured_outputs")
         found.append(("regex", "|".join(re.escape(text) for text in wanted.choice)))
-    if len(found) > 1 or any(len(form) > LONGEST_FORM for _, form in found):
+    if len(found) > 1 or any(len(form) > MAX_GRAMMAR_CHARACTERS for _, form in found):
         raise bad_request(
-            f"structured_outputs may have one form, of {LONGEST_FORM:,} characters at most",
+            f"structured_outputs allows one form of up to {MAX_GRAMMAR_CHARACTERS:,} characters",
             "structured_outputs",
         )
     return found
 
 
-def explained(said: str) -> ApiError:
-    """What SamplingParams or the engine said, which begins with the name of what is wrong."""
+def engine_error(said: str) -> ApiError:
+    """Return the error for a message of SamplingParams or the engine, which starts with the field's name."""
     word = _WORD.match(said)
     name = "" if word is None else word[0]
     if name == "json_schema":

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: whole, or piece by piece. Two forms, completions and chats, behind one interface."""
+"""Responses in OpenAI's formats, whole or as events of a stream, for completions and chats."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 
 import msgspec
 
-from kvloom.serve.worker.messages import Delta, TokenTold
+from kvloom.serve.errors import ApiError, bad_request, pool_full
+from kvloom.serve.worker import Delta, TokenLogprob
 
-from .errors import ApiError, bad_request, no_room
-from .prompts import PIECE, Prompt, Prompts
+from .prompts import PARTIAL_TOKEN, Prompt, PromptEncoder
 from .request_fields import StreamOptions
 
-__all__ = ["ChatForm", "CompletionForm", "Form", "Usage"]
+__all__ = ["ChatResponse", "CompletionResponse", "ResponseBuilder", "Usage"]
 
 _encode = msgspec.json.Encoder().encode
 
-_ENDS: dict[str, ApiError] = {
-    "no_room": no_room(),
+_FINISH_ERRORS: dict[str, ApiError] = {
+    "no_room": pool_full(),
 }
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a request's prompts and answers so far; `cached` of the prompts' were found in the cache."""
+    """Token counts of a request; `cached` counts prompt tokens found in the cache, by prompt."""
 
     prompt: int = 0
     completion: int = 0
     cached: dict[int, int] = field(default_factory=dict)
 
-    def shape(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -42,13 +42,13 @@ class Usage:
         }
 
 
-class Form(ABC):
-    """One HTTP request's answers. `ids` are its prompts, which have `n` answers each; `echo` repeats each prompt's text
-    before its answers; `usage` is counted here, and `finishes` says how answers ended, as they do."""
+class ResponseBuilder(ABC):
+    """Builds the response of one HTTP request. `ids` are its prompts, with `n` answers each; `echo` repeats each prompt's text.
+    `usage` and `finish_reasons` grow with the deltas."""
 
     prefix = ""
     whole_object = ""
-    piece_object = ""
+    event_object = ""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Form(ABC):
         prompts: list[Prompt],
         ids: list[int],
         n: int,
-        names: Prompts,
+        encoder: PromptEncoder,
         echo: bool = False,
         token_ids: bool = False,
         top_logprobs: int = 0,
@@ -64,16 +64,14 @@ class Form(ABC):
         prompt_logprobs: bool = False,
     ) -> None:
         self.usage = Usage(sum(len(prompt.tokens) for prompt in prompts))
-        self._prompts, self._echo, self._of_prompts = prompts, echo, prompt_logprobs
-        self._told_of: dict[
-            int, list[list[TokenTold]]
-        ] = {}  # what is known of prompts' own tokens, by their ids
-        self._places = {id_: place for place, id_ in enumerate(ids)}
-        self._n, self._names, self._token_ids, self._top = n, names, token_ids, top_logprobs
+        self._prompts, self._echo, self._wants_prompt_logprobs = prompts, echo, prompt_logprobs
+        self._prompt_logprobs: dict[int, list[list[TokenLogprob]]] = {}  # by prompt id
+        self._prompt_index = {id_: place for place, id_ in enumerate(ids)}
+        self._n, self._encoder, self._token_ids, self._top = n, encoder, token_ids, top_logprobs
         self._usage_last = bool(usage and usage.include_usage)
         self._usage_always = bool(self._usage_last and usage and usage.continuous_usage_stats)
-        self.finishes: list[str] = []
-        self._lengths: dict[int, int] = {}  # characters of each choice that were told
+        self.finish_reasons: list[str] = []
+        self._sent_characters: dict[int, int] = {}  # by choice
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._head = {
             "id": self.id,
@@ -83,9 +81,11 @@ class Form(ABC):
         }
 
     def whole(self, deltas: list[Delta]) -> bytes:
-        """The complete answer. Raises ApiError where one of its texts could not be made."""
+        """Return the complete response. Raises ApiError if an answer failed."""
         choices = []
-        self._told_of = {delta.id: delta.prompt for delta in deltas if delta.prompt is not None}
+        self._prompt_logprobs = {
+            delta.id: delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None
+        }
         for delta in sorted(deltas, key=self._index):
             self._count(delta)
             choices.append(self._whole_choice(self._choice(delta), delta))
@@ -95,69 +95,73 @@ class Form(ABC):
                 **self._more(),
                 "object": self.whole_object,
                 "choices": choices,
-                "usage": self.usage.shape(),
+                "usage": self.usage.to_dict(),
             }
         )
 
     def _more(self) -> dict[str, Any]:
-        """What a whole answer has beside its choices."""
+        """Return further fields of a complete response."""
         return {}
 
-    def _prompt_places(self, id_: int) -> list[dict[str, Any] | None]:
-        """How likely a prompt's tokens were, as vLLM tells it."""
+    def _prompt_logprob_list(self, id_: int) -> list[dict[str, Any] | None]:
+        """Return the log-probabilities of a prompt's tokens in vLLM's format."""
         return [
             None,
             *(
                 {
-                    str(token): {"logprob": value, "rank": rank, "decoded_token": self._names.name(token)}
+                    str(token): {
+                        "logprob": value,
+                        "rank": rank,
+                        "decoded_token": self._encoder.token_text(token),
+                    }
                     for token, value, rank in place
                 }
-                for place in self._told_of.get(id_, [])
+                for place in self._prompt_logprobs.get(id_, [])
             ),
         ]
 
-    def piece(self, delta: Delta) -> bytes:
-        """One event of a stream. Raises ApiError where the text cannot be made."""
+    def event(self, delta: Delta) -> bytes:
+        """Return one event of a stream. Raises ApiError if the answer failed."""
         self._count(delta)
-        first = self._index(delta) not in self._lengths
-        choice = self._piece_choice(self._choice(delta), delta, first)
-        told = {**self._head, "object": self.piece_object, "choices": [choice]}
-        return _event({**told, "usage": self.usage.shape()} if self._usage_always else told)
+        first = self._index(delta) not in self._sent_characters
+        choice = self._event_choice(self._choice(delta), delta, first)
+        entry = {**self._head, "object": self.event_object, "choices": [choice]}
+        return _event({**entry, "usage": self.usage.to_dict()} if self._usage_always else entry)
 
-    def closing(self) -> bytes:
-        """The end of a stream, with what it used if that is wanted."""
-        last = {**self._head, "object": self.piece_object, "choices": [], "usage": self.usage.shape()}
+    def last_event(self) -> bytes:
+        """Return the end of a stream, with its usage if requested."""
+        last = {**self._head, "object": self.event_object, "choices": [], "usage": self.usage.to_dict()}
         return (_event(last) if self._usage_last else b"") + b"data: [DONE]\n\n"
 
     def _index(self, delta: Delta) -> int:
-        return self._places[delta.id] * self._n + delta.index
+        return self._prompt_index[delta.id] * self._n + delta.index
 
     def _count(self, delta: Delta) -> None:
-        if delta.finish is not None:
-            self.finishes.append(delta.finish)
-        if delta.finish in _ENDS:
-            raise _ENDS[delta.finish]
-        if delta.finish == "grammar":
-            why = f"the form that was asked for allows no token of this model: {delta.stop_reason}"
+        if delta.finish_reason is not None:
+            self.finish_reasons.append(delta.finish_reason)
+        if delta.finish_reason in _FINISH_ERRORS:
+            raise _FINISH_ERRORS[delta.finish_reason]
+        if delta.finish_reason == "grammar":
+            why = f"the requested format allows no token of this model: {delta.stop_reason}"
             raise bad_request(why, "response_format")
         self.usage.completion += len(delta.tokens)
-        self.usage.cached[delta.id] = delta.cached
+        self.usage.cached[delta.id] = delta.cached_tokens
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        """What both kinds of choice have; its text still under "text"."""
+        """Return the fields that both kinds of choices share, with the text under "text"."""
         index = self._index(delta)
         text = delta.text
-        if self._echo and index not in self._lengths:
-            text = (self._prompts[self._places[delta.id]].text or "") + text
-        offset = self._lengths.get(index, 0)
-        self._lengths[index] = offset + len(text)
+        if self._echo and index not in self._sent_characters:
+            text = (self._prompts[self._prompt_index[delta.id]].text or "") + text
+        offset = self._sent_characters.get(index, 0)
+        self._sent_characters[index] = offset + len(text)
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
             "logprobs": None if delta.logprobs is None else self._logprobs(delta, offset),
-            "finish_reason": delta.finish,
+            "finish_reason": delta.finish_reason,
         }
-        if delta.finish is not None:
+        if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         if self._token_ids:
             choice["token_ids"] = delta.tokens
@@ -166,74 +170,88 @@ class Form(ABC):
     def _whole_choice(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
         return choice
 
-    def _piece_choice(self, choice: dict[str, Any], delta: Delta, first: bool) -> dict[str, Any]:
+    def _event_choice(self, choice: dict[str, Any], delta: Delta, first: bool) -> dict[str, Any]:
         return choice
 
     @abstractmethod
     def _logprobs(self, delta: Delta, offset: int) -> dict[str, Any]: ...
 
 
-class CompletionForm(Form):
+class CompletionResponse(ResponseBuilder):
     prefix = "cmpl"
-    whole_object = piece_object = "text_completion"
+    whole_object = event_object = "text_completion"
 
     def _logprobs(self, delta: Delta, offset: int) -> dict[str, Any]:
         assert delta.logprobs is not None
         ids, places = delta.tokens, delta.logprobs
-        if self._echo and delta.id in self._told_of:
-            prompt = self._prompts[self._places[delta.id]].tokens
+        if self._echo and delta.id in self._prompt_logprobs:
+            prompt = self._prompts[self._prompt_index[delta.id]].tokens
             ids, places = (
                 [*prompt, *ids],
-                [[], *self._told_of[delta.id], *places],
-            )  # the first token follows nothing
+                [[], *self._prompt_logprobs[delta.id], *places],
+            )  # the first token has no log-probability
         tokens, offsets = [], []
         for token in ids:
-            tokens.append(self._names.name(token))
+            tokens.append(self._encoder.token_text(token))
             offsets.append(offset)
             offset += len(tokens[-1])
         return {
             "tokens": tokens,
             "token_logprobs": [place[0][1] if place else None for place in places],
             "top_logprobs": [
-                {self._names.name(token): value for token, value, _ in place} or None for place in places
+                {self._encoder.token_text(token): value for token, value, _ in place} or None
+                for place in places
             ],
             "text_offset": offsets,
         }
 
     def _whole_choice(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
-        return {**choice, "prompt_logprobs": self._prompt_places(delta.id)} if self._of_prompts else choice
+        return (
+            {**choice, "prompt_logprobs": self._prompt_logprob_list(delta.id)}
+            if self._wants_prompt_logprobs
+            else choice
+        )
 
 
-class ChatForm(Form):
+class ChatResponse(ResponseBuilder):
     prefix = "chatcmpl"
     whole_object = "chat.completion"
-    piece_object = "chat.completion.chunk"
+    event_object = "chat.completion.chunk"
 
     def _more(self) -> dict[str, Any]:
-        return {"prompt_logprobs": self._prompt_places(next(iter(self._places)))} if self._of_prompts else {}
+        return (
+            {"prompt_logprobs": self._prompt_logprob_list(next(iter(self._prompt_index)))}
+            if self._wants_prompt_logprobs
+            else {}
+        )
 
     def _whole_choice(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
         text = choice.pop("text")
         return {**choice, "message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _piece_choice(self, choice: dict[str, Any], delta: Delta, first: bool) -> dict[str, Any]:
-        told = {"content": choice.pop("text")}
-        return {**choice, "delta": {"role": "assistant", **told} if first else told}
+    def _event_choice(self, choice: dict[str, Any], delta: Delta, first: bool) -> dict[str, Any]:
+        entry = {"content": choice.pop("text")}
+        return {**choice, "delta": {"role": "assistant", **entry} if first else entry}
 
     def _logprobs(self, delta: Delta, offset: int) -> dict[str, Any]:
         assert delta.logprobs is not None
         content = []
         for place in delta.logprobs:
-            likely = sorted(place, key=lambda told: told[2])[: self._top]
-            content.append({**self._told(place[0]), "top_logprobs": [self._told(told) for told in likely]})
+            likely = sorted(place, key=lambda entry: entry[2])[: self._top]
+            content.append(
+                {
+                    **self._token_logprob(place[0]),
+                    "top_logprobs": [self._token_logprob(entry) for entry in likely],
+                }
+            )
         return {"content": content, "refusal": None}
 
-    def _told(self, told: TokenTold) -> dict[str, Any]:
-        name = self._names.name(told[0])
+    def _token_logprob(self, entry: TokenLogprob) -> dict[str, Any]:
+        name = self._encoder.token_text(entry[0])
         return {
             "token": name,
-            "logprob": told[1],
-            "bytes": None if name.startswith(PIECE) else list(name.encode()),
+            "logprob": entry[1],
+            "bytes": None if name.startswith(PARTIAL_TOKEN) else list(name.encode()),
         }
 
 

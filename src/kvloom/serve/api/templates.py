@@ -1,8 +1,8 @@
-"""Chat templates rendered within limits: characters of text, seconds of CPU time, values of the request.
+"""Renders chat templates within limits: characters, CPU seconds, values of the request.
 
-A template may repeat what a request gives, for every message. So the text is counted while the template writes it, and
-rendering ends at the first part that passes a limit. transformers still renders: `limit_templates` replaces how its compiled
-templates run, and the text stays the same.
+A template may repeat the request's values for every message. So the output is counted while the template writes it, and
+rendering stops at the first limit. transformers still renders: `limit_templates` replaces how its compiled templates
+run; the text stays the same.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .errors import bad_request
+from kvloom.serve.errors import bad_request
 
 __all__ = [
-    "MOST_DEPTH",
-    "MOST_VALUES",
+    "MAX_DEPTH",
+    "MAX_VALUES",
     "RenderError",
+    "count_characters",
     "limit_templates",
-    "rendering",
+    "render_limits",
     "reserved_names",
-    "weigh",
 ]
 
-MOST_VALUES = 1 << 17
-"""Values (items of lists and objects) that messages, tools, documents and template variables may have together."""
-MOST_DEPTH = 64
-"""Lists and objects inside each other, in the same fields."""
+MAX_VALUES = 1 << 17
+"""Limit of values (items of lists and objects) in messages, tools, documents and template variables together."""
+MAX_DEPTH = 64
+"""Limit of nested lists and objects in the same fields."""
 STEPS = 64
-"""Attribute reads and calls of a template between two looks at the clock."""
+"""Attribute reads and calls of a template between two reads of the clock."""
 JINJA_NAMES = ("self", "super", "loop", "caller", "varargs", "kwargs", "context", "environment", "messages")
 
 _thread = threading.local()
 
 
 class RenderError(Exception):
-    """A template passed a limit; the message states which."""
+    """A template exceeded a limit; the message states which."""
 
 
-class _Work:
-    """The limits of one rendering, and what it used."""
+class _RenderBudget:
+    """The limits of one rendering, and the part used."""
 
     __slots__ = ("_characters", "_end", "_limit", "_seconds", "_steps")
 
@@ -52,43 +52,43 @@ class _Work:
         self._end = time.thread_time() + seconds
 
     def step(self) -> None:
-        """Count one step. CPU time of this thread counts, so a busy machine refuses nothing."""
+        """Count one step. Only this thread's CPU time counts, so a busy machine causes no error."""
         self._steps += 1
         if self._steps % STEPS == 0 and time.thread_time() > self._end:
             raise RenderError(
-                f"the chat template ran for more than {self._seconds:g} seconds: send fewer messages, or raise --template-seconds"
+                f"the chat template exceeds {self._seconds:g} seconds of CPU time: send fewer messages, or raise --template-seconds"
             )
 
     def add(self, characters: int) -> None:
-        """Count characters of the prompt."""
+        """Count characters of the output."""
         self._characters += characters
         self.check(self._characters)
         self.step()
 
     def check(self, characters: int) -> None:
-        """Raise RenderError for one text of more characters than the whole prompt may have."""
+        """Raise RenderError for a text longer than the whole output may be."""
         if characters > self._limit:
             raise RenderError(
-                f"the chat template writes more than {self._limit:,} characters, and no more fit here: shorten the messages"
+                f"the chat template writes more than the limit of {self._limit:,} characters: shorten the messages"
             )
 
 
-def _work() -> _Work | None:
+def _budget() -> _RenderBudget | None:
     return getattr(_thread, "work", None)
 
 
 @contextmanager
-def rendering(characters: int, seconds: float) -> Iterator[None]:
-    """Limit what templates do in this thread until the block ends. They raise RenderError at the first limit they pass."""
-    _thread.work = _Work(characters, seconds)
+def render_limits(characters: int, seconds: float) -> Iterator[None]:
+    """Limit templates in this thread until the block ends. They raise RenderError at the first limit."""
+    _thread.work = _RenderBudget(characters, seconds)
     try:
         yield
     finally:
         _thread.work = None
 
 
-def weigh(values: Iterable[Any], param: str) -> int:
-    """Return the characters of all texts in `values`. Raises ApiError for too many values, or values nested too deep."""
+def count_characters(values: Iterable[Any], param: str) -> int:
+    """Return the characters of all texts in `values`. Raises ApiError for too many values, or for values nested too deeply."""
     characters = count = depth = 0
     level: list[Any] = list(values)
     while level:
@@ -98,13 +98,13 @@ def weigh(values: Iterable[Any], param: str) -> int:
                 characters += len(value)
             elif isinstance(value, dict | list):
                 count += len(value)
-                if count > MOST_VALUES:
+                if count > MAX_VALUES:
                     raise bad_request(
-                        f"{param}: more than {MOST_VALUES:,} values were given, and a template takes no more: send fewer", param
+                        f"{param}: more than {MAX_VALUES:,} values, the limit of a template: send fewer", param
                     )  # fmt: skip
-                if depth >= MOST_DEPTH:
+                if depth >= MAX_DEPTH:
                     raise bad_request(
-                        f"{param}: values are nested deeper than {MOST_DEPTH} levels, the limit: flatten them", param
+                        f"{param}: values are nested more than {MAX_DEPTH} levels deep, the limit: flatten them", param
                     )  # fmt: skip
                 deeper += value
                 if isinstance(value, dict):
@@ -115,7 +115,7 @@ def weigh(values: Iterable[Any], param: str) -> int:
 
 
 def reserved_names(tokenizer: Any) -> frozenset[str]:
-    """Return the names that chat_template_kwargs may not have: special tokens, and what the server, transformers and jinja set."""
+    """Return names that chat_template_kwargs may not use: special tokens, and names of the server, transformers and jinja."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     names = {
@@ -132,7 +132,7 @@ def reserved_names(tokenizer: Any) -> frozenset[str]:
 
 
 def limit_templates(tokenizer: Any) -> None:
-    """Make the tokenizer's chat templates keep the limits of `rendering`. Outside of it they run as before."""
+    """Make the tokenizer's chat templates obey `render_limits`. Outside of it they run as before."""
     for source in _sources(tokenizer):
         compiled = _compiled(source)
         if compiled is None or hasattr(compiled, "kvloom_limited"):
@@ -146,13 +146,13 @@ def limit_templates(tokenizer: Any) -> None:
 
 
 def _sources(tokenizer: Any) -> list[str]:
-    """The texts of a tokenizer's chat templates: none, one, or several by name."""
+    """Return the texts of a tokenizer's chat templates."""
     found = getattr(tokenizer, "chat_template", None) or []
     return list(found.values()) if isinstance(found, dict) else [found] if isinstance(found, str) else []
 
 
 def _compiled(source: str) -> Any | None:
-    """The compiled template that transformers keeps; None for a text that is no template, which every request then reports."""
+    """Return the compiled template that transformers caches; None for an invalid one, which every request then reports."""
     from jinja2.exceptions import TemplateError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -163,12 +163,12 @@ def _compiled(source: str) -> Any | None:
 
 
 def _limited(source: str, compiled: Any) -> Callable[..., str]:
-    """Return a `render` for a compiled template that counts its work where `rendering` asks for it."""
+    """Return a `render` method that counts its work inside `render_limits`."""
     plain = compiled.render
     counted = _environment(compiled.environment).from_string(source)
 
     def render(*args: Any, **variables: Any) -> str:
-        work = _work()
+        work = _budget()
         if work is None:
             return str(plain(*args, **variables))
         parts = []
@@ -181,13 +181,13 @@ def _limited(source: str, compiled: Any) -> Callable[..., str]:
 
 
 def _environment(original: Any) -> Any:
-    """A copy of a template's environment that counts steps, and checks texts before they are made."""
+    """Return a copy of a template's environment that counts steps and checks the length of texts before creating them."""
     from jinja2.filters import do_join, do_replace, make_attrgetter
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import pass_eval_context
 
     def check(characters: int) -> None:
-        if (work := _work()) is not None:
+        if (work := _budget()) is not None:
             work.check(characters)
 
     class Counted(ImmutableSandboxedEnvironment):
@@ -199,17 +199,17 @@ def _environment(original: Any) -> Any:
             return "".join(found)
 
         def getattr(self, obj: Any, attribute: str) -> Any:
-            if (work := _work()) is not None:
+            if (work := _budget()) is not None:
                 work.step()
             return super().getattr(obj, attribute)
 
         def getitem(self, obj: Any, argument: Any) -> Any:
-            if (work := _work()) is not None:
+            if (work := _budget()) is not None:
                 work.step()
             return super().getitem(obj, argument)
 
         def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if (work := _work()) is not None:
+            if (work := _budget()) is not None:
                 work.step()
                 text = getattr(obj, "__self__", None)
                 if isinstance(text, str):
@@ -217,7 +217,7 @@ def _environment(original: Any) -> Any:
             return super().call(context, obj, *args, **kwargs)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if (work := _work()) is not None:
+            if (work := _budget()) is not None:
                 work.step()
                 if operator == "*":
                     work.check(_repeated_length(left, right))
@@ -247,7 +247,7 @@ def _environment(original: Any) -> Any:
 
 
 def _result_length(text: str, method: str, given: list[Any]) -> int:
-    """The most characters that a method of str returns, for those that return more than they are given."""
+    """Return the most characters that a str method returns, for methods that can lengthen a text."""
     if method == "replace" and len(given) >= 2 and all(isinstance(one, str) for one in given[:2]):
         return len(text) + text.count(given[0]) * max(0, len(given[1]) - len(given[0]))
     if method == "join" and given and isinstance(given[0], list | tuple):

@@ -1,4 +1,4 @@
-"""Text to token ids and back, without generating: /tokenize and /detokenize, as other servers of the field have them."""
+"""Text to token ids and back, without generating: /tokenize and /detokenize, compatible with vLLM."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import bad_request
-from .prompts import Room, fitting_characters
-from .request_fields import ChatFields, CompletionFields, check_tokens, read_fields
-from .service import Service
+from kvloom.serve.errors import bad_request
 
-__all__ = ["Detokenize", "Tokenize"]
+from .prompts import PromptLimits, characters_for
+from .request_fields import ChatFields, CompletionFields, check_tokens, read_fields
+from .server_context import ServerContext
+
+__all__ = ["DetokenizeEndpoint", "TokenizeEndpoint"]
 
 
 class TextFields(CompletionFields, frozen=True, kw_only=True):
@@ -30,68 +31,70 @@ class IdsFields(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
 
 
-class Tokenize:
-    """A prompt or a chat as the ids that the model would get. An ASGI application."""
+class TokenizeEndpoint:
+    """Returns the token ids of a prompt or a chat. An ASGI application."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service, request = self._service, Request(scope, receive)
-        service.tenant_of(request)
-        facts, prompts = service.ready()
-        body = await service.body(request)
+        context, request = self._context, Request(scope, receive)
+        context.authenticate(request)
+        facts, prompts = context.require_ready()
+        body = await context.read_body(request)
         fields: TextFields | MessagesFields
-        most = fitting_characters(facts.longest)
-        room = Room(most, facts.vocabulary, characters=most)
+        most = characters_for(facts.max_tokens)
+        limits = PromptLimits(most, facts.vocab_size, characters=most)
         if _has_messages(body):
             fields = read_fields(body, MessagesFields)
-            service.check_model(fields.model)
-            found = [await prompts.of_chat(fields, room)]
+            context.check_model(fields.model)
+            found = [await prompts.encode_chat(fields, limits)]
         else:
             fields = read_fields(body, TextFields)
-            service.check_model(fields.model)
+            context.check_model(fields.model)
             given = fields.prompt
             if isinstance(given, list) and len(given) > 1 and not isinstance(given[0], int):
-                raise bad_request(f"prompt has {len(given)} texts; /tokenize takes one", "prompt")
-            found = await prompts.of_completion(fields, room)
+                raise bad_request(
+                    f"prompt has {len(given)} texts; /tokenize takes one: send them one by one", "prompt"
+                )
+            found = await prompts.encode_completion(fields, limits)
         tokens = found[0].tokens
-        told: dict[str, Any] = {"count": len(tokens), "max_model_len": facts.longest, "tokens": tokens}
-        told["token_strs"] = await prompts.spelled(tokens) if fields.return_token_strs else None
-        await _answer(told, scope, receive, send)
+        response: dict[str, Any] = {"count": len(tokens), "max_model_len": facts.max_tokens, "tokens": tokens}
+        response["token_strs"] = await prompts.token_strings(tokens) if fields.return_token_strs else None
+        await _send_json(response, scope, receive, send)
 
 
-class Detokenize:
-    """The text of token ids. An ASGI application."""
+class DetokenizeEndpoint:
+    """Returns the text of token ids. An ASGI application."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service, request = self._service, Request(scope, receive)
-        service.tenant_of(request)
-        facts, prompts = service.ready()
-        fields = read_fields(await service.body(request), IdsFields)
-        service.check_model(fields.model)
+        context, request = self._context, Request(scope, receive)
+        context.authenticate(request)
+        facts, prompts = context.require_ready()
+        fields = read_fields(await context.read_body(request), IdsFields)
+        context.check_model(fields.model)
         if prompts.tokenizer is None:
-            raise bad_request("this model has no tokenizer: its tokens have no text", "tokens")
-        check_tokens(fields.tokens, facts.vocabulary, "tokens")
-        most = fitting_characters(facts.longest)
+            raise bad_request("this model has no tokenizer, so token ids have no text", "tokens")
+        check_tokens(fields.tokens, facts.vocab_size, "tokens")
+        most = characters_for(facts.max_tokens)
         if len(fields.tokens) > most:
             raise bad_request(
-                f"tokens: {len(fields.tokens):,} were given, and /detokenize takes {most:,}: send them in parts",
+                f"tokens: {len(fields.tokens):,} exceed the limit of {most:,}: send them in parts",
                 "tokens",
             )
-        await _answer({"prompt": await prompts.text(fields.tokens)}, scope, receive, send)
+        await _send_json({"prompt": await prompts.text(fields.tokens)}, scope, receive, send)
 
 
 def _has_messages(body: bytes) -> bool:
-    """Whether a body is a chat; what is no JSON at all is told by whoever reads it next."""
+    """Whether a body is a chat. Invalid JSON is reported by the next reader."""
     try:
         return "messages" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
 
 
-async def _answer(told: dict[str, Any], scope: Scope, receive: Receive, send: Send) -> None:
-    await Response(msgspec.json.encode(told), media_type="application/json")(scope, receive, send)
+async def _send_json(body: dict[str, Any], scope: Scope, receive: Receive, send: Send) -> None:
+    await Response(msgspec.json.encode(body), media_type="application/json")(scope, receive, send)

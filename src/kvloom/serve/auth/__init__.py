@@ -1,3 +1,14 @@
-"""TODO: map of this folder."""
+"""Authentication and limits.
 
-__all__: list[str] = []
+    keys.py       ApiKeys: API keys, their tenants, quotas and caps
+    limits.py     Limits of a server, Caps of a tenant; RequestLimiter counts answers in progress
+
+Imports worker's messages and the server's errors.
+"""
+
+from __future__ import annotations
+
+from .keys import ApiKeys, permission_warning, read_keys
+from .limits import PRESSURE, Caps, Limits, RequestLimiter
+
+__all__ = ["PRESSURE", "ApiKeys", "Caps", "Limits", "RequestLimiter", "permission_warning", "read_keys"]

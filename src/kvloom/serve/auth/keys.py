@@ -1,9 +1,10 @@
-"""API keys: which tenant a key speaks for. Keys are kept as digests, and compared in constant time.
+"""API keys and their tenants. Keys are stored as SHA-256 digests and compared in constant time.
 
-A file of keys is JSON, {"KEY": "tenant"} or {"KEY": {"tenant": "t", "quota": "2GiB", "weight": 1}}, or lines of
-`KEY tenant [quota [weight]] [admin]` (# begins a comment, - is no quota). Several keys may name one tenant; then what they say of it
-must agree. Where no tenant has a weight there are no shares; where one has, those that name none count 1. A key with
-"admin": true (in lines, the last word `admin`) is an operator's: it sees what is told of every tenant.
+A key file is JSON, {"KEY": "tenant"} or {"KEY": {"tenant": "t", "quota": "2GiB", "weight": 1}}, or lines of
+`KEY tenant [quota [weight]] [max_…=N] [admin]` (# starts a comment, - means no quota). Keys of one tenant must state the same
+quota, weight and caps. If any tenant has a weight, others default to 1; else all have equal default shares
+(`core.Tenant.firm`). `max_answers`, `max_open`, `max_ttl` and `max_priority` set the tenant's `Caps`. "admin": true (or the
+last word `admin`) marks an admin key, which sees all tenants.
 """
 
 from __future__ import annotations
@@ -12,27 +13,39 @@ import hashlib
 import hmac
 import math
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvloom.arguments import parse_size
-from kvloom.serve.api.errors import invalid_key
-from kvloom.serve.worker.messages import TenantRules
+from kvloom.serve.errors import invalid_key
+from kvloom.serve.worker import TenantConfig
 
-__all__ = ["Keys", "exposed", "read_keys"]
+from .limits import Caps
 
-SHORTEST = 8
-Row = tuple[str, str, str, int | None, float | None, bool]
-"""Where it stands, the key, its tenant, what was said of quota and weight, and whether it is an operator's."""
+__all__ = ["ApiKeys", "permission_warning", "read_keys"]
+
+MIN_KEY_CHARACTERS = 8
+CAPS = {"max_answers": int, "max_open": int, "max_ttl": float, "max_priority": int}
+"""Caps that a key can set for its tenant, and their types."""
+KeyRow = tuple[str, str, str, int | None, float | None, dict[str, Any], bool]
+"""Location in the file, key, tenant, quota, weight, caps, and whether it is an admin key."""
 
 
-class Keys:
-    """Keys by their SHA-256; none means that nobody is asked for one."""
+class ApiKeys:
+    """Keys by digest. Without keys there is no authentication."""
 
-    def __init__(self, keys: dict[str, TenantRules], admins: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        keys: dict[str, TenantConfig],
+        admins: Collection[str] = (),
+        caps: Mapping[str, Caps] | None = None,
+        default: Caps | None = None,
+    ) -> None:
+        self._caps, self._default = caps or {}, default or Caps()
         self._admins = [_digest(key.encode()) for key in admins]
         self._digests = [(_digest(key.encode()), rules.name) for key, rules in keys.items()]
         self.tenants = tuple({rules.name: rules for rules in keys.values()}.values())
@@ -40,103 +53,134 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def tenant(self, authorization: str | None) -> str:
-        """The tenant that a request's Authorization header speaks for. Raises ApiError 401."""
-        given = _given(authorization)
+    def authenticate(self, authorization: str | None) -> str:
+        """Return the tenant of a request's Authorization header. Raises ApiError 401."""
+        given = _bearer_key(authorization)
         digest = _digest(given.encode())
         found = None
-        for known, name in self._digests:  # all of them, so that time tells nothing
+        for known, name in self._digests:  # compare all: constant time
             if hmac.compare_digest(known, digest):
                 found = name
         if found is None:
             raise invalid_key(bool(given))
         return found
 
-    def admin(self, authorization: str | None) -> bool:
-        """Whether a request's Authorization header has an operator's key."""
-        digest = _digest(_given(authorization).encode())
-        return sum(hmac.compare_digest(known, digest) for known in self._admins) > 0  # all of them, as above
+    def caps(self, tenant: str) -> Caps:
+        """Return the limits of a tenant."""
+        return self._caps.get(tenant, self._default)
+
+    def is_admin(self, authorization: str | None) -> bool:
+        """Whether a request's Authorization header has an admin key."""
+        digest = _digest(_bearer_key(authorization).encode())
+        return (
+            sum(hmac.compare_digest(known, digest) for known in self._admins) > 0
+        )  # compare all: constant time
 
 
-def _given(authorization: str | None) -> str:
+def _bearer_key(authorization: str | None) -> str:
     scheme, _, key = (authorization or "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def read_keys(path: str) -> Keys:
-    """The keys of a file. Raises ValueError that names the line or key, never the key itself."""
+def read_keys(path: str, default: Caps | None = None) -> ApiKeys:
+    """Read a key file. Keys without caps get those of `default`. Raises ValueError with the line or position, never with
+    the key."""
+    default = default or Caps()
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a file of text (UTF-8)") from None
+        raise ValueError(f"{path} is not UTF-8 text") from None
     rows = _from_json(text, path) if text.lstrip().startswith("{") else _from_lines(text, path)
-    keys: dict[str, TenantRules] = {}
-    tenants: dict[str, TenantRules] = {}
-    unsaid = float(any(weight is not None for *_, weight, _ in rows))
-    for where, key, name, quota, weight, _ in rows:
-        rules = TenantRules(name, quota, unsaid if weight is None else weight)
-        if len(key) < SHORTEST:
-            raise ValueError(f"{path}, {where}: a key needs at least {SHORTEST} characters")
+    keys: dict[str, TenantConfig] = {}
+    tenants: dict[str, tuple[TenantConfig, Caps]] = {}
+    is_firm = any(weight is not None for *_, weight, _, _ in rows)
+    for where, key, name, quota, weight, caps, _ in rows:
+        rules = TenantConfig(name, quota, 1.0 if weight is None else weight, is_firm)
+        if len(key) < MIN_KEY_CHARACTERS:
+            raise ValueError(f"{path}, {where}: a key must have at least {MIN_KEY_CHARACTERS} characters")
         if key in keys:
-            raise ValueError(f"{path}, {where}: this key was given before")
+            raise ValueError(f"{path}, {where}: duplicate key")
         if not name:
-            raise ValueError(f"{path}, {where}: a tenant needs a name")
-        if tenants.setdefault(name, rules) != rules:
+            raise ValueError(f"{path}, {where}: the tenant's name is empty")
+        given = rules, replace(default, **caps)
+        if tenants.setdefault(name, given) != given:
             raise ValueError(
-                f"{path}, {where}: tenant {name!r} was given with another quota or weight before"
+                f"{path}, {where}: tenant {name!r} has a different quota, weight or max_… in an earlier key"
             )
         keys[key] = rules
     if not keys:
-        raise ValueError(f"{path} holds no keys")
-    return Keys(keys, [key for _, key, *_, admin in rows if admin])
+        raise ValueError(f"{path} contains no keys")
+    caps_of = {name: caps for name, (_, caps) in tenants.items()}
+    return ApiKeys(keys, [key for _, key, *_, is_admin in rows if is_admin], caps_of, default)
 
 
-def exposed(path: str) -> str | None:
-    """What to tell someone whose file of keys others on this machine can read or change; None where they cannot."""
+def permission_warning(path: str) -> str | None:
+    """Return a warning if other users of this machine can read or change a key file, else None."""
     mode = stat.S_IMODE(Path(path).stat().st_mode)
     if not mode & (stat.S_IRWXG | stat.S_IRWXO):
         return None
-    return f"{path} has keys in it and mode {mode:03o}, so others on this machine can get at them: chmod 600 {path}"
+    return f"{path} contains API keys, but other users can access it (mode {mode:03o}): chmod 600 {path}"
 
 
-def _from_lines(text: str, path: str) -> list[Row]:
-    rows: list[Row] = []
+def _from_lines(text: str, path: str) -> list[KeyRow]:
+    rows: list[KeyRow] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split("#", 1)[0].split()
         if not words:
             continue
         where = f"line {number}"
-        admin = len(words) > 2 and words[-1] == "admin"
-        words = words[:-1] if admin else words
+        is_admin = len(words) > 2 and words[-1] == "admin"
+        words = words[:-1] if is_admin else words
+        caps = dict(word.split("=", 1) for word in words[2:] if "=" in word)
+        words = words[:2] + [word for word in words[2:] if "=" not in word]
         if not 2 <= len(words) <= 4:
-            raise ValueError(f"{path}, {where}: a line is `KEY tenant [quota [weight]] [admin]`")
+            raise ValueError(f"{path}, {where}: expected `KEY tenant [quota [weight]] [max_…=N] [admin]`")
         key, name, quota, weight, *_ = (*words, "-", "-")
         most = None if quota == "-" else _size(quota, f"{path}, {where}")
         share = None if weight == "-" else _weight(weight, f"{path}, {where}")
-        rows.append((where, key, name, most, share, admin))
+        rows.append((where, key, name, most, share, _read_caps(caps, f"{path}, {where}"), is_admin))
     return rows
 
 
-def _from_json(text: str, path: str) -> list[Row]:
+def _from_json(text: str, path: str) -> list[KeyRow]:
     try:
         found = msgspec.json.decode(text, type=dict[str, str | dict[str, Any]])
     except msgspec.DecodeError as error:
         raise ValueError(f"{path}: {error}") from None
-    rows: list[Row] = []
+    rows: list[KeyRow] = []
     for number, (key, value) in enumerate(found.items(), 1):
         where = f"key {number}"
-        told = {"tenant": value} if isinstance(value, str) else value
-        unknown = set(told) - {"tenant", "quota", "weight", "admin"}
-        name, quota, weight = told.get("tenant"), told.get("quota"), told.get("weight")
-        admin = told.get("admin", False)
-        if unknown or not isinstance(name, str) or not isinstance(admin, bool):
+        fields = {"tenant": value} if isinstance(value, str) else value
+        caps = {name: one for name, one in fields.items() if name in CAPS}
+        unknown = set(fields) - {"tenant", "quota", "weight", "admin", *CAPS}
+        name, quota, weight = fields.get("tenant"), fields.get("quota"), fields.get("weight")
+        is_admin = fields.get("admin", False)
+        if unknown or not isinstance(name, str) or not isinstance(is_admin, bool):
             raise ValueError(
-                f"{path}, {where}: a key names a tenant, or has tenant, quota (bytes), weight (0 or more) and admin (true)"
+                f"{path}, {where}: expected a tenant, or an object with tenant, quota (bytes), weight (0 or more), {', '.join(CAPS)}, admin (true)"
             )
         most = None if quota is None else _size(str(quota), f"{path}, {where}")
         share = None if weight is None else _weight(weight, f"{path}, {where}")
-        rows.append((where, key, name, most, share, admin))
+        rows.append((where, key, name, most, share, _read_caps(caps, f"{path}, {where}"), is_admin))
     return rows
+
+
+def _read_caps(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the caps of a key by the names of `Caps`. Raises ValueError for an unknown name or a value that is no number."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in CAPS:
+            raise ValueError(f"{where}: unknown cap {name!r}; known are {', '.join(CAPS)}")
+        try:
+            number = math.nan if isinstance(value, bool) else CAPS[name](value)
+            number = math.nan if isinstance(value, float) and number != value else number
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not -(1 << 63) <= number < 1 << 63 or (name != "max_priority" and number <= 0):
+            least = "" if name == "max_priority" else " above 0"
+            raise ValueError(f"{where}: {name} {value!r} must be a number{least}")
+        found[name.removeprefix("max_")] = number
+    return found
 
 
 def _weight(given: Any, where: str) -> float:

@@ -1,22 +1,70 @@
-"""What a server takes before it says no, and the counting of what it has taken."""
+"""Limits of a server and of its tenants, and the count of answers in progress against them."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvloom.serve.api.errors import bad_request, busy, draining
+from kvloom.serve.errors import above_share, bad_request, draining, queue_full
 
-__all__ = ["Gate", "Limits"]
+__all__ = ["PRESSURE", "Caps", "Limits", "RequestLimiter"]
+
+PRESSURE = 4
+"""Open answers of a tenant per free place. One tenant alone takes 4 of 5 places; the rest stays free for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """Limits of one tenant; None is no limit.
+
+    | field      | limit                                                   |
+    |------------|---------------------------------------------------------|
+    | `answers`  | answers of one request: n or best_of, times prompts     |
+    | `open`     | open answers of the tenant, running or waiting          |
+    | `ttl`      | seconds of a request's `ttl`                            |
+    | `priority` | a request's `priority`                                  |
+    """
+
+    answers: int | None = None
+    open: int | None = None
+    ttl: float | None = None
+    priority: int | None = None
+
+    def check(self, answers: int, ttl: float | None, priority: int | None) -> None:
+        """Raise ApiError 400 if a request exceeds a limit."""
+        most = min((cap for cap in (self.answers, self.open) if cap is not None), default=answers)
+        if answers > most:
+            raise bad_request(
+                f"{answers} answers exceed the limit of {most} for this key: lower n, best_of or the number of prompts",
+                "n",
+            )
+        if self.ttl is not None and ttl is not None and ttl > self.ttl:
+            raise bad_request(
+                f"ttl {ttl:g} exceeds the limit of {self.ttl:g} seconds for this key: lower it", "ttl"
+            )
+        if self.priority is not None and priority is not None and priority > self.priority:
+            raise bad_request(
+                f"priority {priority} exceeds the limit of {self.priority} for this key: lower it", "priority"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`answers` may be made or wait at once; seconds are those a client may take to send a request's head, to send its body,
-    and to read what it is sent; `unread_characters` of a stream may wait for its reader; bodies that are being read may have
-    `bodies` times the bytes of one together. A chat template may use `template_seconds` of CPU time for one request."""
+    """Limits of one server.
+
+    | field                | limit                                                              |
+    |----------------------|--------------------------------------------------------------------|
+    | `body_bytes`         | one request body                                                   |
+    | `bodies`             | all bodies being read, in multiples of `body_bytes`                |
+    | `answers`            | answers running or waiting                                         |
+    | `request_seconds`    | time to send the head of a request, and again for its body         |
+    | `read_seconds`       | time without reading from a stream                                 |
+    | `unread_characters`  | unread text of a stream                                            |
+    | `template_seconds`   | CPU time of the chat template for one request                      |
+    """
 
     body_bytes: int = 8 << 20
     bodies: int = 32
@@ -35,35 +83,57 @@ class Limits:
                 raise ValueError(f"{name} {value} must be above 0")
 
 
-class Gate:
-    """Counts answers that are being made or wait. `shut`: no more come in; `empty` is set while there are none."""
+class RequestLimiter:
+    """Counts answers in progress. `is_draining`: no request is admitted; `idle` is set while there are no requests.
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.inside = 0
+    If several tenants share the server, each may have up to PRESSURE times the free places open. Tenants with many open
+    answers are refused first; a tenant without any finds a place.
+    """
+
+    def __init__(self, limit: int, shared: bool = False) -> None:
+        self.limit, self.shared = limit, shared
+        self.in_progress = 0
         self.requests = 0
-        self.shut = False
-        self.empty = asyncio.Event()
-        self.empty.set()
+        self.is_draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._open: Counter[str] = Counter()
 
     @contextmanager
-    def entered(self, answers: int) -> Iterator[None]:
-        """Let a request for so many answers in, until the block ends. Raises ApiError where there is no place."""
-        if self.shut:
+    def admit(self, answers: int, tenant: str = "", max_open: int | None = None) -> Iterator[None]:
+        """Admit a request of a tenant for `answers` answers until the block ends.
+
+        Raises ApiError if the server's limit, the tenant's part of it, or the tenant's `max_open` is reached."""
+        if self.is_draining:
             raise draining()
-        if answers > self.most:
+        if answers > self.limit:
             raise bad_request(
-                f"{answers} answers were asked for at once, and {self.most} may: ask for fewer", "n"
+                f"{answers} answers exceed the limit of {self.limit} at once: request fewer", "n"
             )
-        if self.inside + answers > self.most:
-            raise busy(answers, self.inside, self.most)
-        self.inside += answers
+        if self.in_progress + answers > self.limit:
+            raise queue_full(answers, self.in_progress, self.limit)
+        self._check_tenant(answers, self._open[tenant], max_open)
+        self.in_progress += answers
         self.requests += 1
-        self.empty.clear()
+        self._open[tenant] += answers
+        self.idle.clear()
         try:
             yield
         finally:
-            self.inside -= answers
+            self.in_progress -= answers
             self.requests -= 1
+            self._open[tenant] -= answers
+            if not self._open[tenant]:
+                del self._open[tenant]
             if not self.requests:
-                self.empty.set()
+                self.idle.set()
+
+    def _check_tenant(self, answers: int, open_answers: int, max_open: int | None) -> None:
+        """Raise ApiError 429 if a tenant with `open_answers` answers may not open more now."""
+        if max_open is not None and open_answers + answers > max_open:
+            raise above_share(answers, open_answers, max_open)
+        if not self.shared or not self.in_progress or (not open_answers and answers == 1):
+            return  # an idle server, and a tenant's first answer, take nothing from others
+        fair = PRESSURE * (self.limit - self.in_progress - answers)
+        if open_answers + answers > fair:
+            raise above_share(answers, open_answers, max(open_answers, fair))

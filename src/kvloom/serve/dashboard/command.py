@@ -1,4 +1,4 @@
-"""`kvloom top`: the dashboard of a running server in a terminal. Asks over HTTP, like the page."""
+"""`kvloom top`: the dashboard of a running server in a terminal. Fetches the same data as the page."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvloom.arguments import SERVER, server
-from kvloom.serve.explain_command import KEY, fetch
+from kvloom.serve.http_client import KEY, fetch
 
 __all__ = ["arguments", "run"]
 
-WAIT = 0.1
+KEY_SECONDS = 0.1
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--url", type=server, default="http://127.0.0.1:8000", help=SERVER)
-    add("--api-key", metavar="KEY", help=f"an admin's key, where the server wants keys (default: ${KEY})")
-    add("--colour", choices=("kind", "state", "tenant"), default="kind", help="what the map's colours tell (default: kind)")  # fmt: skip
-    add("--once", action="store_true", help="print it once and end; so it is where the output is no terminal")
-    add("--json", action="store_true", help="print the server's state as JSON and end")
+    add("--api-key", metavar="KEY", help=f"admin API key (default: ${KEY})")
+    add("--colour", choices=("kind", "state", "tenant"), default="kind", help="what the colours of the map show (default: kind)")  # fmt: skip
+    add("--once", action="store_true", help="print once and exit (default if the output is not a terminal)")
+    add("--json", action="store_true", help="print the server's state as JSON and exit")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show a server's cache until q or Ctrl-C. Raises ValueError where the server refuses, OSError where there is none."""
+    """Show a server's cache until q or Ctrl-C. Raises ValueError if the server refuses, OSError without a server."""
     key = args.api_key or os.environ.get(KEY)
-    source = _Source(args.url, key)
-    source.ask()  # what is wrong now is told now; later it is only noted
+    source = _Server(args.url, key)
+    source.refresh()  # the first error is raised; later ones are shown
     if args.json:
         print(json.dumps(source.state, indent=2))
         return 0
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     assert source.state is not None
     terminal = sys.stdout.isatty()
-    if args.once or not terminal:  # who reads a pipe wants lines, not a screen
+    if args.once or not terminal:  # a pipe gets lines, not a screen
         console = Console(width=None if terminal else 110, height=None if terminal else 44, highlight=False)
         console.print(screen(source.state, source.requests, args.colour), height=min(console.height - 1, 60))
         return 0
@@ -52,49 +52,49 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Source:
-    """What a server said last, and what went wrong since."""
+class _Server:
+    """The latest state of a server, and the latest error."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self._url, self._key = url, key
         self.state: dict[str, Any] | None = None
         self.requests: list[dict[str, Any]] | None = None
-        self.wrong = ""
+        self.error = ""
 
-    def ask(self) -> None:
+    def refresh(self) -> None:
         state = fetch(self._url, "/kvloom/state", self._key)
         if "history" not in state:
-            raise ValueError(f"{self._url} does not answer as a kvloom server does")
+            raise ValueError(f"{self._url} is not a kvloom server")
         self.requests = fetch(self._url, "/kvloom/requests?limit=100", self._key)["requests"]
-        self.state, self.wrong = state, ""
+        self.state, self.error = state, ""
 
-    def follow(self, stop: threading.Event) -> None:
-        """Ask again and again until told to stop."""
+    def refresh_until(self, stop: threading.Event) -> None:
+        """Refresh until `stop` is set."""
         while not stop.wait(1.0 if self.state is None else float(self.state["interval"])):
             try:
-                self.ask()
+                self.refresh()
             except (OSError, ValueError) as error:
-                self.wrong = str(error)
+                self.error = str(error)
 
 
-def _live(source: _Source, mode: str) -> None:
+def _live(source: _Server, mode: str) -> None:
     from rich.console import Console
     from rich.live import Live
 
     from .terminal import MODES, screen
 
     stop = threading.Event()
-    threading.Thread(target=source.follow, args=(stop,), daemon=True).start()
+    threading.Thread(target=source.refresh_until, args=(stop,), daemon=True).start()
     console = Console(highlight=False)
     try:
         with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
             shown: tuple[Any, ...] = ()
             while True:
-                now = (id(source.state), source.wrong, mode, console.size)
+                now = (id(source.state), source.error, mode, console.size)
                 if now != shown and source.state is not None:
-                    live.update(screen(source.state, source.requests, mode, source.wrong), refresh=True)
+                    live.update(screen(source.state, source.requests, mode, source.error), refresh=True)
                     shown = now
-                key = pressed(WAIT)
+                key = pressed(KEY_SECONDS)
                 if key in ("q", "Q"):
                     return
                 if key == "m":
@@ -112,7 +112,7 @@ def _no_key(seconds: float) -> str:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits for a key a while, and returns it or nothing. The terminal is as it was afterwards."""
+    """Yield a function that waits for a key press and returns the key or "". Restores the terminal afterwards."""
     if not sys.stdin.isatty():
         yield _no_key
         return

@@ -1,11 +1,11 @@
-"""The past minutes of one server, as a bounded row of samples: what its counters did between one and the next."""
+"""Samples of a server's counters over the past minutes, as rates between consecutive samples."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import Any
 
-from kvloom.serve.api.service import Service
+from kvloom.serve.api import ServerContext
 
 __all__ = ["History"]
 
@@ -17,23 +17,23 @@ SERIES = (
     "hit_rate",
     "ttft",
     "used",
-    "held",
+    "in_use",
     "evicted_rate",
 )
 
 
 class History:
-    """`samples` keeps the last of them, taken about every `seconds`. A rate is told for a second; what nobody did is null."""
+    """The last samples, taken about every `seconds`. Rates are per second; null means that there was nothing to measure."""
 
-    def __init__(self, service: Service, samples: deque[list[float | None]], seconds: float) -> None:
-        self._service, self._samples, self._seconds = service, samples, seconds
+    def __init__(self, context: ServerContext, samples: deque[list[float | None]], seconds: float) -> None:
+        self._context, self._samples, self._seconds = context, samples, seconds
         self._before: tuple[float, dict[str, float]] | None = None
         self._last = 0.0
 
     def sample(self, now: float) -> None:
-        """Take one; microseconds."""
-        stats, link = self._service.link.stats, self._service.link
-        first = self._service.metrics.first_token
+        """Take a sample. Takes microseconds."""
+        stats, link = self._context.engine.stats, self._context.engine
+        first = self._context.metrics.ttft
         counters = {
             "output": stats.output_tokens,
             "prompt": stats.looked_up_tokens,
@@ -48,13 +48,13 @@ class History:
         if before is None:
             return
         seconds = max(1e-3, now - before[0])
-        again = counters["restarts"] != before[1]["restarts"]  # its counters began anew
+        again = counters["restarts"] != before[1]["restarts"]  # the engine's counters restarted
         more = {
             name: value - (0 if again and name not in ("firsts", "waited") else before[1][name])
             for name, value in counters.items()
         }
         slabs = max(1, stats.slabs)
-        pages = stats.held_pages + stats.cached_pages
+        pages = stats.in_use_pages + stats.cached_pages
         used = 1 - stats.free_slabs / slabs if stats.slabs else 0.0
         row: list[float | None] = [
             stats.running,
@@ -64,13 +64,13 @@ class History:
             more["hits"] / more["prompt"] if more["prompt"] > 0 else None,
             more["waited"] / more["firsts"] if more["firsts"] > 0 else None,
             used,
-            used * stats.held_pages / pages if pages else 0.0,
+            used * stats.in_use_pages / pages if pages else 0.0,
             more["evictions"] / seconds,
         ]
         self._samples.append([None if value is None else round(max(0.0, value), 4) for value in row])
 
-    def told(self) -> dict[str, Any]:
-        """One list a series, oldest first; the last is of `until`."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return one list per series, oldest first; the last value belongs to `until`."""
         rows = list(self._samples)
         series = {name: [row[i] for row in rows] for i, name in enumerate(SERIES)}
         return {"seconds": self._seconds, "until": self._last or None, "series": series}

@@ -1,6 +1,6 @@
-"""The dashboard's addresses: the page and its few files, and what it shows. Nothing of the page comes from elsewhere.
+"""Routes of the dashboard: the page, its files, and its data. The page loads nothing from other hosts.
 
-The page is the same for everyone and tells nothing; what it shows needs an admin's key where there are keys at all.
+The page itself contains no data. With API keys its data requires an admin key.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from kvloom.serve.api.errors import not_found
-from kvloom.serve.api.service import Service
+from kvloom.serve.api import ServerContext
+from kvloom.serve.errors import not_found
 
-from .watch import Watch
+from .dashboard_state import DashboardState
 
 __all__ = ["HEADERS", "dashboard_routes", "page_files"]
 
@@ -38,13 +38,13 @@ HEADERS = {
 
 
 def page_files() -> dict[str, bytes]:
-    """The page's files by their names, as they come with the package."""
+    """Return the page's files from the package, by name."""
     folder = resources.files("kvloom.serve.dashboard") / "page"
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rsplit(".")[-1] in TYPES}
 
 
-def dashboard_routes(service: Service, watch: Watch) -> list[Route]:
-    """The page at /dashboard, and /kvloom/state."""
+def dashboard_routes(context: ServerContext, dashboard: DashboardState) -> list[Route]:
+    """Return the routes of /dashboard and /kvloom/state."""
     files = page_files()
 
     def sent(name: str) -> Response:
@@ -63,9 +63,9 @@ def dashboard_routes(service: Service, watch: Watch) -> list[Route]:
         return sent(name)
 
     async def state(request: Request) -> Response:
-        service.check_admin(request)
+        context.require_admin(request)
         headers = {**HEADERS, "cache-control": "no-store"}
-        return Response(await watch.state(), media_type="application/json", headers=headers)
+        return Response(await dashboard.state_json(), media_type="application/json", headers=headers)
 
     return [
         Route("/dashboard", page),

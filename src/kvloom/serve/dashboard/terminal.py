@@ -1,4 +1,4 @@
-"""The dashboard in a terminal: a server's state as rich renderables that fill the room they are given. Knows no HTTP."""
+"""The dashboard in a terminal: a server's state as rich renderables that fit any terminal size. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["MODES", "screen"]
 
 MODES = ("kind", "state", "tenant")
 KINDS = {"full": "blue", "sliding": "yellow", "state": "magenta", "latent": "green", "chunked": "red", "cross": "cyan"}  # fmt: skip
-STATES = {"held": "red", "cached": "cyan", "pinned": "yellow", "absent": "bright_black"}
+STATES = {"in use": "red", "cached": "cyan", "pinned": "yellow", "unbacked": "bright_black"}
 TENANTS = ("blue", "yellow", "green", "magenta", "cyan", "red")
-GLYPHS = {"held": "█", "pinned": "▓", "cached": "▒", "unknown": "▒", "absent": "x"}
+GLYPHS = {"in use": "█", "pinned": "▓", "cached": "▒", "unknown": "▒", "unbacked": "x"}
 BARS = "▁▂▃▄▅▆▇█"
 State = dict[str, Any]
 Series = Sequence[float | None]
 
 
 def screen(state: State, requests: list[State] | None, mode: str = "kind", note: str = "") -> Layout:
-    """Everything, for a terminal of any size; `note` stands at the end of the last line."""
+    """Return the whole screen; `note` is shown at the end of the last line."""
     whole = Layout()
     whole.split_column(
         Layout(_head(state), size=2),
@@ -37,12 +37,12 @@ def screen(state: State, requests: list[State] | None, mode: str = "kind", note:
     )
     engine = state["engine"]
     if engine is None:
-        whole["middle"].update(Panel("no picture of the cache yet", border_style="bright_black"))
+        whole["middle"].update(Panel("no snapshot of the cache yet", border_style="bright_black"))
         whole["below"].visible = False
         return whole
     whole["middle"].split_row(
         Layout(_titled("pool", _Map(engine, mode), _pool(engine)), ratio=2),
-        Layout(_titled("tiers, and where lookups stopped", _tiers(engine), "")),
+        Layout(_titled("tiers, and miss reasons", _tiers(engine), "")),
     )
     whole["below"].split_row(
         Layout(_titled("prefix tree", _Tree(engine), f"{engine['tree']['nodes']:,} branches"), ratio=1),
@@ -60,7 +60,7 @@ def _titled(title: str, inside: Any, subtitle: str) -> Panel:
 
 def _head(state: State) -> Table:
     server = state["server"]
-    facts = [server["device"], server["dtype"], server["pool_bytes"] and f"{_bytes(server['pool_bytes'])} of pool", f"up {_seconds(state['now'] - server['since'])}"]  # fmt: skip
+    facts = [server["device"], server["dtype"], server["pool_bytes"] and f"{_bytes(server['pool_bytes'])} pool", f"up {_seconds(state['now'] - server['since'])}"]  # fmt: skip
     late = 0.0 if state["engine_at"] is None else state["now"] - state["engine_at"]
     ok = server["status"] == "ok" and late < 5
     word = "live" if ok else server["status"] if server["status"] != "ok" else f"busy for {_seconds(late)}"
@@ -80,7 +80,7 @@ def _foot(mode: str, note: str) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _Curves:
-    """Four figures, each with a line of what it was."""
+    """Four figures, each with its history."""
 
     series: dict[str, Series]
 
@@ -110,7 +110,7 @@ class _Curves:
 
 
 def _curve(values: Series, width: int, top: float | None, high: int) -> list[str]:
-    """The last values as bars, `high` lines of them."""
+    """Return the last values as bars of `high` lines."""
     shown = list(values[-width:])
     most = top or max(_known(shown), default=0.0) or 1.0
     eighths = [0 if value is None else min(8 * high, round(8 * high * value / most)) for value in shown]
@@ -124,7 +124,7 @@ def _curve(values: Series, width: int, top: float | None, high: int) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """The pool: a sign is a run of cells, coloured by what most of it is; its shape says whether that is held."""
+    """The page pool: a character is a run of cells, coloured by their largest part; its shape shows the state."""
 
     engine: State
     mode: str
@@ -132,7 +132,7 @@ class _Map:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, max(2, (options.height or 8) - 1)
         cells = self.engine["map"]["cells"]
-        wide = max(1, min(4, width * height // cells))  # columns of a sign, where there are few
+        wide = max(1, min(4, width * height // cells))  # columns per character, if there are few cells
         width //= wide
         signs = min(cells, width * height)
         shares: list[dict[int, float]] = [{} for _ in range(signs)]
@@ -156,14 +156,14 @@ class _Map:
         return GLYPHS[row["state"]], self._colour(row)
 
     def _name(self, row: State) -> str:
-        if self.mode == "state" or row["state"] == "absent":
+        if self.mode == "state" or row["state"] == "unbacked":
             return str(row["state"])
         if self.mode == "tenant":
             return _tenant(self.engine, row["tenant"])
         return "unknown" if row["group"] is None else str(self.engine["groups"][row["group"]]["name"])
 
     def _colour(self, row: State) -> str:
-        if self.mode == "state" or row["state"] == "absent":
+        if self.mode == "state" or row["state"] == "unbacked":
             return STATES.get(row["state"], "white")
         if self.mode == "tenant":
             return "white" if row["tenant"] is None else TENANTS[row["tenant"] % len(TENANTS)]
@@ -181,14 +181,14 @@ class _Map:
         for name, (style, share) in sorted(sums.items(), key=lambda one: -one[1][1]):
             text.append("■ ", style)
             text.append(f"{name} {share:.0%}  ")
-        return text.append("█ held ▒ cached · free", "bright_black")
+        return text.append("█ in use ▒ cached · free", "bright_black")
 
 
 def _pool(engine: State) -> str:
     pool = engine["pool"]
-    lent = pool["slabs"] - pool["free_slabs"]
+    occupied = pool["slabs"] - pool["free_slabs"]
     size = pool["slab_bytes"]
-    return f"{_bytes(lent * size)} of {_bytes(pool['slabs'] * size)} lent, {pool['held_pages']:,} pages held, {pool['cached_pages']:,} cached"
+    return f"{_bytes(occupied * size)} of {_bytes(pool['slabs'] * size)} occupied, {pool['in_use_pages']:,} pages in use, {pool['cached_pages']:,} cached"
 
 
 def _tiers(engine: State) -> Group:
@@ -199,17 +199,17 @@ def _tiers(engine: State) -> Group:
         outcomes = (*tier["reads"].items(), *tier["writes"].items())
         failed = sum(count for outcome, count in outcomes if outcome not in ("ok", "missing"))
         wrong = [f"{failed:,} failed"] if failed else []
-        wrong += [] if tier["breaker"] == "closed" else ["left alone after faults"]
+        wrong += [] if tier["breaker"] == "closed" else ["disabled after faults"]
         used = f"{_bytes(tier['bytes'])}{of}  "
         lines.append(Text.assemble((f"{tier['name']} ", "bold"), used, (moved, "cyan")))
         if wrong:
             lines.append(Text(f"  {', '.join(wrong)}", style="red"))
     if not lines:
-        lines.append(Text("no lower tier", style="bright_black"))
+        lines.append(Text("no tiers", style="bright_black"))
     table = Table.grid(padding=(0, 1, 0, 0))
-    stops = engine["pool"]["stops"]
-    most = max(stops.values(), default=1)
-    for why, count in sorted(stops.items(), key=lambda one: -one[1]):
+    reasons = engine["pool"]["miss_reasons"]
+    most = max(reasons.values(), default=1)
+    for why, count in sorted(reasons.items(), key=lambda one: -one[1]):
         table.add_row(why, Text("█" * max(1, round(12 * count / most)), style="blue"), f"{count:,}")
     return Group(*lines, Text(""), table)
 
@@ -241,7 +241,7 @@ class _Tree:
 
 
 def _walk(below: dict[str | None, list[State]], at: str | None, depth: int) -> Iterable[tuple[int, State]]:
-    """Branches in the order of a tree, the hottest first. A run that goes on alone is no deeper."""
+    """Yield branches in tree order, the hottest first. An only child keeps its parent's depth."""
     children = sorted(below.get(at, ()), key=lambda one: (-one["hits"], one["idle"]))
     for child in children:
         yield depth, child
@@ -254,14 +254,14 @@ class _Requests:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.records is None:
-            yield Text("this server keeps no records of requests", style="bright_black")
+            yield Text("request records are disabled", style="bright_black")
             return
         table = Table.grid(padding=(0, 1, 0, 0), expand=True)
         table.add_column(no_wrap=True)
         for _ in range(3):
             table.add_column(justify="right", no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
-        heads = ("request", "prompt", "cached", "first", "stopped by")
+        heads = ("request", "prompt", "cached", "first", "miss reason")
         table.add_row(*(Text(word, style="bright_black") for word in heads))
         for record in self.records[: max(1, (options.height or 10) - 1)]:
             prompt, cached = record["prompt_tokens"], record["cached_tokens"] or 0
@@ -274,7 +274,7 @@ class _Requests:
 
 
 def _hit_rate(series: dict[str, Series], end: int) -> float | None:
-    """Of the prompts' tokens in the ten seconds until a sample, the share that was found."""
+    """Return the share of prompt tokens found in the ten seconds before a sample."""
     at = range(max(0, end - 4), end + 1)
     asked = sum(series["prompt_rate"][i] or 0.0 for i in at)
     found = sum((series["prompt_rate"][i] or 0.0) * (series["hit_rate"][i] or 0.0) for i in at)

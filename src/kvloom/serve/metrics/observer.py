@@ -1,9 +1,9 @@
-"""Who watches requests: each that begins gets a record, which is counted, traced and recorded when it has ended.
+"""Observes requests: each gets a record, which is counted, traced and recorded when it finishes.
 
-    generation ── begin, first, end ──▶ Observer ──▶ Records (explanations), Metrics, Traces, Recorder
-    the engine ── stories, answers  ──▶
+    generation ── start, finish       ──▶ RequestObserver ──▶ RequestRecords, Metrics, Traces, Recorder
+    engine     ── progress, deltas    ──▶
 
-Without it requests run just the same.
+Requests run the same without it.
 """
 
 from __future__ import annotations
@@ -15,99 +15,99 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvloom.serve.worker.messages import Add, Delta, Story
+from kvloom.serve.worker import Add, Delta, RequestProgress
 
 from .metrics import Metrics
-from .request_records import Record, Records
+from .request_records import RequestRecord, RequestRecords
 from .trace_recorder import Recorder
 
 if TYPE_CHECKING:
     from .otel_traces import Traces
 
-__all__ = ["Observer"]
+__all__ = ["RequestObserver"]
 
 log = logging.getLogger("kvloom.serve")
 
 
 @dataclass(slots=True)
-class _Open:
-    """A request that has not ended. Its prompts and answers are kept only where traffic is recorded."""
+class _OpenRequest:
+    """An open request. Prompts and answers are kept only while traffic is recorded."""
 
-    record: Record
+    record: RequestRecord
     context: object = None
     messages: dict[int, Add] = field(default_factory=dict)
     answers: dict[int, list[int]] = field(default_factory=dict)
 
 
-class Observer:
-    """One server's. `traces` and `recorder` are there where they were asked for."""
+class RequestObserver:
+    """Observes the requests of one server. `traces` and `recorder` are None where they are off."""
 
     def __init__(
         self, metrics: Metrics, traces: Traces | None = None, recorder: Recorder | None = None
     ) -> None:
         self.metrics, self.traces, self.recorder = metrics, traces, recorder
-        self.records = Records()
-        self._open: dict[int, _Open] = {}
-        self._zero = time.monotonic()
+        self.records = RequestRecords()
+        self._open: dict[int, _OpenRequest] = {}
+        self._started = time.monotonic()
 
-    def begin(
-        self, id_: str, endpoint: str, messages: list[Add], began: float, headers: Mapping[str, str]
-    ) -> Record:
-        """Prompts are about to be sent to the engine. `began` is when their request came, on the monotonic clock."""
+    def start(
+        self, id_: str, endpoint: str, messages: list[Add], started: float, headers: Mapping[str, str]
+    ) -> RequestRecord:
+        """Return the record of a request whose prompts go to the engine. `started` is its arrival on the monotonic clock."""
         first = messages[0]
-        record = Record(
+        record = RequestRecord(
             id_,
             first.tenant,
             {message.id: len(message.prompt) for message in messages},
             first.params.n * len(messages),
             first.params.max_tokens,
             first.stream,
-            time.time() - (time.monotonic() - began),
-            began,
+            time.time() - (time.monotonic() - started),
+            started,
             endpoint,
         )
-        if not self.metrics.observe and self.traces is None and self.recorder is None:
+        if not self.metrics.is_enabled and self.traces is None and self.recorder is None:
             return record
-        one = _Open(record, None if self.traces is None else self.traces.context(headers))
+        one = _OpenRequest(record, None if self.traces is None else self.traces.context(headers))
         if self.recorder is not None:
             one.messages = {message.id: message for message in messages}
         self._open.update(dict.fromkeys(record.prompts, one))
         self.records.add(record)
         return record
 
-    def tell(self, story: Story) -> None:
-        """The engine told how a prompt goes."""
-        one = self._open.get(story.id)
-        if one is not None and story.began:
-            one.record.stories[story.id] = story
+    def record_progress(self, progress: RequestProgress) -> None:
+        """Store the progress of a prompt."""
+        one = self._open.get(progress.id)
+        if one is not None and progress.started:
+            one.record.progress[progress.id] = progress
 
-    def answer(self, delta: Delta) -> None:
-        """A piece of an answer came; the first answer to each prompt is what a recording keeps."""
+    def record_tokens(self, delta: Delta) -> None:
+        """Store output tokens for the recording; of several answers the first is recorded."""
         one = self._open.get(delta.id)
         if one is not None and one.messages and delta.index == 0:
             one.answers.setdefault(delta.id, []).extend(delta.tokens)
 
-    def end(self, record: Record) -> None:
-        """A request has ended, well or not."""
-        record.ended = time.monotonic()
-        if record.failure is None and not record.finishes and not record.gone:
-            record.failure = "interrupted"  # nobody said why: the server is going down, or has a fault
+    def finish(self, record: RequestRecord) -> None:
+        """Finish a request, successful or not."""
+        record.finished = time.monotonic()
+        if record.error_code is None and not record.finish_reasons and not record.is_disconnected:
+            record.error_code = "interrupted"  # no reason given: the server shuts down or has a fault
         self.metrics.count(record)
-        opened = [self._open.pop(id_, None) for id_ in record.prompts]
-        one = opened[0]
+        open_url = [self._open.pop(id_, None) for id_ in record.prompts]
+        one = open_url[0]
         if one is None:
             return
         if self.traces is not None:
-            self.traces.tell(record, one.context)
+            self.traces.send(record, one.context)
         if self.recorder is not None:
             try:
-                self._keep(one, self.recorder)
-            except OSError as error:  # a full disk costs the recording, never an answer
-                log.warning("recording ends here: %s", error)
+                self._write_recording(one, self.recorder)
+            except OSError as error:  # a full disk ends the recording, not the request
+                log.warning("recording stopped: %s", error)
                 self._drop_recorder()
 
     def close(self) -> None:
-        """Write and send what waits."""
+        """Flush traces and the recording."""
         if self.traces is not None:
             self.traces.close()
         self._drop_recorder()
@@ -118,14 +118,14 @@ class Observer:
             with suppress(OSError):
                 recorder.close()
 
-    def _keep(self, one: _Open, recorder: Recorder) -> None:
-        """Record names, lengths and times of what the cache has seen of a request."""
+    def _write_recording(self, one: _OpenRequest, recorder: Recorder) -> None:
+        """Write block hashes, lengths and times of a request to the recording."""
         record = one.record
         for id_, message in one.messages.items():
-            if id_ in record.stories and message.store and message.read:
+            if id_ in record.progress and message.store and message.read:
                 answer = one.answers.get(id_, [])
                 recorder.add(
-                    record.began - self._zero,
+                    record.started - self._started,
                     message.prompt + answer,
                     len(message.prompt),
                     tenant=message.tenant,

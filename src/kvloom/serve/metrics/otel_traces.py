@@ -1,10 +1,10 @@
-"""OpenTelemetry traces of requests, sent over OTLP/HTTP: the way of each through queue, match, loads, prefill and decode.
+"""OpenTelemetry traces of requests over OTLP/HTTP: queue, match, loads, prefill and decode.
 
     request ├─ queue ─┤├ match ┤├──── prefill ────┤├──────── decode ────────┤
                                  ├ load host ┤
 
-Spans are made from a request's record when it has ended, so nothing is measured for their sake. They hold names and numbers,
-never text, keys or token ids. A client's W3C `traceparent` is continued. Needs the packages of the extra `otel`.
+Spans are built from a request's record when it finishes; nothing extra is measured. They contain names and numbers,
+never text, keys or token ids. A client's W3C `traceparent` is continued. Needs the extra `otel`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from .request_records import Record, stop_text
+from .request_records import RequestRecord, explain_miss
 
 try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -27,14 +27,14 @@ except ImportError as error:
 
 __all__ = ["Traces", "traces_url"]
 
-CARRIED = ("traceparent", "tracestate")
-CLOSING_MILLISECONDS = 5000
+TRACE_HEADERS = ("traceparent", "tracestate")
+FLUSH_MILLISECONDS = 5000
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 
 
 class Traces:
-    """Sends spans to the OTLP receiver at `url`, in batches, from a thread of its own; what it cannot send is dropped and
-    logged by OpenTelemetry, and no request waits for it."""
+    """Sends spans to the OTLP receiver at `url` in batches, from its own thread. OpenTelemetry drops and logs spans that it
+    cannot send; no request waits."""
 
     def __init__(self, url: str, model: str) -> None:
         self._model = model
@@ -45,12 +45,12 @@ class Traces:
         self._propagator = TraceContextTextMapPropagator()
 
     def context(self, headers: Mapping[str, str]) -> Any:
-        """The trace that a client's headers name; an empty one where they name none."""
-        return self._propagator.extract({name: headers[name] for name in CARRIED if name in headers})
+        """Return the trace context of a client's headers; an empty one without any."""
+        return self._propagator.extract({name: headers[name] for name in TRACE_HEADERS if name in headers})
 
-    def tell(self, record: Record, context: Any) -> None:
-        """Hand a request's spans over for sending. Tens of microseconds."""
-        zero = record.arrived - record.began  # from the monotonic clock to the time of day
+    def send(self, record: RequestRecord, context: Any) -> None:
+        """Queue the spans of a request for sending. Takes tens of microseconds."""
+        zero = record.arrived - record.started  # monotonic clock to wall clock
 
         def at(second: float) -> int:
             return int((zero + second) * 1e9)
@@ -61,37 +61,42 @@ class Traces:
             context,
             SpanKind.SERVER,
             self._attributes(record, operation),
-            start_time=at(record.began),
+            start_time=at(record.started),
         )
         inside = set_span_in_context(whole, context)
 
         def part(name: str, start: float, end: float, **attributes: str | int) -> None:
             named = {f"kvloom.{key}": value for key, value in attributes.items()}
             span = self._tracer.start_span(
-                name, inside, SpanKind.INTERNAL, named, start_time=at(max(start, record.began))
+                name, inside, SpanKind.INTERNAL, named, start_time=at(max(start, record.started))
             )
             span.end(at(max(start, end)))
 
-        for story in record.stories.values():
-            word, _ = stop_text(story, record.prompts[story.id], operator=False)
-            last = record.ended
-            part("queue", record.began, story.looked_up)
-            part("match", story.looked_up, story.began, cached_tokens=story.cached, stop_token=story.stop, stop_reason=word)  # fmt: skip
-            for tier, start, end, tokens in story.loads:
+        for progress in record.progress.values():
+            word, _ = explain_miss(progress, record.prompts[progress.id], operator=False)
+            last = record.finished
+            part("queue", record.started, progress.looked_up)
+            part("match", progress.looked_up, progress.started, cached_tokens=progress.cached_tokens, miss_position=progress.miss_position, miss_reason=word)  # fmt: skip
+            for tier, start, end, tokens in progress.loads:
                 part(f"load {tier}", start, end, tier=tier, tokens=tokens)
-            part("prefill", story.began, story.first or last, tokens=record.prompts[story.id] - story.cached)
-            if story.first:
-                part("decode", story.first, last, preemptions=story.preemptions)
-        if record.failure is not None:
-            whole.set_status(Status(StatusCode.ERROR, record.failure))
-        whole.end(at(record.ended))
+            part(
+                "prefill",
+                progress.started,
+                progress.first_token or last,
+                tokens=record.prompts[progress.id] - progress.cached_tokens,
+            )
+            if progress.first_token:
+                part("decode", progress.first_token, last, preemptions=progress.preemptions)
+        if record.error_code is not None:
+            whole.set_status(Status(StatusCode.ERROR, record.error_code))
+        whole.end(at(record.finished))
 
     def close(self) -> None:
-        """Send what waits, for a few seconds at most."""
-        self._provider.force_flush(CLOSING_MILLISECONDS)
+        """Send the queued spans, within FLUSH_MILLISECONDS."""
+        self._provider.force_flush(FLUSH_MILLISECONDS)
         self._provider.shutdown()
 
-    def _attributes(self, record: Record, operation: str) -> dict[str, Any]:
+    def _attributes(self, record: RequestRecord, operation: str) -> dict[str, Any]:
         return {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "kvloom",
@@ -103,15 +108,15 @@ class Traces:
             "gen_ai.usage.output_tokens": record.output_tokens,
             "kvloom.tenant": record.tenant,
             "kvloom.cached_tokens": record.cached_tokens,
-            **{f"kvloom.hit_tokens.{tier}": tokens for tier, tokens in record.hits.items()},
+            **{f"kvloom.hit_tokens.{tier}": tokens for tier, tokens in record.hit_tokens.items()},
         }
 
 
 def traces_url(url: str) -> str:
-    """Where traces go: the receiver's address as it is given to `--otlp`, to which the usual path belongs. Raises ValueError."""
+    """Return the URL for traces: the receiver's address with the default path added. Raises ValueError."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(
-            f"--otlp {url!r} is no address of an OTLP/HTTP receiver; give one like http://127.0.0.1:4318"
+            f"--otlp {url!r} is not the URL of an OTLP/HTTP receiver; use one like http://127.0.0.1:4318"
         )
     return url if parts.path.strip("/") else url.rstrip("/") + "/v1/traces"

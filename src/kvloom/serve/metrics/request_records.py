@@ -1,7 +1,6 @@
-"""What is remembered of each request: names and numbers that explain how it went. Never text, keys or token ids.
+"""Records of recent requests: names and numbers that explain hits and misses. Never text, keys or token ids.
 
-A record lives in a bounded ring; the newest push the oldest out. `Record.shape` is what `/kvloom/requests` answers with and
-`kvloom explain` reads.
+The last MAX_RECORDS are kept. `/kvloom/requests` returns `RequestRecord.to_dict`; `kvloom explain` reads it.
 """
 
 from __future__ import annotations
@@ -13,19 +12,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvloom.core import NOT_CACHED
-from kvloom.serve.worker.messages import Story
+from kvloom.serve.worker import RequestProgress
 
-__all__ = ["Record", "Records", "stop_text"]
+__all__ = ["RequestRecord", "RequestRecords", "explain_miss"]
 
-MOST = 1000
+MAX_RECORDS = 1000
 DEVICE = "device"
 
 
 @dataclass(slots=True, eq=False)
-class Record:
-    """One HTTP request that generates. `prompts` are the tokens of each of its prompts, by the ids the engine knows them by;
-    `arrived` is the time of day, `began` the monotonic clock's, on which `first` and `ended` are, too (0: not yet). `finishes`
-    says how each answer that ended did, `failure` is the code of what it was refused with."""
+class RequestRecord:
+    """One HTTP request that generates.
+
+    | field                                | meaning                                                            |
+    |--------------------------------------|--------------------------------------------------------------------|
+    | `prompts`                            | tokens of each prompt, by the id it has in the engine              |
+    | `arrived`                            | wall-clock time of arrival                                         |
+    | `started`, `first_token`, `finished` | monotonic clock; 0 means "not yet"                                 |
+    | `finish_reasons`                     | of each finished answer                                            |
+    | `error_code`                         | of the error response, if any                                      |
+    | `progress`                           | the engine's latest report of each prompt                          |
+    """
 
     id: str
     tenant: str
@@ -34,21 +41,21 @@ class Record:
     max_tokens: int
     stream: bool
     arrived: float
-    began: float
+    started: float
     endpoint: str = ""
-    first: float = 0.0
-    ended: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
     output_tokens: int = 0
-    gone: bool = False
-    failure: str | None = None
-    finishes: list[str] = field(default_factory=list)
-    stories: dict[int, Story] = field(default_factory=dict)
+    is_disconnected: bool = False
+    error_code: str | None = None
+    finish_reasons: list[str] = field(default_factory=list)
+    progress: dict[int, RequestProgress] = field(default_factory=dict)
 
     @property
     def state(self) -> str:
-        if self.ended:
-            return "failed" if self.failure is not None else "finished"
-        return "running" if self.stories else "waiting"
+        if self.finished:
+            return "failed" if self.error_code is not None else "finished"
+        return "running" if self.progress else "waiting"
 
     @property
     def prompt_tokens(self) -> int:
@@ -56,140 +63,143 @@ class Record:
 
     @property
     def cached_tokens(self) -> int:
-        return sum(story.cached for story in self.stories.values())
+        return sum(progress.cached_tokens for progress in self.progress.values())
 
     @property
-    def hits(self) -> Counter[str]:
-        """Tokens that were found, by tier."""
+    def hit_tokens(self) -> Counter[str]:
+        """Tokens found, by tier."""
         found: Counter[str] = Counter()
-        for story in self.stories.values():
-            found.update(story.hits)
+        for progress in self.progress.values():
+            found.update(progress.hits)
         return found
 
     @property
     def queue_seconds(self) -> float | None:
-        """Until the first of its prompts got work."""
-        begun = [story.began for story in self.stories.values()]
-        return max(0.0, min(begun) - self.began) if begun else None
+        """Time until the first step of its first prompt."""
+        begun = [progress.started for progress in self.progress.values()]
+        return max(0.0, min(begun) - self.started) if begun else None
 
     @property
-    def first_seconds(self) -> float | None:
-        """Until its first token was sent, or was there where nothing was to be sent yet."""
-        seen = [story.first for story in self.stories.values() if story.first]
-        first = self.first or min(seen, default=0.0)
-        return max(0.0, first - self.began) if first else None
+    def ttft_seconds(self) -> float | None:
+        """Time until its first token was sent, or was computed where nothing is sent before the end."""
+        seen = [progress.first_token for progress in self.progress.values() if progress.first_token]
+        first_token = self.first_token or min(seen, default=0.0)
+        return max(0.0, first_token - self.started) if first_token else None
 
     @property
     def seconds(self) -> float:
-        """From its beginning to its end, or so far."""
-        return (self.ended or time.monotonic()) - self.began
+        """Time from arrival to the end, or to now."""
+        return (self.finished or time.monotonic()) - self.started
 
     @property
     def finish_reason(self) -> str | None:
-        if not self.ended:
+        if not self.finished:
             return None
-        if self.failure is not None:
-            return self.failure
-        return "cancelled" if self.gone else "+".join(dict.fromkeys(self.finishes)) or None
+        if self.error_code is not None:
+            return self.error_code
+        return "cancelled" if self.is_disconnected else "+".join(dict.fromkeys(self.finish_reasons)) or None
 
     @property
-    def costliest(self) -> Story | None:
-        """Of its prompts, the one that left most to compute."""
-        return max(self.stories.values(), key=lambda s: self.prompts[s.id] - s.cached, default=None)
+    def largest_miss(self) -> RequestProgress | None:
+        """The progress of the prompt with most tokens to compute."""
+        return max(self.progress.values(), key=lambda s: self.prompts[s.id] - s.cached_tokens, default=None)
 
-    def shape(self, operator: bool) -> dict[str, Any]:
-        """For JSON. Only an `operator` learns that another tenant has what this one missed."""
-        story = self.costliest
+    def to_dict(self, operator: bool) -> dict[str, Any]:
+        """Return plain data for JSON. Only an `operator` sees that another tenant has the missing prefix."""
+        progress = self.largest_miss
         stopped = None
-        if story is not None:
-            word, text = stop_text(story, self.prompts[story.id], operator)
-            stopped = {"at_token": story.stop, "reason": word, "text": text}
+        if progress is not None:
+            word, text = explain_miss(progress, self.prompts[progress.id], operator)
+            stopped = {"at_token": progress.miss_position, "reason": word, "text": text}
         return {
             "id": self.id,
             "tenant": self.tenant,
             "state": self.state,
             "arrived": round(self.arrived, 3),
             "queue_s": _rounded(self.queue_seconds),
-            "ttft_s": _rounded(self.first_seconds),
+            "ttft_s": _rounded(self.ttft_seconds),
             "total_s": _rounded(self.seconds),
             "prompts": len(self.prompts),
             "answers": self.answers,
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "cached_tokens": self.cached_tokens,
-            "hits": [{"tier": tier, "tokens": tokens} for tier, tokens in self.hits.items()],
+            "hits": [{"tier": tier, "tokens": tokens} for tier, tokens in self.hit_tokens.items()],
             "stopped": stopped,
-            "preemptions": sum(story.preemptions for story in self.stories.values()),
+            "preemptions": sum(progress.preemptions for progress in self.progress.values()),
             "finish_reason": self.finish_reason,
         }
 
 
-class Records:
-    """The last `most` requests, by id. One thread."""
+class RequestRecords:
+    """The last `max_records` requests, by id. Not thread-safe."""
 
-    def __init__(self, most: int = MOST) -> None:
-        self._most = most
-        self._ring: OrderedDict[str, Record] = OrderedDict()
+    def __init__(self, max_records: int = MAX_RECORDS) -> None:
+        self._max_records = max_records
+        self._ring: OrderedDict[str, RequestRecord] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._ring)
 
-    def add(self, record: Record) -> None:
-        """Remember a request; the oldest is forgotten where there are too many."""
+    def add(self, record: RequestRecord) -> None:
+        """Add a record; drop the oldest beyond the limit."""
         self._ring[record.id] = record
-        if len(self._ring) > self._most:
+        if len(self._ring) > self._max_records:
             self._ring.popitem(last=False)
 
-    def find(self, id_: str, tenant: str | None) -> Record | None:
-        """A request, if `tenant` (None: everybody) may see it."""
+    def find(self, id_: str, tenant: str | None) -> RequestRecord | None:
+        """Return a record if `tenant` (None: any) may see it."""
         found = self._ring.get(id_)
         return found if found is not None and tenant in (None, found.tenant) else None
 
-    def last(self, count: int, tenant: str | None) -> list[Record]:
-        """The newest requests that `tenant` (None: everybody) may see, newest first. O(records)."""
+    def latest(self, count: int, tenant: str | None) -> list[RequestRecord]:
+        """Return the newest records that `tenant` (None: any) may see, newest first. O(records)."""
         seen = (one for one in reversed(self._ring.values()) if tenant in (None, one.tenant))
         return [one for _, one in zip(range(count), seen, strict=False)]
 
 
-def stop_text(story: Story, length: int, operator: bool) -> tuple[str, str]:
-    """Why a prompt of `length` tokens hit no further: a word, and a sentence for people."""
-    reason = "other tenant" if operator and story.elsewhere else story.reason
-    if set(story.hits) - {DEVICE} and reason in NOT_CACHED:
-        return "loaded", _loaded(story, length)
-    at, left = story.stop, length - story.stop
+def explain_miss(progress: RequestProgress, length: int, operator: bool) -> tuple[str, str]:
+    """Return the miss reason of a prompt of `length` tokens, and a sentence that explains it."""
+    reason = "other tenant" if operator and progress.in_other_tenant else progress.miss_reason
+    if set(progress.hits) - {DEVICE} and reason in NOT_CACHED:
+        return "loaded", _explain_load(progress, length)
+    at, rest = progress.miss_position, length - progress.miss_position
     found = f"The first {at:,} of its {length:,} tokens were cached; " if at else "Nothing was cached: "
     unseen = "went on with the tokens after them" if at else "began with its tokens"
     pages = "the pages after them" if at else "its pages"
-    known = "its tokens are known further than that, but"
-    when = "" if story.left is None else f" {_ago(story.began - story.left)} before"
-    policy = "" if story.policy is None else f", chosen by the policy {story.policy}"
+    known = "the prompt matches further, but"
+    when = (
+        "" if progress.evicted_at is None else f" {_duration(progress.started - progress.evicted_at)} earlier"
+    )
+    policy = "" if progress.policy is None else f" by policy {progress.policy}"
     sentences: Mapping[str, str] = {
-        "complete": f"Everything but the last token was cached ({at:,} of {length:,}); that one is always computed.",
+        "complete": f"All but the last token were cached ({at:,} of {length:,}); the last is always computed.",
         "never seen": f"{found}no earlier request {unseen}.",
-        "evicted": f"{found}{pages} had been there, and left{when} to make room{policy}.",
-        "other tenant": f"{found}another tenant has more of this prompt, and tenants never share pages.",
-        "snapshot missing": f"{found}{known} no recurrent state was kept there, so {left:,} are computed.",
-        "window page missing": f"{found}{known} pages of a sliding or chunked window had left, so {left:,} are computed.",
-        "media missing": f"{found}{known} pages of an image before that point had left, so {left:,} are computed.",
-        "reading off": "The request asked not to read the cache.",
+        "evicted": f"{found}{pages} were evicted{when}{policy}.",
+        "other tenant": f"{found}another tenant has the next pages, and tenants never share pages.",
+        "snapshot missing": f"{found}{known} there is no state snapshot, so {rest:,} tokens are computed.",
+        "window page missing": f"{found}{known} pages of a sliding or chunked window were evicted, so {rest:,} tokens are computed.",
+        "media missing": f"{found}{known} pages of an earlier image were evicted, so {rest:,} tokens are computed.",
+        "reading off": "The request disabled reading the cache.",
     }
     return reason.replace(" ", "_"), sentences.get(reason, f"{found}{reason}.")
 
 
-def _loaded(story: Story, length: int) -> str:
-    """What came from tiers, of a prompt that the pool knew no more of."""
-    came = " and ".join(f"{tokens:,} from {tier}" for tier, tokens in story.hits.items() if tier != DEVICE)
-    here = story.hits.get(DEVICE, 0)
+def _explain_load(progress: RequestProgress, length: int) -> str:
+    """Return a sentence about tokens loaded from tiers, for a prompt that ran out of cached pages."""
+    (first, tokens), *others = ((tier, count) for tier, count in progress.hits.items() if tier != DEVICE)
+    loaded = f"{tokens:,} were loaded from {first}" + "".join(f" and {n:,} from {tier}" for tier, n in others)
+    here = progress.hits.get(DEVICE, 0)
     pool = f"; {here:,} were in the pool" if here else ""
     meanwhile = (
-        ", some while those came: waiting for all would have taken longer"
-        if story.cached > story.stop
+        ", partly during the load, because loading all would have taken longer"
+        if progress.cached_tokens > progress.miss_position
         else ""
     )
-    return f"Of its {length:,} tokens came {came}{pool}; the other {length - story.cached:,} were computed{meanwhile}."
+    return f"Of its {length:,} tokens, {loaded}{pool}; the other {length - progress.cached_tokens:,} were computed{meanwhile}."
 
 
-def _ago(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     for size, unit in ((3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

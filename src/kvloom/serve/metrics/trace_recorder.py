@@ -1,13 +1,12 @@
-"""Writing traffic as it is served: names, lengths and times, never text. Reading it is `kvloom.replay`'s.
+"""Writes a traffic recording: block hashes, lengths and times of requests, never text. `kvloom.replay` reads it.
 
-A file is lines of JSON, gzipped if its name ends in .gz:
+A file is JSON lines, gzipped if its name ends in .gz:
 
     {"kvloom": "traffic", "version": 1, "block_tokens": 64, "model": "llama"}
     {"at": 0.25, "prompt": 1000, "output": 128, "names": "9f3c…", "tenant": "4be1", "session": "77a0", "ending": "stop"}
 
-`names` are the names of the whole blocks of prompt and answer that the cache was left with, 8 bytes each in one hexadecimal
-run. Names, tenants and sessions are hashed with a key that is drawn for the recording and never written: equal ones can be
-seen to be equal, and nobody can test a guess of the text against them afterwards.
+`names` are the hashes of the full blocks of prompt and answer, 8 bytes each, in one hexadecimal string. Hashes, tenants
+and sessions are keyed with a random key that is never written: equal ones stay equal, and text cannot be guessed.
 """
 
 from __future__ import annotations
@@ -29,16 +28,15 @@ from kvloom.core import HASH_TOKENS, TOKEN_BYTES, hash_chain, root_hash, token_b
 __all__ = ["VERSION", "Recorder"]
 
 VERSION = 1
-_NAME = 8
-_WORD = 6
+_HASH_BYTES = 8
+_ID_BYTES = 6
 
 
 class Recorder:
-    """Writes traffic as it is served. One line a request, when it is done; not thread-safe.
+    """Writes one line per finished request; not thread-safe.
 
-    Costs one hash of the request's tokens. A reader sees every line that `flush` has passed. A file that has something in it is
-    refused: names of two recordings cannot be compared, so that one cannot go on with another. Where no request came, none
-    is left behind.
+    A request costs one hash of its tokens. Readers see lines after `flush`. A non-empty file is refused, because hashes of
+    two recordings are not comparable. A recording without requests is deleted on close.
     """
 
     def __init__(self, path: str | Path, block_tokens: int = 64, model: str = "") -> None:
@@ -50,7 +48,7 @@ class Recorder:
         path = Path(path)
         if path.is_file() and path.stat().st_size:
             raise ValueError(
-                f"{path} is there already, and a recording is neither overwritten nor added to: give another name, "
+                f"{path} exists, and a recording is never overwritten or extended: choose another name "
                 "or remove the file"
             )
         self._unused: Path | None = path
@@ -72,24 +70,24 @@ class Recorder:
         ending: str | None = None,
         last_computed: bool = True,
     ) -> None:
-        """A request that came at second `at`: the tokens of its prompt, the first `prompt` of them, and of
-        its answer. An engine that ends with a token does not compute it, so that its block never is in the cache: then
-        `last_computed` is False. Times are the caller's; they should not go back."""
+        """Write a request that arrived at second `at`. `tokens` are its prompt (the first `prompt` tokens) and its answer.
+        `last_computed` is False where the engine did not compute the last token, so its block is never cached. `at` should
+        not decrease."""
         data = token_bytes(tokens)
         length = len(data) // TOKEN_BYTES
         if not 0 <= prompt <= length:
-            raise ValueError(f"a prompt of {prompt} tokens in a request of {length}")
-        kept = max(prompt, length - (not last_computed))
+            raise ValueError(f"prompt is {prompt} tokens, but the request has {length}")
+        cached = max(prompt, length - (not last_computed))
         every = self.block_tokens // HASH_TOKENS
-        names = hash_chain(root_hash(self.model, tenant, adapter), data[: kept * TOKEN_BYTES])[
+        hashes = hash_chain(root_hash(self.model, tenant, adapter), data[: cached * TOKEN_BYTES])[
             every - 1 :: every
         ]
         line: dict[str, Any] = {"at": round(at, 6), "prompt": prompt, "output": length - prompt}
-        line["names"] = "".join(self._hashed(name, _NAME) for name in names)
+        line["names"] = "".join(self._hashed(block_hash, _HASH_BYTES) for block_hash in hashes)
         if tenant:
-            line["tenant"] = self._hashed(tenant.encode(), _WORD)
+            line["tenant"] = self._hashed(tenant.encode(), _ID_BYTES)
         if session is not None:
-            line["session"] = self._hashed(session.encode(), _WORD)
+            line["session"] = self._hashed(session.encode(), _ID_BYTES)
         if ending is not None:
             line["ending"] = ending
         self._write(line)
@@ -99,12 +97,12 @@ class Recorder:
         self._file.flush()
 
     def close(self) -> None:
-        """Finish the file; the key is gone. Closing twice is harmless."""
+        """Finish the file and discard the key. May be called twice."""
         self._file.close()
         self._key = b""
         unused, self._unused = self._unused, None
         if unused is not None and unused.is_file():
-            unused.unlink()  # a server that could not be loaded is started again with the same name
+            unused.unlink()  # so that the next start can use the same name
 
     def __enter__(self) -> Recorder:
         return self
@@ -122,7 +120,7 @@ class Recorder:
 
 
 def _make_private(path: Path) -> None:
-    """Create a file that its owner alone can read and write; an empty one that exists becomes so. Others stay as they are."""
+    """Create a file with mode 0600, or set that mode on an existing file."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:

@@ -1,3 +1,98 @@
-"""TODO: map of this folder."""
+"""The engine process, and the API process's client of it.
 
-__all__: list[str] = []
+    engine_client.py      EngineClient: starts, restarts and talks to the engine process
+    response_stream.py    ResponseStream: the deltas of one HTTP request
+    messages.py           the messages between both processes
+    watchdog.py           Watchdog: detects an engine that hangs
+    engine_process.py     the engine process: loads the model, then runs steps
+    worker.py             Worker: runs requests on the engine
+    stats.py              the engine's counters as one message
+    cache_snapshot.py     CacheSnapshot: the cache as JSON for the dashboard
+
+The last four run in the engine process. Names are imported on first use: the API process does not load torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine_client import EngineClient, StartError
+    from .engine_process import load_engine
+    from .messages import (
+        Add,
+        Delta,
+        EngineStats,
+        FromEngine,
+        HistogramCounts,
+        Outputs,
+        Ready,
+        RequestProgress,
+        Start,
+        TenantConfig,
+        TenantUsage,
+        TierUsage,
+        TokenLogprob,
+    )
+    from .response_stream import ResponseStream
+    from .stats import engine_stats
+    from .watchdog import WatchdogLimits
+    from .worker import Worker
+
+__all__ = [
+    "Add",
+    "Delta",
+    "EngineClient",
+    "EngineStats",
+    "FromEngine",
+    "HistogramCounts",
+    "Outputs",
+    "Ready",
+    "RequestProgress",
+    "ResponseStream",
+    "Start",
+    "StartError",
+    "TenantConfig",
+    "TenantUsage",
+    "TierUsage",
+    "TokenLogprob",
+    "WatchdogLimits",
+    "Worker",
+    "engine_stats",
+    "load_engine",
+]
+
+_MODULES = {
+    "engine_client": (
+        "EngineClient",
+        "StartError",
+    ),
+    "engine_process": ("load_engine",),
+    "messages": (
+        "Add",
+        "Delta",
+        "EngineStats",
+        "FromEngine",
+        "HistogramCounts",
+        "Outputs",
+        "Ready",
+        "RequestProgress",
+        "Start",
+        "TenantConfig",
+        "TenantUsage",
+        "TierUsage",
+        "TokenLogprob",
+    ),
+    "response_stream": ("ResponseStream",),
+    "stats": ("engine_stats",),
+    "watchdog": ("WatchdogLimits",),
+    "worker": ("Worker",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)

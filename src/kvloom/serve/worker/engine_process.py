@@ -1,9 +1,8 @@
-"""The engine's process: loads the model, then steps while there is work. `python -m kvloom.serve.worker.engine_process FD`.
+"""The engine process: loads the model, then runs steps. Started as `python -m kvloom.serve.worker.engine_process FD`.
 
-FD is its end of a pair of sockets; the first message says what to load. A thread reads: when the other end closes, the process
-ends at once, whatever it is doing, so that no engine outlives its server; with tiers below, a few seconds later, for what they
-are still to store. Another beats, so that the server sees an engine
-that hangs. Signals that are meant for the server are ignored.
+FD is its end of a socket pair; the first message is Start. One thread reads messages. When the API process closes its
+end, this process exits at once, or with tiers after CLOSE_SECONDS for pending stores. Another thread sends
+heartbeats. Signals to the API process are ignored here.
 """
 
 from __future__ import annotations
@@ -26,37 +25,36 @@ import msgspec
 from .messages import (
     HEADER_BYTES,
     Add,
-    Beat,
     Cancel,
     EndSession,
     ExpectSession,
-    Failed,
     FromEngine,
-    Look,
+    Heartbeat,
     Ready,
+    SnapshotRequest,
     Start,
+    StartFailed,
     ToEngine,
+    body_length,
     frame,
-    length_of,
 )
-from .watchdog import BEAT_SECONDS
+from .watchdog import HEARTBEAT_SECONDS
 
 if TYPE_CHECKING:
-    from kvloom.engine.engine import Engine
-    from kvloom.engine.offload.manager import OffloadManager
+    from kvloom.engine import Engine, OffloadManager
 
     from .worker import Worker
 
 __all__ = ["load_engine", "main"]
 
-Inbox = SimpleQueue[Add | Cancel | ExpectSession | EndSession | Look | None]
-"""None: the server is gone."""
+Inbox = SimpleQueue[Add | Cancel | ExpectSession | EndSession | SnapshotRequest | None]
+"""None: the API process has closed the socket."""
 GRAMMAR_SECONDS = 0.005
-"""How often grammars that compile are looked after while nothing else is to do."""
+"""Poll interval for compiling grammars while idle."""
 IDLE_SECONDS = 0.5
-"""How often tiers are looked after while nothing else is to do."""
-GOODBYE = 4.0
-"""Seconds that tiers have to store what is on its way when the server ends."""
+"""Poll interval for tiers while idle."""
+CLOSE_SECONDS = 4.0
+"""Time for tiers to finish pending stores when the server ends."""
 _decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 
@@ -66,27 +64,27 @@ def main(fd: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     link = socket.socket(fileno=fd)
     start = _receive(link)
-    assert isinstance(start, Start), f"the first message must be Start, not {start!r}"
+    assert isinstance(start, Start), f"the first message must be Start, got {start!r}"
     inbox: Inbox = SimpleQueue()
-    outbox = _Outbox(link)
-    grace = GOODBYE if start.tiers else 0.0
-    threading.Thread(target=_read, args=(link, inbox, grace), daemon=True).start()
-    threading.Thread(target=outbox.beat, daemon=True).start()
+    sender = _Sender(link)
+    grace = CLOSE_SECONDS if start.tiers else 0.0
+    threading.Thread(target=_read_messages, args=(link, inbox, grace), daemon=True).start()
+    threading.Thread(target=sender.send_heartbeats, daemon=True).start()
     from kvloom.models.specs import ModelError
 
     try:
-        worker, ready = _loaded(start)
+        worker, ready = _load_worker(start)
     except (ModelError, ValueError, OSError) as error:
-        outbox.send(Failed(str(error)))
+        sender.send(StartFailed(str(error)))
         return
     gc.collect()
-    gc.freeze()  # what is there now stays: to look through all of it for garbage would stop everybody for 0.2 s
-    outbox.send(ready)
-    _serve(outbox, inbox, worker)
+    gc.freeze()  # loaded objects stay: scanning them would stop all requests for 0.2 s
+    sender.send(ready)
+    _serve(sender, inbox, worker)
 
 
-class _Outbox:
-    """What goes to the server: messages of the engine's own thread, and beats between them. `step` is the one that runs."""
+class _Sender:
+    """Sends messages of the engine thread and heartbeats between them. `step` is the number of the running step."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link, self._lock = link, threading.Lock()
@@ -97,22 +95,20 @@ class _Outbox:
         with self._lock:
             self._link.sendall(data)
 
-    def beat(self) -> None:
-        """Beat until the server is gone."""
+    def send_heartbeats(self) -> None:
+        """Send heartbeats until the socket closes."""
         while True:
-            time.sleep(BEAT_SECONDS)
+            time.sleep(HEARTBEAT_SECONDS)
             try:
-                self.send(Beat(self.step))
+                self.send(Heartbeat(self.step))
             except OSError:
                 return
 
 
 def load_engine(start: Start) -> Engine:
-    """The engine that `start` describes; minutes, for a large model."""
+    """Load the engine that `start` describes. Takes minutes for a large model."""
     from kvloom.core import Tenant
-    from kvloom.engine.engine import Engine
-    from kvloom.engine.execution.threads import use_threads
-    from kvloom.engine.sampling.grammar import GrammarLimits
+    from kvloom.engine import Engine, EngineConfig, GrammarLimits, use_threads
     from kvloom.models.loading import choose_device, load
 
     device = choose_device(start.device)
@@ -124,26 +120,25 @@ def load_engine(start: Start) -> Engine:
         load_format=start.load_format,
         progress=start.progress,
     )
-    engine = Engine(
-        model,
-        start.pool_bytes,
-        start.kv_dtype,
+    config = EngineConfig(
+        pool_bytes=start.pool_bytes,
+        memory_fraction=start.memory_fraction,
         token_budget=start.token_budget,
         max_running=start.max_running,
-        tokenizer=tokenizer,
-        memory_fraction=start.memory_fraction,
+        kv_dtype=start.kv_dtype,
         kv_scales=start.kv_scales,
         batch_invariant=start.batch_invariant,
+        tenants=[Tenant(t.name, t.quota, t.weight, t.firm) for t in start.tenants],
         tiers=start.tiers,
-        tenants=[Tenant(tenant.name, tenant.quota, tenant.weight) for tenant in start.tenants],
         grammar_limits=GrammarLimits(start.grammar_seconds, start.grammar_memory),
     )
-    _prepare(engine, start.progress)
+    engine = Engine(model, config, tokenizer)
+    _warm_up(engine, start.progress)
     return engine
 
 
-def _prepare(engine: Engine, progress: bool) -> None:
-    """Compile kernels and capture graphs now, on a GPU, rather than while users wait."""
+def _warm_up(engine: Engine, progress: bool) -> None:
+    """Compile kernels and capture CUDA graphs before the first request."""
     if not progress or engine.device.type != "cuda":
         engine.prepare()
         return
@@ -155,7 +150,7 @@ def _prepare(engine: Engine, progress: bool) -> None:
         engine.prepare(lambda done, total: bars.update(task, completed=done, total=total))
 
 
-def _loaded(start: Start) -> tuple[Worker, Ready]:
+def _load_worker(start: Start) -> tuple[Worker, Ready]:
     from .worker import Worker
 
     began = time.monotonic()
@@ -166,28 +161,28 @@ def _loaded(start: Start) -> tuple[Worker, Ready]:
     ready = Ready(
         device=str(engine.device),
         dtype=str(next(engine.model.parameters()).dtype).removeprefix("torch."),
-        vocabulary=len(engine.model.get_input_embeddings().weight),
-        longest=_longest(engine, slabs * layout.slab_bytes),
-        tenants_longest={name: _longest(engine, quota) for name, quota in quotas.items()},
+        vocab_size=len(engine.model.get_input_embeddings().weight),
+        max_tokens=_max_tokens(engine, slabs * layout.slab_bytes),
+        tenant_max_tokens={name: _max_tokens(engine, quota) for name, quota in quotas.items()},
         pool_bytes=slabs * layout.slab_bytes,
         slab_bytes=layout.slab_bytes,
         block_tokens=layout.block_tokens,
         bytes_per_token=layout.bytes_per_token(),
         layout=layout.table(),
-        seconds=time.monotonic() - began,
+        load_seconds=time.monotonic() - began,
         tiers=[] if engine.offload is None else _tiers(engine.offload),
-        left_out=[] if engine.offload is None else engine.offload.unavailable,
+        unavailable_tiers=[] if engine.offload is None else engine.offload.unavailable,
     )
     return Worker(engine, start.tenants, start.observe), ready
 
 
-def _tiers(lower: OffloadManager) -> list[tuple[str, int, int]]:
-    found = [lower.host, *(lane.tier for lane in lower.transfers.queues if lane.tier.capacity)]
+def _tiers(offload: OffloadManager) -> list[tuple[str, int, int]]:
+    found = [offload.host, *(lane.tier for lane in offload.transfers.queues if lane.tier.capacity)]
     return [(tier.name, tier.capacity, tier.stats().objects) for tier in found]
 
 
-def _longest(engine: Engine, pool_bytes: int) -> int:
-    """The most tokens that one request can have: what the model takes, and what the pool holds."""
+def _max_tokens(engine: Engine, pool_bytes: int) -> int:
+    """Return the most tokens of one request that the model and `pool_bytes` allow."""
     low, high = 1, engine.cache.max_tokens
     while low < high:
         middle = (low + high + 1) // 2
@@ -196,61 +191,63 @@ def _longest(engine: Engine, pool_bytes: int) -> int:
     return low
 
 
-def _serve(outbox: _Outbox, inbox: Inbox, worker: Worker) -> None:
+def _serve(sender: _Sender, inbox: Inbox, worker: Worker) -> None:
     for step in count(1):
-        if not worker.busy:
-            outbox.step = 0
+        if not worker.is_busy:
+            sender.step = 0
             pause = None if worker.engine.offload is None else IDLE_SECONDS
             try:
-                first = inbox.get(timeout=GRAMMAR_SECONDS if worker.compiling else pause)
+                first = inbox.get(timeout=GRAMMAR_SECONDS if worker.is_compiling else pause)
             except Empty:
-                worker.look_below()
+                worker.poll_idle()
                 continue
-            outbox.step = step
-            _take(worker, first)
-        outbox.step = step
+            sender.step = step
+            _handle(worker, first)
+        sender.step = step
         with suppress(Empty):
             while True:
-                _take(worker, inbox.get_nowait())
+                _handle(worker, inbox.get_nowait())
         outputs = worker.step()
         if outputs is not None:
-            outbox.send(outputs)
+            sender.send(outputs)
 
 
-def _take(worker: Worker, message: Add | Cancel | ExpectSession | EndSession | Look | None) -> None:
+def _handle(
+    worker: Worker, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | None
+) -> None:
     if message is None:
-        worker.engine.close(GOODBYE - 0.5)
+        worker.engine.close(CLOSE_SECONDS - 0.5)
         os._exit(0)
-    worker.take(message)
+    worker.handle(message)
 
 
-def _read(link: socket.socket, inbox: Inbox, grace: float) -> None:
+def _read_messages(link: socket.socket, inbox: Inbox, grace: float) -> None:
     try:
         while True:
             message = _receive(link)
             assert not isinstance(message, Start)
             inbox.put(message)
     except (EOFError, OSError):
-        if grace:  # what tiers are still to get
+        if grace:  # for pending stores
             inbox.put(None)
             time.sleep(grace)
-        os._exit(0)  # the server is gone; there is nothing else that must be saved
+        os._exit(0)  # the API process is gone; nothing else needs saving
     finally:
         traceback.print_exc()
         os._exit(1)
 
 
 def _receive(link: socket.socket) -> Any:
-    return _decoder.decode(_exactly(link, length_of(bytes(_exactly(link, HEADER_BYTES)))))
+    return _decoder.decode(_receive_exactly(link, body_length(bytes(_receive_exactly(link, HEADER_BYTES)))))
 
 
-def _exactly(link: socket.socket, count: int) -> bytearray:
+def _receive_exactly(link: socket.socket, count: int) -> bytearray:
     data = bytearray(count)
     view = memoryview(data)
     while view:
         got = link.recv_into(view)
         if not got:
-            raise EOFError("the other end is closed")
+            raise EOFError("the socket is closed")
         view = view[got:]
     return data
 

@@ -1,9 +1,9 @@
-"""What the API's process and the engine's process tell each other, and how it stands on the wire. Data; nothing is pickled.
+"""Messages between the API process and the engine process, and their encoding.
 
-    API    ──▶ engine    Start (once, first), Add, Cancel, ExpectSession, EndSession, Look
-    engine ──▶ API       Ready or Failed (once), then Outputs: everything a step brought, in one message; Beat, all the time
+    API    ──▶ engine    Start (once, first), Add, Cancel, ExpectSession, EndSession, SnapshotRequest
+    engine ──▶ API       Ready or StartFailed (once), then Outputs (one per step); Heartbeat, every second
 
-A message is msgpack behind its length, four bytes. Log-probabilities are triples of token, value and rank.
+A message is msgpack with a four-byte length before it. Log-probabilities are triples of token, value and rank.
 """
 
 from __future__ import annotations
@@ -13,53 +13,62 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvloom.engine.sampling.params import SamplingParams
+from kvloom.engine import SamplingParams
 
 __all__ = [
     "HEADER_BYTES",
     "Add",
-    "Beat",
     "Cancel",
     "Delta",
     "EndSession",
+    "EngineStats",
     "ExpectSession",
-    "Failed",
     "FromEngine",
-    "Look",
+    "Heartbeat",
     "Outputs",
     "Ready",
-    "Refused",
+    "Rejected",
+    "RequestProgress",
+    "SnapshotRequest",
     "Start",
-    "Stats",
-    "Story",
-    "TenantRules",
-    "TenantUse",
-    "TierUse",
+    "StartFailed",
+    "TenantConfig",
+    "TenantUsage",
+    "TierUsage",
     "ToEngine",
-    "TokenTold",
+    "TokenLogprob",
+    "body_length",
     "frame",
-    "length_of",
 ]
 
 _LENGTH = struct.Struct("<I")
 HEADER_BYTES = _LENGTH.size
 
-TokenTold = tuple[int, float, int]
-"""A token, its log-probability, and its place among all."""
+TokenLogprob = tuple[int, float, int]
+"""A token, its log-probability and its rank."""
 
 
-class TenantRules(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant's name, the most bytes of the pool it may use, and its share of a full pool."""
+class TenantConfig(msgspec.Struct, frozen=True, array_like=True):
+    """A tenant: its name, its quota of pool bytes (None: no quota) and its share of the pool: see `core.Tenant`."""
 
     name: str
     quota: int | None = None
     weight: float = 0.0
+    firm: bool = True
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """What the engine is to be. `pool_bytes` None: what `memory_fraction` of the device leaves; `cpu_dtype` is what "auto"
-    means on a CPU, if not the checkpoint's own; `threads` None: as engine/threads.py has it; `progress` shows bars; without
-    `observe` the engine tells no stats and no stories. `grammar_seconds` and `grammar_memory` are the limits of one grammar."""
+    """Options of the engine to load.
+
+    | field                               | meaning                                                          |
+    |-------------------------------------|------------------------------------------------------------------|
+    | `pool_bytes`                        | None: `memory_fraction` of the device's memory, less the weights |
+    | `cpu_dtype`                         | weight dtype on a CPU where `dtype` is "auto"                    |
+    | `threads`                           | None: the engine's default                                       |
+    | `progress`                          | show progress bars on stderr                                     |
+    | `observe`                           | False: send neither stats nor request progress                   |
+    | `grammar_seconds`, `grammar_memory` | limits of one grammar                                            |
+    """
 
     model: str
     dtype: str = "auto"
@@ -75,7 +84,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     token_budget: int | None = None
     max_running: int = 256
     threads: int | None = None
-    tenants: tuple[TenantRules, ...] = ()
+    tenants: tuple[TenantConfig, ...] = ()
     progress: bool = False
     observe: bool = True
     grammar_seconds: float = 2.0
@@ -83,9 +92,9 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """One prompt. Its answers carry `id`; with `stream` they come as they grow, else each when all have ended. What was
-    computed under one `salt` is found under that alone. `ends_session`: nothing more comes of its session. `lossy`: pages that
-    a tier re-encoded may serve it."""
+    """One prompt; the deltas of its answers carry `id`. With `stream` deltas arrive per step, else once at the end.
+    Pages computed under a `salt` match requests with the same salt only. `ends_session`: this is the session's last
+    request. `lossy`: pages that a tier re-encoded may serve it."""
 
     id: int
     prompt: list[int]
@@ -103,84 +112,93 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """End a prompt's answers; nothing more is told of them. Unknown ids are those that have ended already."""
+    """Cancel a prompt's answers; no further delta follows. The ids of finished prompts are ignored."""
 
     id: int
 
 
 class ExpectSession(msgspec.Struct, frozen=True, tag=True):
-    """This session of a tenant is about to come back: its pages may be brought up before it asks."""
+    """A tenant's session will send a request soon: its pages may be prefetched."""
 
     tenant: str
     session: str
 
 
 class EndSession(msgspec.Struct, frozen=True, tag=True):
-    """What only this session of a tenant used may leave the cache first."""
+    """A tenant's session is over: pages that only it used are evicted first."""
 
     tenant: str
     session: str
 
 
-class Look(msgspec.Struct, frozen=True, tag=True):
-    """Somebody wants to see the cache: the next outputs have its picture."""
+class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
+    """Ask for a snapshot of the cache with the next outputs."""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What is new of the `index`th answer to prompt `id`. Text may lag behind tokens. `cached` is how many of the prompt's
-    tokens were found in the cache; `finish` comes with the last piece. `prompt` is told of the prompt's own tokens but the
-    first, where that was asked for, with the first answer."""
+    """New tokens of answer `index` to prompt `id`. Text may lag behind tokens. `cached_tokens` counts prompt tokens
+    found in the cache; `finish_reason` comes with the last delta. `prompt_logprobs` come with the first answer, where
+    requested, for every prompt token but the first."""
 
     id: int
     index: int
     text: str
     tokens: list[int]
-    cached: int = 0
-    finish: str | None = None
+    cached_tokens: int = 0
+    finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: list[list[TokenTold]] | None = None
-    prompt: list[list[TokenTold]] | None = None
+    logprobs: list[list[TokenLogprob]] | None = None
+    prompt_logprobs: list[list[TokenLogprob]] | None = None
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that can never run, and why; `busy`: it may run later."""
+class Rejected(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt that the engine does not accept, and the reason. `is_retryable`: a later attempt may succeed."""
 
     id: int
-    why: str
-    busy: bool = False
+    reason: str
+    is_retryable: bool = False
 
 
-class Story(msgspec.Struct, frozen=True, array_like=True):
-    """How a prompt went so far: told when it begins, when its first token is there, and when it has ended. Times are those
-    of the machine's monotonic clock, 0 where it has not come to that. `hits` are tokens found, by tier; `reason` (one of
-    the core's REASONS) says why they end at token `stop`: what had left did so at `left`, by `policy`. `elsewhere`: another
-    tenant has more of this prompt. `loads` are those from lower tiers: which, from when to when, how many tokens."""
+class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
+    """Progress of one prompt: sent when it starts, at its first token, and when it finishes.
+
+    Times are on the monotonic clock; 0 means "not yet".
+
+    | field                       | meaning                                                                    |
+    |-----------------------------|----------------------------------------------------------------------------|
+    | `hits`                      | tokens found, by tier                                                      |
+    | `miss_position`             | the token at which the lookup stopped                                      |
+    | `miss_reason`               | one of the core's MISS_REASONS                                             |
+    | `evicted_at`, `policy`      | for evicted pages: when, and by which policy                               |
+    | `in_other_tenant`           | another tenant has more of this prompt                                     |
+    | `loads`                     | loads from tiers: tier, start, end, tokens                                 |
+    """
 
     id: int
     looked_up: float
-    began: float
-    first: float
-    cached: int
+    started: float
+    first_token: float
+    cached_tokens: int
     hits: dict[str, int]
-    stop: int
-    reason: str
-    left: float | None = None
+    miss_position: int
+    miss_reason: str
+    evicted_at: float | None = None
     policy: str | None = None
-    elsewhere: bool = False
+    in_other_tenant: bool = False
     preemptions: int = 0
     loads: list[tuple[str, float, float, int]] = []
 
 
-Counts = tuple[list[int], float]
-"""A core Spread's counts, and the sum of its values."""
+HistogramCounts = tuple[list[int], float]
+"""The counts of a core Histogram, and the sum of its values."""
 
 
-class TenantUse(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of the pool that a tenant uses, and of them holds; tokens it looked up and found; its entries that left; its
-    requests that run and wait."""
+class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
+    """A tenant's pool bytes (`used`: all; `in_use`: of its running requests), tokens looked up and found, evicted
+    entries, running and waiting requests."""
 
     used: int = 0
-    held: int = 0
+    in_use: int = 0
     looked_up_tokens: int = 0
     hit_tokens: int = 0
     evictions: int = 0
@@ -188,9 +206,9 @@ class TenantUse(msgspec.Struct, frozen=True, array_like=True):
     waiting: int = 0
 
 
-class TierUse(msgspec.Struct, frozen=True, array_like=True):
-    """A lower tier: what it holds, and objects and bytes that went through it. `breaker` is "closed" while it is used, "open"
-    while it is left alone after faults, "half-open" while it is tried again."""
+class TierUsage(msgspec.Struct, frozen=True, array_like=True):
+    """A tier: its objects and bytes, and its traffic. `breaker` is its circuit breaker: "closed" (in use), "open"
+    (disabled after faults) or "half-open" (under test)."""
 
     name: str
     objects: int = 0
@@ -204,19 +222,29 @@ class TierUse(msgspec.Struct, frozen=True, array_like=True):
     breaker: str = "closed"
 
 
-class Stats(msgspec.Struct, frozen=True):
-    """Counters of the engine and its cache; they begin again when it is restarted. `fragmented_bytes` are free pages in slabs
-    that are lent, `unused_tokens` have room and are not computed. `stops` are lookups by why they ended, `evicted` evictions by what left, `hit_pages` pages found by kind of layers; `idle` and `reused`
-    are spreads of seconds. `lower` are counts of what was brought from tiers, `faults` what went wrong there: tier, verb, outcome."""
+class EngineStats(msgspec.Struct, frozen=True):
+    """Counters of the engine and its cache since the engine started.
+
+    | field                       | meaning                                                                    |
+    |-----------------------------|----------------------------------------------------------------------------|
+    | `fragmented_bytes`          | free pages in slabs that other pages occupy                                |
+    | `unused_tokens`             | tokens with allocated space that are not computed yet                      |
+    | `miss_reasons`              | lookups by the reason of their end                                         |
+    | `evicted`                   | evictions by kind of entry                                                 |
+    | `hit_pages`                 | pages found, by kind of layer                                              |
+    | `eviction_age`, `reuse_age` | seconds since the last use, of evicted and of hit entries                  |
+    | `offload`                   | counters of the offload manager                                            |
+    | `tier_faults`               | failures: tier, operation, outcome, count                                  |
+    """
 
     running: int = 0
     waiting: int = 0
     preemptions: int = 0
     slabs: int = 0
     free_slabs: int = 0
-    held_pages: int = 0
+    in_use_pages: int = 0
     cached_pages: int = 0
-    held_bytes: int = 0
+    in_use_bytes: int = 0
     cached_bytes: int = 0
     looked_up_tokens: int = 0
     hit_tokens: int = 0
@@ -228,72 +256,72 @@ class Stats(msgspec.Struct, frozen=True):
     unused_tokens: int = 0
     steps: int = 0
     output_tokens: int = 0
-    stops: dict[str, int] = {}
+    miss_reasons: dict[str, int] = {}
     evicted: dict[str, int] = {}
     hit_pages: dict[str, int] = {}
-    idle: Counts = ([], 0.0)
-    reused: Counts = ([], 0.0)
-    tenants: dict[str, TenantUse] = {}
-    tiers: list[TierUse] = []
-    lower: dict[str, int] = {}
-    faults: list[tuple[str, str, str, int]] = []
+    eviction_age: HistogramCounts = ([], 0.0)
+    reuse_age: HistogramCounts = ([], 0.0)
+    tenants: dict[str, TenantUsage] = {}
+    tiers: list[TierUsage] = []
+    offload: dict[str, int] = {}
+    tier_faults: list[tuple[str, str, str, int]] = []
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """What one step brought. `stats` come now and then, and whenever the engine falls idle; `picture` is JSON, for those who
-    asked to look."""
+    """Results of one step. `stats` come several times a second, and whenever the engine becomes idle. `snapshot` is JSON;
+    it answers a SnapshotRequest."""
 
     deltas: list[Delta] = []
-    refused: list[Refused] = []
-    stats: Stats | None = None
-    picture: bytes | None = None
-    stories: list[Story] = []
+    rejected: list[Rejected] = []
+    stats: EngineStats | None = None
+    snapshot: bytes | None = None
+    progress: list[RequestProgress] = []
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is loaded. `longest` is the most tokens one request can have, prompt and answer together, and
-    `tenants_longest` what that is for tenants with a quota. `tiers` are those below the pool: name, capacity and pages that
-    are there already; `left_out` those that could not be opened, and why."""
+    """The engine is loaded. `max_tokens` limits prompt and answer of one request together; `tenant_max_tokens` is that
+    limit for tenants with a quota. `tiers` lists name, capacity and stored pages; `unavailable_tiers` lists name and
+    reason."""
 
     device: str
     dtype: str
-    vocabulary: int
-    longest: int
-    tenants_longest: dict[str, int]
+    vocab_size: int
+    max_tokens: int
+    tenant_max_tokens: dict[str, int]
     pool_bytes: int
     slab_bytes: int
     block_tokens: int
     bytes_per_token: int
     layout: list[dict[str, Any]]
-    seconds: float
+    load_seconds: float
     tiers: list[tuple[str, int, int]] = []
-    left_out: list[tuple[str, str]] = []
+    unavailable_tiers: list[tuple[str, str]] = []
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot be loaded, and trying again would not help."""
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot be loaded; another attempt would fail, too."""
 
-    why: str
+    reason: str
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The engine's process runs, and is in its `step`th step; 0 while it loads or has nothing to do."""
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """The engine process is alive. `step` is the number of the running step; 0 while it loads or is idle."""
 
     step: int = 0
 
 
-ToEngine = Start | Add | Cancel | ExpectSession | EndSession | Look
-FromEngine = Ready | Failed | Outputs | Beat
+ToEngine = Start | Add | Cancel | ExpectSession | EndSession | SnapshotRequest
+FromEngine = Ready | StartFailed | Outputs | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
-    """A message as it stands on the wire."""
+    """Return a message as bytes, with its header."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
-def length_of(header: bytes) -> int:
-    """How many bytes of body follow a header."""
+def body_length(header: bytes) -> int:
+    """Return the number of body bytes that a header announces."""
     return int(_LENGTH.unpack(header)[0])

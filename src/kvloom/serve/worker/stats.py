@@ -1,22 +1,24 @@
-"""An engine's counters as one message. They are plain numbers, counted where things happen, and read off here: now and then,
-never in a step's way. Knows no metric names."""
+"""Counters of the engine, its cache and its tiers as one EngineStats message.
+
+Reads counters that other modules keep. Knows no metric names.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
 from kvloom.core import Histogram
-from kvloom.engine.engine import Engine
-from kvloom.engine.offload.manager import OffloadManager
+from kvloom.engine import Engine, OffloadManager
 from kvloom.tiers import TierStats
 
-from .messages import Counts, Stats, TenantUse, TierUse
+from .messages import EngineStats, HistogramCounts, TenantUsage, TierUsage
 
-__all__ = ["engine_stats", "lower_tiers", "tier_use"]
+__all__ = ["engine_stats", "tier_usage", "tier_usages"]
 
 
 def engine_stats(
@@ -24,35 +26,35 @@ def engine_stats(
     steps: int,
     output_tokens: int,
     preemptions: int,
-    gated: Mapping[str, int],
-    inside: Iterable[tuple[str, bool]],
-) -> Stats:
-    """Everything that is told of an engine. `gated` are requests that wait for their tenant's quota, `inside` the others: whose,
-    and whether they have begun. O(requests + tenants + groups)."""
+    waiting_for_quota: Mapping[str, int],
+    open_requests: Iterable[tuple[str, bool]],
+) -> EngineStats:
+    """Return the engine's counters. `waiting_for_quota` counts requests per tenant that wait for their quota; `open_requests`
+    are the tenants of all others, and whether each has started. O(requests + tenants + groups)."""
     cache, scheduler, inspect = engine.cache, engine.scheduler, engine.cache.inspect
     classes = inspect.size_classes
     sizes = [engine.layout.slab_bytes // c.per_slab for c in classes]
-    begun = Counter((tenant, began) for tenant, began in inside)
+    started = Counter((tenant, began) for tenant, began in open_requests)
     tenants = {}
     for name, account in inspect.accounts.items():
-        tenants[name] = TenantUse(
+        tenants[name] = TenantUsage(
             account.used,
             account.in_use,
             account.looked_up_tokens,
             account.hit_tokens,
             account.evictions,
-            begun[name, True],
-            begun[name, False] + gated.get(name, 0),
+            started[name, True],
+            started[name, False] + waiting_for_quota.get(name, 0),
         )
-    return Stats(
+    return EngineStats(
         running=len(scheduler.running),
-        waiting=scheduler.waiting + sum(gated.values()),
+        waiting=scheduler.waiting + sum(waiting_for_quota.values()),
         preemptions=preemptions,
         slabs=cache.usable_slabs,
         free_slabs=cache.free_slabs,
-        held_pages=sum(c.in_use_pages for c in classes),
+        in_use_pages=sum(c.in_use_pages for c in classes),
         cached_pages=sum(c.cached_pages for c in classes),
-        held_bytes=sum(c.in_use_pages * size for c, size in zip(classes, sizes, strict=True)),
+        in_use_bytes=sum(c.in_use_pages * size for c, size in zip(classes, sizes, strict=True)),
         cached_bytes=sum(c.cached_pages * size for c, size in zip(classes, sizes, strict=True)),
         looked_up_tokens=inspect.looked_up_tokens,
         hit_tokens=inspect.hit_tokens,
@@ -64,57 +66,59 @@ def engine_stats(
         unused_tokens=inspect.unused_tokens(),
         steps=steps,
         output_tokens=output_tokens,
-        stops=dict(inspect.misses),
+        miss_reasons=dict(inspect.misses),
         evicted=dict(inspect.evicted),
         hit_pages=inspect.hit_pages(),
-        idle=_counts(inspect.idle_seconds),
-        reused=_counts(inspect.reuse_seconds),
+        eviction_age=_counts(inspect.idle_seconds),
+        reuse_age=_counts(inspect.reuse_seconds),
         tenants=tenants,
-        **({} if engine.offload is None else _below(engine.offload)),
+        **({} if engine.offload is None else _offload_stats(engine.offload)),
     )
 
 
-def _below(lower: OffloadManager) -> dict[str, Any]:
-    """What is told of the tiers below the pool."""
-    lanes, names = lower.transfers.queues, lower.tier_names
+def _offload_stats(offload: OffloadManager) -> dict[str, Any]:
+    """Return the stats of tiers and of the offload manager."""
+    lanes, names = offload.transfers.queues, offload.tier_names
     called = dict(zip((lane.tier.name for lane in lanes), names[1:], strict=True))
-    faults = dict(lower.transfers.fault_log.counts)  # lanes' threads go on counting
+    faults = dict(offload.transfers.fault_log.counts)  # a copy: tier threads keep counting
     return {
-        "tiers": lower_tiers(lower),
-        "lower": {**lower.counts, "kept_pages": lower.offloaded_pages},
-        "faults": [(called.get(tier, tier), verb, why, count) for (tier, verb, why), count in faults.items()],
+        "tiers": tier_usages(offload),
+        "offload": asdict(offload.stats),
+        "tier_faults": [
+            (called.get(tier, tier), verb, why, count) for (tier, verb, why), count in faults.items()
+        ],
     }
 
 
-def lower_tiers(lower: OffloadManager) -> list[TierUse]:
-    """The tiers below the pool, the nearest first."""
-    host, *names = lower.tier_names
-    # What moves between pool and host passes by no tier's verbs: it is counted where it is decided.
-    passed = {"bytes_read": lower.counts["landed_bytes"], "bytes_written": lower.offloaded_bytes}
+def tier_usages(offload: OffloadManager) -> list[TierUsage]:
+    """Return the usage of every tier, the nearest first."""
+    host, *names = offload.tier_names
+    # The offload manager copies between pool and host memory itself, so it counts these bytes.
+    copied = {"bytes_read": offload.stats.loaded_bytes, "bytes_written": offload.stats.offloaded_bytes}
     return [
-        msgspec.structs.replace(tier_use(host, lower.host.stats()), **passed),
+        msgspec.structs.replace(tier_usage(host, offload.host.stats()), **copied),
         *(
-            tier_use(name, lane.stats(), lane.breaker.state)
-            for name, lane in zip(names, lower.transfers.queues, strict=True)
+            tier_usage(name, lane.stats(), lane.breaker.state)
+            for name, lane in zip(names, offload.transfers.queues, strict=True)
         ),
     ]
 
 
-def tier_use(name: str, told: TierStats, breaker: str = "closed") -> TierUse:
-    """What a tier told of itself, what it is called, and the state of the breaker before it."""
-    return TierUse(
+def tier_usage(name: str, stats: TierStats, breaker: str = "closed") -> TierUsage:
+    """Return a tier's stats under its display name, with the state of its circuit breaker."""
+    return TierUsage(
         name,
-        told.objects,
-        told.bytes,
-        told.capacity,
-        told.reads,
-        told.writes,
-        told.bytes_read,
-        told.bytes_written,
-        told.evicted,
+        stats.objects,
+        stats.bytes,
+        stats.capacity,
+        stats.reads,
+        stats.writes,
+        stats.bytes_read,
+        stats.bytes_written,
+        stats.evicted,
         breaker,
     )
 
 
-def _counts(spread: Histogram) -> Counts:
+def _counts(spread: Histogram) -> HistogramCounts:
     return list(spread.counts), spread.total

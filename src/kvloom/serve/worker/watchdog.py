@@ -1,12 +1,12 @@
-"""Whether an engine's process that has not ended still works: it beats every BEAT_SECONDS, and names the step it is in.
+"""Detects an engine process that hangs. The engine sends a heartbeat with its step number every HEARTBEAT_SECONDS.
 
-| it is hung when                       | bound    | what does not count                                          |
-|---------------------------------------|----------|--------------------------------------------------------------|
-| nothing at all came from it for       | `silent` | before it is ready `step` holds instead: imports block beats |
-| it beats, but stays in one step for   | `step`   | loading, and waiting for work                                |
+| it hangs if                       | limit            | does not count                                             |
+|-----------------------------------|------------------|------------------------------------------------------------|
+| no message arrives for            | `silent_seconds` | before it is ready `step_seconds` applies: imports block heartbeats |
+| one step takes                    | `step_seconds`   | loading and idle time                                      |
 
-Long steps (a first prefill on a CPU, kernels that are compiled) beat all the while. Knows no process and no clock: time that
-this process itself did not run is not counted, so that a machine that was suspended wakes up with its engine.
+Long steps (first prefill on a CPU, kernel compilation) send heartbeats. Knows no process and no clock. Time in which the
+API process did not run is not counted, so a suspended machine resumes without a restart.
 """
 
 from __future__ import annotations
@@ -14,53 +14,54 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .messages import Beat, FromEngine, Ready
+from .messages import FromEngine, Heartbeat, Ready
 
-__all__ = ["BEAT_SECONDS", "Patience", "Watchdog"]
+__all__ = ["HEARTBEAT_SECONDS", "Watchdog", "WatchdogLimits"]
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """Seconds that an engine may be silent, and that one of its steps may take; 0 waits for ever."""
+class WatchdogLimits:
+    """Seconds without any message, and seconds in one step; 0 means no limit."""
 
-    silent: float = 30.0
-    step: float = 600.0
+    silent_seconds: float = 30.0
+    step_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name, least in (("silent", 2 * BEAT_SECONDS), ("step", BEAT_SECONDS)):
+        for name, least in (("silent_seconds", 2 * HEARTBEAT_SECONDS), ("step_seconds", HEARTBEAT_SECONDS)):
             seconds = getattr(self, name)
             if seconds != 0 and not least <= seconds < math.inf:
                 raise ValueError(
-                    f"--{name}-seconds {seconds:g} must be {least:g} or more, as the engine beats every {BEAT_SECONDS:g} s; 0 waits for ever"
+                    f"--{name.replace('_', '-')} {seconds:g} must be at least {least:g}, because the engine sends a heartbeat every "
+                    f"{HEARTBEAT_SECONDS:g} s; 0 disables the limit"
                 )
 
 
 class Watchdog:
-    """One engine's life. `heard` is told every message, `tick` about every BEAT_SECONDS how long ago the last tick was."""
+    """Watches one engine process. Pass every message to `received`; call `tick` about every HEARTBEAT_SECONDS."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, limits: WatchdogLimits) -> None:
+        self._limits = limits
         self._ready = False
         self._step = 0
-        self._silent = self._stuck = 0.0
+        self._silent = self._in_step = 0.0
 
-    def heard(self, message: FromEngine) -> None:
-        """Something came."""
+    def received(self, message: FromEngine) -> None:
+        """Record a message from the engine."""
         self._silent = 0.0
         self._ready = self._ready or isinstance(message, Ready)
-        if isinstance(message, Beat) and message.step != self._step:
-            self._step, self._stuck = message.step, 0.0
+        if isinstance(message, Heartbeat) and message.step != self._step:
+            self._step, self._in_step = message.step, 0.0
 
     def tick(self, seconds: float) -> str | None:
-        """Time passed; why the engine counts as hung, None while it does not."""
-        seconds = min(seconds, 2 * BEAT_SECONDS)
+        """Add the seconds since the last tick. Return why the engine counts as hung, or None."""
+        seconds = min(seconds, 2 * HEARTBEAT_SECONDS)
         self._silent += seconds
-        self._stuck += seconds if self._step else 0.0
-        bound = self._patience.silent if self._ready else self._patience.step
+        self._in_step += seconds if self._step else 0.0
+        bound = self._limits.silent_seconds if self._ready else self._limits.step_seconds
         if bound and self._silent > bound:
-            return f"said nothing for {bound:g} s"
-        if self._patience.step and self._stuck > self._patience.step:
-            return f"was in one step for {self._patience.step:g} s"
+            return f"sent no message for {bound:g} s"
+        if self._limits.step_seconds and self._in_step > self._limits.step_seconds:
+            return f"spent more than {self._limits.step_seconds:g} s in one step"
         return None

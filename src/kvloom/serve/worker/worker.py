@@ -1,7 +1,7 @@
-"""The engine's side of the conversation: messages in, what a step brought out. Knows no sockets and no HTTP.
+"""Runs requests on the engine: messages in, Outputs out. Knows no sockets and no HTTP.
 
-A tenant with a quota has a gate of its own: its requests enter the engine while the pages they may come to need fit the quota
-together. So a tenant at its limit waits for itself, and never stands at the head of a queue that others wait in.
+A tenant with a quota has a queue of its own. Its requests enter the engine while their maximum pages fit the quota
+together, so a tenant at its quota never blocks the queue of others.
 """
 
 from __future__ import annotations
@@ -11,28 +11,25 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvloom.core import CacheControl, RetainRange
-from kvloom.engine.engine import Engine
-from kvloom.engine.request import Request
-from kvloom.engine.sampling.grammar import Grammar, GrammarBusyError, GrammarState
-from kvloom.engine.sampling.logprobs import TokenLogprobs
-from kvloom.serve.dashboard.picture import Picture
+from kvloom.engine import Engine, Grammar, GrammarBusyError, GrammarState, Request, TokenLogprobs
 
+from .cache_snapshot import CacheSnapshot
 from .messages import (
     Add,
     Cancel,
     Delta,
     EndSession,
+    EngineStats,
     ExpectSession,
-    Look,
     Outputs,
-    Refused,
-    Stats,
-    Story,
-    TenantRules,
-    TierUse,
-    TokenTold,
+    Rejected,
+    RequestProgress,
+    SnapshotRequest,
+    TenantConfig,
+    TierUsage,
+    TokenLogprob,
 )
-from .stats import engine_stats, lower_tiers
+from .stats import engine_stats, tier_usages
 
 __all__ = ["Worker"]
 
@@ -40,188 +37,191 @@ STATS_SECONDS = 0.25
 
 
 @dataclass(slots=True)
-class _Open:
-    """A prompt that runs, how many tokens of each of its answers were told, and when the first was there."""
+class _OpenRequest:
+    """A request in the engine, the tokens of each answer sent so far (-1: finished), and the time of its first token."""
 
     message: Add
     request: Request
-    claim: int
-    told: list[int] = field(default_factory=list)
+    reserved_bytes: int
+    sent_tokens: list[int] = field(default_factory=list)
     first: float = 0.0
 
 
 @dataclass(slots=True)
-class _Gate:
-    """A tenant's quota, what its running requests may come to need of it, and who waits for the rest."""
+class _TenantQuota:
+    """A tenant's quota in bytes, the bytes reserved by its open requests, and its waiting requests."""
 
     quota: int
-    claimed: int = 0
+    reserved: int = 0
     waiting: deque[tuple[Add, int]] = field(default_factory=deque)
 
 
 class Worker:
-    """One engine and the requests of its users. One thread calls it. Without `observe` nothing is told but answers."""
+    """One engine and its requests. One thread calls it. Without `observe` it sends neither stats nor progress."""
 
-    def __init__(self, engine: Engine, tenants: tuple[TenantRules, ...] = (), observe: bool = True) -> None:
+    def __init__(self, engine: Engine, tenants: tuple[TenantConfig, ...] = (), observe: bool = True) -> None:
         self.engine, self._observe = engine, observe
-        self._gates = {t.name: _Gate(t.quota) for t in tenants if t.quota is not None}
-        self._open: dict[int, _Open] = {}
-        self._unheard: dict[int, _Open] = {}  # by request: those whose first token has not come
+        self._quotas = {t.name: _TenantQuota(t.quota) for t in tenants if t.quota is not None}
+        self._open: dict[int, _OpenRequest] = {}
+        self._awaiting_first_token: dict[int, _OpenRequest] = {}  # by request order
         self._compiling: dict[int, tuple[Add, Grammar]] = {}
-        self._compiled: dict[int, GrammarState] = {}  # until the request is added: it keeps its grammar alive
+        self._compiled: dict[int, GrammarState] = {}  # keeps the grammar alive until the request is added
         self._steps = 0
-        self._refused: list[Refused] = []
-        self._preemptions = self._told_tokens = 0
-        self._picture: Picture | None = None  # made when somebody looks
-        self._looked = False
+        self._rejected: list[Rejected] = []
+        self._preemptions = self._finished_tokens = 0
+        self._snapshot: CacheSnapshot | None = None  # created on the first request
+        self._snapshot_requested = False
         self._stats_at = 0.0
-        self._tiers: list[TierUse] = []
-        self._news = True  # whether something changed since the last stats
+        self._tiers: list[TierUsage] = []
+        self._stats_changed = True  # since the last stats
 
     @property
-    def busy(self) -> bool:
-        """Whether a step would do or tell something."""
-        return self.engine.busy or bool(self._refused) or self._news or self._looked
+    def is_busy(self) -> bool:
+        """Whether `step` has work or something to send."""
+        return self.engine.busy or bool(self._rejected) or self._stats_changed or self._snapshot_requested
 
-    def look_below(self) -> None:
-        """Nothing else is to do: let tiers go on, and see whether they have something new to tell. Stores end after the last
-        token. Requests whose grammar is compiled by now enter."""
-        self._enter_compiled()
-        lower = self.engine.offload
-        if lower is not None:
-            lower.poll()
-            tiers = lower_tiers(lower) if self._observe else []
-            self._news, self._tiers = tiers != self._tiers, tiers
+    def poll_idle(self) -> None:
+        """Poll transfers and grammars while no step runs: stores may finish after the last token."""
+        self._enqueue_compiled()
+        offload = self.engine.offload
+        if offload is not None:
+            offload.poll()
+            tiers = tier_usages(offload) if self._observe else []
+            self._stats_changed, self._tiers = tiers != self._tiers, tiers
 
-    def take(self, message: Add | Cancel | ExpectSession | EndSession | Look) -> None:
-        """Do as a message says. What is refused is told by the next step."""
-        if isinstance(message, Look):
-            self._looked = True
+    def handle(self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest) -> None:
+        """Carry a message out. The next step reports rejections."""
+        if isinstance(message, SnapshotRequest):
+            self._snapshot_requested = True
             return
-        self._news = True
+        self._stats_changed = True
         if isinstance(message, Cancel):
             self._cancel(message.id)
         elif isinstance(message, EndSession):
-            self.engine.end_session(_session(message.tenant, message.session))
+            self.engine.end_session(_session_key(message.tenant, message.session))
         elif isinstance(message, ExpectSession):
-            self.engine.expect_session(_session(message.tenant, message.session))
+            self.engine.expect_session(_session_key(message.tenant, message.session))
         else:
-            self._begin(message)
+            self._compile_grammar(message)
 
     def step(self) -> Outputs | None:
-        """Let the engine make a step; what it brought, None where that is nothing."""
-        stories: list[Story] = []
-        self._enter_compiled()
+        """Run one engine step; return its results, or None without any."""
+        progress: list[RequestProgress] = []
+        self._enqueue_compiled()
         if self.engine.busy:
-            landed = self.engine.step()
+            stepped = self.engine.step()
             self._steps += 1
-            if self._unheard:
-                stories = self._hear(landed)
+            if self._awaiting_first_token:
+                progress = self._progress_of_step(stepped)
         deltas: list[Delta] = []
-        ended: list[_Open] = []
+        ended: list[_OpenRequest] = []
         for one in self._open.values():
-            if self._tell(one, deltas):
+            if self._collect_deltas(one, deltas):
                 ended.append(one)
         for one in ended:
-            self._leave(one)
+            self._close(one)
             if self._observe:
-                stories.append(_story(one))
-        refused, self._refused = self._refused, []
-        stats, picture = self._stats(), self._looked_at()
-        told = deltas or refused or stories or stats is not None or picture is not None
-        return Outputs(deltas, refused, stats, picture, stories) if told else None
+                progress.append(_progress(one))
+        rejected, self._rejected = self._rejected, []
+        stats, snapshot = self._stats(), self._take_snapshot()
+        has_output = deltas or rejected or progress or stats is not None or snapshot is not None
+        return Outputs(deltas, rejected, stats, snapshot, progress) if has_output else None
 
-    def _hear(self, landed: list[Request]) -> list[Story]:
-        """What can be told of prompts that have just begun, or have their first token now."""
-        heard = self._unheard
-        stories = [_story(heard[r.order]) for r in self.engine.scheduler.begun if r.order in heard]
-        for request in landed:
-            one = heard.pop(request.order, None)
+    def _progress_of_step(self, stepped: list[Request]) -> list[RequestProgress]:
+        """Return the progress of prompts that started in this step or have their first token now."""
+        awaiting = self._awaiting_first_token
+        progress = [
+            _progress(awaiting[r.order])
+            for r in self.engine.scheduler.started_requests
+            if r.order in awaiting
+        ]
+        for request in stepped:
+            one = awaiting.pop(request.order, None)
             if one is not None:
                 one.first = time.monotonic()
-                stories.append(_story(one))
-        return stories
+                progress.append(_progress(one))
+        return progress
 
-    def _looked_at(self) -> bytes | None:
-        """The picture, where somebody asked for it."""
-        if not self._looked:
+    def _take_snapshot(self) -> bytes | None:
+        """Return a snapshot if one is requested."""
+        if not self._snapshot_requested:
             return None
-        self._looked = False
-        self._picture = self._picture or Picture(self.engine)
-        return self._picture.json()
+        self._snapshot_requested = False
+        self._snapshot = self._snapshot or CacheSnapshot(self.engine)
+        return self._snapshot.json()
 
     @property
-    def compiling(self) -> bool:
+    def is_compiling(self) -> bool:
         """Whether requests wait for their grammars."""
         return bool(self._compiling)
 
-    def _begin(self, message: Add) -> None:
-        """Let a request enter, once its grammar is compiled: other processes do that, and no step waits for them."""
+    def _compile_grammar(self, message: Add) -> None:
+        """Enqueue a request once its grammar is compiled. Other processes compile; steps do not wait."""
         try:
             grammar = self.engine.begin_grammar(message.params, message.tenant)
         except ValueError as error:
-            self._refuse(message.id, error)
+            self._reject(message.id, error)
             return
         if grammar is None:
-            self._enter(message)
+            self._enqueue(message)
         elif grammar.ready:
-            self._enter_with(message, grammar)
+            self._enqueue_with_grammar(message, grammar)
         else:
             self._compiling[message.id] = message, grammar
 
-    def _enter_compiled(self) -> None:
+    def _enqueue_compiled(self) -> None:
         if not self._compiling:
             return
         self.engine.poll_grammars()
         for id_, (message, grammar) in list(self._compiling.items()):
             if grammar.ready:
                 del self._compiling[id_]
-                self._news = True
-                self._enter_with(message, grammar)
+                self._stats_changed = True
+                self._enqueue_with_grammar(message, grammar)
 
-    def _enter_with(self, message: Add, grammar: Grammar) -> None:
+    def _enqueue_with_grammar(self, message: Add, grammar: Grammar) -> None:
         try:
             self._compiled[message.id] = grammar.start()
         except ValueError as error:
-            self._refuse(message.id, error)
+            self._reject(message.id, error)
             return
-        self._enter(message)
+        self._enqueue(message)
 
-    def _refuse(self, id_: int, error: ValueError) -> None:
-        self._refused.append(Refused(id_, str(error), isinstance(error, GrammarBusyError)))
+    def _reject(self, id_: int, error: ValueError) -> None:
+        self._rejected.append(Rejected(id_, str(error), isinstance(error, GrammarBusyError)))
 
-    def _enter(self, message: Add) -> None:
-        gate = self._gates.get(message.tenant)
-        if gate is None:
+    def _enqueue(self, message: Add) -> None:
+        quota = self._quotas.get(message.tenant)
+        if quota is None:
             self._add(message, 0)
             return
-        claim = self._claim(message)
-        if claim > gate.quota:
+        reserved_bytes = self._bytes_needed(message)
+        if reserved_bytes > quota.quota:
             self._compiled.pop(message.id, None)
-            self._refused.append(
-                Refused(
+            self._rejected.append(
+                Rejected(
                     message.id,
-                    f"{len(message.prompt)} prompt tokens and up to {message.params.max_tokens} new ones need {claim:,} "
-                    f"bytes of cache, but the quota is {gate.quota:,}: ask for fewer",
+                    f"{len(message.prompt)} prompt tokens and up to {message.params.max_tokens} output tokens need {reserved_bytes:,} "
+                    f"bytes of the pool; the tenant's quota is {quota.quota:,} bytes: request fewer tokens",
                 )
             )
             return
-        gate.waiting.append((message, claim))
-        self._admit(gate)
+        quota.waiting.append((message, reserved_bytes))
+        self._admit(quota)
 
-    def _admit(self, gate: _Gate) -> None:
-        while gate.waiting and gate.claimed + gate.waiting[0][1] <= gate.quota:
-            message, claim = gate.waiting.popleft()
-            if self._add(message, claim):
-                gate.claimed += claim
+    def _admit(self, quota: _TenantQuota) -> None:
+        while quota.waiting and quota.reserved + quota.waiting[0][1] <= quota.quota:
+            message, reserved_bytes = quota.waiting.popleft()
+            if self._add(message, reserved_bytes):
+                quota.reserved += reserved_bytes
 
-    def _add(self, message: Add, claim: int) -> bool:
+    def _add(self, message: Add, reserved_bytes: int) -> bool:
         structure = self._compiled.pop(message.id, None)
         retain = () if message.ttl is None else (RetainRange(ttl=message.ttl),)
-        session = None if message.session is None else _session(message.tenant, message.session)
+        session = None if message.session is None else _session_key(message.tenant, message.session)
         control = CacheControl(
             tenant=message.tenant,
-            adapter=message.salt,  # as an adapter does, it has names of its own, and they count for its tenant
+            adapter=message.salt,  # salts the block hashes like an adapter; pages count for the tenant
             store=message.store,
             read=message.read,
             session=session,
@@ -238,70 +238,72 @@ class Worker:
                 grammar=None if structure is None else structure.grammar,
             )
         except ValueError as error:
-            self._refuse(message.id, error)
+            self._reject(message.id, error)
             return False
-        one = self._open[message.id] = _Open(message, request, claim, [0] * len(request.family))
+        one = self._open[message.id] = _OpenRequest(
+            message, request, reserved_bytes, [0] * len(request.family)
+        )
         if self._observe:
-            self._unheard[request.order] = one
+            self._awaiting_first_token[request.order] = one
         return True
 
     def _cancel(self, id_: int) -> None:
         one = self._open.get(id_)
         if one is not None:
             self.engine.cancel(one.request)
-            self._leave(one)
+            self._close(one)
             return
         self._compiling.pop(id_, None)
         self._compiled.pop(id_, None)
-        for gate in self._gates.values():
-            gate.waiting = deque(item for item in gate.waiting if item[0].id != id_)
+        for quota in self._quotas.values():
+            quota.waiting = deque(item for item in quota.waiting if item[0].id != id_)
 
-    def _leave(self, one: _Open) -> None:
+    def _close(self, one: _OpenRequest) -> None:
         del self._open[one.message.id]
-        self._unheard.pop(one.request.order, None)
+        self._awaiting_first_token.pop(one.request.order, None)
         self._preemptions += sum(answer.preemptions for answer in one.request.family)
-        self._told_tokens += _output(one.request)
-        self._news = True
+        self._finished_tokens += _output_tokens(one.request)
+        self._stats_changed = True
         if one.message.ends_session and one.message.session is not None:
-            self.engine.end_session(_session(one.message.tenant, one.message.session))
-        gate = self._gates.get(one.message.tenant)
-        if gate is not None:
-            gate.claimed -= one.claim
-            self._admit(gate)
+            self.engine.end_session(_session_key(one.message.tenant, one.message.session))
+        quota = self._quotas.get(one.message.tenant)
+        if quota is not None:
+            quota.reserved -= one.reserved_bytes
+            self._admit(quota)
 
-    def _claim(self, message: Add) -> int:
-        """Bytes that a prompt and its answers may come to hold: the answers share the prompt's full blocks."""
+    def _bytes_needed(self, message: Add) -> int:
+        """Return the most pool bytes that a prompt and its answers can use. Answers share the prompt's full blocks."""
         layout = self.engine.layout
         more, samples = message.params.max_tokens, message.params.samples
         first = layout.slab_bytes_for(len(message.prompt) + more)
         return first + (samples - 1) * layout.slab_bytes_for(more + layout.block_tokens)
 
-    def _tell(self, one: _Open, deltas: list[Delta]) -> bool:
-        """Add what is new of a prompt's answers; whether all of them have ended."""
+    def _collect_deltas(self, one: _OpenRequest, deltas: list[Delta]) -> bool:
+        """Append the new deltas of a request; return whether all its answers have finished."""
         answers = one.request.family
         if one.message.stream:
             for index, answer in enumerate(answers):
-                told, count = one.told[index], answer.output_count
-                if told >= 0 and (count > told or answer.finish_reason is not None):
-                    deltas.append(self._delta(one, index, answer, told))
-                    one.told[index] = -1 if answer.finish_reason is not None else count
-            return all(told < 0 for told in one.told)
+                sent, count = one.sent_tokens[index], answer.output_count
+                if sent >= 0 and (count > sent or answer.finish_reason is not None):
+                    deltas.append(self._delta(one, index, answer, sent))
+                    one.sent_tokens[index] = -1 if answer.finish_reason is not None else count
+            return all(sent < 0 for sent in one.sent_tokens)
         if any(answer.finish_reason is None for answer in answers):
             return False
-        deltas += [self._delta(one, i, answer, 0) for i, answer in enumerate(one.request.best)]
+        deltas += [self._delta(one, i, answer, 0) for i, answer in enumerate(one.request.returned_samples)]
         return True
 
-    def _delta(self, one: _Open, index: int, answer: Request, told: int) -> Delta:
+    def _delta(self, one: _OpenRequest, index: int, answer: Request, sent: int) -> Delta:
         logprobs, prompt = None, None
         if answer.params.logprobs is not None:
-            logprobs = _triples(answer.logprobs[told:])
+            logprobs = _triples(answer.logprobs[sent:])
         if answer.params.prompt_logprobs is not None and not index:
-            prompt = _triples(one.request.prompt_logprobs[1:])  # the first token follows nothing
+            prompt = _triples(one.request.prompt_logprobs[1:])  # the first token has no log-probability
         return Delta(
             one.message.id,
             index,
             "" if answer.text is None else answer.text.take(),
-            answer.tokens[len(answer.prompt) + told :],
+            answer.tokens[len(answer.prompt) + sent :],
             one.request.cached_tokens or 0,
             answer.finish_reason,
             answer.stop_reason,
@@ -309,32 +311,34 @@ class Worker:
             prompt,
         )
 
-    def _stats(self) -> Stats | None:
+    def _stats(self) -> EngineStats | None:
         if not self._observe:
-            self._settle()
+            self._mark_reported()
             return None
         now = time.monotonic()
         idle = not self.engine.busy
-        if not (self._news and idle) and now < self._stats_at:
+        if not (self._stats_changed and idle) and now < self._stats_at:
             return None
         self._stats_at = now + STATS_SECONDS
-        self._settle()
-        gated = {name: len(gate.waiting) for name, gate in self._gates.items()}
-        inside = [(one.message.tenant, one.request.began > 0) for one in self._open.values()]
-        made = self._told_tokens + sum(_output(one.request) for one in self._open.values())
-        return engine_stats(self.engine, self._steps, made, self._preemptions, gated, inside)
+        self._mark_reported()
+        waiting_for_quota = {name: len(quota.waiting) for name, quota in self._quotas.items()}
+        open_requests = [(one.message.tenant, one.request.started > 0) for one in self._open.values()]
+        made = self._finished_tokens + sum(_output_tokens(one.request) for one in self._open.values())
+        return engine_stats(
+            self.engine, self._steps, made, self._preemptions, waiting_for_quota, open_requests
+        )
 
-    def _settle(self) -> None:
-        """Nothing is new any more where the engine is idle."""
-        self._news = self._news and self.engine.busy
+    def _mark_reported(self) -> None:
+        """Clear the change flag once the engine is idle."""
+        self._stats_changed = self._stats_changed and self.engine.busy
 
 
-def _story(one: _Open) -> Story:
-    request, stop = one.request, one.request.stop
-    return Story(
+def _progress(one: _OpenRequest) -> RequestProgress:
+    request, stop = one.request, one.request.pool_miss
+    return RequestProgress(
         one.message.id,
         request.looked_up,
-        request.began,
+        request.started,
         one.first,
         request.cached_tokens or 0,
         request.hits,
@@ -342,21 +346,21 @@ def _story(one: _Open) -> Story:
         "" if stop is None else stop.reason,
         None if stop is None else stop.when,
         None if stop is None else stop.policy,
-        request.elsewhere,
+        request.other_tenant_has_more,
         sum(answer.preemptions for answer in request.family),
         request.loads,
     )
 
 
-def _output(request: Request) -> int:
-    """Tokens of all answers to a prompt so far."""
+def _output_tokens(request: Request) -> int:
+    """Return the tokens of all answers to a prompt so far."""
     return sum(answer.output_count for answer in request.family)
 
 
-def _session(tenant: str, session: str) -> str:
-    """A session's name in the cache: no tenant can write one that is another's."""
+def _session_key(tenant: str, session: str) -> str:
+    """Return a session's key in the cache. Keys of different tenants never collide."""
     return f"{len(tenant)}:{tenant}:{session}"
 
 
-def _triples(places: list[TokenLogprobs] | list[TokenLogprobs | None]) -> list[list[TokenTold]]:
+def _triples(places: list[TokenLogprobs] | list[TokenLogprobs | None]) -> list[list[TokenLogprob]]:
     return [[(token, p.logprob, p.rank) for token, p in (place or {}).items()] for place in places]

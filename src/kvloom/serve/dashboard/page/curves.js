@@ -1,4 +1,4 @@
-// The past ten minutes: four cards, each a figure and a curve. Pointer and arrow keys read values off it.
+// The past ten minutes: four cards with a figure and a curve. Pointer and arrow keys read values.
 
 import { byId, compact, h, percent, s, seconds, table, tip, noTip } from "./dom.js";
 
@@ -8,7 +8,7 @@ const FEWEST = 60, MOST = 300; // samples across
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
 const last = (values, n) => values.slice(-n).filter((v) => v !== null);
 
-/** Of the prompts' tokens in the `n` samples before `end`, the share that was found. */
+/** Share of prompt tokens found in the `n` samples before `end`. */
 function hitRate(series, n, end = series.prompt_rate.length) {
   const asked = series.prompt_rate.slice(Math.max(0, end - n), end), hits = series.hit_rate.slice(Math.max(0, end - n), end);
   const total = asked.reduce((a, b) => a + b, 0);
@@ -19,9 +19,9 @@ const CARDS = [
   { id: "hit", title: "Hit rate", top: 1, lines: [["hit_rate", "green", "of prompt tokens"]], show: (x) => percent(x),
     figure: (x, raw) => percent(hitRate(raw, 30)), unit: () => "of prompt tokens" },
   { id: "ttft", title: "Time to first token", lines: [["ttft", "orange", "first token"]], show: seconds,
-    figure: (x, raw) => seconds(mean(last(raw.ttft, 30))), unit: () => "mean of a minute" },
-  { id: "rate", title: "Throughput", lines: [["output_rate", "blue", "made"]], beside: [["prompt_rate", "", "of prompts"]], show: (x) => `${compact(x)}/s`,
-    figure: (x) => compact(mean(last(x.output_rate, 5))), unit: (x) => `tokens/s · ${compact(mean(last(x.prompt_rate, 5)))} of prompts` },
+    figure: (x, raw) => seconds(mean(last(raw.ttft, 30))), unit: () => "mean of one minute" },
+  { id: "rate", title: "Throughput", lines: [["output_rate", "blue", "output"]], beside: [["prompt_rate", "", "prompt"]], show: (x) => `${compact(x)}/s`,
+    figure: (x) => compact(mean(last(x.output_rate, 5))), unit: (x) => `output tokens/s · ${compact(mean(last(x.prompt_rate, 5)))} prompt` },
   { id: "load", title: "Requests", lines: [["running", "pink", "running"], ["waiting", "red", "waiting"]], show: compact,
     figure: (x) => compact(x.running.at(-1)), unit: (x) => `running · ${compact(x.waiting.at(-1))} waiting` },
 ];
@@ -70,7 +70,7 @@ export class Curves {
       ] });
     }
     if (byId("past").open) {
-      table(byId("past-table"), "The past ten minutes", [["time"], ["hit rate", 1], ["first token", 1], ["made/s", 1], ["of prompts/s", 1], ["running", 1], ["waiting", 1], ["pool used", 1]], rows);
+      table(byId("past-table"), "The past ten minutes", [["time"], ["hit rate", 1], ["first token", 1], ["output/s", 1], ["prompt/s", 1], ["running", 1], ["waiting", 1], ["pool used", 1]], rows);
     }
   }
 
@@ -111,7 +111,7 @@ export class Curves {
   }
 }
 
-/** The row of values as a path whose right edge is now; broken where there was nothing to measure. */
+/** Values as a path that ends now; null values interrupt it. */
 function curve(values, across, most, hue, area) {
   const first = across - values.length;
   const x = (i) => (((first + i) / (across - 1)) * WIDTH).toFixed(1);
@@ -140,7 +140,7 @@ function labels(one, top, span) {
   right.textContent = "now";
 }
 
-/** The next of 1, 2, 5, 10 … at or above a value, so that the scale does not tremble. */
+/** The next of 1, 2, 5, 10 … at or above a value, for a stable scale. */
 function niceTop(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

@@ -1,4 +1,4 @@
-// Small things that all parts of the page use: elements, numbers for people, colours, the tip beside the pointer.
+// Helpers of all parts: elements, number formats, colours, tables, the tooltip.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -51,7 +51,7 @@ export const ago = (x) => (x < 1.5 ? "just now" : `${seconds(Math.round(x))} ago
 const probe = document.createElement("i");
 let cache = new Map();
 
-/** A colour of the style sheet as the canvas takes it, for the ground that is shown now. */
+/** A style sheet colour in the current theme, for the canvas. */
 export function colour(name) {
   if (!cache.has(name)) {
     if (!probe.isConnected) { probe.hidden = true; document.body.append(probe); }
@@ -64,15 +64,15 @@ export const forgetColours = () => { cache = new Map(); };
 
 const KINDS = { full: "blue", sliding: "orange", state: "pink", latent: "green", chunked: "red", cross: "sky" };
 const TENANTS = ["blue", "orange", "green", "pink", "sky", "red", "yellow"];
-export const STATES = { held: "red", cached: "sky", pinned: "yellow", absent: "line", unknown: "grey" };
+export const STATES = { "in use": "red", cached: "sky", pinned: "yellow", unbacked: "line", unknown: "grey" };
 
-/** A colour name for every group: its kind's, or another where two groups are of one kind. */
+/** A colour name for every group: its kind's, or another if two groups share a kind. */
 export function groupColours(groups) {
-  const spare = ["sky", "green", "red", "yellow", "pink", "orange"].filter((c) => !groups.some((g) => KINDS[g.kind] === c));
+  const unused = ["sky", "green", "red", "yellow", "pink", "orange"].filter((c) => !groups.some((g) => KINDS[g.kind] === c));
   const taken = new Set();
   return groups.map(({ kind }) => {
     const wanted = KINDS[kind] ?? "grey";
-    const chosen = taken.has(wanted) ? spare.shift() ?? "grey" : wanted;
+    const chosen = taken.has(wanted) ? unused.shift() ?? "grey" : wanted;
     taken.add(chosen);
     return chosen;
   });

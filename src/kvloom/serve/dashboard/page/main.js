@@ -1,4 +1,4 @@
-// The page's life: ask the server again and again while somebody looks, and hand what it says to the parts that draw.
+// The page's main loop: fetches the state while the page is visible, and passes it to the parts that draw.
 
 import { byId, bytes, forgetColours, seconds } from "./dom.js";
 import { Curves } from "./curves.js";
@@ -29,7 +29,7 @@ async function ask(path) {
 
 async function turn() {
   clearTimeout(timer);
-  const mine = ++round; // of two that run at once the later goes on
+  const mine = ++round; // of two concurrent turns the later one continues
   let wait = 1000;
   if (!paused && !document.hidden) {
     try {
@@ -60,10 +60,10 @@ function failed(error) {
     signIn(error.status === 401 && !sessionStorage.getItem(KEY) ? null : error.message);
     return null;
   }
-  if (!(error instanceof Refused)) console.error(error); // ours, not the server's
+  if (!(error instanceof Refused)) console.error(error); // a fault of the page, not the server's
   failures += 1;
-  status("lost", "no answer");
-  say("The server does not answer; trying again.");
+  status("lost", "no response");
+  say("The server does not respond; retrying.");
   return Math.min(15000, 1000 * 2 ** Math.min(failures, 4));
 }
 
@@ -74,12 +74,12 @@ function show(state) {
   const { server, engine } = state;
   byId("model").textContent = server.model;
   document.title = `${server.model} · kvloom`;
-  const about = [server.device, server.dtype, server.pool_bytes && `${bytes(server.pool_bytes)} of pool`, `up ${seconds(Math.round(state.now - server.since))}`,
+  const about = [server.device, server.dtype, server.pool_bytes && `${bytes(server.pool_bytes)} pool`, `up ${seconds(Math.round(state.now - server.since))}`,
     server.restarts ? `engine restarted ${server.restarts}×` : ""];
   byId("about").textContent = about.filter(Boolean).join(" · ");
   const late = state.engine_at === null ? null : state.now - state.engine_at;
   if (server.status !== "ok") status("waiting", server.status);
-  else if (late !== null && late > 5) status("waiting", `busy, picture is ${seconds(Math.round(late))} old`);
+  else if (late !== null && late > 5) status("waiting", `busy, snapshot is ${seconds(Math.round(late))} old`);
   else status("live", "live");
   curves.draw(state.history);
   if (engine !== null && state.engine_at !== shownAt) {
@@ -95,7 +95,7 @@ function status(kind, words) {
   const pill = byId("status");
   pill.dataset.state = kind;
   pill.lastElementChild.textContent = words;
-  if (told !== words && (kind === "live" || told)) say(kind === "live" ? "Connected; the numbers are live." : `The server is ${words}.`);
+  if (told !== words && (kind === "live" || told)) say(kind === "live" ? "Connected; the numbers are live." : `Server: ${words}.`);
   told = words;
 }
 

@@ -1,8 +1,8 @@
-// The pool as a map: a tile is a slab, or a run of slabs where there are more than fit. What a tile holds is stacked in it.
+// The page pool as a map: a tile is a slab, or a run of slabs if there are more than fit. Its pages are stacked in it.
 
 import { byId, bytes, calm, colour, count, groupColours, h, noTip, percent, plural, STATES, table, tenantColour, tenantName, tip } from "./dom.js";
 
-const RANK = { pinned: 0, held: 1, cached: 2, unknown: 3, absent: 4 };
+const RANK = { pinned: 0, "in use": 1, cached: 2, unknown: 3, unbacked: 4 };
 const GLOW_MS = 900;
 
 export class PoolMap {
@@ -10,8 +10,8 @@ export class PoolMap {
     this.canvas = byId("map");
     this.brush = this.canvas.getContext("2d");
     this.mode = "kind";
-    this.only = null; // what the legend was pressed for
-    this.marked = null; // cells of a chosen branch
+    this.only = null; // the selected legend entry
+    this.marked = null; // cells of the selected branch
     this.prints = [];
     this.glow = new Map();
     this.at = null;
@@ -33,10 +33,10 @@ export class PoolMap {
       const group = row.group === null ? null : engine.groups[row.group];
       return {
         ...row, rank: RANK[row.state],
-        names: { kind: group ? group.name : row.state, state: row.state, tenant: row.state === "absent" ? "absent" : tenantName(engine.tenants, row.tenant) },
-        hues: { kind: group ? hues[row.group] : STATES[row.state], state: STATES[row.state], tenant: row.state === "absent" ? "line" : tenantColour(row.tenant) },
+        names: { kind: group ? group.name : row.state, state: row.state, tenant: row.state === "unbacked" ? "unbacked" : tenantName(engine.tenants, row.tenant) },
+        hues: { kind: group ? hues[row.group] : STATES[row.state], state: STATES[row.state], tenant: row.state === "unbacked" ? "line" : tenantColour(row.tenant) },
         per: group ? group.pages_per_slab : 1,
-        bytes: row.state === "absent" ? 0 : row.pages * (group ? engine.pool.slab_bytes / group.pages_per_slab : engine.pool.slab_bytes),
+        bytes: row.state === "unbacked" ? 0 : row.pages * (group ? engine.pool.slab_bytes / group.pages_per_slab : engine.pool.slab_bytes),
       };
     });
     const tiles = Array.from({ length: map.cells }, () => []);
@@ -57,10 +57,10 @@ export class PoolMap {
 
   about() {
     const { pool } = this.engine;
-    const lent = pool.slabs - pool.free_slabs;
-    const idle = this.engine.groups.length ? pool.free_pages_in_lent_slabs : 0;
-    byId("pool-about").textContent = `${bytes(lent * pool.slab_bytes)} of ${bytes(pool.slabs * pool.slab_bytes)} lent in ${plural(pool.slabs, "slab")} · `
-      + `${plural(pool.held_pages, "page")} held, ${count(pool.cached_pages)} cached${idle ? `, ${count(idle)} idle in lent slabs` : ""}`;
+    const occupied = pool.slabs - pool.free_slabs;
+    const idle = this.engine.groups.length ? pool.free_pages_in_occupied_slabs : 0;
+    byId("pool-about").textContent = `${bytes(occupied * pool.slab_bytes)} of ${bytes(pool.slabs * pool.slab_bytes)} occupied in ${plural(pool.slabs, "slab")} · `
+      + `${plural(pool.in_use_pages, "page")} in use, ${count(pool.cached_pages)} cached${idle ? `, ${count(idle)} free in occupied slabs` : ""}`;
   }
 
   legend() {
@@ -128,7 +128,7 @@ export class PoolMap {
     const seen = this.kinds.map((kind) => this.only === null || kind.names[this.mode] === this.only);
     const gap = plan.size >= 12 ? 2 : plan.size >= 6 ? 1 : 0.5, inner = plan.size - gap;
     const free = colour("free"), light = colour("ink"), fresh = colour("card"), ring = colour("accent");
-    const one = this.engine.map.slabs === tiles.length; // a tile is a slab: its pages can be shown
+    const one = this.engine.map.slabs === tiles.length; // a tile is one slab: show its pages
     for (let i = 0; i < tiles.length; i++) {
       const x = (i % plan.columns) * plan.size, y = Math.floor(i / plan.columns) * plan.size;
       const faded = this.marked !== null && !this.marked.has(i);
@@ -162,7 +162,7 @@ export class PoolMap {
     if (this.glow.size) this.paint();
   }
 
-  /** How strong a kind is drawn: in colours of kind and tenant, what is cached only is paler than what is held. */
+  /** Opacity of a kind: coloured by kind or tenant, cached pages are paler than pages in use. */
   strength(kind, seen, faded) {
     const base = this.mode !== "state" && kind.state === "cached" ? 0.5 : 1;
     return base * (seen ? 1 : 0.12) * (faded ? 0.3 : 1);
@@ -210,8 +210,8 @@ export class PoolMap {
     const head = first === last ? `slab ${count(first)}` : `slabs ${count(first)} to ${count(last)}`;
     const parts = this.tiles[i].map(([what, share]) => {
       const kind = this.kinds[what];
-      const whose = this.engine.tenants.length > 1 && kind.state !== "absent" ? `, ${kind.names.tenant}` : "";
-      return `${percent(share / 1000)} ${kind.state === "absent" ? "absent" : `${kind.names.kind} ${kind.state}${whose}`}`;
+      const whose = this.engine.tenants.length > 1 && kind.state !== "unbacked" ? `, ${kind.names.tenant}` : "";
+      return `${percent(share / 1000)} ${kind.state === "unbacked" ? "unbacked" : `${kind.names.kind} ${kind.state}${whose}`}`;
     });
     return `${head}\n${parts.join("\n") || "free"}`;
   }

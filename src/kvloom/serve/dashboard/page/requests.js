@@ -1,4 +1,4 @@
-// Recent requests, and the explanation of one: what it found, from where, and why no more.
+// Recent requests, and the explanation of one: hits by tier, and the miss reason.
 
 import { byId, compact, count, h, percent, plural, seconds, table } from "./dom.js";
 
@@ -16,15 +16,15 @@ export class Requests {
     });
   }
 
-  /** `records` is null where this server has none to tell. */
+  /** `records` is null if the server keeps none. */
   draw(records) {
     if (records === null) {
-      byId("requests-about").textContent = "This server keeps no records of requests.";
+      byId("requests-about").textContent = "Request records are disabled.";
       return;
     }
     this.records = new Map(records.map((record) => [record.id, record]));
-    byId("requests-about").textContent = records.length ? "Choose one to read why it hit or missed." : "None yet.";
-    table(byId("requests-table"), "Recent requests", [["request"], ["tenant"], ["prompt, cached", 1], ["first token", 1], ["ended"]], records.map((record) => ({
+    byId("requests-about").textContent = records.length ? "Select one to see why it hit or missed." : "None yet.";
+    table(byId("requests-table"), "Recent requests", [["request"], ["tenant"], ["prompt, cached", 1], ["first token", 1], ["finished"]], records.map((record) => ({
       key: record.id, print: `${record.state} ${record.output_tokens} ${record.ttft_s} ${record.cached_tokens}`,
       cells: () => [
         h("button", { type: "button", class: "mono", "aria-haspopup": "dialog", "aria-label": `Explain request ${record.id}`, onclick: () => this.open(record.id) }, short(record.id)),
@@ -56,15 +56,15 @@ export class Requests {
     const rest = Math.max(0, record.prompt_tokens - found.reduce((sum, hit) => sum + hit.tokens, 0));
     const facts = [
       ["tenant", record.tenant || "everyone"], ["state", record.state], ["waited", seconds(record.queue_s)], ["first token after", seconds(record.ttft_s)],
-      ["took in all", seconds(record.total_s)], ["tokens made", count(record.output_tokens)], ["preempted", plural(record.preemptions ?? 0, "time")],
-      ["ended by", record.finish_reason ?? "not yet"],
+      ["total time", seconds(record.total_s)], ["output tokens", count(record.output_tokens)], ["preempted", plural(record.preemptions ?? 0, "time")],
+      ["finish reason", record.finish_reason ?? "not yet"],
     ];
     const closes = h("button", { type: "button", autofocus: true, onclick: () => this.dialog.close() }, "Close");
     this.dialog.replaceChildren(
       h("h2", { id: "explanation-title" }, "Request ", h("span", { class: "mono" }, record.id)),
       h("p", { class: "quiet" }, arrived(record.arrived)),
       h("p", { class: "why" }, sentence(record)),
-      h("div", { class: "strip", role: "img", "aria-label": "The prompt: what was found and what was computed" },
+      h("div", { class: "strip", role: "img", "aria-label": "The prompt: cached and computed tokens" },
         found.map((hit) => h("i", { style: { width: part(hit.tokens), background: `var(--${hit.hue})` } }))),
       h("ul", { class: "marks" },
         found.map((hit) => h("li", {}, h("i", { class: "swatch", style: { background: `var(--${hit.hue})` } }), `${count(hit.tokens)} from ${hit.tier}`)),
@@ -76,7 +76,7 @@ export class Requests {
   }
 }
 
-/** The end of a long id: what tells it from others. */
+/** The end of a long id, which is unique enough. */
 const short = (id) => (String(id).length > 12 ? `…${String(id).slice(-8)}` : String(id));
 
 function arrived(at) {
@@ -84,7 +84,7 @@ function arrived(at) {
   return `arrived ${new Date(at * 1000).toLocaleTimeString()}`;
 }
 
-/** What the server says of it, or what its numbers say. */
+/** The server's explanation, or one from its numbers. */
 function sentence(record) {
   if (record.stopped?.text) return record.stopped.text;
   return record.state === "waiting" ? `Its ${plural(record.prompt_tokens, "prompt token")} have not been looked up yet.`

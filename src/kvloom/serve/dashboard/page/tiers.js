@@ -1,10 +1,10 @@
-// Tiers from the device pool down, what moves between them, and where lookups stopped.
+// Tiers from the device pool down, transfers between them, and miss reasons.
 
 import { byId, bytes, count, h, percent, plural, s, tenantColour, tenantName } from "./dom.js";
 
 const WHY = {
-  complete: "complete", "never seen": "never seen", evicted: "evicted", "other tenant": "other tenant's", "snapshot missing": "no state kept there",
-  "window page missing": "window left", "media missing": "image left", "reading off": "reading off",
+  complete: "complete", "never seen": "never seen", evicted: "evicted", "other tenant": "other tenant's", "snapshot missing": "snapshot missing",
+  "window page missing": "window page evicted", "media missing": "image evicted", "reading off": "reading off",
 };
 
 export class Tiers {
@@ -14,18 +14,18 @@ export class Tiers {
     const boxes = [this.device(engine)];
     for (const [i, tier] of engine.tiers.entries()) boxes.push(this.flow(rates[i]), this.tier(tier));
     if (!engine.tiers.length) {
-      boxes.push(h("p", { class: "quiet", style: { "margin-top": "10px" } }, "No lower tier: what leaves the pool is computed again."));
+      boxes.push(h("p", { class: "quiet", style: { "margin-top": "10px" } }, "No tiers: evicted pages are recomputed."));
     }
     byId("tiers-body").replaceChildren(...boxes);
     this.tenants(engine);
-    const stops = Object.entries(engine.pool.stops).sort((a, b) => b[1] - a[1]);
-    const most = Math.max(1, ...stops.map(([, n]) => n));
-    byId("stops").replaceChildren(...stops.map(([why, n]) => h("li", {}, h("span", {}, WHY[why] ?? why),
+    const reasons = Object.entries(engine.pool.miss_reasons).sort((a, b) => b[1] - a[1]);
+    const most = Math.max(1, ...reasons.map(([, n]) => n));
+    byId("miss-reasons").replaceChildren(...reasons.map(([why, n]) => h("li", {}, h("span", {}, WHY[why] ?? why),
       h("span", { class: "track" }, h("i", { style: { width: `${(100 * n) / most}%` } })), h("b", {}, count(n)))));
-    if (!stops.length) byId("stops").replaceChildren(h("li", {}, h("span", { class: "quiet" }, "no lookup yet")));
+    if (!reasons.length) byId("miss-reasons").replaceChildren(h("li", {}, h("span", { class: "quiet" }, "no lookups yet")));
   }
 
-  /** Bytes a second by tier: since the picture before, and a few before that. */
+  /** Bytes per second by tier, smoothed over the last snapshots. */
   rates(tiers, at) {
     const before = this.before;
     const same = before && before.tiers.length === tiers.length && at > before.at;
@@ -41,24 +41,24 @@ export class Tiers {
   }
 
   device({ pool, map }) {
-    const total = pool.slabs * pool.slab_bytes, lent = (pool.slabs - pool.free_slabs) * pool.slab_bytes;
-    const by = { held: 0, cached: 0, pinned: 0 };
+    const total = pool.slabs * pool.slab_bytes, occupied = (pool.slabs - pool.free_slabs) * pool.slab_bytes;
+    const by = { "in use": 0, cached: 0, pinned: 0 };
     for (const row of map.legend) if (row.state in by) by[row.state] += row.pages;
-    const pages = Math.max(1, by.held + by.cached + by.pinned);
-    const part = (name, hue) => h("i", { style: { width: `${(100 * (lent / total) * by[name]) / pages}%`, background: `var(--${hue})` } });
-    return h("div", { class: "tier" }, h("header", {}, h("strong", {}, "device pool"), h("span", {}, `${bytes(lent)} of ${bytes(total)}`)),
-      h("div", { class: "meter" }, part("pinned", "yellow"), part("held", "red"), part("cached", "sky")),
-      h("p", {}, `${percent(by.held / pages)} of its pages held, the rest cached · ${plural(pool.evictions, "eviction")}, ${bytes(pool.evicted_bytes)}`));
+    const pages = Math.max(1, by["in use"] + by.cached + by.pinned);
+    const part = (name, hue) => h("i", { style: { width: `${(100 * (occupied / total) * by[name]) / pages}%`, background: `var(--${hue})` } });
+    return h("div", { class: "tier" }, h("header", {}, h("strong", {}, "device pool"), h("span", {}, `${bytes(occupied)} of ${bytes(total)}`)),
+      h("div", { class: "meter" }, part("pinned", "yellow"), part("in use", "red"), part("cached", "sky")),
+      h("p", {}, `${percent(by["in use"] / pages)} of its pages in use, the rest cached · ${plural(pool.evictions, "eviction")}, ${bytes(pool.evicted_bytes)}`));
   }
 
   tier(tier) {
     const odd = Object.entries(tier.reads).filter(([outcome, n]) => n && outcome !== "ok" && outcome !== "missing");
     const full = tier.capacity ? Math.min(100, (100 * tier.bytes) / tier.capacity) : 0;
-    const back = tier.tokens_back === undefined
-      ? `read ${count(tier.reads.ok ?? 0)}, missed ${count(tier.reads.missing ?? 0)}` : `${plural(tier.tokens_back, "token")} came back`;
+    const back = tier.loaded_tokens === undefined
+      ? `read ${count(tier.reads.ok ?? 0)}, missed ${count(tier.reads.missing ?? 0)}` : `${plural(tier.loaded_tokens, "token")} loaded`;
     return h("div", { class: "tier" }, h("header", {}, h("strong", {}, tier.name), h("span", {}, `${bytes(tier.bytes)}${tier.capacity ? ` of ${bytes(tier.capacity)}` : ""}`)),
       h("div", { class: "meter" }, h("i", { style: { width: `${full}%`, background: "var(--green)" } })),
-      h("p", {}, `${plural(tier.objects, "page")} · ${back}${tier.evicted ? `, ${count(tier.evicted)} evicted` : ""}${tier.breaker === "closed" ? "" : " · left alone after faults"}`
+      h("p", {}, `${plural(tier.objects, "page")} · ${back}${tier.evicted ? `, ${count(tier.evicted)} evicted` : ""}${tier.breaker === "closed" ? "" : " · disabled after faults"}`
         + odd.map(([outcome, n]) => ` · ${count(n)} ${outcome}`).join("")));
   }
 

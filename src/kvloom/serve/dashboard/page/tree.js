@@ -1,11 +1,11 @@
-// The prefix tree's hot branches as threads: from left to right by tokens, thicker with hits, warmer the later they were used.
+// Hot branches of the prefix tree as lines: position by tokens, width by hits, colour by last use.
 
 import { ago, byId, bytes, count, h, noTip, plural, s, seconds, table, tenantName, tip } from "./dom.js";
 
 const MOST_ROWS = 24, TALL = 400, LEFT = 8, RIGHT = 52;
 
 export class Tree {
-  /** `choose` is called with a branch, or null, when one is picked. */
+  /** `choose` is called with the selected branch, or null. */
   constructor(choose) {
     this.choose = choose;
     this.chosen = null;
@@ -33,8 +33,8 @@ export class Tree {
     const rows = this.arranged(branches);
     const shown = new Set(rows.flatMap(({ branch }) => branch.id));
     byId("tree-about").textContent = nodes
-      ? `${plural(nodes, "branch", "branches")} of ${plural(roots, "root")}, the ${count(shown.size)} hottest drawn. Choose one to see it on the map.`
-      : "Nothing cached yet: the first prompts will appear here.";
+      ? `${plural(nodes, "branch", "branches")} of ${plural(roots, "root")}, the ${count(shown.size)} hottest shown. Select one to mark it on the map.`
+      : "Nothing cached yet.";
     const width = Math.max(300, this.width || this.body.clientWidth), pitch = Math.max(16, Math.min(26, TALL / Math.max(1, this.slots))), height = Math.max(60, this.slots * pitch + 34);
     const far = Math.max(64, ...rows.map(({ branch }) => branch.depth + branch.tokens));
     const x = (tokens) => LEFT + (width - LEFT - RIGHT) * Math.sqrt(tokens / far);
@@ -43,7 +43,7 @@ export class Tree {
     const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "group", "aria-label": "Hot branches of the prefix tree. Arrow keys move, Enter marks one on the map." });
     svg.append(...this.axis(far, x, height));
     this.nodes.clear();
-    this.last = new Map(rows.map((row) => [row.slot, row.branch.id])); // what a row ends with
+    this.last = new Map(rows.map((row) => [row.slot, row.branch.id])); // the last branch of each row
     for (const row of [...rows].reverse()) svg.append(this.thread(row, x, y));
     if (engine.tenants.length > 1) {
       for (const { branch, slot } of rows.filter((row) => row.from === null)) svg.append(s("text", { x: LEFT - 4, y: y(slot) - 11 }, tenantName(engine.tenants, branch.tenant)));
@@ -56,7 +56,7 @@ export class Tree {
     if (byId("tree-table").closest("details").open) this.tabled(branches, engine.tenants);
   }
 
-  /** Where each branch goes: the hottest child goes straight on, the others below it, while there are rows. */
+  /** Place the branches: the hottest child continues its parent's row, others get rows below, up to MOST_ROWS. */
   arranged(branches) {
     const below = new Map();
     for (const branch of branches) below.set(branch.parent, [...(below.get(branch.parent) ?? []), branch]);
@@ -65,7 +65,7 @@ export class Tree {
     let slot = -1;
     const visit = (branch, from, straight) => {
       if (!straight) {
-        const step = from === null && this.engine.tenants.length > 1 ? 2 : 1; // room for the tenant's name
+        const step = from === null && this.engine.tenants.length > 1 ? 2 : 1; // space for the tenant's name
         if (slot + step >= MOST_ROWS) return;
         slot += step;
       }
@@ -122,7 +122,7 @@ export class Tree {
       `${plural(branch.tokens, "token")} from token ${count(branch.depth)}`,
       `${plural(branch.hits, "hit")}, used ${ago(branch.idle)}, ${seconds(branch.age)} old`,
       ...(branch.users ? [`${plural(branch.users, "request")} on it now`] : []),
-      ...(branch.snapshots ? [plural(branch.snapshots, "resume point")] : []),
+      ...(branch.snapshots ? [plural(branch.snapshots, "checkpoint")] : []),
     ].join("\n");
   }
 

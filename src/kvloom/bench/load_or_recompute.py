@@ -1,0 +1,195 @@
+"""Time to first token of a long prompt on a disk of any speed, without a GPU and without such a disk.
+
+    computing   a tiny model; a step takes as long as on a simulated device that computes asynchronously
+    loading     a disk tier whose reads are paced
+    result      time to first token with the engine's decision, relative to computing everything, alternating
+
+Scheduler, tiers, threads and clocks are the engine's own. Times are slept, so the machine must not be overloaded.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvloom.core import CacheControl
+from kvloom.engine import Engine, EngineConfig, OffloadConfig, SamplingParams
+from kvloom.tiers import DiskConfig, DiskTier, OpenTier
+from kvloom.tiers.testing import Faults, FaultyTier
+from kvloom.tiers.transfers import TierQueueConfig, TransferConfig
+
+from .engine import log
+from .page_placement import evict_host, evict_pool, wait_until_stored
+
+__all__ = ["RATIOS", "SCENARIOS", "measure_load_or_recompute"]
+
+RATIOS = (0.05, 0.1, 0.3, 0.6, 1.0, 3.0)
+"""Disk throughput relative to prefill throughput."""
+SCENARIOS = {
+    "known": "three prompts were loaded before",
+    "unknown": "no prompt was loaded yet",
+    "nothing": "no prompt was loaded or computed yet",
+    "slower": "the disk was three times faster before",
+    "cached": "the first quarter loads at once (page cache)",
+}
+"""What the engine has measured before."""
+PROMPT, BUDGET, SECONDS = 2048, 1024, 0.48
+PIECE, PIECES = 1 << 12, 16
+"""Bytes of a read, two pages, and how many are under way: a prompt has as many as one of 16,384 tokens has on an 8B shape."""
+BASE, GROWTH = 0.012, 0.45  # of a step; how much longer the second half takes
+FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+
+
+class SimulatedDevice:
+    """Makes an engine's steps take as long as on a device: launched at once, ready when their time is over."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._step_ends: deque[float] = deque()
+        self._run, self._process = engine.runner.run, engine._output_processor.process
+        engine.runner.run = self.run  # type: ignore[method-assign, assignment]
+        engine._output_processor.process = self.process  # type: ignore[method-assign, assignment]
+        self.tokens: list[int] = []
+
+    @staticmethod
+    def seconds(tokens: int, position: int) -> float:
+        """Return the time of a step of `tokens` tokens at a position. A prompt in full steps takes SECONDS."""
+        steps = PROMPT // BUDGET
+        each = (SECONDS - steps * BASE) / PROMPT
+        middle = (position + tokens / 2) / PROMPT - 0.5
+        return BASE + tokens * each * (1 + GROWTH * middle)
+
+    def run(self, works: Sequence[Any], *rest: Any) -> torch.Tensor:
+        began = time.perf_counter()
+        tokens, position = sum(len(work.tokens) for work in works), works[0].sequence.length
+        logits = self._run(works, *rest)
+        before = self._step_ends[-1] if self._step_ends else 0.0
+        self._step_ends.append(max(began, before) + self.seconds(tokens, position))
+        self.tokens.append(tokens)
+        return logits
+
+    def process(self, *given: Any) -> Any:
+        time.sleep(max(0.0, self._step_ends.popleft() - time.perf_counter()))
+        return self._process(*given)
+
+
+class PacedEngine:
+    """An engine with a paced disk."""
+
+    def __init__(self, model: Any, folder: Path, seed: int) -> None:
+        self.faults = Faults()
+        tier = FaultyTier(DiskTier(DiskConfig(folder, 256 << 20)), self.faults)
+        lane = TierQueueConfig(max_inflight_bytes=PIECES * PIECE, batch_bytes=PIECE)
+        offload = OffloadConfig(transfers=TransferConfig(queue=lane))
+        tiers: list[str | OpenTier] = ["host:64MiB", OpenTier(tier)]
+        config = EngineConfig(
+            pool_bytes=64 << 20, tiers=tiers, offload=offload, token_budget=BUDGET, ahead=True
+        )
+        self.engine = Engine(model, config)
+        self.device = SimulatedDevice(self.engine)
+        self._rng = np.random.default_rng(seed)
+        self.bytes = self.engine.layout.slab_bytes_for(PROMPT)
+
+    def prompt(self) -> list[int]:
+        return [int(token) for token in self._rng.integers(3, 60, PROMPT)]
+
+    def first_token(self, tokens: list[int], read: bool) -> tuple[float, int, list[int]]:
+        """Return the seconds to a prompt's first token, its cached tokens, and the tokens of its steps."""
+        self.device.tokens = []
+        began = time.perf_counter()
+        request = self.engine.add(tokens, FIRST, CacheControl(read=read))
+        while request.finish_reason is None:
+            self.engine.step()
+        took = time.perf_counter() - began
+        self.engine.run()
+        return took, request.cached_tokens or 0, self.device.tokens
+
+    def store(self, tokens: list[int]) -> None:
+        """Compute a prompt, so that the disk has its pages."""
+        rate, self.faults.rate = self.faults.rate, 0.0
+        self.first_token(tokens, read=False)
+        assert self.engine.offload is not None
+        wait_until_stored(self.engine.offload)
+        self.faults.rate = rate
+
+    def evict(self, tokens: list[int]) -> None:
+        """Leave a prompt's pages on the disk only."""
+        assert self.engine.offload is not None
+        evict_pool(self.engine)
+        evict_host(self.engine, self.engine.offload, tokens)
+
+    def set_disk_ratio(self, ratio: float) -> None:
+        self.faults.rate = ratio * self.bytes / SECONDS
+
+
+def measure_load_or_recompute(
+    ratios: Sequence[float] = RATIOS, scenarios: Sequence[str] = tuple(SCENARIOS), rounds: int = 3
+) -> list[dict[str, Any]]:
+    """Return a row per ratio and scenario: medians of computing everything and of the engine's decision, and the ideal of both
+    at once."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+            num_key_value_heads=1, max_position_embeddings=2 * PROMPT,
+        )
+    )  # fmt: skip
+    rows = []
+    for ratio in ratios:
+        for known in scenarios:
+            times: dict[str, list[float]] = {"computed": [], "auto": []}
+            cached, steps = [], []
+            for round_ in range(rounds):
+                found = _round(model, ratio, known, round_)
+                times["computed"].append(found["computed"][0])
+                times["auto"].append(found["auto"][0])
+                cached.append(found["auto"][1])
+                steps.append(found["auto"][2])
+            computed, auto = (statistics.median(times[which]) for which in ("computed", "auto"))
+            rows.append(
+                {
+                    "ratio": ratio, "known": known, "computed_s": computed, "auto_s": auto, "cached": cached,
+                    "steps": steps, "relative": auto / computed, "ideal": 1 / (1 + ratio),
+                }
+            )  # fmt: skip
+            log(
+                f"load or recompute {len(rows)} of {len(ratios) * len(scenarios)}: disk {ratio:g}, {known}: {auto / computed:.2f}"
+            )
+    return rows
+
+
+def _round(model: Any, ratio: float, known: str, seed: int) -> dict[str, tuple[float, int, list[int]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        bench = PacedEngine(model, Path(folder), seed)
+        tokens = bench.prompt()
+        bench.store(tokens)
+        if known == "nothing":
+            bench.engine.close()
+            bench = PacedEngine(model, Path(folder), seed)
+            bench.prompt()
+        if known in ("known", "slower", "cached"):
+            bench.set_disk_ratio(ratio * (3 if known == "slower" else 1))
+            for _ in range(3):
+                other = bench.prompt()
+                bench.store(other)
+                bench.evict(other)
+                bench.first_token(other, read=True)
+        bench.set_disk_ratio(ratio)
+        bench.evict(tokens)
+        if known == "cached":
+            bench.faults.burst = bench.bytes // 4
+        found = {}
+        order = ("computed", "auto") if seed % 2 and known != "nothing" else ("auto", "computed")
+        for which in order:
+            prompt = tokens if which == "auto" else bench.prompt()
+            found[which] = bench.first_token(prompt, read=which == "auto")
+        bench.engine.close()
+        return found

@@ -1,0 +1,29 @@
+"""The offload manager's answers to the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Action", "Decision"]
+
+
+class Action(Enum):
+    """What a request does next."""
+
+    COMPUTE = "compute"
+    """Compute tokens, up to `Decision.until`."""
+    WAIT = "wait"
+    """Compute nothing: pages in transfer arrive sooner than they are computed."""
+    NO_ROOM = "no room"
+    """A tier has pages of the request, but the pool has no room for them: wait for room, or compute."""
+    RESUME = "resume"
+    """The tail of the prompt is loaded: leave the batch, and resume behind the tail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """An action, and the position up to which the request computes before the next decision (None: no bound)."""
+
+    action: Action
+    until: int | None = None

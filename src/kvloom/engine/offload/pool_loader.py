@@ -1,0 +1,162 @@
+"""Copies pages of a load job from host memory into reserved pages of the pool, and publishes them in the prefix cache.
+
+start: load plan → hold pages in host memory → reserve pages of the pool → copies
+finish: copies done → pages enter the prefix cache
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import Enum
+
+import numpy as np
+
+from kvloom.core import KVCache, Match, PageGroup
+from kvloom.tiers import HostTier, Objects
+
+from .host_pages import HostPages
+from .load_job import LoadJob, Phase, PoolCopy
+from .stats import OffloadStats
+from .store import HostStore
+from .throughput import TimeModel
+from .tier_loader import TierLoader
+
+__all__ = ["CopyStart", "PoolLoader"]
+
+
+class CopyStart(Enum):
+    """Outcome of starting a copy."""
+
+    COPYING = "copying"
+    NO_PAGES = "no pages"
+    """Host memory has no page that the request lacks."""
+    OFFLOADING = "offloading"
+    """A page that the request needs is still being offloaded."""
+    NOT_WORTH = "not worth loading"
+    NO_ROOM = "no room"
+
+
+class PoolLoader:
+    """Copies from one host tier into one pool. `apply_copies` makes the copies inside the pool that the cache decided."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        host: HostTier,
+        pages: HostPages,
+        store: HostStore,
+        tiers: TierLoader,
+        apply_copies: Callable[[], None],
+        stats: OffloadStats,
+    ) -> None:
+        self.cache, self.host, self.pages = cache, host, pages
+        self.copy_time = TimeModel()
+        self.last_load_seconds = 0.0
+        """Seconds of the last load, from host memory to published pages."""
+        self._store, self._tiers, self._apply_copies, self._stats = store, tiers, apply_copies, stats
+        self._cancelled: list[PoolCopy] = []
+
+    def start(self, job: LoadJob, match: Match) -> CopyStart:
+        """Reserve pages for what host memory has of a request's pages, and start the copies.
+
+        Sets `job.copy` as soon as pages are reserved; if it raises after that, the caller cancels the copy."""
+        plan, request, is_head = self.cache.loading.plan(match), job.request, job.phase is Phase.COPYING_HEAD
+        offloading: list[bytes] = []
+        while queries := plan.next_queries():
+            asked = [self._tiers.objects_for(query, request) for query in queries]
+            plan.answer([self.host.lookup(objects) for objects in asked])
+            if self._store.copying_keys and not is_head:
+                copying = self._store.copying_keys
+                offloading += [key for objects in asked for key in objects.keys if key in copying]
+        job.awaited_key = offloading[-1] if offloading else None
+        if offloading:
+            return CopyStart.OFFLOADING
+        tokens = plan.resume - match.resume
+        if tokens <= 0:
+            if not is_head:
+                request.tier_miss = request.tier_miss or plan.miss
+            return CopyStart.NO_PAGES
+        missing = plan.missing_pages()
+        size = sum(len(pages.hashes) * pages.group.page_stride * pages.group.runs for pages in missing)
+        seconds = self.copy_time.seconds(size) if self.copy_time.is_trusted else None
+        if not self._tiers.is_worth_loading(tokens, match.length - match.resume, seconds):
+            self._stats.not_worth_loading += 1
+            self.copy_time.doubt()
+            return CopyStart.NOT_WORTH
+        started, count = time.monotonic(), sum(len(pages.hashes) for pages in missing)
+        leases = []
+        for pages in missing:  # evicted pages are offloaded to host memory, and must not replace these
+            for form in self._tiers.forms_of(request)[pages.group.index]:
+                leases.append(self.host.acquire(Objects(pages.hashes, pages.group.index, form)))
+        reservation = self.cache.loading.reserve(plan)
+        if reservation is None:
+            for lease in leases:
+                lease.release()
+            self._stats.no_room += 1
+            return CopyStart.NO_ROOM
+        loaded = np.zeros_like(reservation.to_load)
+        job.copy = PoolCopy(reservation, match.resume, size, count, started, leases, loaded)
+        self._apply_copies()  # evicted pages are read, and moved ones moved, before they are overwritten
+        for pages in missing:
+            self._copy_group(job, job.copy, pages.group)
+        self._stats.load_jobs += 1
+        return CopyStart.COPYING
+
+    def finish(self, job: LoadJob, tier_names: list[str]) -> int | None:
+        """Publish a job's pages if their copies are done. Return the resumable length; None while copies run."""
+        copy = job.copy
+        assert copy is not None
+        if not copy.is_done:
+            return None
+        resume = self.cache.loading.publish(copy.reservation, copy.loaded, copy.states_loaded)
+        tokens = max(0, resume - copy.resume)
+        now = time.monotonic()
+        self.last_load_seconds = now - copy.started
+        self.copy_time.observe(copy.bytes, copy.seconds(now))
+        copy.release_leases()
+        job.copy = None
+        job.record_on_request(copy, tokens, now, tier_names)
+        self._stats.loaded_tokens += tokens
+        self._stats.loaded_bytes += copy.bytes if tokens else 0
+        job.computed_to = max(job.computed_to, resume)
+        return max(copy.resume, resume)
+
+    def cancel(self, copy: PoolCopy) -> None:
+        """Free the reserved pages of a copy, at once or when its copies are done."""
+        self._cancelled.append(copy)
+        self.poll()
+
+    def poll(self) -> None:
+        """Free the reserved pages of cancelled copies that are done. Does not block."""
+        if not self._cancelled:
+            return
+        pending = []
+        for copy in self._cancelled:
+            if copy.is_done:
+                self.cache.loading.cancel(copy.reservation)
+                copy.release_leases()
+            else:
+                pending.append(copy)
+        self._cancelled = pending
+
+    @property
+    def has_cancelled_copies(self) -> bool:
+        """Whether pages stay reserved for cancelled copies."""
+        return bool(self._cancelled)
+
+    def _copy_group(self, job: LoadJob, copy: PoolCopy, group: PageGroup) -> None:
+        """Start the copies of one layer group. Pages that host memory evicted are counted, and recomputed."""
+        for run, (hashes, pages) in enumerate(copy.reservation.pages(group)):
+            form = self._tiers.forms_of(job.request)[group.index][run]
+            lease = self.host.acquire(Objects(hashes, group.index, form))
+            copy.leases.append(lease)
+            here = lease.offsets >= 0
+            if here.any():
+                copy.events.append(self.pages.load(group.page_stride, pages[here], lease.offsets[here]))
+            if group.spec.unit == "state":
+                copy.states_loaded &= bool(here.all())
+            else:
+                column = group.column + run
+                copy.loaded[np.flatnonzero(copy.reservation.to_load[:, column])[here], column] = True
+            self._stats.failed_pages += int((~here).sum())

@@ -1,0 +1,154 @@
+"""State and checks that all endpoints share: engine client, prompt encoder, keys, limits, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+
+from kvloom.serve.auth import ApiKeys, Limits, RequestLimiter
+from kvloom.serve.errors import ApiError, bad_request, body_too_large, draining, engine_loading, unknown_model
+from kvloom.serve.metrics import Metrics, RequestObserver
+from kvloom.serve.worker import EngineClient, Ready
+
+from .prompts import PromptEncoder
+from .request_fields import RequestFields
+
+__all__ = ["ServerContext", "is_loopback", "parse_digits"]
+
+MOST_DIGITS = 18
+
+
+@dataclass(slots=True)
+class ServerContext:
+    """One server. `model` is the served name, `model_path` is accepted as well. `encoder` is None while the tokenizer loads.
+    Without `keys`, only requests to loopback names are accepted."""
+
+    engine: EngineClient
+    keys: ApiKeys
+    limits: Limits
+    limiter: RequestLimiter
+    observer: RequestObserver
+    model: str
+    model_path: str
+    created: int
+    encoder: PromptEncoder | None = None
+    metrics_need_key: bool = False
+    """Whether /metrics requires a key."""
+    body_bytes_in_flight: int = 0
+    """Bytes of request bodies being read."""
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.observer.metrics
+
+    def require_ready(self) -> tuple[Ready, PromptEncoder]:
+        """Return the engine's Ready message and the encoder. Raises ApiError while one is missing, or while draining."""
+        if self.limiter.is_draining:
+            raise draining()
+        facts = self.engine.require_ready()
+        if self.encoder is None:
+            raise engine_loading()
+        return facts, self.encoder
+
+    def authenticate(self, request: Request) -> str | None:
+        """Return the tenant of a request's key; None without keys. Raises ApiError 401."""
+        return self.keys.authenticate(request.headers.get("authorization")) if self.keys else None
+
+    def visible_tenant(self, request: Request) -> str | None:
+        """Return the tenant whose requests a key may see; None means all: an admin key, or no keys. Raises ApiError 401."""
+        given = request.headers.get("authorization")
+        tenant = self.authenticate(request)
+        return None if self.keys.is_admin(given) else tenant
+
+    def require_admin(self, request: Request) -> None:
+        """Raise ApiError 401 or 403 unless the request may see all tenants. Without keys every request may."""
+        if self.visible_tenant(request) is None:
+            return
+        raise ApiError(
+            403,
+            "admin key required: this shows all tenants; mark a key of --api-keys with `admin` at the end of its line, "
+            'or with "admin": true',
+            code="not_admin",
+        )
+
+    def request_tenant(self, request: Request, fields: RequestFields) -> str:
+        """Return the tenant of a generating request: that of its key, or without keys the one it names."""
+        known = self.authenticate(request)
+        if known is None:
+            return fields.tenant or ""
+        if fields.tenant not in (None, known):
+            raise bad_request("tenant is set by the API key: omit the field", "tenant")
+        return known
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 if a request names another model. No name means the served model."""
+        if name is not None and name not in (self.model, self.model_path):
+            raise unknown_model(name, self.model)
+
+    def check_host(self, request: Request) -> None:
+        """Without keys, raise ApiError 403 for a foreign Host or Origin: a web page could make a browser send the request."""
+        if self.keys:
+            return
+        host = request.headers.get("host", "localhost")
+        page = request.headers.get("origin", "http://localhost").partition("://")[2]
+        for name in (_host_name(host), _host_name(page)):
+            if not is_loopback(name):
+                raise ApiError(
+                    403,
+                    f"{name!r} is not a loopback name; without API keys only loopback names are accepted: start the server with --api-keys",
+                )
+
+    async def read_body(self, request: Request) -> bytes:
+        """Return a JSON body. Raises ApiError for another type, too many bytes, or a slow client."""
+        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, f"content type {kind!r} is not supported: send application/json")
+        limit = self.limits.body_bytes
+        said = request.headers.get("content-length", "0")
+        length = parse_digits(said)
+        if length is not None and length > limit:
+            raise body_too_large(limit)
+        data = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.request_seconds):
+                async for chunk in request.stream():
+                    self.body_bytes_in_flight += len(chunk)
+                    data += chunk
+                    if len(data) > limit:
+                        raise body_too_large(limit)
+                    if self.body_bytes_in_flight > self.limits.bodies * limit:
+                        raise ApiError(
+                            429, "too many large request bodies at once; retry in 1 s", code="rate_limit_exceeded", retry_after=1
+                        )  # fmt: skip
+        except TimeoutError:
+            raise ApiError(
+                408, f"the request body did not arrive within {self.limits.request_seconds:g} seconds"
+            ) from None
+        except ClientDisconnect:
+            raise bad_request("the client disconnected") from None
+        finally:
+            self.body_bytes_in_flight -= len(data)
+        return bytes(data)
+
+
+def parse_digits(text: str) -> int | None:
+    """Return the number written by up to 18 ASCII digits, else None."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS else None
+
+
+def _host_name(host: str) -> str:
+    """Return a host without its port."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address belongs to this machine only."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

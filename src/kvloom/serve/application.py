@@ -1,0 +1,186 @@
+"""The HTTP application: routes, error responses, and counting of responses.
+
+OpenAI's endpoints, those of other servers that clients expect (/tokenize, /version, /ping), /health, /metrics and
+the dashboard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from importlib import metadata
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvloom.serve.dashboard import DashboardState, dashboard_routes
+
+from .api import (
+    ChatEndpoint,
+    CompletionEndpoint,
+    DetokenizeEndpoint,
+    ServerContext,
+    TokenizeEndpoint,
+    parse_digits,
+)
+from .errors import ApiError, bad_request, not_found, unknown_model, unknown_request
+
+__all__ = ["application"]
+
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
+MAX_RECORDS = 1000
+
+
+def application(context: ServerContext, dashboard: DashboardState | None = None) -> ASGIApp:
+    """Return the ASGI application of a server. `dashboard` serves /kvloom/state."""
+
+    async def models(request: Request) -> Response:
+        context.authenticate(request)
+        return _json({"object": "list", "data": [_model(context)]})
+
+    async def model(request: Request) -> Response:
+        context.authenticate(request)
+        name = request.path_params["name"]
+        if name not in (context.model, context.model_path):
+            raise unknown_model(name, context.model)
+        return _json(_model(context))
+
+    def named_session(request: Request) -> tuple[str, str]:
+        tenant = context.authenticate(request)
+        context.engine.require_ready()
+        named = request.query_params.get("tenant", "") if tenant is None else tenant
+        return named, request.path_params["session"]
+
+    async def end_session(request: Request) -> Response:
+        tenant, session = named_session(request)
+        context.engine.end_session(tenant, session)
+        return _json({"id": session, "object": "session", "ended": True})
+
+    async def expect_session(request: Request) -> Response:
+        tenant, session = named_session(request)
+        context.engine.expect_session(tenant, session)
+        return _json({"id": session, "object": "session", "expected": True}, 202)
+
+    async def version(_: Request) -> Response:
+        return _json({"version": metadata.version("kvloom")})
+
+    async def health(_: Request) -> Response:
+        if context.limiter.is_draining:
+            return _json({"status": "draining"}, 503)
+        loaded = context.engine.is_ready and context.encoder is not None
+        return _json({"status": "ok"}) if loaded else _json({"status": "loading"}, 503)
+
+    async def metrics(request: Request) -> Response:
+        open_ = not context.keys
+        if context.metrics_need_key:
+            context.authenticate(request)
+        tenant = context.visible_tenant(request) if "authorization" in request.headers else None
+        everyone = open_ or ("authorization" in request.headers and tenant is None)
+        response = context.metrics.exposition_text(tenant, everyone)
+        return Response(response, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def records(request: Request) -> Response:
+        tenant = context.visible_tenant(request)
+        given = request.query_params.get("limit", "50")
+        limit = parse_digits(given)
+        if limit is None or not 0 < limit <= MAX_RECORDS:
+            raise bad_request(f"limit {given[:32]!r} must be 1 to {MAX_RECORDS}", "limit")
+        found = context.observer.records.latest(limit, tenant)
+        return _json({"requests": [record.to_dict(operator=tenant is None) for record in found]})
+
+    async def record(request: Request) -> Response:
+        tenant, id_ = context.visible_tenant(request), request.path_params["id"]
+        found = context.observer.records.find(id_, tenant)
+        if found is None:
+            raise unknown_request(id_)
+        return _json(found.to_dict(operator=tenant is None))
+
+    routes = [
+        Route("/v1/completions", CompletionEndpoint(context), methods=["POST"]),
+        Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/v1/sessions/{session:path}", end_session, methods=["DELETE"]),
+        Route("/v1/sessions/{session:path}", expect_session, methods=["POST"]),
+        Route("/tokenize", TokenizeEndpoint(context), methods=["POST"]),
+        Route("/detokenize", DetokenizeEndpoint(context), methods=["POST"]),
+        Route("/version", version),
+        Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/metrics", metrics),
+        Route("/kvloom/requests", records),
+        Route("/kvloom/requests/{id}", record),
+        *dashboard_routes(context, dashboard or DashboardState(context)),
+    ]
+    handlers: dict[Any, Any] = {ApiError: _error_response, HTTPException: _http_error, Exception: _unexpected}
+    return _CountResponses(Starlette(routes=routes, exception_handlers=handlers), context)
+
+
+class _CountResponses:
+    """Counts responses by status, and rejects requests that were sent to another host name."""
+
+    def __init__(self, app: ASGIApp, context: ServerContext) -> None:
+        self._app, self._context = app, context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["path"] if scope["path"] in ENDPOINTS else "other"
+
+        async def counted(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self._context.metrics.requests[path, str(message["status"])] += 1
+            await send(message)
+
+        request = Request(scope)
+        try:
+            self._context.check_host(request)
+        except ApiError as error:
+            response = await _error_response(request, error)
+            await response(scope, receive, counted)
+            return
+        await self._app(scope, receive, counted)
+
+
+def _model(context: ServerContext) -> dict[str, Any]:
+    facts = context.engine.info
+    return {
+        "id": context.model,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "kvloom",
+        "root": context.model_path,
+        "parent": None,
+        "max_model_len": None if facts is None else facts.max_tokens,
+    }
+
+
+def _json(data: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(data), status, media_type="application/json")
+
+
+async def _error_response(_: Request, error: ApiError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in error.headers}
+    return Response(error.body, error.status, headers)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    method, path = request.method, request.url.path
+    if error.status_code == 404:
+        return await _error_response(request, not_found(method, path))
+    allowed = (error.headers or {}).get("Allow", "another method")
+    said = f"{path} accepts {allowed}, not {method}" if error.status_code == 405 else str(error.detail)
+    response = await _error_response(request, ApiError(error.status_code, said))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _unexpected(request: Request, _: Exception) -> Response:
+    return await _error_response(
+        request, ApiError(500, "internal error; see the server's log", code="internal_error")
+    )

@@ -1,0 +1,91 @@
+"""The data of the dashboard: one cache snapshot for all viewers, at most one per REFRESH_SECONDS, and a history.
+
+    viewers ──▶ state_json() ──▶ the latest snapshot, or one SnapshotRequest that all viewers wait for
+    every 2 s   a sample of counters, with or without viewers
+
+Knows no HTTP. While the engine is busy in a long step, loading or dead, the last snapshot stays and its age is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from kvloom.serve.api import ServerContext
+from kvloom.serve.errors import ApiError
+
+from .history import History
+
+__all__ = ["DashboardState"]
+
+REFRESH_SECONDS = 1.0
+WAIT_SECONDS = 2.0
+"""How long viewers wait for a new snapshot before they get the previous one."""
+SAMPLE_SECONDS = 2.0
+SAMPLES = 300
+_encode = msgspec.json.Encoder().encode
+
+
+class DashboardState:
+    """The data that the viewers of one server see."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._history = History(context, deque(maxlen=SAMPLES), SAMPLE_SECONDS)
+        self._snapshot: bytes | None = None
+        self._snapshot_at = 0.0
+        self._cached_json: tuple[float, bytes] = (0.0, b"")
+        self._refreshing: asyncio.Task[None] | None = None
+
+    async def sample_history(self) -> None:
+        """Take samples until cancelled."""
+        while True:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            self._history.sample(time.time())
+
+    async def state_json(self) -> bytes:
+        """Return the whole state as JSON. Requests at most one snapshot per REFRESH_SECONDS."""
+        now = time.monotonic()
+        if now - self._cached_json[0] < REFRESH_SECONDS and self._cached_json[1]:
+            return self._cached_json[1]
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.create_task(self._refresh())
+        await asyncio.wait({self._refreshing}, timeout=WAIT_SECONDS)
+        if time.monotonic() - self._cached_json[0] >= REFRESH_SECONDS or not self._cached_json[1]:
+            self._cached_json = time.monotonic(), _encode(self._state())
+        return self._cached_json[1]
+
+    async def _refresh(self) -> None:
+        try:
+            self._snapshot = await self._context.engine.snapshot(60.0)
+            self._snapshot_at = time.time()
+        except (ApiError, TimeoutError):  # no engine: the state shows it
+            pass
+        self._cached_json = time.monotonic(), _encode(self._state())
+
+    def _state(self) -> dict[str, Any]:
+        context, link = self._context, self._context.engine
+        facts = link.info
+        status = "draining" if context.limiter.is_draining else "ok" if link.is_ready else "loading"
+        return {
+            "now": time.time(),
+            "interval": REFRESH_SECONDS,
+            "server": {
+                "status": status,
+                "model": context.model,
+                "since": context.created,
+                "restarts": link.restarts,
+                "open_requests": context.limiter.requests,
+                "device": None if facts is None else facts.device,
+                "dtype": None if facts is None else facts.dtype,
+                "pool_bytes": None if facts is None else facts.pool_bytes,
+                "bytes_per_token": None if facts is None else facts.bytes_per_token,
+            },
+            "engine_at": self._snapshot_at or None,
+            "engine": None if self._snapshot is None else msgspec.Raw(self._snapshot),
+            "history": self._history.to_dict(),
+        }

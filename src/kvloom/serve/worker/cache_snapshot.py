@@ -1,0 +1,41 @@
+"""A snapshot of the engine's cache as JSON, for the dashboard. Runs in the engine process; knows no HTTP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import asdict
+
+from kvloom.serve.worker.stats import tier_usages
+
+if TYPE_CHECKING:
+    from kvloom.engine import Engine
+
+__all__ = ["CacheSnapshot"]
+
+_encode = msgspec.json.Encoder().encode
+
+
+class CacheSnapshot:
+    """Takes snapshots of one engine's cache. Allocates nothing before the first."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._pool_map = engine.cache.pool_map()
+
+    def json(self) -> bytes:
+        """Return a snapshot as JSON. Takes milliseconds at any pool size."""
+        scheduler = self._engine.scheduler
+        snapshot: dict[str, Any] = self._pool_map.look()
+        snapshot["running"], snapshot["waiting"] = len(scheduler.running), scheduler.waiting
+        snapshot["tiers"] = self._tiers()
+        return _encode(snapshot)
+
+    def _tiers(self) -> list[dict[str, Any]]:
+        """Return the tiers, the nearest first."""
+        offload = self._engine.offload
+        if offload is None:
+            return []
+        host, *others = map(asdict, tier_usages(offload))
+        return [{**host, "loaded_tokens": offload.stats.loaded_tokens}, *others]

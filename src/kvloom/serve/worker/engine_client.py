@@ -1,0 +1,283 @@
+"""The API process's side of the engine: starts its process, sends requests, delivers answers, restarts it.
+
+    loading ──▶ ready ──▶ died, or hung and killed: open requests fail, then after a pause ──▶ loading …
+
+A failed first start is final. Later starts are retried, at most MAX_RESTARTS times a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import msgspec
+
+from kvloom.serve.errors import ApiError, bad_request, engine_died, engine_loading, grammars_busy
+
+from .messages import (
+    HEADER_BYTES,
+    Add,
+    Cancel,
+    Delta,
+    EndSession,
+    EngineStats,
+    ExpectSession,
+    FromEngine,
+    Heartbeat,
+    Outputs,
+    Ready,
+    RequestProgress,
+    SnapshotRequest,
+    Start,
+    StartFailed,
+    ToEngine,
+    body_length,
+    frame,
+)
+from .response_stream import ResponseStream
+from .watchdog import HEARTBEAT_SECONDS, Watchdog, WatchdogLimits
+
+__all__ = ["Backoff", "EngineClient", "StartError"]
+
+MAX_RESTARTS = 5
+WINDOW_SECONDS = 60.0
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 8.0
+SOCKET_BYTES = 1 << 20
+STDERR = 2
+ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Waiting OpenMP threads of the engine sleep instead of spinning, which would take cores from this process. Must be set
+before torch is loaded."""
+
+
+class StartError(Exception):
+    """The first start of the engine failed."""
+
+
+class Backoff:
+    """The pause before each restart: it doubles, and allows at most MAX_RESTARTS within WINDOW_SECONDS."""
+
+    def __init__(self) -> None:
+        self._starts: deque[float] = deque()
+
+    def pause(self, now: float) -> float:
+        """Return the seconds to wait after an engine died at `now`, and count the restart."""
+        while self._starts and now - self._starts[0] > WINDOW_SECONDS:
+            self._starts.popleft()
+        seconds = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** len(self._starts))
+        if len(self._starts) >= MAX_RESTARTS:
+            seconds = max(seconds, self._starts[-MAX_RESTARTS] + WINDOW_SECONDS - now)
+        self._starts.append(now + seconds)
+        return seconds
+
+
+class EngineClient:
+    """Runs one engine process at a time.
+
+    | callback      | called with                                          |
+    |---------------|------------------------------------------------------|
+    | `log`         | a line for the server's log                          |
+    | `on_ready`    | the Ready message of each engine                     |
+    | `on_progress` | the progress of each prompt                          |
+    | `on_delta`    | each delta with a reader, if set                     |
+    | `explain`     | a rejection's text; returns the client's error       |
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        log: Callable[[str], None],
+        on_ready: Callable[[Ready], None],
+        limits: WatchdogLimits | None = None,
+        explain: Callable[[str], ApiError] = bad_request,
+    ) -> None:
+        self.start, self._log, self._on_ready = start, log, on_ready
+        self._limits = limits or WatchdogLimits()
+        self._explain = explain
+        self.info: Ready | None = None
+        self.is_ready = False
+        self.restarts = 0
+        self.pid: int | None = None
+        self.stats = EngineStats()
+        self._streams: dict[int, ResponseStream] = {}
+        self._snapshot_waiters: list[asyncio.Future[bytes]] = []
+        self._writer: asyncio.StreamWriter | None = None
+        self._closing = asyncio.Event()
+        self._next_id = 0
+        self.on_progress: Callable[[RequestProgress], None] = lambda progress: None
+        self.on_delta: Callable[[Delta], None] | None = None
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+    def require_ready(self) -> Ready:
+        """Return the engine's Ready message. Raises ApiError while no engine is ready."""
+        if not self.is_ready or self.info is None:
+            raise engine_loading()
+        return self.info
+
+    def new_ids(self, count: int) -> list[int]:
+        """Return ids for `count` prompts."""
+        self._next_id += count
+        return list(range(self._next_id - count, self._next_id))
+
+    def submit(self, messages: Iterable[Add], stream: ResponseStream) -> None:
+        """Send prompts to the engine; `stream` receives their deltas."""
+        self.require_ready()
+        for message in messages:
+            self._streams[message.id] = stream
+            self._send(message)
+
+    def cancel(self, stream: ResponseStream) -> None:
+        """Cancel the pending prompts of a stream; the engine releases their pages."""
+        for id_ in stream.pending:
+            if self._streams.pop(id_, None) is not None:
+                self._send(Cancel(id_))
+        stream.pending.clear()
+
+    def expect_session(self, tenant: str, session: str) -> None:
+        """Announce the next request of a session, so that the engine can prefetch its pages."""
+        self._send(ExpectSession(tenant, session))
+
+    def end_session(self, tenant: str, session: str) -> None:
+        """Announce that a session is over."""
+        self._send(EndSession(tenant, session))
+
+    async def snapshot(self, seconds: float) -> bytes:
+        """Return a snapshot of the cache as JSON. Raises ApiError without an engine, TimeoutError after `seconds`."""
+        self.require_ready()
+        answer = asyncio.get_running_loop().create_future()
+        self._snapshot_waiters.append(answer)
+        self._send(SnapshotRequest())
+        return await asyncio.wait_for(answer, seconds)
+
+    def close(self) -> None:
+        """End the engine process; `run` returns."""
+        self._closing.set()
+        if self._writer is not None:
+            self._writer.close()
+
+    def fail_all(self, error: ApiError) -> None:
+        """End every open stream and snapshot request with an error."""
+        for stream in {id(one): one for one in self._streams.values()}.values():
+            stream.pending.clear()
+            stream.fail(error)
+        self._streams.clear()
+        waiters, self._snapshot_waiters = self._snapshot_waiters, []
+        for snapshot in waiters:
+            if not snapshot.done():
+                snapshot.set_exception(error)
+
+    async def run(self) -> None:
+        """Keep an engine running until `close`. Raises StartError if the first start fails."""
+        backoff = Backoff()
+        while not self._closing.is_set():
+            why = await self._run_engine()
+            if self._closing.is_set():
+                return
+            if self.info is None:
+                raise StartError(f"engine {why}")
+            pause = backoff.pause(time.monotonic())
+            self._log(f"engine {why}; restarting in {pause:.2g} s")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), pause)
+            self.restarts += 1
+
+    async def _run_engine(self) -> str:
+        """Run one engine process until it ends; return how it ended."""
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        with theirs:
+            fd = theirs.fileno()
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "kvloom.serve.worker.engine_process", str(fd)), pass_fds=[fd], stdout=STDERR,
+                env={**ENGINE_ENVIRONMENT, **os.environ},
+            )  # fmt: skip
+        self.pid = process.pid
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        if self._closing.is_set():
+            self._writer.close()
+        failure = hung = ""
+        watchdog = Watchdog(self._limits)
+
+        async def watch() -> None:
+            nonlocal hung
+            last = time.monotonic()
+            while not hung:
+                await asyncio.sleep(HEARTBEAT_SECONDS)
+                now = time.monotonic()
+                hung, last = watchdog.tick(now - last) or "", now
+            with suppress(ProcessLookupError):
+                process.kill()  # closes the socket, so that reading below ends
+
+        watching = asyncio.create_task(watch())
+        try:
+            self._send(self.start)
+            while not failure:
+                header = await reader.readexactly(HEADER_BYTES)
+                message = self._decoder.decode(await reader.readexactly(body_length(header)))
+                watchdog.received(message)
+                failure = self._handle(message)
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            watching.cancel()
+            self.is_ready = False
+            self._writer.close()
+            self._writer = None
+            self.fail_all(engine_died(hung))  # before the process has ended, which may take seconds
+            try:
+                code = await asyncio.wait_for(process.wait(), 5)
+            except TimeoutError:
+                process.kill()
+                code = await process.wait()
+        if hung:
+            return f"was killed because it {hung}"
+        return failure or (f"died by signal {-code}" if code < 0 else f"exited with code {code}")
+
+    def _handle(self, message: FromEngine) -> str:
+        """Handle a message; return why the engine cannot be used, or ""."""
+        if isinstance(message, Outputs):
+            self._deliver(message)
+            return ""
+        if isinstance(message, StartFailed):
+            return f"cannot start: {message.reason}"
+        if isinstance(message, Heartbeat):
+            return ""
+        self.info, self.is_ready, self.stats = message, True, EngineStats()
+        self._on_ready(message)
+        return ""
+
+    def _deliver(self, outputs: Outputs) -> None:
+        for progress in outputs.progress:  # before the deltas it belongs to
+            self.on_progress(progress)
+        for delta in outputs.deltas:
+            stream = self._streams.get(delta.id)
+            if stream is not None:
+                if self.on_delta is not None:
+                    self.on_delta(delta)
+                stream.put(delta)
+                if delta.id not in stream.pending:
+                    del self._streams[delta.id]
+        for rejected in outputs.rejected:
+            stream = self._streams.pop(rejected.id, None)
+            if stream is not None:
+                stream.pending.discard(rejected.id)
+                error = self._explain(rejected.reason)
+                stream.fail(grammars_busy(rejected.reason, error.param) if rejected.is_retryable else error)
+        if outputs.stats is not None:
+            self.stats = outputs.stats
+        if outputs.snapshot is not None:
+            waiters, self._snapshot_waiters = self._snapshot_waiters, []
+            for snapshot in waiters:
+                if not snapshot.done():
+                    snapshot.set_result(outputs.snapshot)
+
+    def _send(self, message: ToEngine) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame(message))

@@ -1,0 +1,114 @@
+"""A tier that re-encodes pages serves requests that allow for it, and no other request ever meets one of its pages."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvloom.core import CacheControl
+from kvloom.engine import Engine, Request
+from tests.engines import make_engine
+from tests.models.zoo import expected, tiny
+
+from .test_offload import PATIENT, POOL, closed, drawn, greedy, offload_of, stored
+
+NEAR = CacheControl(lossy=True)
+
+
+def opened(*tiers: str) -> Engine:
+    return make_engine(tiny("llama"), POOL, tiers=tiers, offload=PATIENT)
+
+
+def said(engine: Engine, prompts: list[list[int]], control: CacheControl | None = None) -> list[Request]:
+    requests = [engine.add(prompt, greedy(4), control) for prompt in prompts]
+    engine.run()
+    offload_of(engine).poll()
+    stored(engine)
+    return requests
+
+
+@pytest.mark.parametrize("coding", ["int8", "fp8"])
+@pytest.mark.parametrize("below", ["disk", "host"])
+def test_lossy_pages_serve_only_requests_that_accept_them(coding: str, below: str, tmp_path: Path) -> None:
+    prompts = drawn(coding, 70, 50)
+    wanted = expected(tiny("llama"), prompts, 4)
+    text = f"{coding}:disk:{tmp_path}:64MiB" if below == "disk" else f"{coding}:host:16MiB"
+    engine = opened("host:8MiB", text)
+    first, plain = said(engine, prompts, NEAR), said(engine, prompts)
+    assert (
+        [one.tokens for one in first] == [one.tokens for one in plain] == wanted
+    )  # nothing came from below yet
+    assert [one.cached_tokens for one in plain] == [0, 0]
+    lane = offload_of(engine).transfers.queues[0]
+    kept = lane.tier.stats()
+    assert kept.objects == 5 + 4, "the pages of those who allow it, and of no others"
+    if below == "disk":
+        closed(engine)
+        engine = opened("host:8MiB", text)
+    else:
+        empty(engine)
+    near, exact = said(engine, prompts, NEAR), said(engine, prompts)
+    assert [one.cached_tokens for one in near] == [64, 48]
+    assert {load[0] for one in near for load in one.loads} == {coding}
+    assert not any(one.loads for one in exact)
+    assert [one.tokens for one in exact] == wanted
+    closed(engine)
+
+
+def empty(engine: Engine) -> None:
+    """Whatever is cached leaves the pool, and host memory."""
+    engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
+    engine._apply_copies()
+    host = offload_of(engine).host
+    residents = host.index
+    for key, slot in list(residents.entries.items()):
+        residents.remove(key, slot)
+
+
+def test_loaded_lossy_pages_are_close_to_computed_ones(tmp_path: Path) -> None:
+    (prompt,) = drawn("near", 64)
+    engine = opened("host:8MiB", f"int8:disk:{tmp_path}:64MiB")
+    said(engine, [[*prompt, 5]], NEAR)
+    group = engine.layout.groups[0]
+
+    def pages() -> np.ndarray:
+        match = engine.cache.match([*prompt, 5], NEAR)
+        assert match.resume == 64
+        bytes_ = engine.buffer.numpy().reshape(-1)
+        size = group.page_stride
+        found = np.concatenate([bytes_[p * size : (p + 1) * size] for p in match.rows[:, 0].tolist()])
+        return found.view(np.float32).copy()
+
+    before = pages()
+    empty(engine)
+    assert engine.cache.match([*prompt, 5], NEAR).resume < 64
+    said(engine, [[*prompt, 5]], NEAR)
+    after = pages()
+    assert not np.array_equal(before, after)
+    assert np.abs(before - after).max() <= np.abs(before).max() / 127
+    closed(engine)
+
+
+def test_lossy_without_a_lossy_tier_changes_nothing(tmp_path: Path) -> None:
+    engine = opened("host:8MiB")
+    prompts = drawn("same", 70)
+    said(engine, prompts, NEAR)
+    assert said(engine, [[*prompts[0], 5]])[0].cached_tokens == 70
+    closed(engine)
+
+
+def test_quantised_pages_are_not_re_encoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "kvloom.tiers"):
+        engine = make_engine(tiny("llama"), POOL, "int8", tiers=[f"fp8:disk:{tmp_path}:64MiB"])
+    assert "left out" in caplog.text
+    assert "cannot re-encode pages" in caplog.text
+    assert not offload_of(engine).transfers.queues
+    closed(engine)
+
+
+def test_pages_are_re_encoded_once() -> None:
+    with pytest.raises(ValueError, match="re-encoded once"):
+        opened("int8:fp8:host:16MiB")

@@ -1,0 +1,123 @@
+"""What is told before an engine is loaded, and what is left to loading."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom.engine import check_engine, check_model, preflight as checking
+from kvloom.kernels.memory import CudaError
+from kvloom.models.specs import folder_of
+
+LLAMA = folder_of("kvloom-llama")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"kv_dtype": "int3"}, "KV dtype 'int3' is not known"),
+        ({"kv_dtype": "fp8,sliding=bf16"}, "no sliding layers"),
+        ({"kv_scales": "scales.safetensors"}, "there is none"),
+        ({"kv_scales": "/no/scales", "kv_dtype": "fp8"}, "there is no file /no/scales with scales"),
+        ({"pool_bytes": 1 << 10}, "a pool of 1,024 bytes is too small"),
+        ({"tiers": ["host:x"]}, "tier 'host:x': size 'x' is not understood"),
+    ],
+)
+def test_invalid_settings_are_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_engine(LLAMA, **asked)
+
+
+def test_valid_settings_pass(tmp_path: Path) -> None:
+    scales = tmp_path / "scales.safetensors"
+    scales.touch()
+    check_engine(LLAMA, kv_dtype="fp8", kv_scales=scales, dtype="float32", pool_bytes=64 << 20)
+    check_engine(LLAMA, kv_dtype={"full": "int8"}, kv_scales="checkpoint", tiers=["host:1GiB"])
+    check_engine(folder_of("kvloom-hybrid"), kv_dtype="sliding=int8")
+    check_engine("llama-3-8b", load_format="random", pool_bytes=1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "said"),
+    [
+        ("cuda", OSError("no libcuda"), "no device 'cuda': no NVIDIA driver is installed; use --device cpu"),
+        (
+            "cuda:0",
+            CudaError("cuInit", 100, "none found"),
+            ": the NVIDIA driver reports: cuInit failed with 100",
+        ),
+        ("cuda", 0, "the NVIDIA driver sees 0 GPUs; use --device cpu, or omit"),
+        ("cuda:1", 1, "no device 'cuda:1': the NVIDIA driver sees 1 GPU;"),
+        ("cuda", 1, None),
+        ("cuda:1", 2, None),
+        ("cpu", OSError("nobody asks"), None),
+        ("cuda:x", OSError("nobody asks"), None),
+    ],
+)
+def test_missing_gpu_is_refused_before_loading(
+    monkeypatch: pytest.MonkeyPatch, device: str, count: int | Exception, said: str | None
+) -> None:
+    class Driver:
+        def devices(self) -> int:
+            assert isinstance(count, int)
+            return count
+
+    def driver() -> Driver:
+        if isinstance(count, Exception):
+            raise count
+        return Driver()
+
+    monkeypatch.setattr(checking, "cuda_driver", driver)
+    with nullcontext() if said is None else pytest.raises(ValueError, match=said):
+        check_engine(LLAMA, device=device)
+
+
+def test_pool_check_matches_the_engines_layout() -> None:
+    for dtype, unit in (("float32", 98_304), ("bfloat16", 49_152)):
+        check_engine(LLAMA, dtype=dtype, pool_bytes=2 * unit)
+        with pytest.raises(ValueError, match=f"two slabs of {unit:,} bytes"):
+            check_engine(LLAMA, dtype=dtype, pool_bytes=2 * unit - 1)
+
+
+def test_config_for_transformers_only_passes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
+    check_engine(str(tmp_path), pool_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("nothing-like-it", "no model 'nothing-like-it'.*kvloom-llama"),
+        ("no/such/folder", "no model 'no/such/folder'"),
+        ("./org/name", "no model"),
+        ("llama-3-8b", "a config without weights"),
+        (__file__, "a config without weights"),
+        (str(Path(__file__).parent), "the folder has no config.json"),
+    ],
+)
+def test_missing_model_is_refused_with_advice(model: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_model(model)
+
+
+def test_unreachable_hub_is_refused_at_once_unless_behind_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from huggingface_hub import constants
+
+    with socket.socket() as closed:  # bound, and nobody listens
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(checking, "getproxies", dict)
+        with pytest.raises(
+            ValueError, match=r"the hub \(127.0.0.1:\d+\) cannot be reached: Connection refused"
+        ):
+            check_model("org/name")
+        monkeypatch.setattr(checking, "getproxies", lambda: {"http": "http://proxy"})
+        assert check_model("org/name") is None

@@ -1,0 +1,16 @@
+"""Engines for tests: settings as keyword arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvloom.engine import Engine, EngineConfig
+
+__all__ = ["make_engine"]
+
+
+def make_engine(
+    model: Any, pool_bytes: int | None = None, kv_dtype: Any = None, tokenizer: Any = None, **settings: Any
+) -> Engine:
+    """Return an engine; `settings` are fields of `EngineConfig`."""
+    return Engine(model, EngineConfig(pool_bytes=pool_bytes, kv_dtype=kv_dtype, **settings), tokenizer)
