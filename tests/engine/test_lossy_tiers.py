@@ -110,5 +110,5 @@ def test_quantised_pages_are_not_re_encoded(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_pages_are_re_encoded_once() -> None:
-    with pytest.raises(ValueError, match="re-encoded once"):
+    with pytest.raises(ValueError, match="re-encodes pages twice"):
         opened("int8:fp8:host:16MiB")
