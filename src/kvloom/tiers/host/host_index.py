@@ -97,7 +97,7 @@ class HostIndex:
         owners = self.slots.account[slots]
         for index in dict.fromkeys(owners.tolist()):
             self._clock += 1
-            self.accounts[index].order.used(slots[owners == index], self._clock)
+            self.accounts[index].order.touch(slots[owners == index], self._clock)
 
     def _insert(
         self, keys: list[bytes], fresh: dict[bytes, None], given: list[int], account: _Account
