@@ -57,7 +57,7 @@ def test_max_requests_is_null_without_gpu_memory() -> None:
     assert {scheme["max_requests"] for scheme in got["schemes"].values()} == {None}
 
 
-def test_the_flags_of_the_load() -> None:
+def test_plan_accepts_load_arguments() -> None:
     done = kvloom(
         *(
             "plan",
@@ -133,7 +133,7 @@ def test_bad_input_is_named_and_exits_with_two(arguments: list[str], words: str)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["bench"], "which benchmark? One of index, kernels"),
+        (["bench"], "no benchmark given: use one of index, kernels"),
         (["plann"], "unknown command 'plann'; did you mean plan?"),
         (["zzz"], "commands: plan, generate"),
         (["--nothing"], "--nothing is not a known argument"),
@@ -159,7 +159,7 @@ def test_bad_input_is_named_and_exits_with_two(arguments: list[str], words: str)
         (["explain", "--url", "localhost:1"], "no server at http://localhost:1 (Connection refused)"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(
+def test_errors_are_reported_in_one_line(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
@@ -168,7 +168,7 @@ def test_what_is_wrong_is_told_in_one_line(
     assert (len(shown.err.splitlines()), shown.out) == (1, "")
 
 
-def test_what_can_be_told_before_a_model_is_loaded_needs_no_torch() -> None:
+def test_early_errors_need_no_torch() -> None:
     code = (
         "import sys; from kvloom.cli import main; "
         "assert main(['serve', '--tier', 'attic:1']) == main(['generate', 'kvloom-llama', 'x', '--kv-dtype', 'int3']) == 2; "
@@ -207,7 +207,7 @@ def test_ctrl_c_ends_a_command_quietly() -> None:
         assert (waiting.returncode, said) == (130, "\n")
 
 
-def test_a_reader_that_leaves_is_no_fault() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "kvloom.cli", "plan", "--list"],
         stdout=subprocess.PIPE,
@@ -251,7 +251,7 @@ def test_planning_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_not_installed_is_named_with_the_way_to_get_it() -> None:
+def test_a_missing_package_is_named_with_a_remedy() -> None:
     code = (
         "import sys; sys.modules['uvicorn'] = None; from kvloom.cli import main; "
         "sys.exit(main(['serve', '--port', '0']))"

@@ -53,7 +53,7 @@ def test_images_of_a_stream_model_count_as_tokens_of_every_layer() -> None:
     assert plan("gemma-3-12b", 2000, 256).needed_bytes == plan("gemma-3-12b", 2256).needed_bytes
 
 
-def test_images_of_a_cross_model_are_kept_by_the_cross_layers_alone() -> None:
+def test_images_of_a_cross_model_use_cross_layers_only() -> None:
     layer_token = 4096
     got = plan("llama-3.2-11b-vision", 43, 6193)
     assert got.needed_bytes == (32 * 43 + 8 * 6193) * layer_token
@@ -73,7 +73,7 @@ def test_max_context_sizes_contiguous_buffers() -> None:
     assert small == 2048 * 131_072
 
 
-def test_a_context_past_the_limit_is_planned_and_said() -> None:
+def test_a_context_beyond_the_limit_is_noted() -> None:
     got = plan("llama-3-8b", 10_000)
     assert got.max_context == 10_000
     assert "10,000 tokens are more than the model's limit of 8,192" in got.notes[0]
@@ -95,10 +95,10 @@ def test_a_draft_shares_the_pool() -> None:
         ({"context": 10, "concurrency": 0}, "concurrency is 0"),
         ({"context": 10, "image_tokens": 5}, "llama-3-8b takes no images, but 5"),
         ({"context": 100, "max_context": 99}, "max context 99 is shorter than the request's 100"),
-        ({"context": 10, "block_tokens": 24}, "24 tokens.*multiple of 16"),
+        ({"context": 10, "block_tokens": 24}, "block_tokens 24.*multiple of 16"),
     ],
 )
-def test_loads_that_make_no_sense_are_refused(options: dict[str, int], words: str) -> None:
+def test_invalid_loads_are_refused(options: dict[str, int], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         plan("llama-3-8b", **options)
 
@@ -150,12 +150,12 @@ def test_sizes(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "80 gigs", "-4GiB", "GiB", "1e9", "0", "0.0GiB", "4iB", "9" * 400, "NaN"]
 )
-def test_sizes_that_are_none(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="size"):
         parse_size(text)
 
 
-def test_bytes_for_people() -> None:
+def test_sizes_are_formatted() -> None:
     assert [format_bytes(n) for n in (0, 1023, 327_680, 80 * GIB, 5 * 2**50)] == [
         "0 B",
         "1023 B",

@@ -12,7 +12,7 @@ from kvloom.bench import index, index_work
 
 
 @pytest.mark.parametrize("layout", index_work.LAYOUTS)
-def test_a_life_hits_what_is_cached(layout: str) -> None:
+def test_a_request_hits_cached_tokens(layout: str) -> None:
     figures = index_work.life(layout, tokens=2048, cached=1024, repeats=5)
     assert figures["hit"] == 1024
     assert figures["total"] >= figures["match"] > 0
@@ -34,7 +34,7 @@ def test_ratios_compare_like_with_like() -> None:
     peers = {"vllm_life": {"full": {"total": 1000.0}}, "sglang_tree": {"rust": {"match": 3.0}}}
     rows = {(row["work"], row["peer"]): row for row in index.compare(own, peers)}
     assert rows["life of 8,192 tokens, half cached, full", "vLLM"]["ratio"] == 10
-    assert rows["… with names told to a listener, full", "vLLM"]["ratio"] == 5
+    assert rows["… with events published, full", "vLLM"]["ratio"] == 5
     assert rows["decode step of 256, full", "vLLM"]["ratio"] is None
     assert rows["prefix tree: match", "SGLang rust"]["ratio"] == 3
 

@@ -15,7 +15,7 @@ CUDA = torch.cuda.is_available()
 
 
 @pytest.mark.skipif(CUDA, reason="there is a GPU here")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert kernels.main(["--json"]) == 2
     shown = capsys.readouterr()
     assert "no CUDA GPU" in shown.err
@@ -29,7 +29,7 @@ def test_help_names_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(section in shown for section in kernels.SECTIONS)
 
 
-def test_floors_are_what_bytes_and_flops_take() -> None:
+def test_lower_bounds_follow_bytes_and_flops() -> None:
     assert attention_work.shared_floor(1, 16, 0) == pytest.approx(
         16 * 8 * 128 * 4 / gpu_timing.READ_RATE * 1e6
     )

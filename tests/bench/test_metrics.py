@@ -1,4 +1,4 @@
-"""Being watched costs less than a hundredth of the work, on the smallest model there is: on any other it is a smaller share."""
+"""Metrics cost less than one percent of the work on the smallest model, where their share is the largest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvloom.serve.worker.worker import Worker
 STREAMS, PROMPT, TOKENS = 16, 64, 24
 
 
-def test_watching_costs_under_one_percent_of_the_engines_work() -> None:
+def test_metrics_cost_under_one_percent() -> None:
     """The denominator is the engine's own processor time without HTTP: with it the share is smaller still."""
     engine = load_engine(
         Start(folder_of("kvloom-llama"), cpu_dtype="float32", pool_bytes=64 << 20, threads=1)
@@ -41,7 +41,7 @@ def test_watching_costs_under_one_percent_of_the_engines_work() -> None:
     assert 0 < share < 0.01, f"{share:.2%} of {a_token:.0f} µs a token"
 
 
-def test_parts_add_up_as_often_as_they_happen() -> None:
+def test_parts_are_weighted_by_their_rate() -> None:
     parts = Parts(token=1.0, request=24.0, stats=100.0, scrape=600.0)
     assert parts.share(cpu_us_a_token=1000.0, tokens_a_request=24, tokens_per_second=1000) == pytest.approx(
         (1 + 1 + 1) / 1000

@@ -35,7 +35,7 @@ def test_with_pages_of_float32_the_nats_are_the_models_own(family: str) -> None:
     assert engine.cache.stats()["cached_pages"] == 0  # one window is not found by the next
 
 
-def test_the_command_tells_every_way_beside_the_first(
+def test_every_kv_dtype_is_compared_with_the_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.py"

@@ -34,13 +34,13 @@ def test_every_tier_that_needs_no_server_is_measured(
     assert "memcpy" in capsys.readouterr().out
 
 
-def test_bytes_that_came_back_wrong_end_it() -> None:
+def test_wrong_bytes_end_the_benchmark() -> None:
     memory = Memory(65536, 1 << 20)
     right = Side(lambda: None, lambda: np.copyto(memory.target, memory.source))
     rows = measure(Work("a", "b", right, right), memory, 2, None)
     assert [row.verb for row in rows] == ["write", "read"]
     wrong = Side(lambda: None, lambda: None)
-    with pytest.raises(RuntimeError, match="not those that were written"):
+    with pytest.raises(RuntimeError, match="differ from those written"):
         measure(Work("a", "b", wrong, right), memory, 1, None)
 
 
@@ -56,7 +56,7 @@ class SomeBackends(LMCache):
         return {"write": 1e6, "read": 2e6}
 
 
-def test_every_backend_of_lmcache_has_rows_and_one_that_does_not_run_is_said() -> None:
+def test_every_lmcache_backend_has_rows_or_a_reason() -> None:
     memory = Memory(65536, 1 << 20)
     side = Side(lambda: None, lambda: np.copyto(memory.target, memory.source))
     lmcache = SomeBackends()
@@ -76,14 +76,14 @@ def test_every_backend_of_lmcache_has_rows_and_one_that_does_not_run_is_said() -
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--pages", "1000"], "whole blocks of 4096"),
+        (["--pages", "1000"], "multiples of 4096"),
         (["--total", "1MiB", "--pages", "2MiB"], "divide --total"),
         (["--rounds", "0"], "--rounds: 0 is out of range"),
-        (["--dir", "/nonexistent"], "is no folder"),
+        (["--dir", "/nonexistent"], "is not a folder"),
         (["--total", "much"], "'much' is not understood"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_arguments_are_refused(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "tiers", *arguments]) == 2

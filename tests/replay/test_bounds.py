@@ -29,18 +29,18 @@ def plain_min(sample: Traffic, capacity: int) -> tuple[list[int], int]:
     return hits, gone
 
 
-def test_the_ideal_counts_what_came_before() -> None:
+def test_the_ideal_hits_every_earlier_block() -> None:
     assert ideal_hits(traffic([1, 2], [1, 2, 3], [4], [1, 9], [1, 2, 3])) == [0, 2, 0, 1, 3]
 
 
 @pytest.mark.parametrize("capacity", [1, 5, 12, 30, 80, 1000])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_min_is_what_looking_ahead_block_by_block_gives(seed: int, capacity: int) -> None:
+def test_min_equals_a_block_by_block_search(seed: int, capacity: int) -> None:
     sample = random_traffic(seed, requests=120)
     assert min_hits(sample, capacity) == plain_min(sample, capacity)
 
 
-def test_min_with_room_for_all_is_the_ideal() -> None:
+def test_min_with_space_for_all_equals_the_ideal() -> None:
     sample = random_traffic(3)
     assert min_hits(sample, sample.distinct) == (ideal_hits(sample), 0)
 

@@ -23,9 +23,7 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_json_is_a_list_with_a_row_a_policy_and_capacity(
-    trace: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_a_row_per_policy_and_capacity(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = [
         "--capacity",
         "3",
@@ -66,15 +64,15 @@ def test_tiers_and_cost_add_their_parts(trace: str, capsys: pytest.CaptureFixtur
     assert "  host" in capsys.readouterr().out
 
 
-def test_tables_say_what_was_replayed(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_describe_the_traffic(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", trace]) == 0
     out = capsys.readouterr().out
-    assert "6 requests in 5 s, 15 blocks of 512 tokens asked for, 8 distinct ones in all" in out
+    assert "6 requests in 5 s, 15 blocks of 512 tokens looked up, 8 of them distinct" in out
     assert all(policy in out for policy in ("ideal", "min", "lru", "adaptive"))
     assert "46.67%" in out
 
 
-def test_size_answers_in_words_and_in_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_size_reports_as_text_and_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", trace, "--size", "--target", "0.4"]) == 0
     assert "lru reaches 40.00% (ideal 46.67%) with" in capsys.readouterr().out
     assert main(["replay", trace, "--size", "--target", "0.9", "--policy", "adaptive"]) == 0
@@ -85,7 +83,7 @@ def test_size_answers_in_words_and_in_json(trace: str, capsys: pytest.CaptureFix
     assert [tier["tier"] for tier in found["tiers"]] == ["device", "host"]
 
 
-def test_plot_writes_a_picture(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_writes_an_image(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "out.png"
     assert main(["replay", trace, "--policy", "lru", "--policy", "ideal", "--plot", str(path)]) == 0
@@ -100,9 +98,9 @@ def test_plot_writes_a_picture(trace: str, tmp_path: Path, capsys: pytest.Captur
     [
         (["--policy", "belady"], "unknown policy 'belady'"),
         (["--capacity", "0"], "capacity '0' is 0 blocks"),
-        (["--capacity", "lots"], "capacity 'lots': write blocks"),
+        (["--capacity", "lots"], "capacity 'lots': use blocks"),
         (["--capacity", "1KiB"], "is 0 blocks of 67108864 bytes"),
-        (["--tier", "host"], "tier 'host': write its name and size"),
+        (["--tier", "host"], "tier 'host': use name and size"),
         (["--tier", "tape=5", "--cost"], "no read rate for tier 'tape'"),
         (["--size", "--target", "7"], "--target: 7 is out of range"),
         (["--model", "no-such-model"], "no-such-model"),
@@ -110,7 +108,7 @@ def test_plot_writes_a_picture(trace: str, tmp_path: Path, capsys: pytest.Captur
         (["--cost", "--tflops", "0"], "--tflops: 0 is out of range"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_way_out(
+def test_invalid_arguments_are_refused_with_a_remedy(
     trace: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["replay", trace, *arguments]) == 2
@@ -120,6 +118,6 @@ def test_what_makes_no_sense_is_refused_with_the_way_out(
     assert captured.out == ""
 
 
-def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "nowhere.jsonl"]) == 2
     assert "nowhere.jsonl: no such file" in capsys.readouterr().err

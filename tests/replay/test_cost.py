@@ -25,7 +25,7 @@ def test_a_hit_shortens_the_wait() -> None:
     assert warm.requests_per_second > cold.requests_per_second
 
 
-def test_what_a_tier_has_is_read_rather_than_computed() -> None:
+def test_blocks_in_a_tier_are_read() -> None:
     sample = traffic([1, 2, 3], [7, 8, 9], [1, 2, 3], every=1000.0)
     model = CostModel(bytes_per_token=1e6, read_rates={"host": 1e9}, decode_seconds=0.0)
     outcome = replay(sample, 3, "lru", tiers=[Tier("host", 100)])
@@ -34,7 +34,7 @@ def test_what_a_tier_has_is_read_rather_than_computed() -> None:
     assert load.mean_ttft == pytest.approx((2 * fresh + reading + model.prefill(1, 47)) / 3)
 
 
-def test_requests_wait_their_turn() -> None:
+def test_requests_queue_for_devices() -> None:
     sample = traffic([1], [2], [3], every=0.0)
     model = CostModel(attention_flops=0.0, decode_seconds=0.0)
     one = model.prefill(16, 0)
@@ -49,7 +49,7 @@ def test_requests_wait_their_turn() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="flop_rate 0"):
         CostModel(flop_rate=0)
-    with pytest.raises(ValueError, match="0 devices"):
+    with pytest.raises(ValueError, match="devices 0"):
         CostModel(devices=0)
     with pytest.raises(ValueError, match="no read rate for tier 'tape'"):
         CostModel().read("tape", 1)

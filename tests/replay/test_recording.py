@@ -25,7 +25,7 @@ def record(path: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
-def test_what_was_recorded_reads_back(tmp_path: Path, name: str) -> None:
+def test_a_recording_is_read_back(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     requests = record(path)
     found = read_traces([path])
@@ -50,7 +50,7 @@ def test_a_recording_replays_answers_included(tmp_path: Path) -> None:
     assert outcome.hits == [0, 6, 0, 0, 6]
 
 
-def test_no_text_is_in_the_file_and_no_name_can_be_tested(tmp_path: Path) -> None:
+def test_a_recording_has_no_text_and_keyed_hashes(tmp_path: Path) -> None:
     names = []
     for i in range(2):
         path = tmp_path / f"{i}.jsonl.gz"
@@ -68,7 +68,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path) -> None
     with Recorder(tmp_path / "t.jsonl") as recorder:
         recorder.flush()
         before = (tmp_path / "t.jsonl").read_bytes()
-        with pytest.raises(ValueError, match="a prompt of 9 tokens in a request of 3"):
+        with pytest.raises(ValueError, match="prompt is 9 tokens, but the request has 3"):
             recorder.add(0.0, [1, 2, 3], 9)
         recorder.flush()
         assert (tmp_path / "t.jsonl").read_bytes() == before
@@ -81,13 +81,13 @@ def test_a_recording_is_never_overwritten(tmp_path: Path, name: str) -> None:
     path.touch()  # nothing is lost with it
     record(path)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=f"{name} is there already.*give another name, or remove"):
+    with pytest.raises(ValueError, match=f"{name} exists.*choose another name or remove"):
         Recorder(path)
     assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
-def test_where_no_request_came_no_file_is_left_and_the_name_is_free(tmp_path: Path, name: str) -> None:
+def test_an_empty_recording_leaves_no_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     recorder = Recorder(path)
     recorder.flush()
@@ -105,11 +105,11 @@ def test_where_no_request_came_no_file_is_left_and_the_name_is_free(tmp_path: Pa
         ({"version": 2}, {}, "version 2"),
         ({"block_tokens": 0}, {}, "block_tokens 0"),
         ({}, {"names": "zz"}, "line 2: not a recorded request"),
-        ({}, {"names": "00" * 8}, "1 names for 60 . 40 tokens"),
+        ({}, {"names": "00" * 8}, "1 block hashes for 60 . 40 tokens"),
         ({}, {"prompt": None}, "line 2: not a recorded request"),
     ],
 )
-def test_what_is_not_a_recording_is_refused(
+def test_an_invalid_recording_is_refused(
     tmp_path: Path, head: dict[str, object], line: dict[str, object], message: str
 ) -> None:
     path = tmp_path / "t.jsonl"
@@ -122,7 +122,7 @@ def test_what_is_not_a_recording_is_refused(
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_recording_can_be_read_by_its_owner_alone(tmp_path: Path, name: str, exists: bool) -> None:
+def test_only_the_owner_can_read_a_recording(tmp_path: Path, name: str, exists: bool) -> None:
     path = tmp_path / name
     if exists:
         path.touch(0o644)

@@ -44,7 +44,7 @@ def test_lru_through_the_core_is_lru_over_single_blocks(seed: int, capacity: int
 
 
 @pytest.mark.parametrize("policy", NAMES)
-def test_with_room_for_everything_every_policy_is_ideal(policy: str) -> None:
+def test_with_space_for_all_every_policy_is_ideal(policy: str) -> None:
     sample = random_traffic(4)
     outcome = replay(sample, sample.distinct, policy)
     assert outcome.hits == replay(sample, 1, "ideal").hits
@@ -52,7 +52,7 @@ def test_with_room_for_everything_every_policy_is_ideal(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "min"])
-def test_no_policy_beats_min_and_what_leaves_is_what_does_not_fit(policy: str) -> None:
+def test_no_policy_beats_min(policy: str) -> None:
     sample = random_traffic(5)
     outcome = replay(sample, 40, policy)
     assert 0 < sum(outcome.hits) <= sum(replay(sample, 40, "min").hits)
@@ -70,11 +70,11 @@ def test_only_leading_blocks_count_and_a_whole_prompt_may_hit() -> None:
     assert replay(traffic([1, 2], [1, 2], [9, 2]), 10, "lru").hits == [0, 2, 0]
 
 
-def test_of_a_request_longer_than_the_cache_the_beginning_is_kept() -> None:
+def test_of_a_request_longer_than_the_cache_the_beginning_is_cached() -> None:
     assert replay(traffic([1, 2, 3, 4], [1, 2, 3, 4]), 3, "lru").hits == [0, 3]
 
 
-def test_lower_tiers_add_what_the_faster_ones_lack() -> None:
+def test_tiers_add_hits_that_faster_ones_miss() -> None:
     sample = random_traffic(6)
     tiers = (Tier("host", 60), Tier("disk", 200))
     outcome = replay(sample, 25, "lru", tiers=tiers)
@@ -97,7 +97,7 @@ def test_tenants_share_nothing_and_keep_to_their_quota() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
-def test_a_session_that_says_it_is_over_leaves_first(policy: str) -> None:
+def test_blocks_of_an_ended_session_are_evicted_first(policy: str) -> None:
     plain = traffic([1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 2, 3])
     sessions = [replace(r, session=s) for r, s in zip(plain.requests, "abca", strict=True)]
     sample = Traffic(tuple(sessions), plain.block_tokens, plain.distinct)
@@ -107,11 +107,11 @@ def test_a_session_that_says_it_is_over_leaves_first(policy: str) -> None:
 
 def test_bad_input_is_refused() -> None:
     sample = traffic([1])
-    with pytest.raises(ValueError, match="a cache of 0 blocks"):
+    with pytest.raises(ValueError, match="capacity 0 must be"):
         replay(sample, 0)
     with pytest.raises(ValueError, match="unknown policy 'belady'; known: ideal, min, lru"):
         replay(sample, 1, "belady")
-    with pytest.raises(ValueError, match="tier 'host' of 0 blocks"):
+    with pytest.raises(ValueError, match="tier 'host': capacity 0"):
         Tier("host", 0)
 
 
@@ -154,16 +154,14 @@ def test_known_hit_rates_of_the_first_thousand_requests_of_the_arxiv_trace(
 
 
 @needs_traces
-def test_the_policy_that_learns_is_ahead_of_lru_where_room_is_short(conversation: Traffic) -> None:
+def test_the_learning_policy_beats_lru_in_small_caches(conversation: Traffic) -> None:
     lru, adaptive = (replay(conversation, 5484, policy).hit_rate for policy in ("lru", "adaptive"))
     assert adaptive > lru + 0.03
 
 
 @needs_traces
 @pytest.mark.parametrize(("policy", "times"), [("lru", 45), ("adaptive", 70)])
-def test_a_request_costs_a_bounded_number_of_plain_ones(
-    conversation: Traffic, policy: str, times: int
-) -> None:
+def test_a_learning_request_costs_a_bounded_multiple(conversation: Traffic, policy: str, times: int) -> None:
     """The core against a loop over one dictionary, in turns: what a machine's speed cannot decide.
     On a machine where that loop takes half a second for a million blocks, the aim of ten seconds is 20 times it."""
     part = Traffic(conversation.requests[:2000], 512, conversation.distinct)

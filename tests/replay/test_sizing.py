@@ -25,7 +25,7 @@ def test_by_default_it_aims_at_nine_tenths_of_the_ideal() -> None:
     assert sizing.ideal == replay(SAMPLE, 1, "ideal").hit_rate
 
 
-def test_the_next_gigabyte_buys_what_a_replay_with_it_shows() -> None:
+def test_the_gain_of_a_gigabyte_matches_a_replay() -> None:
     block = GIGABYTE // 5
     sizing = size_cache(SAMPLE, block, target=0.5)
     assert sizing.capacity_blocks is not None
@@ -54,9 +54,9 @@ def test_a_target_above_the_ideal_is_not_reached() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"target hit rate of 1\.5"):
+    with pytest.raises(ValueError, match=r"target hit rate 1\.5"):
         size_cache(SAMPLE, 1000, target=1.5)
     with pytest.raises(ValueError, match="block_bytes 0"):
         size_cache(SAMPLE, 0)
-    with pytest.raises(ValueError, match="no tier"):
+    with pytest.raises(ValueError, match="at least one tier"):
         size_cache(SAMPLE, 1000, limits=[])

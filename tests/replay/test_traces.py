@@ -75,7 +75,7 @@ def test_agent_sessions_start_at_drawn_times_and_share_nothing(tmp_path: Path) -
     assert sub.session.rpartition("/")[0] in {r.session for r in found.requests if r is not sub}
 
 
-def test_azure_has_lengths_alone(tmp_path: Path) -> None:
+def test_azure_traces_have_lengths_only(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text(AZURE, encoding="utf-8")
     found = read_traces([path])
@@ -108,16 +108,14 @@ def test_dynamo_has_large_hashes(tmp_path: Path) -> None:
         (json.dumps({"requests": [], "block_size": 0}).encode(), "block_tokens 0"),
     ],
 )
-def test_what_is_not_a_trace_is_refused_with_its_name_and_place(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_an_invalid_trace_is_refused_with_file_and_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_traces([path])
 
 
-def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         read_traces([tmp_path / "nothing"])
     with pytest.raises(ValueError, match="no trace in this folder"):

@@ -23,14 +23,14 @@ def test_the_same_id_after_another_block_is_another_block() -> None:
     assert not set(rows[0].tolist()) & set(rows[1].tolist())
 
 
-def test_an_id_that_repeats_within_a_request_is_told_apart() -> None:
+def test_repeated_ids_in_a_request_are_distinct_blocks() -> None:
     rows, distinct = number_blocks([[4, 4, 4], [4, 4]])
     assert distinct == 3
     assert rows[0].tolist()[:2] == rows[1].tolist()
 
 
 @pytest.mark.parametrize("row", [[-1], [1.5], ["a"], [[1]], [2**64], [True], None, 3])
-def test_what_is_no_id_is_refused(row: object) -> None:
+def test_invalid_ids_are_refused(row: object) -> None:
     with pytest.raises(ValueError, match="block ids must be whole numbers"):
         number_blocks([[1, 2], row])  # type: ignore[list-item]
 
@@ -43,7 +43,7 @@ def test_traffic_of_several_origins_shares_no_blocks_and_is_in_order_of_time() -
 
 
 def test_blocks_of_different_sizes_cannot_be_mixed() -> None:
-    with pytest.raises(ValueError, match="different sizes"):
+    with pytest.raises(ValueError, match="different block sizes"):
         Traffic.merged([traffic([1]), traffic([1], block_tokens=64)])
     with pytest.raises(ValueError, match="at least one"):
         Traffic.merged([])

@@ -1,4 +1,4 @@
-"""A real browser for the tests of the dashboard, and what is asked of a page by everyone who cannot see it."""
+"""A real browser for the dashboard's tests, and an accessibility audit of a page."""
 
 from __future__ import annotations
 

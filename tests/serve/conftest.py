@@ -1,4 +1,4 @@
-"""One tiny model and one server without keys for all tests that do not end it: starting is what costs."""
+"""One tiny model and one server without keys, shared by all tests that do not end it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real OTLP/HTTP receiver on loopback, small: it decodes what it is sent and keeps the spans."""
+"""A small OTLP/HTTP receiver on loopback that decodes and stores spans."""
 
 from __future__ import annotations
 

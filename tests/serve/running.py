@@ -1,4 +1,4 @@
-"""A real server process on a tiny model, for tests to talk to."""
+"""A real server process on a tiny model."""
 
 from __future__ import annotations
 

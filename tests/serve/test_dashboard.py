@@ -1,4 +1,4 @@
-"""What the dashboard is told: /kvloom/state, its headers, what it never says, and what happens when the engine is gone."""
+"""/kvloom/state: its content and headers, privacy, and the state without an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def strings(found: Any) -> set[str]:
     return {found} if isinstance(found, str) else set()
 
 
-def test_the_state_is_what_the_cache_has(server: Running) -> None:
+def test_the_state_matches_the_cache(server: Running) -> None:
     server.complete(prompt="the state of a cache, once more " * 4, max_tokens=8, ignore_eos=True)
     server.wait_for(server.idle)
     time.sleep(1.1)
@@ -55,7 +55,7 @@ def test_the_state_is_what_the_cache_has(server: Running) -> None:
     assert engine["running"] == engine["waiting"] == 0
 
 
-def test_all_viewers_share_one_picture(server: Running) -> None:
+def test_all_viewers_share_one_snapshot(server: Running) -> None:
     time.sleep(1.1)
     with ThreadPoolExecutor(16) as viewers:
         began = time.monotonic()
@@ -64,7 +64,7 @@ def test_all_viewers_share_one_picture(server: Running) -> None:
     assert len(set(found)) <= 2 + int(took)
 
 
-def test_the_past_is_kept_for_who_comes_later(server: Running) -> None:
+def test_the_history_is_sampled_without_viewers(server: Running) -> None:
     server.complete(prompt="for the history", max_tokens=16, ignore_eos=True)
     server.wait_for(lambda: max(state(server)["history"]["series"]["output_rate"] or [0]) > 0)
     history = state(server)["history"]
@@ -72,7 +72,7 @@ def test_the_past_is_kept_for_who_comes_later(server: Running) -> None:
     assert any(rate is not None for rate in history["series"]["hit_rate"])
 
 
-def test_neither_text_nor_keys_nor_ids_are_told(server: Running) -> None:
+def test_the_state_contains_no_text_keys_or_token_ids(server: Running) -> None:
     secret = "plugh-xyzzy"
     server.complete(prompt=f"{secret} " * 6, max_tokens=4, session_id="session-plugh", ignore_eos=True)
     time.sleep(1.1)
@@ -87,7 +87,7 @@ def test_neither_text_nor_keys_nor_ids_are_told(server: Running) -> None:
     assert strings(found) - branches <= known
 
 
-def test_the_page_and_its_files_come_with_their_policy(server: Running) -> None:
+def test_the_page_has_a_content_security_policy(server: Running) -> None:
     files = page_files()
     assert {"index.html", "style.css", "main.js"} <= set(files)
     for path, kind in (
@@ -117,13 +117,13 @@ def test_the_page_and_its_files_come_with_their_policy(server: Running) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(page_files()))
-def test_no_file_of_the_page_names_another_place(name: str) -> None:
+def test_the_page_loads_nothing_from_other_hosts(name: str) -> None:
     text = page_files()[name].decode()
     for found in ("http://", "https://", "//cdn", "@import", "eval(", "innerHTML"):
         assert found not in text.replace("http://www.w3.org/2000/svg", ""), f"{name} has {found}"
 
 
-def test_a_picture_outlives_its_engine(folder: Path) -> None:
+def test_a_snapshot_outlives_its_engine(folder: Path) -> None:
     with running(folder, "--pool", "16MiB") as server:
         server.complete(prompt="before the end", max_tokens=4, ignore_eos=True)
         server.wait_for(server.idle)

@@ -122,9 +122,7 @@ def number(text: str) -> float:
     return float(found[0].replace(",", "")) if found else 0.0
 
 
-def test_the_page_is_live_while_a_client_talks_and_complains_of_nothing(
-    browser: Browser, server: Running
-) -> None:
+def test_the_page_updates_under_traffic_without_errors(browser: Browser, server: Running) -> None:
     one = Seen(browser)
     one.page.goto(f"{server.url}/dashboard")
     one.page.wait_for_selector("#status[data-state=live]")
@@ -143,7 +141,7 @@ def test_the_page_is_live_while_a_client_talks_and_complains_of_nothing(
     one.context.close()
 
 
-def test_nothing_is_asked_for_but_this_server(seen: Seen, server: Running) -> None:
+def test_the_page_sends_requests_to_its_server_only(seen: Seen, server: Running) -> None:
     seen.page.wait_for_timeout(1500)
     assert len(seen.asked) > 8
     assert [url for url in seen.asked if not url.startswith(server.url + "/")] == []
@@ -152,7 +150,7 @@ def test_nothing_is_asked_for_but_this_server(seen: Seen, server: Running) -> No
     )
 
 
-def test_an_explanation_opens_by_keyboard_and_gives_the_focus_back(seen: Seen) -> None:
+def test_an_explanation_opens_by_keyboard_and_restores_focus(seen: Seen) -> None:
     page = seen.page
     page.wait_for_selector("#requests-table button")
     page.focus("#requests .scroll")
@@ -185,7 +183,7 @@ def test_a_real_request_is_explained(browser: Browser, server: Running) -> None:
     one.context.close()
 
 
-def test_a_branch_is_marked_on_the_map_and_the_map_reads_itself_aloud(seen: Seen) -> None:
+def test_a_selected_branch_is_marked_on_the_map(seen: Seen) -> None:
     page = seen.page
     page.focus("#tree-body .branch[tabindex='0']")
     before = page.evaluate("document.querySelector('#map').toDataURL()")
@@ -209,7 +207,7 @@ def test_a_branch_is_marked_on_the_map_and_the_map_reads_itself_aloud(seen: Seen
     assert seen.complaints == []
 
 
-def test_the_pictures_have_tables_behind_them(seen: Seen) -> None:
+def test_every_drawing_has_a_table(seen: Seen) -> None:
     page = seen.page
     for summary, table, words in (
         ("The map as a table", "#map-table", "cached"),
@@ -247,7 +245,7 @@ def test_names_roles_and_contrast_hold_in_light_and_dark(
     one.context.close()
 
 
-def test_every_control_is_reached_by_the_tab_key_and_shows_it(seen: Seen) -> None:
+def test_every_control_is_reachable_by_tab(seen: Seen) -> None:
     page = seen.page
     page.click("#pause")  # so that nothing changes meanwhile
     page.evaluate("document.activeElement.blur()")
@@ -274,9 +272,7 @@ def test_the_page_fits_a_phone(browser: Browser, server: Running) -> None:
     one.context.close()
 
 
-def test_a_server_without_records_and_a_page_that_lost_its_server_say_so(
-    browser: Browser, server: Running
-) -> None:
+def test_disabled_records_and_a_lost_server_are_reported(browser: Browser, server: Running) -> None:
     one = Seen(browser)
     one.page.route("**/kvloom/requests*", lambda route: route.fulfill(status=404, body="{}"))
     one.page.goto(f"{server.url}/dashboard")
@@ -288,7 +284,7 @@ def test_a_server_without_records_and_a_page_that_lost_its_server_say_so(
     one.context.close()
 
 
-def test_tiers_show_how_full_they_are_and_what_moves(browser: Browser, server: Running) -> None:
+def test_tiers_show_usage_and_transfers(browser: Browser, server: Running) -> None:
     _, _, state = server.send("GET", "/kvloom/state")
     one = Seen(browser, reduced_motion="reduce")
     times = iter(range(1, 10_000))
@@ -373,9 +369,7 @@ def test_a_pool_of_a_million_pages_is_drawn_within_a_frame(browser: Browser, ser
     one.context.close()
 
 
-def test_with_keys_the_page_wants_an_admins_and_keeps_it_in_the_tab(
-    browser: Browser, folder: Path, tmp_path: Path
-) -> None:
+def test_with_keys_the_page_requires_an_admin_key(browser: Browser, folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key-of-red-1 red 8MiB\nkey-of-admin-1 blue admin\n")
     with running(folder, "--pool", "32MiB", "--api-keys", str(keys)) as server:

@@ -1,4 +1,4 @@
-"""The dashboard for Grafana loads, and every query in it asks for something that is served."""
+"""The Grafana dashboard loads, and every query names a served metric."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def selectors(query: str) -> Iterator[tuple[str, set[str]]]:
         yield one.name, grouped | set(re.findall(r"(\w+)=", str(one.matchers)))
 
 
-def test_the_file_is_what_the_tool_makes(board: dict[str, Any]) -> None:
+def test_the_file_equals_the_tools_output(board: dict[str, Any]) -> None:
     spec = importlib.util.spec_from_file_location("grafana_tool", ROOT / "tools" / "grafana.py")
     assert spec is not None
     assert spec.loader is not None
@@ -70,7 +70,7 @@ def test_the_file_is_what_the_tool_makes(board: dict[str, Any]) -> None:
     assert board == tool.dashboard(), "run `python tools/grafana.py`"
 
 
-def test_it_has_what_grafana_needs(board: dict[str, Any]) -> None:
+def test_the_dashboard_has_grafanas_required_fields(board: dict[str, Any]) -> None:
     assert board["schemaVersion"] >= 36
     assert 8 <= len(board["uid"]) <= 40
     assert board["title"]
@@ -89,7 +89,7 @@ def test_it_has_what_grafana_needs(board: dict[str, Any]) -> None:
             assert panel["datasource"]["uid"] == "${datasource}"
 
 
-def test_grafanas_own_models_read_it_and_lose_nothing(board: dict[str, Any]) -> None:
+def test_grafanas_models_parse_it_without_loss(board: dict[str, Any]) -> None:
     pytest.importorskip("grafana_foundation_sdk", reason="Grafana's models come with the extra dev")
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.cog.plugins import register_default_plugins

@@ -1,4 +1,4 @@
-"""Grammars that take too much: their requests are refused, and the other requests of the server do not wait for them."""
+"""Grammars over the limits: their requests are refused, and other requests do not wait for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def explosive(letter: str) -> str:
     return f"start: T\nT: ~/.*({letter}|b).{{18}}.*/ & /.*c.{{19}}/"
 
 
-def test_others_are_answered_while_a_grammar_compiles_and_is_refused(server: Running) -> None:
+def test_other_requests_are_served_while_a_grammar_compiles(server: Running) -> None:
     server.send("POST", COMPLETIONS, {**GOOD, "regex": "a"})  # the tokenizer of grammars is loaded
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(server.send, "POST", COMPLETIONS, {**GOOD, "grammar": explosive("a")})

@@ -1,4 +1,4 @@
-"""A server whose template repeats what requests give: hostile chats are refused, cost little memory, and stop nobody else."""
+"""Hostile chats on a repeating template are refused, cost little memory, and block no other request."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HOSTILE: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_hostile_requests_are_refused_at_once_and_stop_nobody(hostile: tuple[Running, Path]) -> None:
+def test_hostile_requests_are_refused_and_block_no_others(hostile: tuple[Running, Path]) -> None:
     """Whole, the first of them would be a text of a gigabyte."""
     server, _ = hostile
     before, slowest, done = peak_bytes(server), [0.0], threading.Event()
@@ -80,7 +80,7 @@ def test_hostile_requests_are_refused_at_once_and_stop_nobody(hostile: tuple[Run
     )
 
 
-def test_a_long_text_is_cut_without_reading_it_all(hostile: tuple[Running, Path]) -> None:
+def test_a_long_text_is_truncated_without_encoding_it_all(hostile: tuple[Running, Path]) -> None:
     server, _ = hostile
     long = "0123456789" * 700_000
     found = server.complete(KEY, prompt=long, truncate_prompt_tokens=5, max_tokens=1, echo=True)

@@ -1,4 +1,4 @@
-"""What /metrics serves: the field's names beside ours, and numbers that agree with what was done."""
+"""/metrics: vLLM's names beside ours, and values that match the requests."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def samples(server: Running) -> dict[str, float]:
     return server.metrics()
 
 
-def test_the_fields_names_are_there_with_its_labels(server: Running) -> None:
+def test_vllms_names_and_labels_are_served(server: Running) -> None:
     text = server.send("GET", "/metrics")[2]
     found = {
         sample.name: sample.labels
@@ -80,7 +80,7 @@ def test_the_fields_names_are_there_with_its_labels(server: Running) -> None:
         assert found[name]["engine"] == "0"
 
 
-def test_the_documents_table_is_what_is_served(server: Running) -> None:
+def test_the_documented_tables_match_the_served_metrics(server: Running) -> None:
     """Names and labels, against a real server; if the change is meant: `python tools/metrics_table.py`."""
     text = (Path(__file__).parent.parent.parent / "docs" / "observability.md").read_text(encoding="utf-8")
     table = text.partition("<!-- metrics -->\n")[2].partition("<!-- /metrics -->")[0]
@@ -150,7 +150,7 @@ def test_no_series_is_served_twice(server: Running) -> None:
     assert len(families_) == len(set(families_))
 
 
-def test_numbers_agree_with_what_was_done(small: Running) -> None:
+def test_metrics_count_what_requests_did(small: Running) -> None:
     prompts = [[5 + (seed + i * (1 + seed)) % 300 for i in range(100)] for seed in range(3)]
     before = samples(small)
     usage = [
@@ -183,7 +183,7 @@ def test_numbers_agree_with_what_was_done(small: Running) -> None:
     assert parts == pytest.approx(rise("kvloom_request_seconds_sum"))
 
 
-def test_what_leaves_the_pool_shows_with_its_age(small: Running) -> None:
+def test_evictions_are_counted_with_their_age(small: Running) -> None:
     before = samples(small)
     for seed in range(12):
         small.complete(
@@ -198,7 +198,7 @@ def test_what_leaves_the_pool_shows_with_its_age(small: Running) -> None:
     assert found["kvloom_cached_bytes"] + found["kvloom_pool_free_bytes"] == found["kvloom_pool_bytes"]
 
 
-def test_a_stream_shows_in_the_queues_while_it_runs(small: Running) -> None:
+def test_a_running_stream_shows_in_the_gauges(small: Running) -> None:
     stream = small.client().completions.create(
         model=MODEL, prompt="abc", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
     )
@@ -214,13 +214,13 @@ def test_a_stream_shows_in_the_queues_while_it_runs(small: Running) -> None:
     assert samples(small)['kvloom_finished_answers_total{reason="cancelled"}'] == 1
 
 
-def test_every_reason_is_there_from_the_beginning() -> None:
+def test_every_miss_reason_is_served_from_the_start() -> None:
     rows = {row.name: row for row in engine_series(EngineStats(), PoolInfo())}
     reasons = rows["kvloom_lookups"].value
     assert reasons == {reason.replace(" ", "_"): 0 for reason in MISS_REASONS}
 
 
-def test_a_tier_shows_what_it_holds_moved_and_refused() -> None:
+def test_a_tiers_usage_and_outcomes_are_served() -> None:
     form = Form("fp32", "token", 64, 64)
     tier = HostTier(HostConfig(capacity=8 << 20))
     try:
@@ -249,7 +249,7 @@ def test_a_tier_shows_what_it_holds_moved_and_refused() -> None:
     assert found["kvloom_tier_breaker", "host", "open"] == 1
 
 
-def test_what_comes_from_a_tier_is_told_with_its_name_and_times(tmp_path: Path) -> None:
+def test_loads_from_tiers_are_reported_with_tier_and_times(tmp_path: Path) -> None:
     """A prompt that left the pool comes back from host memory, and after a restart from disk."""
     prompt = [3 + (i * 7) % 60 for i in range(90)]
     told: list[RequestProgress] = []
@@ -283,12 +283,12 @@ def test_what_comes_from_a_tier_is_told_with_its_name_and_times(tmp_path: Path) 
     assert found["kvloom_hit_tokens_total"] == 80
 
 
-def test_a_row_without_a_name_of_ours_has_the_usual_one_alone() -> None:
+def test_a_series_without_our_name_has_vllms_only() -> None:
     text = exposition([Series("", "gauge", "help", 3.0, ("vllm:some",))], "m")
     assert text == '# HELP vllm:some help\n# TYPE vllm:some gauge\nvllm:some{engine="0",model_name="m"} 3.0\n'
 
 
-def test_names_of_any_kind_are_read_back_as_they_were() -> None:
+def test_label_values_are_escaped() -> None:
     odd = 'a "quoted" \\ back\nline, é'
     text = exposition([Series("one", "counter", "help", {odd: 1}, ("two",), ("tenant",))], odd)
     ours, usual = (family.samples[0] for family in text_string_to_metric_families(text))

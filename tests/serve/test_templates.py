@@ -102,7 +102,7 @@ REPEATS = [
 
 
 @pytest.mark.parametrize("template", REPEATS)
-def test_a_template_that_repeats_what_a_request_gives_ends_at_the_limit(template: str) -> None:
+def test_a_repeating_template_stops_at_the_limit(template: str) -> None:
     """Whole, these texts have 60 MB and more."""
     prompts = PromptEncoder(with_template(byte_level(), template))
     messages = [{"role": "user", "content": "x"}] * 1000
@@ -125,7 +125,7 @@ def test_a_template_that_repeats_what_a_request_gives_ends_at_the_limit(template
         "{% for a in messages %}{% for b in messages %}{{ messages | selectattr('role', 'equalto', 'no') | list | length }}{% endfor %}{% endfor %}",
     ],
 )
-def test_a_template_that_runs_for_long_is_ended(template: str) -> None:
+def test_a_slow_template_is_stopped(template: str) -> None:
     prompts = PromptEncoder(with_template(byte_level(), template), template_seconds=0.2)
     began = time.monotonic()
     with pytest.raises(ApiError, match=r"0\.2 seconds"):
@@ -138,7 +138,7 @@ def test_a_template_that_runs_for_long_is_ended(template: str) -> None:
     ["eos_token", "bos_token", "pad_token", "unk_token", "messages", "tools", "documents", "conversation", "chat_template", "tokenize",
      "add_generation_prompt", "continue_final_message", "self", "loop", "namespace", "raise_exception", "range", "_x", "padding"],
 )  # fmt: skip
-def test_names_that_the_server_and_the_model_set_are_refused(name: str) -> None:
+def test_reserved_template_variables_are_refused(name: str) -> None:
     prompts = PromptEncoder(with_template(byte_level(), PLAIN))
     with pytest.raises(ApiError, match=f"'{name}'") as caught:
         encode_chat(prompts, CHAT[:1], chat_template_kwargs={name: "y"})
@@ -157,7 +157,7 @@ def test_values_are_counted_and_nesting_is_bounded() -> None:
         count_characters([[[1] * 70_000, [2] * 70_000]], "messages")
 
 
-def test_what_a_template_was_not_written_for_is_a_clear_error() -> None:
+def test_a_failing_template_gives_a_clear_error() -> None:
     prompts = PromptEncoder(
         with_template(
             byte_level(), "{{ 1 // (messages[0].content | int) }}{{ messages[1].content.nothing() }}"
@@ -179,7 +179,7 @@ def completion(prompts: PromptEncoder, text: str, room: PromptLimits) -> list[in
     return found.tokens
 
 
-def test_a_cut_prompt_keeps_the_tokens_of_the_whole(llama: PromptEncoder) -> None:
+def test_a_truncated_prompt_has_the_tokens_of_the_whole(llama: PromptEncoder) -> None:
     """Its text is much longer than what is tokenised of it."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)

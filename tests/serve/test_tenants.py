@@ -1,4 +1,4 @@
-"""API keys and their tenants: no key, no answer; nobody sees another's pages; quotas hold under load."""
+"""API keys and tenants: no access without a key, separate pages, quotas under load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def guarded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield found
 
 
-def test_without_a_key_nothing_is_answered(guarded: Running) -> None:
+def test_requests_without_a_key_are_refused(guarded: Running) -> None:
     for key, path in ((None, "/v1/models"), ("wrong-key-123", "/v1/models"), ("", "/v1/models")):
         status, headers, told = guarded.send("GET", path, key=key)
         assert (status, told["error"]["code"]) == (401, "invalid_api_key")
@@ -48,7 +48,7 @@ def test_without_a_key_nothing_is_answered(guarded: Running) -> None:
     assert guarded.healthy()
 
 
-def test_a_tenants_pages_are_there_for_its_keys_alone(guarded: Running) -> None:
+def test_a_tenants_pages_serve_its_keys_only(guarded: Running) -> None:
     def cached(key: str, **more: Any) -> int:
         found = guarded.complete(key, prompt=PROMPT, max_tokens=2, **more)["usage"]["prompt_tokens_details"]
         return int(found["cached_tokens"])
@@ -64,7 +64,7 @@ def test_a_tenants_pages_are_there_for_its_keys_alone(guarded: Running) -> None:
     assert (status, told["error"]["param"]) == (400, "tenant")
 
 
-def test_a_tenant_sees_its_own_use_alone(guarded: Running) -> None:
+def test_a_tenant_sees_its_own_usage_only(guarded: Running) -> None:
     guarded.complete(RED, prompt=PROMPT, max_tokens=2)
     guarded.wait_for(lambda: guarded.metrics(RED)['kvloom_tenant_bytes{tenant="red",state="used"}'] > 0)
     assert not [name for name in guarded.metrics(RED) if "tenant=" in name and 'tenant="red"' not in name]
@@ -90,7 +90,7 @@ def test_metrics_need_a_key_where_other_machines_can_reach_them(guarded: Running
         ServerOptions(Start(""), metrics_auth="none")
 
 
-def test_a_quota_holds_under_load_and_stops_nobody_else(guarded: Running) -> None:
+def test_a_quota_holds_under_load_and_blocks_no_other_tenant(guarded: Running) -> None:
     most = 0.0
 
     async def watch() -> None:
@@ -118,7 +118,7 @@ def test_a_quota_holds_under_load_and_stops_nobody_else(guarded: Running) -> Non
     assert blue.requests > small.requests  # whom no quota holds back
 
 
-def test_what_no_quota_could_hold_is_refused(guarded: Running) -> None:
+def test_requests_beyond_a_quota_are_refused(guarded: Running) -> None:
     asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3000}
     status, _, told = guarded.send("POST", "/v1/completions", asked, key=SMALL)
     assert (status, told["error"]["code"]) == (400, "context_length_exceeded")

@@ -1,4 +1,4 @@
-"""Tiers under a server: a restart answers from the disk."""
+"""A server with tiers: after a restart it hits pages on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog, and then it sleeps; " * 3
 ASKED = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
 
 
-def test_a_restarted_server_answers_yesterdays_prompt_from_disk(folder: Path, tmp_path: Path) -> None:
+def test_a_restarted_server_hits_pages_on_disk(folder: Path, tmp_path: Path) -> None:
     tiers = ("--pool", "16MiB", "--tier", "host:8MiB", "--tier", f"disk:{tmp_path}:256MiB")
     with running(folder, *tiers) as server:
         first = server.complete(**ASKED)
@@ -31,9 +31,7 @@ def test_a_restarted_server_answers_yesterdays_prompt_from_disk(folder: Path, tm
         assert cached >= len(PROMPT) // 16 * 16 - 16
 
 
-def test_what_tiers_store_after_the_last_token_is_told_while_nobody_asks(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_stores_after_the_last_token_are_reported_while_idle(folder: Path, tmp_path: Path) -> None:
     with running(folder, "--pool", "16MiB", "--tier", f"disk:{tmp_path}:256MiB") as server:
         server.complete(**ASKED)
         until = time.monotonic() + 20

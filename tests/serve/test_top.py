@@ -27,7 +27,7 @@ from kvloom.serve.worker.messages import TierUsage
 from tests.serve.running import MODEL, Running
 
 
-def test_once_it_prints_what_the_page_shows(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_once_prints_the_dashboard(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     server.complete(prompt="for the terminal, " * 8, max_tokens=4, ignore_eos=True)
     time.sleep(1.1)
     assert main(["top", "--url", server.url, "--once"]) == 0
@@ -50,7 +50,7 @@ def test_once_it_prints_what_the_page_shows(server: Running, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "ftp://127.0.0.1", "nothing"])
-def test_where_no_server_is_it_says_so(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_reports_a_missing_server(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--url", url, "--once"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("kvloom top: ")
@@ -60,7 +60,7 @@ def test_where_no_server_is_it_says_so(url: str, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(("width", "height"), [(200, 60), (110, 40), (80, 24), (40, 12), (12, 5)])
 @pytest.mark.parametrize("mode", MODES)
-def test_it_fits_any_terminal(server: Running, width: int, height: int, mode: str) -> None:
+def test_the_screen_fits_any_terminal(server: Running, width: int, height: int, mode: str) -> None:
     _, _, state = server.send("GET", "/kvloom/state")
     console = Console(width=width, height=height)
     with console.capture() as shown:
@@ -70,7 +70,7 @@ def test_it_fits_any_terminal(server: Running, width: int, height: int, mode: st
     assert max(map(len, lines)) <= width
 
 
-def test_a_tier_says_what_failed_and_whether_it_is_left_alone(server: Running) -> None:
+def test_a_tier_shows_failures_and_its_circuit_breaker(server: Running) -> None:
     _, _, state = server.send("GET", "/kvloom/state")
     use = asdict(
         TierUsage("redis", 3, 96, 1 << 20, {"ok": 5, "missing": 4}, {"ok": 2, "failed": 7}, 1, 2, 0, "open")
@@ -81,7 +81,7 @@ def test_a_tier_says_what_failed_and_whether_it_is_left_alone(server: Running) -
     assert "7 failed, disabled after faults" in shown.get()
 
 
-def test_before_the_first_picture_it_says_that_there_is_none(server: Running) -> None:
+def test_a_missing_snapshot_is_reported(server: Running) -> None:
     _, _, state = server.send("GET", "/kvloom/state")
     console = Console(width=100, height=30)
     with console.capture() as shown:
@@ -127,7 +127,7 @@ class Terminal:
             self.seen = self._bytes.decode(errors="ignore")
 
 
-def test_in_a_terminal_it_lives_follows_its_size_and_ends_by_a_key(server: Running) -> None:
+def test_top_follows_the_terminal_size_and_quits_by_key(server: Running) -> None:
     terminal = Terminal(server.url)
     try:
         first = terminal.until("colours by kind")
@@ -144,7 +144,7 @@ def test_in_a_terminal_it_lives_follows_its_size_and_ends_by_a_key(server: Runni
         terminal.process.kill()
 
 
-def test_ctrl_c_ends_it_quietly(server: Running) -> None:
+def test_ctrl_c_ends_top_quietly(server: Running) -> None:
     terminal = Terminal(server.url)
     try:
         terminal.until("q quit")

@@ -75,7 +75,7 @@ def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _state(pid: int) -> str:
-    """Of all its threads: T only when none of them runs any more."""
+    """Returns the state of all its threads: T only if all are stopped."""
     states = {
         path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")
     }
@@ -115,7 +115,7 @@ def mooncake_master(folder: Path, port: int = 0) -> Iterator[tuple[int, subproce
 
 @contextlib.contextmanager
 def s3_server(folder: Path, port: int = 0) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """An S3 store in memory, with the credentials that it wants in the environment."""
+    """An S3 store in memory, with its credentials in the environment."""
     for module in ("nixl._api", "boto3", "moto.server"):
         pytest.importorskip(
             module,
@@ -130,7 +130,7 @@ def s3_server(folder: Path, port: int = 0) -> Iterator[tuple[int, subprocess.Pop
 
 @contextlib.contextmanager
 def slow_gets(port: int, seconds: dict[str, list[float]]) -> Iterator[int]:
-    """A way to an HTTP server on which GETs of paths that have a word in them take longer: the first by the first number, and so on."""
+    """A proxy of an HTTP server that delays GETs of paths with a word in them by the given seconds, in order."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

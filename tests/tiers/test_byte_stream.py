@@ -1,4 +1,4 @@
-"""Bytes over a socket with their checksums: the same with and without the native loops, and never for longer than was said."""
+"""Bytes over a socket with their checksums: equal with and without native code, within the timeout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads, checksums and compression: whatever is done to the bytes, the answer is right or a reason."""
+"""Heads, checksums and compression: damaged bytes are never decoded."""
 
 from __future__ import annotations
 

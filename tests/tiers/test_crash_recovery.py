@@ -1,4 +1,4 @@
-"""kill -9 at any moment: what was acknowledged is there afterwards, byte for byte, and nothing is wrong."""
+"""kill -9 at any moment: every acknowledged page is served afterwards, byte for byte."""
 
 from __future__ import annotations
 

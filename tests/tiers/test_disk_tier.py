@@ -192,7 +192,7 @@ def test_a_page_dropped_while_it_is_copied_forward_stays_dropped(tmp_path: Path)
 
 
 class Dying(Files):
-    """A process that is killed in the middle of a call of its appending thread, once it is told to."""
+    """A process that is killed inside a call of its appending thread."""
 
     def __init__(self, directory: int, fatal: threading.Event) -> None:
         super().__init__(directory)
@@ -451,7 +451,7 @@ def test_read_pages_are_copied_forward_and_others_evicted(tmp_path: Path) -> Non
 
 
 def test_without_copy_forward_the_oldest_pages_are_evicted(tmp_path: Path) -> None:
-    tier = opened(tmp_path, evict="oldest", carry=False)
+    tier = opened(tmp_path, evict="oldest", copy_forward=False)
     put(tier, range(14))
     for first in range(100, 300, 10):
         get(tier, [3, 4])
@@ -461,7 +461,7 @@ def test_without_copy_forward_the_oldest_pages_are_evicted(tmp_path: Path) -> No
 
 
 def test_the_least_recently_used_segment_is_evicted_first(tmp_path: Path) -> None:
-    tier = opened(tmp_path, evict="least-used", carry=False)
+    tier = opened(tmp_path, evict="least-used", copy_forward=False)
     put(tier, range(14))
     for first in range(100, 300, 10):
         get(tier, [3])
@@ -483,7 +483,7 @@ def test_a_smaller_capacity_applies_at_the_next_opening(tmp_path: Path) -> None:
 
 def test_a_page_being_read_survives_eviction_of_its_segment(tmp_path: Path) -> None:
     faults = Faults(calls=frozenset({"read"}))
-    tier = broken(tmp_path, faults, carry=False, evict="oldest")
+    tier = broken(tmp_path, faults, copy_forward=False, evict="oldest")
     put(tier, range(4))
     faults.hung = True
     got = memory(4)

@@ -1,4 +1,4 @@
-"""Encryption at rest: what is sealed opens with its own key, under its own name, and in no other way."""
+"""Encryption at rest: a sealed page opens only with its own key and under its own object key."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ def test_any_flipped_bit_of_an_encrypted_head_is_detected() -> None:
     ("text", "mode", "message"),
     [
         ('{"a": "' + "00" * 32 + '"}', 0o644, "chmod 600"),
-        ("{}", 0o600, "has no keys"),
-        ('{"a": "00"}', 0o600, "has no keys"),
-        ('{"a": 7}', 0o600, "has no keys"),
-        ("[1]", 0o600, "has no keys"),
-        ("not json", 0o600, "has no keys"),
+        ("{}", 0o600, "is not a key file"),
+        ('{"a": "00"}', 0o600, "is not a key file"),
+        ('{"a": 7}', 0o600, "is not a key file"),
+        ("[1]", 0o600, "is not a key file"),
+        ("not json", 0o600, "is not a key file"),
     ],
 )
 def test_an_invalid_key_file_is_refused(tmp_path: Path, text: str, mode: int, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Memory formats: there and back is the same, and every value is where the format says."""
+"""Memory formats: round trips are exact, and every value has the position of the format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host tier's notes: slots by their last use, against a plain ordered dictionary."""
+"""Slots of the host tier by last use, compared with an ordered dictionary."""
 
 from __future__ import annotations
 

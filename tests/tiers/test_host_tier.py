@@ -1,4 +1,4 @@
-"""The host tier: the conformance suite, and what is its own: leases, order, sizes that share an arena."""
+"""The host tier: the conformance suite, leases, eviction order, page sizes of one arena."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ MIB = 1 << 20
 
 
 class HostHarness(Harness):
-    def places(self, wanted: Objects) -> list[int]:
-        lease = self.tier.hold(wanted)
+    def offsets(self, wanted: Objects) -> list[int]:
+        lease = self.tier.acquire(wanted)
         lease.release()
         return [int(offset) for offset in lease.offsets if offset >= 0]
 
     def flip(self, wanted: Objects) -> None:
-        for offset in self.places(wanted):
+        for offset in self.offsets(wanted):
             self.tier.arena[offset + 777] ^= 16
 
     def swap(self, first: Objects, second: Objects) -> None:
-        (a,), (b,) = self.places(first), self.places(second)
+        (a,), (b,) = self.offsets(first), self.offsets(second)
         pages, size = self.tier.arena, first.form.page_bytes
         kept = pages[a : a + size].copy()
         pages[a : a + size] = pages[b : b + size]

@@ -1,4 +1,4 @@
-"""Lengths from outside: no store, file or page makes this process set aside memory that was not asked for."""
+"""Lengths from outside: no store, file or page makes this process allocate more than its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Re-encoded pages: near enough, smaller, and never taken for exact ones."""
+"""Re-encoded pages: close to the original, smaller, and never served as exact."""
 
 from __future__ import annotations
 

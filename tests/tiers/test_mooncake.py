@@ -1,4 +1,4 @@
-"""The Mooncake tier, against a real master: the conformance suite, and what its faults look like from here."""
+"""The Mooncake tier, against a real master: the conformance suite, and its faults."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class MooncakeHarness(Harness):
         return [(key, bytearray(value)) for key, value in found if value]
 
     def replace(self, key: str, value: bytes) -> None:
-        """Its bytes change: a `put` alone would keep the old ones, and say that all is well."""
+        """Replaces the bytes: a `put` alone would keep the old ones and report success."""
         assert self.client.put(key, b"other") == 0  # type: ignore[attr-defined]
         assert self.client.get_size(key) == len(value)  # type: ignore[attr-defined]
         assert self.client.remove(key, True) == 0  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ class TestMooncake(TierConformance):
 
 
 class TestMooncakeStraight(TestMooncake):
-    """Pages straight between the caller's memory and the store; above they are too few to be lent."""
+    """Pages move directly between registered memory and the store; above they are too few to register."""
 
     @pytest.fixture(autouse=True)
     def lent(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_another_process_reads_written_pages(tier: RemoteTier, port: int) -> Non
 
 
 def test_a_segment_of_an_ended_process_costs_misses(tier: RemoteTier, port: int) -> None:
-    """The pages of a client that left are gone, or empty: never wrong."""
+    """Pages of a disconnected client are missing or empty, never wrong."""
     other = opened(port)
     put(other, range(20))
     other.close()

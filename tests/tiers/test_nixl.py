@@ -1,4 +1,4 @@
-"""NIXL: the disk tier's conformance with its pages travelling by the POSIX plug-in, and a peer's by UCX."""
+"""NIXL: the disk tier's conformance with transfers by the POSIX plug-in, and a peer's by UCX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.tiers import DiskConfig, DiskTier, HostConfig, HostTier, Objects, TierError
+from kvloom.tiers import DiskConfig, DiskTier, HostConfig, HostTier, Objects, TierError, open_tier
+from kvloom.tiers.peer import NixlArena, PeerConfig, PeerServer, open_peer
+from kvloom.tiers.remote import RemoteConfig, make_agent, open_nixl
 from kvloom.tiers.testing.conformance import Harness, TierConformance, get, put
 
 from .test_disk_tier import DiskHarness
@@ -16,14 +18,6 @@ from .test_host_tier import HostHarness
 
 pytestmark = pytest.mark.server
 pytest.importorskip("nixl._api", reason="no NIXL: pip install --no-deps nixl nixl-cu12", exc_type=ImportError)
-from kvloom.tiers.peer import PeerConfig  # noqa: E402
-from kvloom.tiers.peer.nixl_arena import NixlArena  # noqa: E402
-from kvloom.tiers.peer.peer_tier import open_peer  # noqa: E402
-from kvloom.tiers.peer.server import PeerServer  # noqa: E402
-from kvloom.tiers.registry import open_tier  # noqa: E402
-from kvloom.tiers.remote import make_agent  # noqa: E402
-from kvloom.tiers.remote.nixl import open_nixl  # noqa: E402
-from kvloom.tiers.remote.remote_tier import RemoteConfig  # noqa: E402
 
 MIB = 1 << 20
 

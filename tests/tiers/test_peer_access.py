@@ -1,4 +1,4 @@
-"""Peers and strangers: secrets, users, limits and leases of the peer protocol, with real processes and sockets."""
+"""Access to a peer: secrets, users, limits and leases of the peer protocol, with real processes and sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another process's host memory: the conformance suite over shared memory and over TCP, real processes, and bad guests."""
+"""Another process's host memory: the conformance suite over shared memory and over TCP, real processes, and bad clients."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def test_an_invalid_shared_memory_path_is_not_mapped(tmp_path: Path) -> None:
         ("peer://127.0.0.1", "write peer://host:port"),
         ("peer://127.0.0.1:99999", "Port out of range"),
         ("peer://127.0.0.1:1?by=pigeon", "'pigeon' is none of auto"),
-        ("peer://127.0.0.1:1?capacity=5GiB", "unknown capacity"),
+        ("peer://127.0.0.1:1?capacity=5GiB", "unknown options capacity"),
     ],
 )
 def test_a_bad_address_is_refused(text: str, message: str) -> None:

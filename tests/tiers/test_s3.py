@@ -148,7 +148,7 @@ def test_values_of_any_length_are_read_despite_another_expected_length(
 
 
 def test_a_late_value_beside_a_missing_one_never_overwrites_another_page(server: Any) -> None:
-    """NIXL tells of one transfer that it failed while parts of it still come: here after the next ones have come to the buffer."""
+    """NIXL reports a failed transfer while it still writes parts of it: here after later reads use the buffer."""
     url, client, _ = server
     names = [b"late", b"next", b"more", b"last"]
     for name in names:

@@ -1,4 +1,4 @@
-"""`kvloom share`: memory of a process of its own, that outlives who uses it."""
+"""`kvloom share`: memory of a separate process, which outlives its clients."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_memory_is_shared_with_holders_of_the_secret_until_terminated(tmp_path: 
         (["64GiB", "--listen", "127.0.0.1:70000"], "write HOST:PORT"),
         (["1MiB"], "less than one slab"),
         (["much"], "'much' is not understood"),
-        (["64MiB", "--listen", "0.0.0.0:0"], "can be reached from elsewhere"),
+        (["64MiB", "--listen", "0.0.0.0:0"], "is reachable from other hosts"),
         (["64MiB", "--secret", "/nonexistent"], "No such file"),
-        (["64MiB", "--secret", "/dev/null"], "secret /dev/null has 0 bytes: give 16 or more"),
+        (["64MiB", "--secret", "/dev/null"], "secret file /dev/null has 0 bytes: use 16 to 4096"),
         (["64MiB", "--allow-uid", "1001"], "give --socket PATH"),
-        (["8388607TiB"], "8388607TiB cannot be shared here"),
+        (["8388607TiB"], "8388607TiB of shared memory cannot be allocated"),
     ],
 )
 def test_invalid_arguments_are_refused(

@@ -1,4 +1,4 @@
-"""Shares of a tier: what a tenant may keep at most, what is not taken from it, and that both hold after a restart."""
+"""Shares of a tier: limits and guarantees of tenants, also after a restart."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def redis(port: int, options: str = "") -> Iterator[tuple[RemoteTier, RespConnec
 
 
 def forged(value: bytes) -> bytes:
-    """A plain page with valid checksums under the same name, as a writer without keys can make it."""
+    """A plain page with valid checksums under the same key, as a writer without keys can make it."""
     parsed = parse_head(memoryview(value))
     assert not isinstance(parsed, Outcome)
     head, pieces = seal(parsed[0].key, FORM, memoryview(page(99)), make_codec("none"))
@@ -145,7 +145,7 @@ def test_a_codec_with_keys_opens_no_plain_page_compressed_or_not() -> None:
         assert unseal(head, body, 0, out, make_codec("none")) == Outcome.OK
         assert unseal(head, body, 0, out, ours) == Outcome.UNTRUSTED
         salted = head._replace(
-            salt=bytes(SALT_BYTES), stored=head.stored_lengths or (RUN,) * FORM.runs, cipher=3
+            salt=bytes(SALT_BYTES), stored_lengths=head.stored_lengths or (RUN,) * FORM.runs, cipher=3
         )
         assert unseal(salted, body, 0, out, ours) != Outcome.OK, "nor one that claims to be sealed"
 
@@ -225,7 +225,11 @@ def test_every_field_of_a_sealed_page_is_bound(protect: Protect) -> None:
     assert (
         outcome(
             head._replace(
-                stored=(head.stored_lengths[0] - 1, head.stored_lengths[1] + 1, *head.stored_lengths[2:])
+                stored_lengths=(
+                    head.stored_lengths[0] - 1,
+                    head.stored_lengths[1] + 1,
+                    *head.stored_lengths[2:],
+                )
             ),
             body,
         )
@@ -278,7 +282,7 @@ def test_stored_keys_differ_by_secret_and_tenant_and_are_stable() -> None:
 
 
 def test_encrypted_pages_of_the_legacy_format_are_read_from_disk(tmp_path: Path) -> None:
-    """They lie under their plain keys, bound to them: reading goes on, writing uses the name that keys derive."""
+    """They are stored under their plain keys and bound to them: reads find them, writes use derived keys."""
     ring, wanted = Keyring(RING), objects([1, 2])
     tier = disk(tmp_path)
     for number, key in zip([1, 2], wanted.keys, strict=True):

@@ -1,4 +1,4 @@
-"""How fast a tier is, from what it gave lately."""
+"""Measured throughput of a tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mover and its lanes: order, budget, policies, faults that are counted and told once, a tier that hangs and recovers."""
+"""The transfer manager and its queues: order, budget, policies, logged faults, a tier that hangs and recovers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def over(work: TierLookup | FetchJob) -> bool:
 
 class Setting:
     def __init__(self, path: Path) -> None:
-        self.path, self.movers = path, list[TransferManager]()
+        self.path, self.managers = path, list[TransferManager]()
 
     def __call__(
         self,
@@ -97,7 +97,7 @@ class Setting:
             [OpenTier(tier, write)],
             TransferConfig(lookup_seconds=0.2, queue=queue),
         )
-        self.movers.append(manager)
+        self.managers.append(manager)
         return manager, disk
 
 
@@ -105,7 +105,7 @@ class Setting:
 def setting(tmp_path: Path) -> Iterator[Setting]:
     made = Setting(tmp_path)
     yield made
-    for manager in made.movers:
+    for manager in made.managers:
         manager.close(2)
 
 
@@ -113,11 +113,11 @@ def test_pages_of_a_tier_are_found_and_loaded_into_host_memory(setting: Setting)
     manager, disk = setting()
     filled(disk, 0, 10)
     filled(manager.host, 5, 3)
-    finding = manager.lookup([objects(0, 12)])
-    assert over(finding)
-    assert finding.found[0].tolist() == [True] * 10 + [False] * 2
-    assert finding.in_host[0].tolist() == [False] * 5 + [True] * 3 + [False] * 4
-    fetch = manager.fetch([objects(0, 12)], finding.queue_of, time.monotonic() + 5)
+    lookup = manager.lookup([objects(0, 12)])
+    assert over(lookup)
+    assert lookup.found[0].tolist() == [True] * 10 + [False] * 2
+    assert lookup.in_host[0].tolist() == [False] * 5 + [True] * 3 + [False] * 4
+    fetch = manager.fetch([objects(0, 12)], lookup.queue_of, time.monotonic() + 5)
     assert over(fetch)
     assert fetch.loaded == fetch.requested == 7
     assert np.array_equal(content(manager.host, 0, 10), pages(0, 10))
@@ -261,28 +261,28 @@ def test_a_stuck_tier_is_skipped_and_recovers(setting: Setting) -> None:
     manager, disk = setting()
     filled(disk, 0, 4)
     gate = threading.Event()
-    lookup = disk.lookup
+    original = disk.lookup
 
     def stuck(some: Objects) -> np.ndarray:
         gate.wait()
-        return lookup(some)
+        return original(some)
 
     disk.lookup = stuck  # type: ignore[method-assign]
     for _ in range(3):
         began = time.monotonic()
-        finding = manager.lookup([objects(0, 4)])
-        assert over(finding)
-        assert not finding.found[0].any()
+        lookup = manager.lookup([objects(0, 4)])
+        assert over(lookup)
+        assert not lookup.found[0].any()
         assert time.monotonic() - began < 5
     assert manager.fault_log.counts[disk.name, "lookup", "late"] >= 2
     assert manager.lookup([objects(0, 4)]).done  # it is not even asked
     gate.set()
-    disk.lookup = lookup  # type: ignore[method-assign]
+    disk.lookup = original  # type: ignore[method-assign]
 
     def found() -> bool:
-        finding = manager.lookup([objects(0, 4)])
-        over(finding)
-        return bool(finding.found[0].all())
+        lookup = manager.lookup([objects(0, 4)])
+        over(lookup)
+        return bool(lookup.found[0].all())
 
     assert until(found)
 
@@ -307,9 +307,9 @@ def test_faults_are_counted_and_logged_once_per_burst(
     faults.failing = False
 
     def works() -> bool:
-        finding = manager.lookup([objects(0, 8)])
-        over(finding)
-        fetch = manager.fetch([objects(0, 8)], finding.queue_of, time.monotonic() + 1)
+        lookup = manager.lookup([objects(0, 8)])
+        over(lookup)
+        fetch = manager.fetch([objects(0, 8)], lookup.queue_of, time.monotonic() + 1)
         return over(fetch) and fetch.loaded == 8
 
     assert until(works)
@@ -318,7 +318,7 @@ def test_faults_are_counted_and_logged_once_per_burst(
 
 @pytest.mark.parametrize("gone", [True, False])
 def test_an_inconclusive_probe_allows_the_next_immediately(setting: Setting, gone: bool) -> None:
-    """The one try after a fault is a store whose page has left, or one that a full disk refuses."""
+    """The probe after a fault is a store of an evicted page, or one that a full disk refuses."""
     faults = Faults()
     manager, disk = setting(faults)
     queue = manager.queues[0]
@@ -335,9 +335,9 @@ def test_an_inconclusive_probe_allows_the_next_immediately(setting: Setting, gon
     manager.write_to_tiers(objects(2, 1), False)
     assert until(lambda: not queue.pending_store_bytes)
     assert queue.breaker.state == "open"
-    finding = manager.lookup([objects(50, 1)])
-    assert over(finding)
-    assert finding.found[0].all()
+    lookup = manager.lookup([objects(50, 1)])
+    assert over(lookup)
+    assert lookup.found[0].all()
 
 
 def test_a_store_of_an_evicted_page_or_on_a_full_queue_is_counted_as_skipped(

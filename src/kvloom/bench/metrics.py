@@ -23,7 +23,7 @@ from typing import Any
 from urllib.request import Request
 
 from kvloom.arguments import Parser, number, whole
-from kvloom.serve.explain_command import open_url
+from kvloom.serve.http_client import open_url
 
 from .serve import Load, offer, started
 

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvloom.arguments import Parser, number, progress_bar, server, whole
-from kvloom.serve.explain_command import KEY, open_url
+from kvloom.serve.http_client import KEY, open_url
 
 __all__ = ["Load", "Seen", "main", "offer", "started"]
 

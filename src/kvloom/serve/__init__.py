@@ -6,6 +6,7 @@
     startup_message.py    the lines printed when the server is ready
     serve_command.py      `kvloom serve`
     explain_command.py    `kvloom explain`
+    http_client.py        requests to a running server
     worker/               the engine process and its client
     auth/                 API keys, tenants, limits
     metrics/              metrics, request records, traces, recordings
@@ -13,7 +14,7 @@
     dashboard/            the live page and `kvloom top`
     grafana.json          a Grafana dashboard
 
-Imports point one way: errors ← worker ← auth ← metrics ← api ← dashboard ← application ← server.
+Imports point one way: errors, http_client ← worker ← auth ← metrics ← api ← dashboard ← application ← server.
 """
 
 __all__: list[str] = []

@@ -1,8 +1,8 @@
-/* Checksums of a page's runs (XXH3, 64 bits, as the package xxhash computes it): alone, or while it is copied, read from a
- * file, or sent or received on a socket.
- * The package keeps Python's lock for short runs and is called once a run; here one call does a page, and no lock is held,
- * so that reads go on meanwhile. Its twin is in codec.py; without a compiler the package installs without this file.
- * Sizes are checked here, once a page. Little endian machines only: elsewhere it does not build, and the twin serves. */
+/* Checksums of a page's runs (XXH3, 64 bits, equal to the package xxhash): alone, or during a copy, a file read, or a
+ * send or receive on a socket.
+ * One call handles a page and releases Python's lock, so other threads read meanwhile; the package is called once per run.
+ * encoding/checksums.py has the same functions without native code and serves where this file is not built: without a
+ * compiler, or on a big-endian machine. Sizes are checked here, once per page. */
 #define _FILE_OFFSET_BITS 64
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -14,11 +14,11 @@
 #include <unistd.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "checksums here are read as they lie in memory"
+#error "checksums are read from memory in little-endian order"
 #endif
 
-/* One build for every processor of its kind: the loop exists several times, and the loader chooses. Compilers do not find the
- * widest form by themselves; that one is written out. */
+/* One build for all processors of an architecture: the loader chooses among several versions of the loop. The widest
+ * version is written by hand, because compilers do not generate it. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>
 #define WIDE __attribute__((target("avx512f")))
@@ -28,12 +28,12 @@
 #endif
 
 #define LANES 8
-#define STRIPE 64                       /* bytes taken at once: one for each lane */
+#define STRIPE 64                       /* bytes per step: 8 for each lane */
 #define SECRET 192
-#define STRIPES ((SECRET - STRIPE) / 8) /* of a block: the secret moves on 8 bytes a stripe */
+#define STRIPES ((SECRET - STRIPE) / 8) /* per block: the secret advances 8 bytes per stripe */
 #define BLOCK (STRIPES * STRIPE)
-#define AHEAD 2048                      /* bytes fetched ahead */
-#define SHORTEST 241                    /* bytes: below it the algorithm is another */
+#define AHEAD 2048                      /* bytes to prefetch */
+#define SHORTEST 241                    /* bytes: shorter inputs use another algorithm */
 
 #define P32_1 0x9E3779B1u
 #define P32_2 0x85EBCA77u
@@ -44,7 +44,7 @@
 #define P64_4 0x85EBCA77C2B2AE63u
 #define P64_5 0x27D4EB2F165667C5u
 
-/* The algorithm's own. */
+/* Constants of the algorithm. */
 static const uint8_t secret[SECRET] __attribute__((aligned(64))) = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
     0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
@@ -140,7 +140,7 @@ static uint64_t xxh3(const uint8_t *data, size_t size)
     return result ^ result >> 32;
 }
 
-/* Room for the checksums of `size` bytes in runs of `run`; NULL and a ValueError unless they are whole runs. */
+/* Allocates the checksums of `size` bytes in runs of `run`; NULL and a ValueError unless they are whole runs. */
 static PyObject *room(Py_ssize_t size, Py_ssize_t run)
 {
     if (run < SHORTEST || size % run) {
@@ -175,8 +175,8 @@ static PyObject *checksums(PyObject *self, PyObject *args)
     return sums;
 }
 
-/* Each run is hashed while the processor still has it. Which of the two is hashed is the caller's choice: of a page that
- * leaves, what was there; of a page that comes, what has come. */
+/* Hashes each run while it is in the processor's cache. The caller chooses the bytes to hash: the source of a page that is
+ * written, the copy of a page that is read. */
 static PyObject *copy(PyObject *self, PyObject *args)
 {
     Py_buffer to, from;
@@ -204,8 +204,8 @@ static PyObject *copy(PyObject *self, PyObject *args)
     return sums;
 }
 
-/* One piece after the other is read and hashed before the processor has lost it; other threads read meanwhile. Stops where fewer
- * bytes come than were asked for. */
+/* Reads and hashes step by step, while the bytes are in the processor's cache; other threads read meanwhile. Stops at a
+ * short read. */
 static PyObject *read_runs(PyObject *self, PyObject *args)
 {
     int fd;
@@ -257,8 +257,8 @@ static double now(void)
     return (double)at.tv_sec + 1e-9 * (double)at.tv_nsec;
 }
 
-/* Sends or receives `size` bytes; how many went or came, fewer where the other side has gone, -1 with errno. The socket itself
- * bounds a call, `until` all of them: both are EAGAIN. */
+/* Sends or receives `size` bytes; returns their number, fewer if the peer closed the connection, -1 with errno. The
+ * socket's timeout bounds a call, `until` all of them: both are EAGAIN. */
 static ssize_t whole(int fd, uint8_t *at, size_t size, int sending, double until)
 {
     size_t done = 0;
@@ -277,7 +277,7 @@ static ssize_t whole(int fd, uint8_t *at, size_t size, int sending, double until
     return (ssize_t)done;
 }
 
-/* Piece by piece: hashed and then sent, or received and then hashed, so that the second finds it in the processor's cache. */
+/* Step by step: hashes and sends, or receives and hashes, so the second operation finds the bytes in the processor's cache. */
 static PyObject *over_socket(PyObject *args, int sending)
 {
     int fd;

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvloom.arguments import SERVER, server
-from kvloom.serve.explain_command import KEY, fetch
+from kvloom.serve.http_client import KEY, fetch
 
 __all__ = ["arguments", "run"]
 

@@ -279,11 +279,11 @@ class DiskTier(Tier):
         transfer = Transfer(len(objects), self._transfer_counts, "write", size)
         with self._store.lock:
             get = self._store.index.get
-            here = np.array(
+            stored = np.array(
                 [(record := get(key)) is not None and record.is_verified for key in objects.keys], bool
             )
-        transfer.settle(np.flatnonzero(here), Outcome.OK)
-        wanted = np.flatnonzero(~here)
+        transfer.settle(np.flatnonzero(stored), Outcome.OK)
+        wanted = np.flatnonzero(~stored)
         space = max(0, self._config.pending_bytes - self._writer.pending) // size
         if len(wanted) > space:
             transfer.settle(wanted[space:], Outcome.BUSY, "too many writes are in flight")
@@ -325,8 +325,8 @@ class DiskTier(Tier):
         quiet = self._writer.close(self._config.close_seconds)
         quiet = self._reader.close(self._config.close_seconds if quiet else 0.1) and quiet
         with self._state_lock:
-            left = list(self._open_transfers)
-        for transfer in left:
+            pending = list(self._open_transfers)
+        for transfer in pending:
             transfer.settle_pending(Outcome.FAILED, "the disk tier was closed")
         if quiet:  # else a hung thread still uses the files: they close with the process
             self._store.close()

@@ -57,11 +57,11 @@ class SegmentReader:
         with self._lock:
             self.pending += len(found) * size
         call = _ReadCall(transfer, into, part, tenant)
-        at, left = 0, len(found) * size
+        at, remaining = 0, len(found) * size
         step = read_step(found[0][1].head.run_bytes) if found else 1
         while at < len(found):
             # Shrinking jobs, so all threads finish together.
-            share = max(1, min(left // (2 * self._readers), _MAX_JOB_BYTES) // step) * step
+            share = max(1, min(remaining // (2 * self._readers), _MAX_JOB_BYTES) // step) * step
             if share < size and call.is_in_place(found[at][1]):
                 count, some = _PageReads(-(-size // share)), found[at : at + 1]
                 for low in range(part[0], part[1], share):
@@ -69,7 +69,7 @@ class SegmentReader:
             else:
                 some = found[at : at + max(1, share // size)]
                 self._workers.submit(_Job(call, some, part))
-            at, left = at + len(some), left - len(some) * size
+            at, remaining = at + len(some), remaining - len(some) * size
 
     def close(self, timeout: float) -> bool:
         """Ends after the submitted jobs; returns False if it has not within `timeout` seconds."""
@@ -198,10 +198,10 @@ def _disk_order(item: tuple[int, Record]) -> tuple[int, int]:
 class _PageReads:
     """The reads of one page. The reader's lock guards it."""
 
-    __slots__ = ("_good", "_left")
+    __slots__ = ("_good", "_remaining")
 
     def __init__(self, reads: int) -> None:
-        self._left = self._good = reads
+        self._remaining = self._good = reads
 
     def succeed(self) -> bool:
         """Counts a good read; returns whether all reads are good."""
@@ -210,8 +210,8 @@ class _PageReads:
 
     def finish(self) -> bool:
         """Counts a finished read; returns whether all are finished."""
-        self._left -= 1
-        return self._left == 0
+        self._remaining -= 1
+        return self._remaining == 0
 
 
 class _ReadCall:

@@ -278,11 +278,11 @@ class SegmentStore:
         victim = self._owners.victim(owner, own, self._config.evict == "oldest")
         if victim is None:
             return False
-        loser = self._owners.owner_of(victim)
-        if victim is loser.current:
-            loser.current = None
+        victim_owner = self._owners.owner_of(victim)
+        if victim is victim_owner.current:
+            victim_owner.current = None
         elif copy_forward:
-            self._copy_forward(victim, loser)
+            self._copy_forward(victim, victim_owner)
         with self.lock:
             for key in victim.keys:
                 del self.index[key]
@@ -302,22 +302,22 @@ class SegmentStore:
             segment.removed = True
             self.release_readers(segment, 0)
 
-    def _copy_forward(self, victim: Segment, loser: SegmentOwner) -> None:
+    def _copy_forward(self, victim: Segment, victim_owner: SegmentOwner) -> None:
         """Copies pages that were read to their owner's current segment, most read first. Other pages are evicted."""
         with self.lock:
             used = [record for key in victim.keys if (record := self.index[key]).reads]
         used.sort(key=lambda record: -record.reads)
-        left = loser.segment_bytes // 2
+        remaining = victim_owner.segment_bytes // 2
         moved: list[tuple[Record, Record]] = []
         try:
             for record in used:
-                left -= record.span
-                current = loser.current
+                remaining -= record.span
+                current = victim_owner.current
                 frame = Frame([record.head], [aligned_bytes(record.span)], record.span)
-                if left < 0 or current is None or not current.fits(frame):
+                if remaining < 0 or current is None or not current.fits(frame):
                     break
                 if self._files.read(victim.fd, frame.bodies, record.offset) == record.span:
-                    self._append(loser, current, frame)
+                    self._append(victim_owner, current, frame)
                     moved += zip([record], frame.records(), strict=True)
             self._sync_error = self._sync()  # before the file with the old copies is removed
             if self._sync_error is not None:
@@ -365,7 +365,7 @@ class SegmentStore:
                 self._remove(segment)
             else:
                 segment.seal()
-        alive = {key: place for key, place in dead.items() if key in found.still_stored}
+        alive = {key: position for key, position in dead.items() if key in found.still_stored}
         if len(alive) < len(dead) and not found.unread and not self._foreign:
             self._tombstones.rewrite(alive)
         self._free_space(shared, copy_forward=False)

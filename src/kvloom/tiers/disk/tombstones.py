@@ -70,7 +70,7 @@ class Tombstones:
         finally:
             self._files.close(fd)
         if dead:
-            self.add([(key, *place) for key, place in dead.items()])
+            self.add([(key, *position) for key, position in dead.items()])
 
     def _open(self) -> int:
         try:

@@ -117,10 +117,10 @@ def from_format(block: npt.NDArray[Any], shape: PageShape, kind: Format, page: A
             f"a block of shape {block.shape} with elements of {block.dtype.itemsize} bytes is not {kind} of "
             f"{_block_shape(shape, kind)} and {shape.element_bytes}"
         )
-    ours = shape.view(page)
-    if not ours.flags.writeable:
+    target = shape.view(page)
+    if not target.flags.writeable:
         raise ValueError("the page is read-only: pass a writable buffer")
     axes = _AXES[kind]
     plain = np.ascontiguousarray(block).view(_ELEMENTS[shape.element_bytes])
-    laid = plain.reshape([ours.shape[axis] for axis in axes])
-    ours[...] = laid.transpose(np.argsort(axes))
+    laid = plain.reshape([target.shape[axis] for axis in axes])
+    target[...] = laid.transpose(np.argsort(axes))

@@ -47,11 +47,11 @@ def lossy_form(form: Form, coding: Coding) -> Form:
 def encode(run: memoryview, dtype: str, coding: Coding, into: memoryview) -> None:
     """Encodes one or several runs to values and scales. An infinite value becomes the largest one, NaN becomes 0."""
     floats = _floats(np.frombuffer(run, np.uint8), dtype).reshape(-1, BLOCK_VALUES)
-    most = _FP8_MAX if coding == "fp8" else 127.0
+    largest = _FP8_MAX if coding == "fp8" else 127.0
     floats = np.nan_to_num(floats, nan=0.0, posinf=3e38, neginf=-3e38)
-    scales = np.abs(floats).max(axis=1) / np.float32(most)
+    scales = np.abs(floats).max(axis=1) / np.float32(largest)
     scales[scales == 0] = 1.0
-    scaled = np.clip(floats / scales[:, None], -most, most)
+    scaled = np.clip(floats / scales[:, None], -largest, largest)
     target = np.frombuffer(into, np.uint8)
     values = floats.size
     target[:values] = (

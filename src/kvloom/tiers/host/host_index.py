@@ -192,11 +192,11 @@ class HostIndex:
             assert slot is not None
             offset = int(self.slots.offset[slot])
             alone = own or self.slots.size[slot] == size
-            places = {offset: self.slots.keys[slot]} if alone else self._pages_in_slab(offset)
-            if not all(self._is_evictable(place, other, account) for place, other in places.items()):
+            pages = {offset: self.slots.keys[slot]} if alone else self._pages_in_slab(offset)
+            if not all(self._is_evictable(page, other, account) for page, other in pages.items()):
                 self.touch(np.array([slot]))  # in use now, so not least recently used
                 continue
-            for other in places.values():
+            for other in pages.values():
                 self.remove(other, self.entries[other])
                 self.evicted += 1
         return self.slots.allocate(
@@ -217,7 +217,7 @@ class HostIndex:
     def _pages_in_slab(self, offset: int) -> dict[int, bytes]:
         """Returns offset → key of the allocated pages in the slab of `offset`."""
         at, keys = self.slots.slot_at, self.slots.keys
-        return {place: keys[at[place]] for place in self._arena.slab_pages(offset) if place in at}
+        return {page: keys[at[page]] for page in self._arena.slab_pages(offset) if page in at}
 
     def _victim(self, account: _Account, size: int) -> _Account | None:
         """Returns the account that loses the next page for `size` bytes of `account`.
@@ -255,7 +255,7 @@ class HostIndex:
         owner = self.accounts[self.slots.account[slot]]
         return (
             owner is account
-            or owner.spares
+            or owner.is_above_guarantee
             or account.used + int(self.slots.size[slot]) <= account.guaranteed
         )
 

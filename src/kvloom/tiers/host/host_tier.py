@@ -99,8 +99,8 @@ class HostTier(Tier):
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         with self._lock:
             slots = self.index.find(objects.keys)
-            there: npt.NDArray[np.bool_] = (slots >= 0) & self._slots.ready[slots]
-            return there
+            stored: npt.NDArray[np.bool_] = (slots >= 0) & self._slots.ready[slots]
+            return stored
 
     def acquire(self, objects: Objects) -> Lease:
         """Leases the pages of stored objects for reading. Release the lease when the last copy is done.
@@ -111,14 +111,14 @@ class HostTier(Tier):
         with self._lock:
             slots, table = self.index.find(objects.keys), self._slots
             found = (slots >= 0) & table.ready[slots]
-            there = found & (table.size[slots] == form.page_bytes) & (table.run[slots] == form.run_bytes)
-            slots[~there] = -1
-            held = slots if there.all() else slots[there]
-            self.index.touch(held)
-            np.add.at(self._slots.refs, held, _ONE)  # a batch may contain an object twice
+            stored = found & (table.size[slots] == form.page_bytes) & (table.run[slots] == form.run_bytes)
+            slots[~stored] = -1
+            leased = slots if stored.all() else slots[stored]
+            self.index.touch(leased)
+            np.add.at(self._slots.refs, leased, _ONE)  # a batch may contain an object twice
             offsets = self._slots.offset[slots]
-        offsets[~there] = -1
-        results = np.where(there, _OK, np.where(found, _LAYOUT, _MISSING)).astype(np.uint8)
+        offsets[~stored] = -1
+        results = np.where(stored, _OK, np.where(found, _LAYOUT, _MISSING)).astype(np.uint8)
         return Lease(self, objects, slots, offsets, results)
 
     def reserve(self, objects: Objects, writer: int = 0) -> Lease:
@@ -134,17 +134,17 @@ class HostTier(Tier):
             )
         with self._lock:
             slots = self.index.reserve(keys, size, objects.tenant, 0 if self._closed else None)
-            held = slots >= 0
-            fresh = slots if held.all() else slots[held]
+            leased = slots >= 0
+            fresh = slots if leased.all() else slots[leased]
             self._slots.run[fresh], self._slots.writer[fresh] = objects.form.run_bytes, writer
             offsets = self._slots.offset[slots]
             results = np.full(len(keys), _PENDING, np.uint8)
-            if not held.all():
-                offsets[~held] = -1
+            if not leased.all():
+                offsets[~leased] = -1
                 none = int(Outcome.FAILED if self._closed else Outcome.FULL)
-                others = np.flatnonzero(~held)
-                there = self.index.entries
-                results[others] = [_OK if keys[i] in there else none for i in others.tolist()]
+                others = np.flatnonzero(~leased)
+                stored = self.index.entries
+                results[others] = [_OK if keys[i] in stored else none for i in others.tolist()]
         return Lease(self, objects, slots, offsets, results)
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
@@ -183,12 +183,12 @@ class HostTier(Tier):
         finally:
             lease.release(written)
         for outcome in np.unique(lease.results).tolist():
-            why = {
+            reasons = {
                 Outcome.FULL: "every evictable page of the host tier is in use, or the tenant's share is full",
                 Outcome.FAILED: "the host tier is closed",
             }
             transfer.settle(
-                np.flatnonzero(lease.results == outcome), Outcome(outcome), why.get(Outcome(outcome), "")
+                np.flatnonzero(lease.results == outcome), Outcome(outcome), reasons.get(Outcome(outcome), "")
             )
         return transfer
 
@@ -258,35 +258,37 @@ class HostTier(Tier):
         if not len(slots):  # released before
             return
         at = np.flatnonzero(slots >= 0)
-        held = slots if len(at) == len(slots) else slots[at]
-        if written is True and self._codec is None and self._finish_reserved(held):
+        leased = slots if len(at) == len(slots) else slots[at]
+        if written is True and self._codec is None and self._finish_reserved(leased):
             return
-        came = np.broadcast_to(np.asarray(written), len(slots))[at]
+        complete = np.broadcast_to(np.asarray(written), len(slots))[at]
         if self._codec is not None:
-            for slot in held[came & ~self._slots.ready[held]].tolist():  # no other thread has them yet
+            for slot in leased[
+                complete & ~self._slots.ready[leased]
+            ].tolist():  # no other thread has them yet
                 self._page_checksums(slot)
         with self._lock:
             table = self._slots
-            np.subtract.at(table.refs, held, _ONE)
-            coming = ~table.ready[held]
+            np.subtract.at(table.refs, leased, _ONE)
+            coming = ~table.ready[leased]
             if coming.any():  # a lease of `reserve`, which has no duplicates
                 self.index.loading -= int(coming.sum())
-                table.ready[held] |= came
-                lost = coming & (~came | self._closed)
+                table.ready[leased] |= complete
+                lost = coming & (~complete | self._closed)
                 for i in np.flatnonzero(lost).tolist():
-                    self.index.remove(objects.keys[at[i]], int(held[i]))
-                held = held[~lost]
-            for slot in set(held[table.dropped[held] & (table.refs[held] == 0)].tolist()):
+                    self.index.remove(objects.keys[at[i]], int(leased[i]))
+                leased = leased[~lost]
+            for slot in set(leased[table.dropped[leased] & (table.refs[leased] == 0)].tolist()):
                 self.index.free(slot)
 
-    def _finish_reserved(self, held: Index) -> bool:
+    def _finish_reserved(self, leased: Index) -> bool:
         """Marks all pages of a `reserve` as ready: the common case of its release. Returns False if it is not that case."""
         with self._lock:
             table = self._slots
-            if self._closed or table.ready[held].any():
+            if self._closed or table.ready[leased].any():
                 return False
-            table.refs[held], table.ready[held] = 0, True
-            self.index.loading -= len(held)
+            table.refs[leased], table.ready[leased] = 0, True
+            self.index.loading -= len(leased)
             return True
 
     def _page_checksums(self, slot: int) -> bytes:

@@ -65,9 +65,9 @@ class Slots:
 
     def assign(self, slots: Index, keys: Iterable[bytes], account: int) -> None:
         """Assigns each slot to a new object, with one reference for the lease that fills it."""
-        noted = self.keys
+        keys_by_slot = self.keys
         for slot, key in zip(slots.tolist(), keys, strict=True):
-            noted[slot] = key
+            keys_by_slot[slot] = key
         self.account[slots], self.refs[slots] = account, 1
         self.ready[slots] = self.dropped[slots] = False
         if self.checksums:

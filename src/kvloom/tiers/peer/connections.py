@@ -93,24 +93,24 @@ def _oldest(pending: Iterable[PeerClient]) -> PeerClient:
     """Returns the oldest connection of the origin that has the most."""
     pending = list(pending)
     counts = Counter(client.origin for client in pending)
-    most = max(counts.values())
-    return next(client for client in pending if counts[client.origin] == most)
+    largest = max(counts.values())
+    return next(client for client in pending if counts[client.origin] == largest)
 
 
 class LeaseBudget:
     """Bytes that leases of all connections may use together. Thread-safe."""
 
-    def __init__(self, most: int) -> None:
-        self._left = most
+    def __init__(self, limit: int) -> None:
+        self._free = limit
         self._lock = threading.Lock()
 
     def take(self, size: int, count: int) -> int:
         """Takes up to `count` pages of `size` bytes; returns how many."""
         with self._lock:
-            taken = min(count, self._left // size)
-            self._left -= taken * size
+            taken = min(count, self._free // size)
+            self._free -= taken * size
             return taken
 
     def release(self, size: int) -> None:
         with self._lock:
-            self._left += size
+            self._free += size

@@ -131,12 +131,12 @@ class PeerConnection(Connection):
         for at in range(0, len(found), step):
             some = found[at : at + step]
             nixl.transfer("READ", [offsets[number] for number in some], form.page_bytes, start, stop)
-            for place, number in enumerate(some):
+            for position, number in enumerate(some):
                 index = job.which[number]
                 head = Head(job.objects.keys[index], 0, form.run_bytes, checks.next())
-                came = nixl.buffer_page(place, form.page_bytes)[start:stop]
+                received = nixl.buffer_page(position, form.page_bytes)[start:stop]
                 first = start // form.run_bytes
-                outcomes[index] = unseal(head, came, first, job.target(index), tools.codec)
+                outcomes[index] = unseal(head, received, first, job.target(index), tools.codec)
         self._channel.send(Message(Verb.RELEASE, a=answer.a))
         return outcomes
 
@@ -149,9 +149,9 @@ class PeerConnection(Connection):
         step = nixl.prepare_buffer(form.page_bytes)
         for at in range(0, len(fresh), step):
             some = fresh[at : at + step]
-            for place, number in enumerate(some):
+            for position, number in enumerate(some):
                 source = job.target(job.which[number])
-                nixl.buffer_page(place, form.page_bytes)[:] = source
+                nixl.buffer_page(position, form.page_bytes)[:] = source
                 checks.append(run_checksums(source, form.run_bytes))
                 outcomes[job.which[number]] = Outcome.OK
             try:
@@ -193,10 +193,10 @@ class PeerConnection(Connection):
         outcomes = {index: Outcome(result) for index, result in zip(job.which, results, strict=True)}
         found = [index for index, outcome in outcomes.items() if outcome == Outcome.OK]
         self._channel.begin(len(found) * (stop - start))
-        came = b"".join(self._channel.receive_checked(span, form.run_bytes) for span in job.spans(found))
+        received = b"".join(self._channel.receive_checked(span, form.run_bytes) for span in job.spans(found))
         size = (stop - start) // form.run_bytes * 8
         for number, index in enumerate(found):
-            if checks.next(job.part, form.run_bytes) != came[number * size : (number + 1) * size]:
+            if checks.next(job.part, form.run_bytes) != received[number * size : (number + 1) * size]:
                 outcomes[index] = Outcome.CORRUPT
         return outcomes
 
@@ -298,8 +298,8 @@ def open_peer(
 
     Of `config` only timeout, threads and batch size apply. Raises TierError if the peer cannot be reached.
     """
-    asked = config or RemoteConfig(capacity=1)
-    if asked.compression != "none" or asked.keys is not None:
+    requested = config or RemoteConfig(capacity=1)
+    if requested.compression != "none" or requested.keys is not None:
         raise ValueError(
             "a peer stores pages as its engine uses them: compression and keys are not supported"
         )
@@ -307,15 +307,15 @@ def open_peer(
     token = os.urandom(16)
 
     def connect() -> PeerConnection:
-        return PeerConnection(address, secret, asked.timeout, by, token)
+        return PeerConnection(address, secret, requested.timeout, by, token)
 
     try:
         first = connect()
     except Exception as error:
         raise TierError(f"the tier {name} cannot be opened: {error}") from error
     first.close()
-    batch = min(first.lease_bytes, max(asked.batch_bytes, _BATCH_BYTES))
-    config = replace(asked, capacity=first.capacity, batch_bytes=batch)
+    batch = min(first.lease_bytes, max(requested.batch_bytes, _BATCH_BYTES))
+    config = replace(requested, capacity=first.capacity, batch_bytes=batch)
     return RemoteTier(name, config, connect, (_Read, _Write), max_page_bytes=first.slab_bytes)
 
 

@@ -276,7 +276,7 @@ class _LeaseLimits:
         self.seconds = config.lease_seconds
         self.each = max(tier.slab_bytes, min(_MAX_LEASE_BYTES, tier.capacity // 8))
         self.min_page = min(_MIN_PAGE, tier.slab_bytes)
-        self.held, self.reserved = (LeaseBudget(max(tier.capacity // 2, tier.slab_bytes)) for _ in range(2))
+        self.reading, self.writing = (LeaseBudget(max(tier.capacity // 2, tier.slab_bytes)) for _ in range(2))
         self._key = os.urandom(32)
 
     def writer(self, token: bytes) -> int:
@@ -370,8 +370,8 @@ class _RequestHandler:
         every = objects_from_keys(keys, size, message.run_bytes)
         if size > self._tier.slab_bytes:
             raise ValueError(f"a page of {size} bytes does not fit a slab of {self._tier.slab_bytes} bytes")
-        left = self._limits.each - sum(active.size for active in self.leases.values())
-        count = budget.take(size, min(len(keys), max(0, left) // size))
+        free = self._limits.each - sum(active.size for active in self.leases.values())
+        count = budget.take(size, min(len(keys), max(0, free) // size))
         try:
             lease = take(
                 every if count == len(keys) else objects_from_keys(keys[:count], size, message.run_bytes)
@@ -417,7 +417,7 @@ class _RequestHandler:
         self._channel.send(Message(Verb.LOOKUP, message.count, payload=found.tobytes()))
 
     def _hold(self, message: Message) -> None:
-        number, lease, busy = self._make_lease(message, self._limits.held, self._tier.acquire)
+        number, lease, busy = self._make_lease(message, self._limits.reading, self._tier.acquire)
         payload = _results(lease, busy) + _offsets(lease, busy) + b"".join(lease.page_checksums())
         self._channel.send(Message(Verb.ACQUIRE, message.count, a=number, payload=payload))
 
@@ -439,7 +439,7 @@ class _RequestHandler:
         return self._tier.reserve(objects, self._writer)
 
     def _reserve(self, message: Message) -> None:
-        number, lease, busy = self._make_lease(message, self._limits.reserved, self._reserve_pages)
+        number, lease, busy = self._make_lease(message, self._limits.writing, self._reserve_pages)
         if not self._maps:  # else a client that writes nothing could read bytes of an evicted page
             for at, stop in _merge_neighbours(lease.offsets[lease.offsets >= 0].tolist(), message.page_bytes):
                 self._tier.arena[at:stop] = 0
@@ -464,7 +464,7 @@ class _RequestHandler:
             raise ValueError(
                 f"part {message.a} to {message.b} is not inside a page of {message.page_bytes} bytes"
             )
-        number, lease, busy = self._make_lease(message, self._limits.held, self._tier.acquire)
+        number, lease, busy = self._make_lease(message, self._limits.reading, self._tier.acquire)
         try:
             payload = _results(lease, busy) + b"".join(lease.page_checksums())
             pieces = [
@@ -480,14 +480,14 @@ class _RequestHandler:
     def _write(self, message: Message) -> None:
         """Reports which pages are wanted, then receives those. Checksums follow, so they are computed during the transfer."""
         size = message.page_bytes
-        number, lease, busy = self._make_lease(message, self._limits.reserved, self._reserve_pages)
+        number, lease, busy = self._make_lease(message, self._limits.writing, self._reserve_pages)
         written = False
         try:
             self._channel.send(Message(Verb.WRITE, message.count, payload=_results(lease, busy)))
-            places = lease.offsets[lease.offsets >= 0].tolist()
-            if not places:
+            offsets = lease.offsets[lease.offsets >= 0].tolist()
+            if not offsets:
                 return
-            for at, stop in _merge_neighbours(places, size):
+            for at, stop in _merge_neighbours(offsets, size):
                 self._channel.begin(stop - at)
                 self._channel.receive_into(self._tier.arena[at:stop].data)
             checks = self._channel.receive(max_payload=lambda verb, count: lease.checksum_bytes)

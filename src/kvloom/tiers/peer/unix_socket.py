@@ -167,8 +167,8 @@ def _fd_path(directory: int, name: str) -> str:
 
 
 def _socket_name(port: int) -> str:
-    here = b""
+    identity = b""
     with contextlib.suppress(OSError):
-        here = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-        here += str(Path("/proc/self/ns/net").stat().st_ino).encode()
-    return f"peer-{port}-{blake2b(here, digest_size=4).hexdigest()}.sock"
+        identity = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        identity += str(Path("/proc/self/ns/net").stat().st_ino).encode()
+    return f"peer-{port}-{blake2b(identity, digest_size=4).hexdigest()}.sock"

@@ -19,9 +19,9 @@ _MAX_STUCK = 16
 class StillRunningError(TimeoutError):
     """A call was abandoned and still runs. With `uses_caller_memory` it may access the caller's memory until it ends."""
 
-    def __init__(self, text: str, pending: _PendingCall, lent: bool) -> None:
+    def __init__(self, text: str, pending: _PendingCall, uses_caller_memory: bool) -> None:
         super().__init__(text)
-        self._pending, self.uses_caller_memory = pending, lent
+        self._pending, self.uses_caller_memory = pending, uses_caller_memory
 
     def on_finished(self, call: Callable[[], None]) -> None:
         """Calls `call()` once when the abandoned call ends: immediately, or in its thread."""

@@ -57,22 +57,24 @@ class MooncakeStore(Store):
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
         """Reads a key that a batch contains twice only once: the library would fill one of its destinations only."""
-        self._capacity.touch(list(dict.fromkeys(want.key for want in ranges)))
+        self._capacity.touch(list(dict.fromkeys(wanted.key for wanted in ranges)))
         lengths = (
             self._get_direct(ranges, destination) if len(set(ranges)) == len(ranges) else [0] * len(ranges)
         )
-        left = [number for number, length in enumerate(lengths) if not length]
-        if not left:
+        remaining = [number for number, length in enumerate(lengths) if not length]
+        if not remaining:
             return lengths
-        places = {want: number for number, want in enumerate(dict.fromkeys(ranges[n] for n in left))}
-        distinct = list(places)
-        sizes = [want.stop - want.start if want.stop else want.max_bytes for want in distinct]
+        positions = {
+            wanted: number for number, wanted in enumerate(dict.fromkeys(ranges[n] for n in remaining))
+        }
+        distinct = list(positions)
+        sizes = [wanted.stop - wanted.start if wanted.stop else wanted.max_bytes for wanted in distinct]
         begins = [0, *accumulate(aligned(size) for size in sizes)]
         self._reserve_buffer(begins[-1])
         got = self._fetch(distinct, begins, sizes)
-        for number in left:
-            want = ranges[number]
-            at, length = begins[places[want]], got[places[want]]
+        for number in remaining:
+            wanted = ranges[number]
+            at, length = begins[positions[wanted]], got[positions[wanted]]
             lengths[number] = length if length > 0 else -1
             for piece in (destination(number, length) or ()) if length > 0 else ():
                 piece[:] = self._buffer[at : at + len(piece)]
@@ -86,11 +88,11 @@ class MooncakeStore(Store):
         """
         lengths = [0] * len(ranges)
         pieces = {
-            n: destination(n, want.expected_bytes) or ()
-            for n, want in enumerate(ranges)
-            if want.expected_bytes
+            n: destination(n, wanted.expected_bytes) or ()
+            for n, wanted in enumerate(ranges)
+            if wanted.expected_bytes
         }
-        targets = {number: self._addresses(here) for number, here in pieces.items()}
+        targets = {number: self._addresses(pieces_of) for number, pieces_of in pieces.items()}
         direct = [number for number, addresses in targets.items() if any(address for address, _ in addresses)]
         if not direct:
             return lengths
@@ -114,7 +116,7 @@ class MooncakeStore(Store):
             with self._mooncake.one_at_a_time("get"):
                 return self._client.batch_get_into_multi_buffers(names, buffers, spans)
 
-        got = self._call(fetch, lent=True)
+        got = self._call(fetch, uses_caller_memory=True)
         self._check_count(got, len(direct))
         for number, length in zip(direct, got, strict=True):
             expected = ranges[number].expected_bytes
@@ -159,13 +161,13 @@ class MooncakeStore(Store):
             at = aligned(at)
             buffers.append(pointers)
             lengths.append(spans)
-        names, lent = [key.hex() for key in addresses], any(len(each) > 1 for each in buffers)
+        names, uses_caller_memory = [key.hex() for key in addresses], any(len(each) > 1 for each in buffers)
 
         def send() -> Any:
             with self._mooncake.one_at_a_time("put"):
                 return self._client.batch_put_from_multi_buffers(names, buffers, lengths)
 
-        codes = self._call(send, lent=lent)
+        codes = self._call(send, uses_caller_memory=uses_caller_memory)
         self._check_count(codes, len(names))
         self._capacity.remove([key for key, code in zip(addresses, codes, strict=True) if code])
         outcome = {
@@ -195,8 +197,10 @@ class MooncakeStore(Store):
 
     # --- inside
 
-    def _call(self, function: Any, lent: bool = False) -> Any:
-        return self._bounded.call(partial(self._mooncake.run, function), uses_caller_memory=lent)
+    def _call(self, function: Any, uses_caller_memory: bool = False) -> Any:
+        return self._bounded.call(
+            partial(self._mooncake.run, function), uses_caller_memory=uses_caller_memory
+        )
 
     @staticmethod
     def _check_count(answers: Any, count: int) -> None:
@@ -224,8 +228,8 @@ class MooncakeStore(Store):
     def _fetch(self, ranges: Sequence[ValueRange], begins: list[int], sizes: list[int]) -> list[int]:
         """Reads each range into its position of the buffer; returns lengths, not positive for a miss."""
         lengths = [-1] * len(ranges)
-        whole = [number for number, want in enumerate(ranges) if not want.stop]
-        parts = [number for number, want in enumerate(ranges) if want.stop]
+        whole = [number for number, wanted in enumerate(ranges) if not wanted.stop]
+        parts = [number for number, wanted in enumerate(ranges) if wanted.stop]
         if whole:
             names = [ranges[number].key.hex() for number in whole]
             pointers = [self._address + begins[number] for number in whole]
@@ -236,12 +240,12 @@ class MooncakeStore(Store):
                 # Longer than any valid value: reported as damaged.
                 lengths[number] = buffer + 1 if length == _TOO_LONG else min(length, buffer + 1)
         for number in parts:
-            want, size = ranges[number], sizes[number]
-            name = want.key.hex()
-            length = self._range(name, begins[number], want.start, size)
+            wanted, size = ranges[number], sizes[number]
+            name = wanted.key.hex()
+            length = self._range(name, begins[number], wanted.start, size)
             if length == _TOO_LONG:
-                size = min(size, self._size(name) - want.start)
-                length = self._range(name, begins[number], want.start, size) if size > 0 else -1
+                size = min(size, self._size(name) - wanted.start)
+                length = self._range(name, begins[number], wanted.start, size) if size > 0 else -1
             lengths[number] = length if length == size else -1
         return lengths
 

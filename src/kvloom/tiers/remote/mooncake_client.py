@@ -95,8 +95,8 @@ class MooncakeClient:
     def registered_address(self, piece: memoryview) -> int:
         """Returns the address of a piece in registered memory, else 0."""
         at = address_of(np.frombuffer(piece, np.uint8))
-        here = any(low <= at and at + len(piece) <= low + size for low, size in self._registered)
-        return at if here else 0
+        is_registered = any(low <= at and at + len(piece) <= low + size for low, size in self._registered)
+        return at if is_registered else 0
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Runs `call()` while the client is open: a call on an ended client would crash the process."""

@@ -92,20 +92,20 @@ class NixlFiles(Files):
     def _move(self, verb: str, fd: int, pieces: Sequence[Any], offset: int) -> None:
         """Transfers all pieces, or raises OSError."""
         agent = self._agent()
-        memory, places, registered = [], [], []
+        memory, positions, registered = [], [], []
         at = offset
         for piece in pieces:
             address = address_of(np.frombuffer(piece, np.uint8))
             memory.append((address, len(piece), 0))
-            places.append((at, len(piece), fd))
+            positions.append((at, len(piece), fd))
             at += len(piece)
         try:
-            registered.append(agent.register_memory([(*place, "") for place in memory], "DRAM"))
+            registered.append(agent.register_memory([(*region, "") for region in memory], "DRAM"))
             registered.append(agent.register_memory([(offset, at - offset, fd, "")], "FILE"))
             handle = agent.initialize_xfer(
                 verb,
                 agent.get_xfer_descs(memory, "DRAM"),
-                agent.get_xfer_descs(places, "FILE"),
+                agent.get_xfer_descs(positions, "FILE"),
                 agent.name,
             )
             try:

@@ -272,8 +272,8 @@ class RemoteTier(Tier):
         for workers in (self._writers, self._readers):
             workers.close(max(0.1, deadline - time.monotonic()))
         with self._lock:
-            left = list(self._open_transfers)
-        for transfer in left:
+            pending = list(self._open_transfers)
+        for transfer in pending:
             transfer.settle_pending(Outcome.FAILED, f"{self.name} was closed")
         for link in (self._control, *self._links):
             link.close()
@@ -312,8 +312,8 @@ class RemoteTier(Tier):
         )
         with self._lock:
             if not self._closed:
-                room = max(0, config.pending_bytes - self._inflight_bytes[verb]) // size
-                taken = min(len(objects), room)
+                free_objects = max(0, config.pending_bytes - self._inflight_bytes[verb]) // size
+                taken = min(len(objects), free_objects)
                 self._open_transfers.add(transfer)
                 self._inflight_bytes[verb] += taken * size
                 # All threads share a small batch, too.

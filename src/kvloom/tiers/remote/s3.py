@@ -81,14 +81,14 @@ class S3Store(Store):
         return [length >= 0 for length in self._call(lambda: self._lengths(keys))]
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        self._capacity.touch(list(dict.fromkeys(want.key for want in ranges)))
-        return list(self._call(lambda: self._get(ranges, destination), lent=True))
+        self._capacity.touch(list(dict.fromkeys(wanted.key for wanted in ranges)))
+        return list(self._call(lambda: self._get(ranges, destination), uses_caller_memory=True))
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
         sizes = {key: sum(map(len, pieces)) for key, pieces in items}
         evicted = self._capacity.reserve(sizes)
         try:
-            self._call(lambda: self._put(dict(items), sizes, evicted), lent=True)
+            self._call(lambda: self._put(dict(items), sizes, evicted), uses_caller_memory=True)
         except BaseException:
             self._capacity.remove(list(sizes))
             raise
@@ -96,9 +96,9 @@ class S3Store(Store):
 
     def remove(self, keys: Sequence[bytes]) -> int:
         def remove() -> int:
-            there = [key for key, length in zip(keys, self._lengths(keys), strict=True) if length >= 0]
-            self._delete(there)
-            return len(there)
+            stored = [key for key, length in zip(keys, self._lengths(keys), strict=True) if length >= 0]
+            self._delete(stored)
+            return len(stored)
 
         self._capacity.remove(keys)
         return int(self._call(remove))
@@ -112,8 +112,8 @@ class S3Store(Store):
 
     # --- in the bounded thread
 
-    def _call(self, function: Callable[[], Any], lent: bool = False) -> Any:
-        return self._bounded.call(function, uses_caller_memory=lent)
+    def _call(self, function: Callable[[], Any], uses_caller_memory: bool = False) -> Any:
+        return self._bounded.call(function, uses_caller_memory=uses_caller_memory)
 
     def _begin(self) -> Any:
         try:
@@ -164,16 +164,18 @@ class S3Store(Store):
         rest = [number for number in range(len(ranges)) if number not in lengths]
         keys = list(dict.fromkeys(ranges[number].key for number in rest))
         whole = dict(zip(keys, self._lengths(keys), strict=True))
-        asked = []
+        requested = []
         for number in rest:
-            want, size = ranges[number], whole[ranges[number].key]
-            length = size if not want.stop else max(0, min(want.stop, size) - want.start)
+            wanted, size = ranges[number], whole[ranges[number].key]
+            length = size if not wanted.stop else max(0, min(wanted.stop, size) - wanted.start)
             lengths[number] = length if size > 0 and length > 0 else -1
             pieces = destination(number, length) if lengths[number] > 0 else None
             if pieces is not None:
-                asked.append((want, length, pieces))
-        begins = self._transfer("READ", [(want.key, want.start, length) for want, length, _ in asked])
-        for begin, (_, _, pieces) in zip(begins, asked, strict=True):
+                requested.append((wanted, length, pieces))
+        begins = self._transfer(
+            "READ", [(wanted.key, wanted.start, length) for wanted, length, _ in requested]
+        )
+        for begin, (_, _, pieces) in zip(begins, requested, strict=True):
             self._copy_out(begin, pieces)
         return [lengths[number] for number in range(len(ranges))]
 
@@ -186,7 +188,9 @@ class S3Store(Store):
         """
         if time.monotonic() - self._last_contact.at > _RECENT_SECONDS:
             return {}
-        expected = {number: want.expected_bytes for number, want in enumerate(ranges) if want.expected_bytes}
+        expected = {
+            number: wanted.expected_bytes for number, wanted in enumerate(ranges) if wanted.expected_bytes
+        }
         sizes = [length + _MARK_BYTES for length in expected.values()]
         mark = urandom(1 + _MARK_BYTES)
         self._reserve_buffer(sum(map(aligned, sizes)))
@@ -250,8 +254,8 @@ class S3Store(Store):
             try:
                 for begin, destination in zip(begins, objects, strict=True):
                     memory = agent.get_xfer_descs([(self._address + begin, destination[1], 0)], "DRAM")
-                    there = agent.get_xfer_descs([destination[:3]], "OBJ")
-                    handles.append(agent.initialize_xfer(verb, memory, there, agent.name))
+                    stored = agent.get_xfer_descs([destination[:3]], "OBJ")
+                    handles.append(agent.initialize_xfer(verb, memory, stored, agent.name))
                 done = wait_each(agent, handles)
             finally:
                 for handle in handles:
@@ -301,13 +305,13 @@ def _make_client(bucket: S3Bucket, timeout: float) -> tuple[Any, Any]:
 
 def open_s3(bucket: S3Bucket, config: RemoteConfig) -> RemoteTier:
     """Opens the tier. Raises TierError if NIXL or boto3 is missing, or the bucket cannot be reached."""
-    asked, capacity, last_contact = (
+    requested, capacity, last_contact = (
         _make_client(bucket, config.timeout),
         CapacityTracker(config.capacity),
         _LastContact(),
     )
     return store_tier(
-        str(bucket), config, lambda: S3Store(bucket, *asked, capacity, last_contact, config.timeout)
+        str(bucket), config, lambda: S3Store(bucket, *requested, capacity, last_contact, config.timeout)
     )
 
 

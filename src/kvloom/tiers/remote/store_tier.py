@@ -139,9 +139,11 @@ class _Write(Job):
     def run(self, link: Link, tools: Tools) -> None:
         keys = self.keys()
         if tools.codec.is_plain:
-            link.call(lambda prefixed: prefixed.store.lend(self.ranges.buffer))
-        here = link.call(lambda store: store.exists(keys))
-        outcomes = {index: Outcome.OK for index, there in zip(self.which, here, strict=True) if there}
+            link.call(lambda prefixed: prefixed.store.register_memory(self.ranges.buffer))
+        stored = link.call(lambda store: store.exists(keys))
+        outcomes = {
+            index: Outcome.OK for index, is_stored in zip(self.which, stored, strict=True) if is_stored
+        }
         items: list[tuple[bytes, list[Any]]] = []
         sealed: list[int] = []
         for index, key in zip(self.which, keys, strict=True):
@@ -217,7 +219,7 @@ class _Read(Job):
         expected = 0
         if tools.codec.is_plain:  # other writers probably use the same encoding
             expected = plain + form.page_bytes
-            link.call(lambda prefixed: prefixed.store.lend(self.ranges.buffer))
+            link.call(lambda prefixed: prefixed.store.register_memory(self.ranges.buffer))
         heads = memoryview(bytearray(plain * len(self.which)))
         scratch: dict[int, memoryview] = {}
 
@@ -306,8 +308,12 @@ class _Read(Job):
                 spans.append(
                     (index, heads[number], ValueRange(ranges[number].key, parsed[1] + low, parsed[1] + high))
                 )
-        bodies = [memoryview(bytearray(want.stop - want.start)) for _, _, want in spans]
-        got = self._get(link, [want for _, _, want in spans], lambda i, n: (bodies[i][:n],)) if spans else []
+        bodies = [memoryview(bytearray(wanted.stop - wanted.start)) for _, _, wanted in spans]
+        got = (
+            self._get(link, [wanted for _, _, wanted in spans], lambda i, n: (bodies[i][:n],))
+            if spans
+            else []
+        )
         for (index, head, _), body, length in zip(spans, bodies, got, strict=True):
             outcomes[index] = self._open(index, head, body[: max(0, length)], tools)
         return outcomes

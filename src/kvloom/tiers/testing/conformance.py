@@ -195,8 +195,8 @@ class TierConformance:
 
     def test_offsets_may_be_in_any_order(self, tier: Tier) -> None:
         put(tier, range(6))
-        room = memory(6)
-        got = Ranges(room.buffer, room.starts[::-1].copy())
+        ranges = memory(6)
+        got = Ranges(ranges.buffer, ranges.starts[::-1].copy())
         transfer = tier.read(objects(range(6)), got)
         assert transfer.wait(20)
         assert check_bytes(transfer, range(6), got) == 6

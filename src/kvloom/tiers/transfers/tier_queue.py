@@ -258,7 +258,7 @@ class TierQueue:
             self._record_fault("lookup", "failed", len(lookup.objects), str(error))
         else:
             lookup.found = found
-            if not any(here.any() for here in found):
+            if not any(hits.any() for hits in found):
                 self.breaker.record_inconclusive()
             self.lookup_latency += 0.2 * (time.monotonic() - began - self.lookup_latency)
         lookup.done = True
@@ -288,16 +288,16 @@ class TierQueue:
             lease.release(False)
             self._complete(batch, lease.results == Outcome.OK)
             return
-        asked = (
+        requested = (
             batch.objects
             if len(batch.requested) == len(batch.objects)
             else _subset(batch.objects, batch.requested)
         )
         ranges = Ranges(self.host.arena, lease.offsets[batch.requested])
         try:
-            transfer = self.tier.write(asked, ranges) if store else self.tier.read(asked, ranges)
+            transfer = self.tier.write(requested, ranges) if store else self.tier.read(requested, ranges)
         except Exception as error:  # noqa: BLE001  as in _run_lookup
-            self._record_fault("write" if store else "read", "failed", len(asked), str(error))
+            self._record_fault("write" if store else "read", "failed", len(requested), str(error))
             self._finish(batch, np.zeros(len(batch.requested), bool))
             return
         batch.transfer = transfer

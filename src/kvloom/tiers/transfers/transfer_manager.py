@@ -185,13 +185,13 @@ class TransferManager:
             return
         self._last_check = now
         stats = self.host.stats()
-        over = stats.bytes - self.config.write_back_threshold * stats.capacity
+        excess = stats.bytes - self.config.write_back_threshold * stats.capacity
         for queue, dirty in zip(self.queues, self._dirty, strict=True):
-            left = over - queue.pending_store_bytes
-            while left > 0 and dirty:
+            remaining = excess - queue.pending_store_bytes
+            while remaining > 0 and dirty:
                 _, objects = dirty.popitem(last=False)
                 queue.queue_store(objects)
-                left -= objects.form.page_bytes
+                remaining -= objects.form.page_bytes
 
     def wait(self, timeout: float) -> None:
         """Sleeps until a queue has made progress, at most `timeout` seconds."""

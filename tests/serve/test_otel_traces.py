@@ -1,4 +1,4 @@
-"""Traces of requests, as a real OTLP/HTTP receiver gets them."""
+"""Traces of requests at a real OTLP/HTTP receiver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RED = "key-of-red-1"
 Observed = tuple[Running, Receiver]
 
 
-def test_a_request_is_a_trace_of_its_parts(observed: Observed) -> None:
+def test_a_request_has_a_span_per_phase(observed: Observed) -> None:
     server, receiver = observed
     prompt = [11 + i % 90 for i in range(120)]
     server.complete(RED, prompt=prompt, max_tokens=2)
@@ -66,11 +66,11 @@ def test_a_trace_that_the_client_does_not_sample_is_not_sent(observed: Observed)
         ("https://collector/otlp/v1/traces", "https://collector/otlp/v1/traces"),
     ],
 )
-def test_an_address_gets_the_usual_path(given: str, used: str) -> None:
+def test_a_receiver_address_gets_the_default_path(given: str, used: str) -> None:
     assert traces_url(given) == used
 
 
 @pytest.mark.parametrize("wrong", ["127.0.0.1:4318", "grpc://x:4317", "http://"])
-def test_an_address_that_is_none_is_refused(wrong: str) -> None:
+def test_an_invalid_receiver_address_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="is no address of an OTLP/HTTP receiver"):
         traces_url(wrong)

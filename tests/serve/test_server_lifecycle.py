@@ -1,4 +1,4 @@
-"""An engine that dies and comes back, and a server that ends: who waits is told, who runs may finish."""
+"""Engine restarts and server shutdown: open requests get errors, running ones may finish."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mortal(folder: Path) -> Iterator[Running]:
         yield found
 
 
-def test_an_engine_that_is_killed_comes_back_and_serves_on(mortal: Running) -> None:
+def test_a_killed_engine_restarts_and_serves(mortal: Running) -> None:
     stream = mortal.client().completions.create(stream=True, **LONG)
     next(stream)
     caught: list[openai.APIStatusError] = []
@@ -67,7 +67,7 @@ def test_an_engine_that_is_killed_comes_back_and_serves_on(mortal: Running) -> N
     assert any("died by signal 9" in line for line in mortal.said)
 
 
-def test_an_engine_that_hangs_is_ended_and_comes_back_and_one_that_pauses_is_not(mortal: Running) -> None:
+def test_a_hung_engine_is_restarted_and_a_paused_one_is_not(mortal: Running) -> None:
     engine = _engines(mortal)[-1]
     stream = mortal.client().completions.create(stream=True, **{**LONG, "max_tokens": 400})
     next(stream)
@@ -89,7 +89,7 @@ def test_an_engine_that_hangs_is_ended_and_comes_back_and_one_that_pauses_is_not
     assert any("was killed because it sent no message for 3 s" in line for line in mortal.said)
 
 
-def test_more_than_the_queue_holds_is_refused(mortal: Running) -> None:
+def test_requests_beyond_the_queue_limit_are_refused(mortal: Running) -> None:
     streams = [mortal.client().completions.create(stream=True, **LONG) for _ in range(4)]
     with pytest.raises(openai.RateLimitError, match="queue is full") as caught:
         mortal.client().completions.create(**{**LONG, "n": 3})
@@ -100,7 +100,7 @@ def test_more_than_the_queue_holds_is_refused(mortal: Running) -> None:
     mortal.wait_for(mortal.idle, 10)
 
 
-def test_sigterm_lets_what_runs_finish_and_nothing_begin(mortal: Running) -> None:
+def test_sigterm_drains_running_requests_and_refuses_new_ones(mortal: Running) -> None:
     asked = {**LONG, "max_tokens": 600}
     stream = mortal.client().completions.create(stream=True, **asked)
     next(stream)
@@ -119,7 +119,7 @@ def test_sigterm_lets_what_runs_finish_and_nothing_begin(mortal: Running) -> Non
         time.sleep(0.05)
 
 
-def test_a_second_signal_ends_at_once_and_an_engine_never_outlives_its_server(folder: Path) -> None:
+def test_a_second_signal_exits_at_once_with_the_engine(folder: Path) -> None:
     with running(folder, "--pool", "16MiB") as found:
         stream = found.client().completions.create(stream=True, **LONG)
         next(stream)
@@ -132,7 +132,7 @@ def test_a_second_signal_ends_at_once_and_an_engine_never_outlives_its_server(fo
         assert any("1 request cut off" in line for line in found.said)
 
 
-def test_a_server_that_cannot_start_says_why(
+def test_invalid_options_are_reported_at_start(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = tmp_path / "keys"

@@ -1,4 +1,4 @@
-"""What requests may say beyond the plainest: tools, salts, forms, cut prompts, usage all along; and tokens by themselves."""
+"""Further request fields: tools, salts, structured outputs, truncation, usage; and /tokenize."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_tools_documents_and_effort_reach_the_template(server: Running) -> None:
     assert chat_text(server, add_generation_prompt=False) == "[user]hi"
 
 
-def test_calls_of_tools_and_their_results_are_messages(server: Running, client: OpenAI) -> None:
+def test_tool_calls_and_results_are_messages(server: Running, client: OpenAI) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     messages: list[Any] = [
         {"role": "user", "content": "hi"},
@@ -51,7 +51,7 @@ def test_calls_of_tools_and_their_results_are_messages(server: Running, client: 
     assert found.choices[0].message.tool_calls is None  # what the model writes is told as it is
 
 
-def test_a_salt_parts_what_is_cached(server: Running) -> None:
+def test_a_salt_separates_cached_pages(server: Running) -> None:
     def cached(**fields: Any) -> int:
         found = server.complete(prompt="salted " * 40, max_tokens=1, **fields)
         return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
@@ -62,7 +62,7 @@ def test_a_salt_parts_what_is_cached(server: Running) -> None:
     assert cached() < 16  # others' prompts may begin like it
 
 
-def test_a_prompts_own_log_probabilities_are_those_of_the_model(server: Running, folder: Path) -> None:
+def test_prompt_log_probabilities_equal_the_models(server: Running, folder: Path) -> None:
     import torch
     from transformers import LlamaForCausalLM
 
@@ -96,7 +96,7 @@ def test_a_prompts_own_log_probabilities_are_those_of_the_model(server: Running,
     assert all(len(place) == 1 for place in chat["prompt_logprobs"][1:])
 
 
-def test_forms_may_be_asked_for_as_other_servers_write_them(server: Running) -> None:
+def test_structured_outputs_follow_vllms_fields(server: Running) -> None:
     def text(**outputs: Any) -> str:
         found = server.complete(prompt="x", max_tokens=40, temperature=0, structured_outputs=outputs)
         return str(found["choices"][0]["text"])
@@ -106,7 +106,7 @@ def test_forms_may_be_asked_for_as_other_servers_write_them(server: Running) -> 
     assert text(json={"enum": ["x"]}) == '"x"'
 
 
-def test_a_prompt_is_cut_to_its_last_tokens_where_that_is_asked_for(server: Running) -> None:
+def test_a_prompt_is_truncated_to_its_last_tokens(server: Running) -> None:
     cut = server.complete(prompt="abcdef", truncate_prompt_tokens=3, max_tokens=1, echo=True)
     assert cut["usage"]["prompt_tokens"] == 3
     assert cut["choices"][0]["text"].startswith("def")
@@ -114,7 +114,7 @@ def test_a_prompt_is_cut_to_its_last_tokens_where_that_is_asked_for(server: Runn
     assert long["usage"]["prompt_tokens"] == LONGEST - 2
 
 
-def test_usage_may_come_with_every_piece(client: OpenAI) -> None:
+def test_usage_can_be_sent_with_every_event(client: OpenAI) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     pieces = list(
         client.completions.create(
@@ -127,7 +127,7 @@ def test_usage_may_come_with_every_piece(client: OpenAI) -> None:
     assert counts[-1] == 5
 
 
-def test_least_tokens_biases_and_stop_tokens_hold(client: OpenAI) -> None:
+def test_min_tokens_biases_and_stop_tokens_apply(client: OpenAI) -> None:
     bias = {"65": 100.0}  # nothing but this one
     found = client.completions.create(
         model=MODEL, prompt="hi", max_tokens=6, temperature=0, logit_bias=bias, extra_body={"return_token_ids": True}
@@ -148,7 +148,7 @@ def test_least_tokens_biases_and_stop_tokens_hold(client: OpenAI) -> None:
     assert chat.usage.completion_tokens == 3
 
 
-def test_fields_that_mean_nothing_here_are_let_through(client: OpenAI) -> None:
+def test_unknown_fields_are_ignored(client: OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "hi"}]
     found = client.chat.completions.create(
         model=MODEL, messages=messages, max_tokens=2, user="me", metadata={"a": "b"}, service_tier="auto",
@@ -157,7 +157,7 @@ def test_fields_that_mean_nothing_here_are_let_through(client: OpenAI) -> None:
     assert found.choices[0].finish_reason in ("length", "stop")
 
 
-def test_texts_become_tokens_and_tokens_texts(server: Running) -> None:
+def test_tokenize_and_detokenize_are_inverse(server: Running) -> None:
     status, _, found = server.send(
         "POST", "/tokenize", {"model": MODEL, "prompt": "hé", "return_token_strs": True}
     )

@@ -1,4 +1,4 @@
-"""What the server refuses, and how it says so; clients that vanish, read slowly or say nothing do not hurt others."""
+"""Errors in OpenAI's format, and limits against clients that disconnect, read slowly or stay silent."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)))
-def test_what_makes_no_sense_is_told_in_openais_shape(server: Running, number: int) -> None:
+def test_invalid_requests_get_openai_errors(server: Running, number: int) -> None:
     path, body, status, param, said = WRONG[number]
     found, headers, told = server.send("POST", path, body)
     assert (found, told["error"]["param"]) == (status, param), told
@@ -175,7 +175,7 @@ def test_what_makes_no_sense_is_told_in_openais_shape(server: Running, number: i
     assert headers["content-type"] == "application/json"
 
 
-def test_addresses_methods_bodies_and_hosts_that_are_not_taken(server: Running) -> None:
+def test_invalid_paths_methods_bodies_and_hosts_are_refused(server: Running) -> None:
     cases = [
         ("GET", "/nowhere", None, {}, 404),
         ("GET", "/v1/models/other", None, {}, 404),
@@ -210,7 +210,7 @@ def test_addresses_methods_bodies_and_hosts_that_are_not_taken(server: Running) 
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # what https:// begins with
     ],
 )
-def test_what_is_no_http_is_told_in_openais_shape_too(server: Running, said: bytes) -> None:
+def test_data_that_is_not_http_gets_an_openai_error(server: Running, said: bytes) -> None:
     with _connected(server) as link:
         link.sendall(said)
         head, _, body = b"".join(iter(lambda: link.recv(4096), b"")).partition(b"\r\n\r\n")
@@ -231,7 +231,7 @@ def test_the_official_client_raises_its_own_errors(server: Running) -> None:
         client.chat.completions.create(model=MODEL, messages=[])
 
 
-def test_a_client_that_closes_its_stream_frees_its_pages(server: Running) -> None:
+def test_a_closed_stream_releases_its_pages(server: Running) -> None:
     before = server.metrics()["kvloom_disconnected_requests_total"]
     stream = server.client().completions.create(
         model=MODEL,
@@ -248,7 +248,7 @@ def test_a_client_that_closes_its_stream_frees_its_pages(server: Running) -> Non
     assert server.metrics()["kvloom_disconnected_requests_total"] == before + 1
 
 
-def test_a_client_that_leaves_before_the_answer_frees_its_pages(server: Running) -> None:
+def test_a_disconnect_before_the_answer_releases_its_pages(server: Running) -> None:
     body = {**GOOD, "max_tokens": 4000, "ignore_eos": True}
     with _connected(server) as link:
         link.sendall(_request(COMPLETIONS, body))
@@ -256,7 +256,7 @@ def test_a_client_that_leaves_before_the_answer_frees_its_pages(server: Running)
     server.wait_for(server.idle, 10)
 
 
-def test_a_client_that_does_not_read_is_cut_off_and_hurts_nobody(server: Running) -> None:
+def test_a_client_that_does_not_read_is_disconnected(server: Running) -> None:
     body = {
         **CHAT,
         "max_tokens": 4000,
@@ -277,7 +277,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_hurts_nobody(server: Running
     assert not [line for line in server.said if "ERROR" in line]
 
 
-def test_a_whole_answer_that_nobody_reads_is_not_kept_for_ever(server: Running) -> None:
+def test_an_unread_answer_is_dropped_after_a_time(server: Running) -> None:
     body = {**GOOD, "max_tokens": 300, "n": 5, "ignore_eos": True, "logprobs": 20}  # a megabyte
     with _connected(server, receive_bytes=4096) as link:
         link.sendall(_request(COMPLETIONS, body))
@@ -288,7 +288,7 @@ def test_a_whole_answer_that_nobody_reads_is_not_kept_for_ever(server: Running) 
             b"".join(iter(lambda: link.recv(1 << 16), b""))
 
 
-def test_a_body_that_never_ends_and_a_head_that_never_comes_are_cut_off(server: Running) -> None:
+def test_incomplete_heads_and_bodies_time_out(server: Running) -> None:
     with (
         _connected(server) as silent,
         _connected(server) as slow,
@@ -309,7 +309,7 @@ def test_a_body_that_never_ends_and_a_head_that_never_comes_are_cut_off(server: 
     assert server.healthy()
 
 
-def test_a_head_that_grows_without_end_is_refused(server: Running) -> None:
+def test_an_endless_head_is_refused(server: Running) -> None:
     with _connected(server) as link:
         link.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ")
         sent = 0
@@ -321,7 +321,7 @@ def test_a_head_that_grows_without_end_is_refused(server: Running) -> None:
     assert server.healthy()
 
 
-def test_one_connection_too_many_is_told_so_and_closed(server: Running) -> None:
+def test_connections_beyond_the_limit_are_refused(server: Running) -> None:
     with ExitStack() as open_:
         links = [open_.enter_context(_connected(server)) for _ in range(300)]
         refused = [link for link in links if select.select([link], [], [], 0)[0]]
@@ -333,12 +333,12 @@ def test_one_connection_too_many_is_told_so_and_closed(server: Running) -> None:
     server.wait_for(server.healthy, 10)
 
 
-def test_a_request_that_names_no_model_means_the_one_that_is_served(server: Running) -> None:
+def test_a_request_without_model_uses_the_served_one(server: Running) -> None:
     status, _, found = server.send("POST", COMPLETIONS, without(GOOD, "model"))
     assert (status, found["model"]) == (200, MODEL)
 
 
-def test_a_long_text_that_is_tokenised_holds_up_no_short_one(server: Running) -> None:
+def test_encoding_a_long_text_delays_no_short_one(server: Running) -> None:
     long = ["xy " * 10_900] * 30  # each just short enough to be counted to its end, and then refused
     with ThreadPoolExecutor(8) as threads:
         waits = [threads.submit(server.send, "POST", COMPLETIONS, {**GOOD, "prompt": long}) for _ in range(8)]
@@ -348,7 +348,7 @@ def test_a_long_text_that_is_tokenised_holds_up_no_short_one(server: Running) ->
     assert {one.result()[0] for one in waits} == {400}
 
 
-def test_200_streams_at_once_and_no_error(server: Running) -> None:
+def test_200_concurrent_streams_run_without_error(server: Running) -> None:
     load = Load(server.url, MODEL, streams=200, seconds=2.0, prompt=48, shared=32, tokens=16, vocabulary=256)
     seen = asyncio.run(offer(load, [server.process.pid, server.engine]))
     assert not seen.errors
@@ -361,7 +361,7 @@ def test_200_streams_at_once_and_no_error(server: Running) -> None:
     assert told["kvloom_hit_tokens_total"] > 0
 
 
-def test_the_load_can_be_offered_from_the_shell(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_serve_runs_from_the_command_line(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "--url",
         server.url,
@@ -399,7 +399,7 @@ def test_the_load_can_be_offered_from_the_shell(server: Running, capsys: pytest.
         (["--streams", "1000000000"], "open files"),
     ],
 )
-def test_a_load_that_makes_no_sense_is_refused(
+def test_bench_serve_refuses_invalid_arguments(
     wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "serve", *wrong]) == 2

@@ -1,4 +1,4 @@
-"""What OpenAI's own client gets from a real server: texts, streams, chats, several answers, log-probabilities, JSON."""
+"""OpenAI's client with a real server: texts, streams, chats, several answers, log-probabilities, JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def expected(folder: Path, prompt: list[int], count: int) -> list[int]:
     return [int(token) for token in found[0, len(prompt) :]]
 
 
-def test_a_completion_has_the_tokens_of_generate(server: Running, folder: Path) -> None:
+def test_a_completion_equals_hugging_face_generate(server: Running, folder: Path) -> None:
     prompt = list(range(40, 80))
     body = {**GREEDY, **IDS, "prompt": prompt, "logit_bias": {"2": -100}}
     choice = server.complete(**body)["choices"][0]
@@ -43,7 +43,7 @@ def test_a_completion_has_the_tokens_of_generate(server: Running, folder: Path) 
     assert choice["finish_reason"] == "length"
 
 
-def test_prompts_are_texts_or_ids_one_or_many(client: OpenAI, folder: Path) -> None:
+def test_prompts_may_be_texts_or_token_ids(client: OpenAI, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = ["one fish", "two fish"]
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -63,7 +63,7 @@ def test_prompts_are_texts_or_ids_one_or_many(client: OpenAI, folder: Path) -> N
     assert single == told
 
 
-def test_a_stream_is_the_whole_in_pieces_with_usage_at_its_end(client: OpenAI) -> None:
+def test_stream_events_add_up_to_the_whole_answer(client: OpenAI) -> None:
     long = {
         **GREEDY,
         "max_tokens": 96,
@@ -85,7 +85,7 @@ def test_a_stream_is_the_whole_in_pieces_with_usage_at_its_end(client: OpenAI) -
     assert all(piece.usage is None for piece in plain)
 
 
-def test_a_chat_is_written_by_the_models_template(client: OpenAI, folder: Path) -> None:
+def test_a_chat_uses_the_models_template(client: OpenAI, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     written = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     assert written == "[system]be kind[user]hello[assistant]"
@@ -120,7 +120,7 @@ def test_a_chat_streams_its_role_first(client: OpenAI) -> None:
     assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-def test_several_answers_and_a_seed_that_brings_them_back(client: OpenAI) -> None:
+def test_a_seed_reproduces_several_answers(client: OpenAI) -> None:
     asked: dict[str, Any] = {
         "model": MODEL, "prompt": "draw", "max_tokens": 16, "temperature": 1.0, "n": 4, "seed": 7, "extra_body": IDS,
     }  # fmt: skip
@@ -204,7 +204,7 @@ def test_stop_texts_and_echo(client: OpenAI) -> None:
     assert echoed.choices[0].text.startswith("stop it" + text[:3])
 
 
-def test_usage_says_what_the_cache_had(server: Running) -> None:
+def test_usage_reports_cached_tokens(server: Running) -> None:
     prompt = [5 + i % 200 for i in range(100)]
 
     def cached(**more: Any) -> int:
@@ -223,7 +223,7 @@ def test_usage_says_what_the_cache_had(server: Running) -> None:
     assert server.send("DELETE", "/v1/sessions/s?tenant=usage")[2]["ended"] is True
 
 
-def test_requests_in_parallel_get_what_they_get_alone(server: Running) -> None:
+def test_parallel_requests_get_the_same_answers_as_alone(server: Running) -> None:
     prompts = [[7 + i, *range(30, 60 + i)] for i in range(24)]
 
     def ask(prompt: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What is said of pages that hold nothing anybody needs, against sequences whose waste can be counted."""
+"""Waste of pages in use, for sequences whose waste is known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvloom.bench.pool_usage import PeakUsage, waste
 from kvloom.core import Field, KVCache, LayerSpec, PoolLayout, Visibility
 
 
-def test_the_peak_tells_waste_of_what_is_held_and_of_the_pool() -> None:
+def test_the_peak_reports_waste_of_pages_in_use_and_of_the_pool() -> None:
     layout = PoolLayout.build({"a": LayerSpec("token", (Field("k", (2, 16), "fp32"),), Visibility("full"))})
     cache = KVCache(layout, 65, max_sequences=4, max_tokens=512)
     peak = PeakUsage(cache)

@@ -1,4 +1,4 @@
-"""What a server remembers of requests: why they hit or missed, for those who may know, in words and numbers alone."""
+"""Records of requests: hits and miss reasons, visible to their tenant and to admins, without text."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_hit_and_a_miss_are_explained(observed: Observed) -> None:
         assert 0 < record["queue_s"] <= record["ttft_s"] <= record["total_s"] < 60
 
 
-def test_what_was_evicted_is_called_so_with_its_age(observed: Observed) -> None:
+def test_an_eviction_is_explained_with_age_and_policy(observed: Observed) -> None:
     server, _ = observed
     server.complete(RED, prompt=prompt(50), max_tokens=2, ignore_eos=True)
     for seed in range(60, 82):  # 22 times 7 blocks: more than the pool has
@@ -74,7 +74,7 @@ def test_what_was_evicted_is_called_so_with_its_age(observed: Observed) -> None:
     assert "earlier by policy lru" in stopped["text"]
 
 
-def test_the_newest_come_first_and_as_many_as_asked_for(observed: Observed) -> None:
+def test_records_are_listed_newest_first_up_to_the_limit(observed: Observed) -> None:
     server, _ = observed
     ids = [server.complete(RED, prompt=[9, 9, i + 5], max_tokens=1)["id"] for i in range(4)]
     status, _, found = server.send("GET", "/kvloom/requests?limit=3", key=RED)
@@ -86,7 +86,7 @@ def test_the_newest_come_first_and_as_many_as_asked_for(observed: Observed) -> N
         assert (status, told["error"]["param"]) == (400, "limit")
 
 
-def test_a_tenant_sees_its_own_and_an_operator_all(observed: Observed) -> None:
+def test_a_tenant_sees_its_own_records_and_an_admin_all(observed: Observed) -> None:
     server, _ = observed
     mine = server.complete(RED, prompt=prompt(5), max_tokens=2)["id"]
     theirs = server.complete(BLUE, prompt=prompt(5), max_tokens=2)["id"]
@@ -106,7 +106,7 @@ def test_a_tenant_sees_its_own_and_an_operator_all(observed: Observed) -> None:
     assert record_of(server, theirs, ADMIN)["stopped"]["reason"] == "other_tenant"
 
 
-def test_an_operators_key_sees_every_tenants_numbers(observed: Observed) -> None:
+def test_an_admin_key_sees_every_tenants_metrics(observed: Observed) -> None:
     server, _ = observed
     server.complete(RED, prompt=prompt(6), max_tokens=2)
     server.wait_for(
@@ -116,7 +116,7 @@ def test_an_operators_key_sees_every_tenants_numbers(observed: Observed) -> None
     assert 'kvloom_tenant_bytes{tenant="blue",state="used"}' not in server.metrics(RED)
 
 
-def test_a_request_can_be_seen_while_it_runs_and_when_it_was_left(observed: Observed) -> None:
+def test_a_record_shows_running_and_cancelled_requests(observed: Observed) -> None:
     server, _ = observed
     stream = server.client(BLUE).chat.completions.create(
         model=MODEL,
@@ -144,7 +144,7 @@ def test_several_prompts_and_answers_are_one_record(observed: Observed) -> None:
     assert (record["prompt_tokens"], record["output_tokens"]) == (110, 12)
 
 
-def test_nothing_that_was_said_is_remembered(observed: Observed) -> None:
+def test_observations_contain_no_text_or_keys(observed: Observed) -> None:
     server, receiver = observed
     word, session = "xylophonequark", "sessionquark"
     chat = server.client(RED).chat.completions.create(
@@ -171,7 +171,7 @@ def explain(server: Running, *arguments: str, key: str | None = RED) -> subproce
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=env)
 
 
-def test_a_key_that_is_wanted_is_said_to_be_with_the_way_to_give_it(
+def test_a_missing_key_is_reported_with_the_option_to_set_it(
     observed: Observed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = observed[0].url.removeprefix("http://")  # an address needs no scheme
@@ -183,7 +183,7 @@ def test_a_key_that_is_wanted_is_said_to_be_with_the_way_to_give_it(
     assert cli.main(["top", "--once", "--url", url, "--api-key", "key-of-admin-1"]) == 0
 
 
-def test_the_command_explains_a_request_in_sentences(observed: Observed) -> None:
+def test_explain_describes_a_request(observed: Observed) -> None:
     server, _ = observed
     id_ = server.complete(RED, prompt=prompt(9), max_tokens=2, ignore_eos=True)["id"]
     done = explain(server, id_)
@@ -198,7 +198,7 @@ def test_the_command_explains_a_request_in_sentences(observed: Observed) -> None
     assert listed.stdout.splitlines()[1].startswith(id_)
 
 
-def test_the_command_says_what_is_wrong(observed: Observed) -> None:
+def test_explain_reports_errors(observed: Observed) -> None:
     server, _ = observed
     for arguments, key, said in ((("cmpl-none",), RED, "no record of request 'cmpl-none'"), ((), None, "API key required")):  # fmt: skip
         done = explain(server, *arguments, key=key)
@@ -214,7 +214,7 @@ def made(id_: str, tenant: str = "") -> RequestRecord:
     return RequestRecord(id_, tenant, {1: 100}, 1, 16, False, 1000.0, 50.0)
 
 
-def test_the_ring_is_bounded_and_forgets_the_oldest() -> None:
+def test_records_are_bounded_and_drop_the_oldest() -> None:
     records = RequestRecords(max_records=3)
     for i in range(5):
         records.add(made(f"r{i}", "red" if i % 2 else "blue"))
@@ -225,7 +225,7 @@ def test_the_ring_is_bounded_and_forgets_the_oldest() -> None:
     assert records.find("r3", "blue") is None
 
 
-def test_a_record_that_waits_says_so() -> None:
+def test_a_waiting_request_is_described() -> None:
     shape = made("r").to_dict(operator=True)
     assert (shape["state"], shape["stopped"], shape["ttft_s"]) == ("waiting", None, None)
     assert describe(shape)[1] == "It has 100 prompt tokens, which have not been looked up yet."
@@ -233,7 +233,7 @@ def test_a_record_that_waits_says_so() -> None:
 
 @pytest.mark.parametrize("at", [0, 64])
 @pytest.mark.parametrize("reason", MISS_REASONS)
-def test_every_reason_has_its_sentence(reason: str, at: int) -> None:
+def test_every_miss_reason_has_a_sentence(reason: str, at: int) -> None:
     story = RequestProgress(1, 51.0, 51.0, 52.0, at, {"device": at} if at else {}, at, reason, 45.0, "lru")
     word, text = explain_miss(story, 100, operator=True)
     assert word == reason.replace(" ", "_")
@@ -244,7 +244,7 @@ def test_every_reason_has_its_sentence(reason: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("reason", ["never seen", "evicted"])
-def test_what_came_from_tiers_is_not_told_as_missing(reason: str) -> None:
+def test_loaded_tokens_are_not_explained_as_missing(reason: str) -> None:
     whole = RequestProgress(1, 51.0, 51.0, 52.0, 96, {"device": 16, "disk": 80}, 96, reason)
     assert explain_miss(whole, 100, operator=True) == (
         "loaded", "Of its 100 tokens, 80 were loaded from disk; 16 were in the pool; the other 4 were computed.",
@@ -257,7 +257,7 @@ def test_what_came_from_tiers_is_not_told_as_missing(reason: str) -> None:
     )
 
 
-def test_preemptions_are_told() -> None:
+def test_preemptions_are_described() -> None:
     record = made("r")
     record.progress[1] = RequestProgress(
         1, 51.0, 51.0, 52.0, 64, {"device": 48, "host": 16}, 64, "evicted", preemptions=2
@@ -268,7 +268,7 @@ def test_preemptions_are_told() -> None:
     assert lines[-1] == "It was preempted 2 times."
 
 
-def test_a_request_that_ends_without_an_answer_has_failed_and_is_counted_so() -> None:
+def test_a_request_without_answer_counts_as_failed() -> None:
     metrics = Metrics(EngineClient(Start(""), print, print), RequestLimiter(1))
     observer = RequestObserver(metrics)
     add = Add(1, [1, 2, 3], SamplingParams())
@@ -280,7 +280,7 @@ def test_a_request_that_ends_without_an_answer_has_failed_and_is_counted_so() ->
     assert observer.records.find("cmpl-1", None) is record
 
 
-def test_without_metrics_nothing_is_remembered() -> None:
+def test_without_metrics_no_records_are_kept() -> None:
     observer = RequestObserver(
         Metrics(EngineClient(Start(""), print, print), RequestLimiter(1), is_enabled=False)
     )

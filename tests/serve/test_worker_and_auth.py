@@ -1,12 +1,10 @@
-"""The server's parts by themselves: messages, mailboxes, keys, the gate, the worker on a real engine."""
+"""Parts of the server alone: messages, response streams, keys, limiter, watchdog, worker."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +15,7 @@ from kvloom.core import Tenant
 from kvloom.engine import Engine, SamplingParams
 from kvloom.models.specs import embedded, folder_of
 from kvloom.serve.auth.keys import permission_warning, read_keys
-from kvloom.serve.auth.limits import Caps, Limits, RequestLimiter
+from kvloom.serve.auth.limits import Limits, RequestLimiter
 from kvloom.serve.errors import ApiError, engine_died
 from kvloom.serve.worker.engine_client import MAX_RESTARTS, WINDOW_SECONDS, Backoff
 from kvloom.serve.worker.messages import (
@@ -45,7 +43,7 @@ from tests.engines import make_engine
 READY = Ready("cpu", "float32", 320, 4096, {}, 1 << 20, 1 << 12, 16, 64, [], 1.0)
 
 
-def test_messages_come_back_as_they_were() -> None:
+def test_messages_survive_encoding() -> None:
     params = SamplingParams(stop=["x"], logit_bias={3: -1.0}, json_schema={"type": "object"}, n=2, seed=1)
     for message, kind in (
         (Add(7, [1, 2, 3], params, stream=True, tenant="t", ttl=1.5), ToEngine),
@@ -57,7 +55,7 @@ def test_messages_come_back_as_they_were() -> None:
         assert msgspec.msgpack.decode(data[HEADER_BYTES:], type=kind) == message
 
 
-def test_pieces_that_wait_are_merged_and_an_error_comes_after_them() -> None:
+def test_waiting_deltas_are_merged_and_errors_follow_them() -> None:
     async def talk() -> None:
         stream = ResponseStream([1, 2], max_characters=100)
         stream.put(Delta(1, 0, "a", [5]))
@@ -78,7 +76,7 @@ def test_pieces_that_wait_are_merged_and_an_error_comes_after_them() -> None:
     asyncio.run(talk())
 
 
-def test_a_mailbox_that_nobody_empties_is_bounded_and_one_whose_client_left_is_silent() -> None:
+def test_an_unread_stream_is_bounded_and_a_disconnected_one_ends() -> None:
     async def talk() -> None:
         stream = ResponseStream([1], max_characters=10)
         for _ in range(11):
@@ -94,7 +92,7 @@ def test_a_mailbox_that_nobody_empties_is_bounded_and_one_whose_client_left_is_s
     asyncio.run(talk())
 
 
-def test_a_gate_counts_and_shuts() -> None:
+def test_the_limiter_counts_answers_and_drains() -> None:
     limiter = RequestLimiter(2)
     with limiter.admit(2):
         with pytest.raises(ApiError, match="queue is full"), limiter.admit(1):
@@ -110,7 +108,7 @@ def test_a_gate_counts_and_shuts() -> None:
         Limits(body_bytes=0)
 
 
-def test_restarts_wait_longer_and_are_bounded() -> None:
+def test_restarts_back_off_and_are_bounded() -> None:
     backoff, now, starts = Backoff(), 100.0, []
     for _ in range(40):
         now += backoff.pause(now)
@@ -126,7 +124,7 @@ def test_restarts_wait_longer_and_are_bounded() -> None:
     assert backoff.pause(now) < 1  # what was long ago is forgotten
 
 
-def test_an_engine_is_hung_when_it_is_silent_and_not_when_it_takes_its_time() -> None:
+def test_the_watchdog_detects_silence_and_long_steps() -> None:
     dog = Watchdog(WatchdogLimits(silent_seconds=5, step_seconds=20))
     assert [dog.tick(1.0) for _ in range(20)] == [
         None
@@ -149,7 +147,7 @@ def test_an_engine_is_hung_when_it_is_silent_and_not_when_it_takes_its_time() ->
     assert dog.tick(3600.0) is None  # this process slept, and the engine with it
 
 
-def test_patience_may_be_endless_and_never_shorter_than_beats() -> None:
+def test_watchdog_limits_may_be_off_but_not_below_heartbeats() -> None:
     dog = Watchdog(WatchdogLimits(0, 0))
     dog.received(READY)
     dog.received(Heartbeat(1))
@@ -179,7 +177,7 @@ def test_keys_are_read_from_lines_and_from_json(tmp_path: Path) -> None:
     )
 
 
-def test_a_tenant_that_names_no_weight_counts_1_where_another_names_one(tmp_path: Path) -> None:
+def test_a_missing_weight_is_1_if_another_tenant_has_one(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(
         "key-number-1 red\nkey-number-2 blue 2MiB 0.5\nkey-number-3 grey - 0\nkey-number-4 blue 2MiB 0.5"
@@ -189,80 +187,7 @@ def test_a_tenant_that_names_no_weight_counts_1_where_another_names_one(tmp_path
     )  # fmt: skip
 
 
-def test_caps_are_read_from_lines_and_from_json_and_default_to_the_flags(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text(
-        "key-number-1= red - 2 max_open=64 max_ttl=0.5 admin\nkey-number-2 blue max_priority=-3\nkey-number-3 grey"
-    )
-    keys = read_keys(str(file), Caps(answers=9, ttl=60.0))
-    assert keys.authenticate("Bearer key-number-1=") == "red"
-    assert keys.caps("red") == Caps(answers=9, open=64, ttl=0.5)
-    assert keys.caps("blue") == Caps(answers=9, ttl=60.0, priority=-3)
-    assert keys.caps("grey") == keys.caps("unknown") == Caps(answers=9, ttl=60.0)
-    file.write_text('{"key-number-1": {"tenant": "red", "max_answers": 4, "max_open": 8.0}}')
-    assert read_keys(str(file)).caps("red") == Caps(answers=4, open=8)
-
-
-@pytest.mark.parametrize(
-    ("asked", "param", "said"),
-    [
-        ((5, None, None), "n", "5 answers exceed the limit of 4"),
-        ((1, 61.0, None), "ttl", "61 exceeds the limit of 60 seconds"),
-        ((1, None, 6), "priority", "priority 6 exceeds the limit of 5"),
-    ],
-)
-def test_a_request_above_a_cap_is_refused_with_the_limit(asked: Any, param: str, said: str) -> None:
-    caps = Caps(answers=8, open=4, ttl=60.0, priority=5)
-    with pytest.raises(ApiError, match=said) as caught:
-        caps.check(*asked)
-    assert (caught.value.status, caught.value.param) == (400, param)
-    caps.check(4, 60.0, 5)
-    Caps().check(10**9, 1e300, 10**18)
-
-
-def test_one_tenant_does_not_fill_a_server_that_others_share() -> None:
-    limiter = RequestLimiter(100, shared=True)
-    with ExitStack() as open_:
-        for _ in range(80):
-            open_.enter_context(limiter.admit(1, "flood"))
-        with pytest.raises(ApiError, match="this tenant has 80 of") as caught, limiter.admit(1, "flood"):
-            pass
-        assert caught.value.status == 429
-        for _ in range(10):
-            open_.enter_context(limiter.admit(1, "calm"))
-        with pytest.raises(ApiError, match="this tenant has 80 of"), limiter.admit(1, "flood"):
-            pass
-        for i in range(9):
-            open_.enter_context(limiter.admit(1, f"other {i}"))
-        open_.enter_context(limiter.admit(1, "last"))
-        with pytest.raises(ApiError, match="queue is full"), limiter.admit(1, "one more"):
-            pass
-    assert limiter.in_progress == limiter.requests == 0
-    assert limiter.idle.is_set()
-    with limiter.admit(100, "flood"):  # an idle server admits any request
-        pass
-
-
-def test_a_single_tenant_may_take_every_place_and_a_cap_holds() -> None:
-    limiter = RequestLimiter(10)
-    with ExitStack() as open_:
-        for _ in range(10):
-            open_.enter_context(limiter.admit(1))
-    with limiter.admit(3, "red", 4):
-        with pytest.raises(ApiError, match="3 of 4 open answers"), limiter.admit(2, "red", 4):
-            pass
-        with limiter.admit(1, "red", 4), limiter.admit(2, "blue", 4):
-            pass
-
-
-def test_the_smallest_server_admits_every_tenant() -> None:
-    limiter = RequestLimiter(1, shared=True)
-    for tenant in ("red", "blue"):
-        with limiter.admit(1, tenant):
-            pass
-
-
-def test_a_file_of_keys_that_others_can_read_is_told_of(tmp_path: Path) -> None:
+def test_a_readable_key_file_causes_a_warning(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("key-number-1 red")
     file.chmod(0o644)
@@ -300,9 +225,7 @@ def test_a_file_of_keys_that_others_can_read_is_told_of(tmp_path: Path) -> None:
         ('{"key-number-1": {"tenant": ""}}', "name"),
     ],
 )
-def test_keys_that_make_no_sense_are_refused_without_showing_them(
-    tmp_path: Path, text: str, said: str
-) -> None:
+def test_invalid_keys_are_refused_without_showing_them(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(ValueError, match=said) as caught:
@@ -327,7 +250,7 @@ def drained(worker: Worker) -> list[Delta]:
     return deltas
 
 
-def test_a_worker_tells_streams_as_they_grow_and_others_at_the_end() -> None:
+def test_the_worker_sends_streams_per_step_and_others_at_the_end() -> None:
     worker = Worker(engine())
     greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
     worker.handle(Add(1, [5, 6, 7], greedy, stream=True))
@@ -340,7 +263,7 @@ def test_a_worker_tells_streams_as_they_grow_and_others_at_the_end() -> None:
     assert whole[0].finish_reason == "length"
 
 
-def test_a_worker_refuses_and_cancels() -> None:
+def test_the_worker_rejects_and_cancels() -> None:
     worker = Worker(engine())
     worker.handle(Add(1, [5] * 300, SamplingParams(max_tokens=5)))
     outputs = worker.step()
@@ -355,7 +278,7 @@ def test_a_worker_refuses_and_cancels() -> None:
     worker.engine.cache.check()
 
 
-def test_a_session_that_ends_with_an_answer_leaves_first() -> None:
+def test_pages_of_an_ended_session_are_evicted_first() -> None:
     made = engine()
     worker = Worker(made)
     params = SamplingParams(max_tokens=2, temperature=0)
@@ -368,7 +291,7 @@ def test_a_session_that_ends_with_an_answer_leaves_first() -> None:
     assert {first: run.ended for first, run in root.children.items()} == {5: True, 15: False}
 
 
-def test_a_tenant_at_its_quota_waits_for_itself_and_lets_others_pass() -> None:
+def test_a_tenant_at_its_quota_does_not_block_others() -> None:
     one = engine().layout.slab_bytes_for(8 + 24)
     made = engine((Tenant("small", one),))
     worker = Worker(made, (TenantConfig("small", one),))
@@ -395,7 +318,7 @@ def test_a_tenant_at_its_quota_waits_for_itself_and_lets_others_pass() -> None:
     assert [delta.id for delta in drained(worker)] == [5]
 
 
-def test_models_that_come_along_are_taken_by_name_and_others_as_they_are(tmp_path: Path) -> None:
+def test_embedded_models_are_found_by_name(tmp_path: Path) -> None:
     for name in ("llama", "hybrid", "draft"):
         assert folder_of(f"kvloom-{name}") == embedded(name)
     for other in (str(tmp_path), "org/name", "llama-3-70b"):
@@ -404,7 +327,7 @@ def test_models_that_come_along_are_taken_by_name_and_others_as_they_are(tmp_pat
         folder_of("kvloom-none")
 
 
-def test_keys_that_are_no_text_are_refused_by_their_files_name(tmp_path: Path) -> None:
+def test_a_binary_key_file_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="keys is not UTF-8 text"):

@@ -1,4 +1,4 @@
-"""`kvloom serve --record`: a server's own traffic, written down without text, gives the server's own hit rate when replayed."""
+"""`kvloom serve --record`: a replay of the recording gives the server's hit rate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def recording(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield found, path
 
 
-def test_replayed_traffic_hits_as_often_as_the_server_did(recording: tuple[Running, Path]) -> None:
+def test_a_replayed_recording_hits_like_the_server(recording: tuple[Running, Path]) -> None:
     """Three conversations take turns, and begin again now and then."""
     server, path = recording
     client, numbers = server.client(), random.Random(3)
@@ -60,7 +60,7 @@ def test_replayed_traffic_hits_as_often_as_the_server_did(recording: tuple[Runni
     assert row["hit_rate"] == pytest.approx(sum(counted) / asked)
 
 
-def test_a_recording_has_names_lengths_and_times_and_nothing_else(recording: tuple[Running, Path]) -> None:
+def test_a_recording_contains_hashes_lengths_and_times_only(recording: tuple[Running, Path]) -> None:
     server, path = recording
     before = len(path.read_text().splitlines())
     word = "unmistakable words"

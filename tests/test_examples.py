@@ -1,0 +1,59 @@
+"""The scripts of examples/ run as a user would start them."""
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EXPECTED = {
+    "offline.py": "31 of 38 prompt tokens cached",
+    "tiers_and_restart.py": "after a restart: 576 of 583 prompt tokens cached",
+    "multi_tenant.py": "blue, the same text:  0 of 482 prompt tokens cached",
+    "toy_engine.py": "12 requests; cached prompt tokens:",
+    "custom_policy.py": "shallow first:",
+}
+
+
+def run(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=300, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_example_runs(name: str) -> None:
+    assert EXPECTED[name] in run(name)
+
+
+def test_the_client_example_asks_a_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "kvloom.cli", "serve", "--port", str(port), "--pool", "64MiB"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(1200):
+            with suppress(urllib.error.URLError):
+                urllib.request.urlopen(f"{url}/health", timeout=5).close()
+                break
+            assert server.poll() is None, "the server ended before it was ready"
+            time.sleep(0.1)
+        shown = run("server_client.py", url)
+    finally:
+        server.terminate()
+        server.wait(60)
+    assert "[0 of " in shown
+    assert shown.count("prompt tokens cached]") == 2
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*EXPECTED, "server_client.py"}
