@@ -148,7 +148,7 @@ def test_bad_input_is_named_and_exits_with_two(arguments: list[str], words: str)
         (["serve", "--dtype", "int3"], "--dtype: unknown dtype 'int3'; use bfloat16"),
         (["serve", "--memory-fraction", "1.5"], "1.5 is out of range; it must be above 0, and 1 at most"),
         (["serve", "--read-seconds", "inf"], "--read-seconds: inf is out of range"),
-        (["serve", "--tier", "attic:1GiB"], "tier 'attic:1GiB' is of no known kind"),
+        (["serve", "--tier", "attic:1GiB"], "tier 'attic:1GiB' has no known scheme"),
         (["serve", "nothing-like-it"], "there is no model 'nothing-like-it' here"),
         (["generate", "nothing-like-it", "hello"], "there is no model 'nothing-like-it' here"),
         (["generate", "kvloom-llama", "hello", "--tier", "host:1GiB", "--tier", "host:1GiB"], "2 host tiers"),

@@ -385,7 +385,7 @@ def test_help_names_workloads_and_shapes(capsys: pytest.CaptureFixture[str]) -> 
         (["--only", "W7", "--scale", "1"], "W7 needs 131,072 tokens, but the limit of tiny is 32,768"),
         (["--capacity", "16", "--kv-dtype", "int3"], "'int3' is not known"),
         (["--kv-dtype", "int3"], "'int3' is not known"),
-        (["--tier", "attic:1GiB"], "tier 'attic:1GiB' is of no known kind"),
+        (["--tier", "attic:1GiB"], "tier 'attic:1GiB' has no known scheme"),
         (["--vllm-python", "/no/python"], "no interpreter '/no/python'"),
     ],
 )

@@ -1,6 +1,6 @@
 """Real servers for the tests of remote tiers: started on loopback, on a free port, ended by their id.
 
-Where a server is not installed the test is skipped, and the reason says what to install.
+Tests of a server that is not installed are skipped; the reason states what to install.
 """
 
 from __future__ import annotations

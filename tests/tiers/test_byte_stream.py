@@ -16,7 +16,7 @@ from kvloom.tiers.remote import ByteStream
 from .test_checksums import plain
 
 RUN = 10_000
-SIZE = 130 * RUN  # more than goes at once, either way
+SIZE = 130 * RUN  # more than one call transfers, in both directions
 
 
 @pytest.fixture(params=["native", "plain"])

@@ -69,12 +69,12 @@ def test_flipped_bits_of_a_body_are_detected(compression: Compression) -> None:
     for at in np.random.default_rng(0).integers(0, len(body), 150).tolist():
         bad = bytearray(body)
         bad[at] ^= 1 << at % 8
-        # A bit of a compressed run that changes nothing of the page is no damage.
+        # A bit of a compressed run that does not change the page is harmless.
         outcome = unseal(head, memoryview(bad), 0, out, codec)
         assert outcome == Outcome.CORRUPT or bytes(out) == page(1).tobytes()
         assert compression != "none" or outcome == Outcome.CORRUPT
     assert unseal(head, memoryview(body)[:-1], 0, out, codec) == Outcome.SHORT
-    assert unseal(head, memoryview(body), 0, out, codec) == Outcome.OK, "the codec survives what it saw"
+    assert unseal(head, memoryview(body), 0, out, codec) == Outcome.OK, "the codec stays usable"
 
 
 def test_runs_in_another_order_are_detected() -> None:

@@ -69,7 +69,7 @@ def test_a_segment_that_is_not_a_regular_file_is_neither_read_nor_removed(
     tier = opened(folder)
     assert any("000000000777.seg" in note for note in tier.stats().notes)
     assert get(tier, range(4)).ok.all()
-    for start in range(10, 300, 50):  # more than fits: segments leave
+    for start in range(10, 300, 50):  # more than fits: segments are evicted
         assert put(tier, range(start, start + 50)).wait(20)
     tier.close()
     assert os.path.lexists(planted)
@@ -83,7 +83,7 @@ def test_a_foreign_file_named_lock_is_not_truncated(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="'lock' is not the lock of a disk tier"):
         opened(folder)
     assert (folder / "lock").read_bytes() == PRECIOUS
-    (folder / "lock").write_text("4194304\n")  # as a process that was killed leaves it
+    (folder / "lock").write_text("4194304\n")  # as a killed process leaves it
     opened(folder).close()
 
 
@@ -128,7 +128,7 @@ def test_a_directory_link_of_another_user_is_refused(tmp_path: Path, monkeypatch
     folder, link = tmp_path / "kv", tmp_path / "link"
     folder.mkdir(mode=0o700)
     link.symlink_to(folder)
-    opened(link).close()  # our own link: a usual way to name a disk
+    opened(link).close()  # a link of this user: a usual path of a disk
     if os.geteuid() == 0:
         os.chown(link, 54321, 54321, follow_symlinks=False)
     else:

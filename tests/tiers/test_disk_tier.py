@@ -153,7 +153,7 @@ def test_a_page_written_again_after_two_drops_survives_restarts(tmp_path: Path) 
     put(tier, [*range(1, 12), 0])
     tier.drop(objects([0]))
     put(tier, [*range(20, 34), 0])  # its second copy is far behind in the next segment …
-    tier.drop(objects([0, *range(20, 34)]))  # … which is empty then, and leaves
+    tier.drop(objects([0, *range(20, 34)]))  # … which is then empty and evicted
     tier.close()
     opened(tmp_path).close()
     tier = opened(tmp_path)
@@ -249,7 +249,7 @@ def test_an_unfinished_page_is_written_again(tmp_path: Path) -> None:
     assert put(tier, [1]).failed
     tier.close()
     tier = opened(tmp_path)
-    assert tier.lookup(objects([0, 1])).all()  # for all that its head says
+    assert tier.lookup(objects([0, 1])).all()  # according to its head
     assert put(tier, [0, 1]).ok.all()
     assert get(tier, [0, 1]).ok.all()
     tier.close()
@@ -329,7 +329,7 @@ def test_an_unreadable_segment_is_served_once_it_is_readable(tmp_path: Path) -> 
 def test_a_failed_opening_closes_all_files(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     put(tier, range(60))
-    tier.drop(objects(range(15)))  # a segment that is to leave
+    tier.drop(objects(range(15)))  # a segment to be evicted
     tier.close()
 
     class Failing(Files):
@@ -390,7 +390,7 @@ def test_a_bad_sector_does_not_prevent_opening(tmp_path: Path) -> None:
     assert put(tier, range(100, 110)).ok.all()
     tier.close()
     tier = opened(tmp_path)
-    assert get(tier, range(45)).ok.all(), "nothing was cut off"
+    assert get(tier, range(45)).ok.all(), "no file was truncated"
     tier.close()
 
 
@@ -497,7 +497,7 @@ def test_a_page_being_read_survives_eviction_of_its_segment(tmp_path: Path) -> N
     tier.close()
 
 
-# --- disks that go wrong
+# --- faulty disks
 
 
 def test_a_full_disk_is_reported_and_stored_pages_stay_readable(tmp_path: Path) -> None:
@@ -508,7 +508,7 @@ def test_a_full_disk_is_reported_and_stored_pages_stay_readable(tmp_path: Path) 
     transfer = put(tier, range(20, 40))
     assert (transfer.results == Outcome.FULL).all()
     assert "disk is full" in transfer.reason
-    assert get(tier, range(12)).ok.sum() in (0, 12), "it may have given its own pages up for the room"
+    assert get(tier, range(12)).ok.sum() in (0, 12), "it may have evicted its own pages for space"
     faults.full = False
     assert put(tier, range(20, 40)).ok.all()
     assert get(tier, range(20, 40)).ok.all()
@@ -613,7 +613,7 @@ def test_a_write_not_started_before_close_is_never_written(tmp_path: Path) -> No
     faults.release()
     assert all(write.wait_released(5) for write in writes)
     assert tier._writer.close(5)
-    shutil.copytree(tmp_path / "kv", tmp_path / "copy")  # the lock stays with who hung
+    shutil.copytree(tmp_path / "kv", tmp_path / "copy")  # the hung process keeps the lock
     again = opened(tmp_path / "copy")
     assert get(again, [0]).ok.all()
     assert not again.lookup(objects(quiet)).any()
@@ -689,7 +689,7 @@ def test_a_directory_without_permission_is_reported(tmp_path: Path) -> None:
 def test_a_read_only_disk_is_reported_at_opening(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="Read-only file system"):
         broken(tmp_path, Faults(failing=True, error=errno.EROFS))
-    opened(tmp_path).close()  # and the lock was let go
+    opened(tmp_path).close()  # and the lock was released
 
 
 @pytest.mark.parametrize(
@@ -736,10 +736,10 @@ def test_a_page_of_several_reads_is_bad_if_one_read_is(tmp_path: Path, pages: in
         transfer = get(tier, range(pages), form)
         assert transfer.results.tolist() == [Outcome.CORRUPT] + [Outcome.OK] * (pages - 1)
         (segment,) = tier._store._segments.values()
-        deadline = time.monotonic() + 10  # the threads let go after they have told
+        deadline = time.monotonic() + 10  # the threads release segments after settling
         while (tier._reader.pending or segment.readers) and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert (tier._reader.pending, segment.readers) == (0, 0)  # nothing keeps its file open
+        assert (tier._reader.pending, segment.readers) == (0, 0)  # its file is closed
     finally:
         tier.close()
 

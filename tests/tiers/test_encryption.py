@@ -95,12 +95,14 @@ def test_damage_is_distinguished_from_a_wrong_key_and_pages_are_bound_to_their_k
     bad[100] ^= 1
     assert opened(head, bytes(bad)) == Outcome.CORRUPT
     assert opened(head, body[:-1]) == Outcome.SHORT
-    assert opened(head._replace(key=objects([2]).keys[0]), body) == Outcome.LOCKED, "under another name"
+    assert opened(head._replace(key=objects([2]).keys[0]), body) == Outcome.LOCKED, "under another object key"
     assert opened(head._replace(key=objects([1], OTHER).keys[0]), body) == Outcome.LOCKED, "another layout"
     step = RUN + 16
     swapped = body[step : 2 * step] + body[:step] + body[2 * step :]
     checks = head.checksums[8:16] + head.checksums[:8] + head.checksums[16:]
-    assert opened(head._replace(checksums=checks), swapped) == Outcome.LOCKED, "runs have their places"
+    assert opened(head._replace(checksums=checks), swapped) == Outcome.LOCKED, (
+        "runs are bound to their position"
+    )
 
 
 def test_any_flipped_bit_of_an_encrypted_head_is_detected() -> None:

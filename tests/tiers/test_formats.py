@@ -31,7 +31,9 @@ def test_a_round_trip_is_exact_at_every_size(kind: Format, order: Order) -> None
         other = PageShape(layers, tokens, heads, dims, element, "NHD" if order == "HND" else "HND")
         turned = np.zeros_like(page)
         from_format(block, other, kind, turned)
-        assert np.array_equal(to_format(turned, other, kind), block), "their bytes know nothing of our order"
+        assert np.array_equal(to_format(turned, other, kind), block), (
+            "the bytes do not depend on the order of the page"
+        )
 
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])

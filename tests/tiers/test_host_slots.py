@@ -13,7 +13,7 @@ from kvloom.tiers.host.slots import LruOrder, Slots
 
 @pytest.mark.parametrize("seed", range(4))
 def test_slots_are_ordered_by_last_use(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_STALE_LIMIT", 8)  # what was used again is looked through often
+    monkeypatch.setattr(module, "_STALE_LIMIT", 8)  # stale uses are removed often
     rng = np.random.default_rng(seed)
     slots = Slots()
     recent, model = LruOrder(slots), OrderedDict[int, None]()
@@ -29,8 +29,8 @@ def test_slots_are_ordered_by_last_use(seed: int, monkeypatch: pytest.MonkeyPatc
         most = int(rng.integers(1, 50))
         assert recent.oldest(most).tolist() == list(model)[:most]
         assert recent.least_recent() == next(iter(model), None)
-        assert len(recent._batches) <= recent._queued, "nor are there batches of nothing"
-        assert recent._queued <= 2 * 40 + 8 + 12, "what is in vain is forgotten"
+        assert len(recent._batches) <= recent._queued, "no batch is empty"
+        assert recent._queued <= 2 * 40 + 8 + 12, "stale uses are removed"
 
 
 def test_slots_grow_and_are_allocated_once() -> None:
@@ -40,6 +40,6 @@ def test_slots_grow_and_are_allocated_once() -> None:
         assert slots.offset[taken].tolist() == list(range(first, first + 100))
         mine += taken
     assert len(set(mine)) == 5000
-    assert slots.offset[mine].tolist() == list(range(5000)), "growing keeps what is noted"
+    assert slots.offset[mine].tolist() == list(range(5000)), "growing keeps all values"
     slots.free(mine.pop())
     assert slots.allocate([1], 7)[0] not in mine

@@ -105,7 +105,7 @@ def test_many_leased_pages_do_not_prevent_eviction_of_others(monkeypatch: pytest
     tier = plain(64)
     put(tier, range(64))
     lease = tier.acquire(objects(range(40)))
-    put(tier, range(40, 64))  # there already: used after what is held
+    put(tier, range(40, 64))  # stored already: used after the leased ones
     assert put(tier, range(100, 104)).ok.all()
     assert tier.lookup(objects(range(40))).all()
     lease.release(np.ones(40, bool))
@@ -129,7 +129,7 @@ def test_a_batch_evicts_only_pages_without_a_lease() -> None:
     offsets = lease.offsets.copy()
     assert put(tier, range(100, 132)).ok.all()
     assert tier.lookup(objects(range(64))).tolist() == [True, False] * 32
-    assert put(tier, [200]).ok.all(), "what came before may leave"
+    assert put(tier, [200]).ok.all(), "earlier pages are evictable"
     lease.release()
     again = tier.acquire(objects(range(0, 64, 2)))
     assert (again.offsets == offsets).all()
@@ -148,7 +148,7 @@ def test_batches_are_evicted_in_the_order_of_their_last_use(seed: int) -> None:
             for number in set(there):
                 del model[number]
             continue
-        # What is there is used first, so that it does not leave for the others.
+        # Stored objects are touched first, so they are not evicted for the others.
         for number in dict.fromkeys(there):
             model.move_to_end(number)
         if verb == "put":
@@ -174,7 +174,7 @@ def test_an_object_twice_in_a_batch_has_one_page() -> None:
     assert both.offsets[0] == both.offsets[1]
     assert tier.drop(objects([1])) == 1
     both.release()
-    assert tier.stats().bytes == PAGE, "it came back once"
+    assert tier.stats().bytes == PAGE, "it was freed once"
     assert put(tier, range(10, 14)).ok.all()
 
 
@@ -186,7 +186,7 @@ def test_a_page_dropped_during_a_lease_keeps_its_bytes_until_release() -> None:
     put(tier, [2, 3])
     at = int(lease.offsets[0])
     assert np.array_equal(tier.arena[at : at + PAGE], page(0))
-    assert tier.stats().objects == 1, "one page is held, so one of the two could stay"
+    assert tier.stats().objects == 1, "one page is in use, so one of the two could be stored"
     lease.release()
     put(tier, [4])
     assert tier.stats().objects == 2
@@ -250,7 +250,7 @@ def test_an_arena_allocates_every_page_once_and_frees_it() -> None:
     assert arena.allocate(300_000, 1) == arena.allocate(4096, 1) == []
     for offset in pages[3:6]:
         arena.free(300_000, offset)
-    assert arena.allocate(4096, 1000) == list(range(MIB, 2 * MIB, 4096)), "an empty slab is anyone's"
+    assert arena.allocate(4096, 1000) == list(range(MIB, 2 * MIB, 4096)), "an empty slab fits any page size"
     assert arena.allocate(4096, 1) == []
     assert arena.used_bytes() == 9 * 300_000 + 256 * 4096
 

@@ -127,7 +127,7 @@ def test_stored_pages_have_half_the_size_and_need_the_lossy_form(tmp_path: Path,
     assert again.wait(20)
     assert again.ok.all()
     assert tier.read(allowed, into).wait(20)
-    assert np.array_equal(back, before), "what comes again is there already, and is not re-encoded once more"
+    assert np.array_equal(back, before), "a stored page is not re-encoded again"
     other = LossyTier(HostTier(HostConfig(MIB, slab_bytes=65536)), "fp8" if coding == "int8" else "int8")
     assert lossy_form(FORM, "int8") != lossy_form(FORM, "fp8"), "codings never meet"
     other.close()
@@ -168,7 +168,7 @@ def test_a_late_inner_read_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> No
         return transfers[0]
 
     def decode(*args: Any) -> None:
-        transfers[0].settle([1], Outcome.OK)  # it comes, too late to be decoded
+        transfers[0].settle([1], Outcome.OK)  # read, but too late to be decoded
 
     monkeypatch.setattr(inner, "read", read)
     monkeypatch.setattr(lossy, "decode", decode)

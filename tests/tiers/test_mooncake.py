@@ -182,7 +182,7 @@ def test_a_client_with_a_running_call_is_not_ended(tmp_path: Path, monkeypatch: 
             client.close()
         with pytest.raises(StoreError, match="is closed"):
             client.run(lambda: None)
-        assert library.is_exist("nothing") == 0, "whoever is in it can go on"
+        assert library.is_exist("nothing") == 0, "the running call continues"
         gate.set()
         waiting.join(20)
         library.close()
@@ -198,7 +198,7 @@ def test_a_hung_master_costs_a_bounded_wait(tmp_path: Path) -> None:
             transfer = tier.read(objects(range(2)), memory(2))
             assert transfer.wait(8)
             assert (transfer.results == Outcome.FAILED).all()
-            assert transfer.released, "the caller's memory was never lent"
+            assert transfer.released, "the call never used the caller's memory"
             assert "did not answer within 0.5 s" in transfer.reason
             assert time.monotonic() - began < 10
         tier.close()

@@ -73,7 +73,7 @@ def filled_by_peer(server: PeerServer, numbers: range) -> None:
     tier.close()
 
 
-# --- who may connect
+# --- admission
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ def test_another_user_of_this_host_is_refused() -> None:
         assert "secret" in answers[1]
         assert "Permission denied" in answers[2]
         assert "cannot be mapped" in answers[4], "it reads by the socket, and does not map our memory"
-        ours.chmod(0o666)  # as by mistake: the system still names the user
+        ours.chmod(0o666)  # a mistake of the administrator: the kernel still identifies the user
         (answer,) = stranger(f"peer://{ours}")
         assert "does not serve this user: start it with --allow-uid" in answer
 
@@ -261,7 +261,7 @@ def test_a_read_with_another_page_size_is_a_layout_miss(verb: Verb, page: int, r
             assert len(answer.payload) == (2 if verb == Verb.READ else 2 + 16)
             connected = other._channel._stream.socket
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 200_000))
-            with pytest.raises(BlockingIOError):  # not one byte of a page comes
+            with pytest.raises(BlockingIOError):  # no byte of a page is sent
                 connected.recv(1)
         tier = open_peer(server.address, SECRET)
         assert get(tier, range(2)).ok.all()
@@ -284,13 +284,13 @@ def test_a_stored_page_is_neither_overwritten_nor_dropped_by_others() -> None:
         assert put(owner, range(4)).ok.all()
         with client(server) as other:
             answer = other._ask(asked(Verb.RESERVE, range(4)))
-            assert answer.payload[:4] == bytes([Outcome.OK] * 4), "there already: no place to write to"
+            assert answer.payload[:4] == bytes([Outcome.OK] * 4), "stored already: no page to write to"
             assert other.remove(objects(range(4)).keys) == 0
         assert get(owner, range(4)).ok.all()
         at = int(server._tier._slots.offset[server._tier.index.entries[objects([1]).keys[0]]])
         server._tier.arena[at] ^= 1
         with client(server) as other:
-            assert other.remove(objects(range(4)).keys) == 1, "a damaged page may go, whoever reports it"
+            assert other.remove(objects(range(4)).keys) == 1, "any client may drop a damaged page"
         assert owner.lookup(objects(range(4))).tolist() == [True, False, True, True]
         assert owner.drop(objects(range(4))) == 3
         owner.close()
@@ -347,7 +347,7 @@ def test_an_expired_lease_ends_its_connection() -> None:
         assert comes(lambda: server._tier.stats().bytes == 0)
         with pytest.raises((OSError, PeerError)):
             other.exists(objects(range(1)).keys)
-        filled_by_peer(server, range(4))  # a client that releases in time goes on
+        filled_by_peer(server, range(4))  # a client that releases in time continues
         tier = open_peer(server.address, SECRET)
         time.sleep(2.5)
         assert get(tier, range(4)).ok.all(), "idle, without a lease, is no reason to end"
@@ -384,7 +384,7 @@ def test_an_old_client_receives_the_protocol_version() -> None:
     with served() as server, socket.create_connection(server.address, 5) as old:
         hello = old.recv(40, socket.MSG_WAITALL)
         assert struct.unpack("<6sH32s", hello)[:2] == (b"KVPEER", WIRE_VERSION)
-        assert WIRE_VERSION > 3, "a client of version 3 stops here: it names both versions"
+        assert WIRE_VERSION > 3, "a client of version 3 stops here: it reports both versions"
 
 
 # --- how many may connect

@@ -150,7 +150,7 @@ def test_a_disconnected_client_leaves_no_lease_and_no_partial_page(served: PeerH
     while served.host.stats().bytes != 2 * PAGE and time.monotonic() < deadline:
         time.sleep(0.01)
     assert served.host.stats().objects == 2
-    for first in range(100, 356, 32):  # nothing is held: all of it can leave
+    for first in range(100, 356, 32):  # no leases: all pages are evictable
         assert put(served.host, range(first, first + 32)).ok.all()
 
 
@@ -185,9 +185,7 @@ def test_pages_leased_by_a_peer_are_not_evicted(served: PeerHarness) -> None:
 )
 def test_an_invalid_message_ends_only_its_connection(served: PeerHarness, message: Message) -> None:
     client = PeerConnection(served.server.address, SECRET, 2.0)
-    with pytest.raises(
-        (PeerError, ConnectionError)
-    ):  # the latter where bytes of the message were left unread
+    with pytest.raises((PeerError, ConnectionError)):  # the latter if bytes of the message were unread
         client._ask(message)
     client.close()
     assert put(served.tier, range(3)).ok.all()

@@ -141,7 +141,7 @@ def test_all_clients_of_a_server_share_its_capacity(tier: RemoteTier, port: int)
         .split(b"used_memory_dataset:")[1]
         .split(b"\r")[0]
     )
-    assert memory_used < 2 * CAPACITY, "what left the count has left the server"
+    assert memory_used < 2 * CAPACITY, "uncounted values are not on the server"
     other.close()
 
 
@@ -225,7 +225,7 @@ def test_a_hung_server_costs_a_bounded_wait(tmp_path: Path) -> None:
             assert "0.3 s" in transfer.reason or "timed out" in transfer.reason
             for _ in range(50):
                 assert not tier.lookup(objects(range(4))).any()
-            assert time.monotonic() - began < 10, "it is not asked again at every call"
+            assert time.monotonic() - began < 10, "not every call contacts the server"
         deadline = time.monotonic() + 10
         while not get(tier, range(4)).ok.all() and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -188,7 +188,7 @@ def test_a_read_from_an_unreachable_store_fails_immediately(
         assert get(tier, range(4)).ok.all()
         process.terminate()
         process.wait(5)
-        monkeypatch.setattr(s3, "_RECENT_SECONDS", 0.0)  # it was not heard of since
+        monkeypatch.setattr(s3, "_RECENT_SECONDS", 0.0)  # no contact since
         began = time.monotonic()
         assert get(tier, range(4)).failed
         assert time.monotonic() - began < 3

@@ -28,14 +28,16 @@ def test_memory_is_shared_with_holders_of_the_secret_until_terminated(tmp_path: 
             assert process.stdout is not None
             told = json.loads(process.stdout.readline())
             assert told["bytes"] == 16 << 20
-            for numbers in (range(8), range(4, 12)):  # one after the other, as servers come and go
+            for numbers in (range(8), range(4, 12)):  # one after the other, as servers start and end
                 tier = open_tier(f"{told['address']}?secret={secret}")
                 assert put(tier, numbers).ok.all()
                 tier.close()
             tier = open_tier(f"{told['address']}?secret={secret}&by=connection")
             assert get(tier, range(12)).ok.all()
             assert tier.stats().objects == 12
-            process.send_signal(signal.SIGSTOP)  # as when it sleeps: any of its threads may be told then
+            process.send_signal(
+                signal.SIGSTOP
+            )  # as for a sleeping process: any of its threads may receive the signal
             process.send_signal(signal.SIGCONT)
         finally:
             process.terminate()

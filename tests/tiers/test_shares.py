@@ -80,7 +80,7 @@ def test_a_tenant_at_its_limit_evicts_its_own_oldest_pages(make: Maker, tmp_path
     for first in range(0, 600, 20):
         put(tier, of("small", range(first, first + 20)))
         assert tier.used_by("small") <= CAPACITY // 4
-    assert there(tier, of("other", range(100))) == 100, "whoever else is there loses nothing to it"
+    assert there(tier, of("other", range(100))) == 100, "other tenants lose no pages to it"
     assert there(tier, of("small", range(580, 600))) == 20
     assert 64 <= there(tier, of("small", range(600))) <= 128
     assert not there(tier, of("small", range(400)))
@@ -96,7 +96,7 @@ def test_guaranteed_pages_are_not_evicted_for_others(make: Maker, tmp_path: Path
         put(tier, of("other", range(first, first + 50)))
         put(tier, of("nobody", range(first, first + 20)))
     assert there(tier, of("sure", range(160))) == 160
-    put(tier, of("sure", range(1000, 1600)))  # beyond its own part it takes what others have beyond theirs
+    put(tier, of("sure", range(1000, 1600)))  # above its guarantee it evicts pages of others above theirs
     assert there(tier, of("sure", range(1000, 1600))) > 160
     assert tier.used_by("other") >= CAPACITY // 4 - 2 * (512 << 10)
     assert tier.stats().bytes <= CAPACITY
@@ -150,7 +150,7 @@ def test_shares_apply_after_a_restart_and_lowered_ones_immediately(tmp_path: Pat
     assert there(tier, of("b", range(50))) == 50
     assert 0 < there(tier, of("a", range(160))) < 160
     tier.close()
-    tier = disk(tmp_path, {})  # nobody has a share any more: what is there is everybody's
+    tier = disk(tmp_path, {})  # without shares all segments are shared
     assert there(tier, of("a", range(160)))
     assert there(tier, of("b", range(50))) == 50
     put(tier, of("c", range(2000)))
@@ -260,5 +260,5 @@ def test_space_freed_for_a_tenant_is_used_by_that_tenant() -> None:
     small, large = (Form("bf16", "LKTHD", size, size) for size in (1536, 4096))
     assert put(tier, of("large", range(1), large)) == [Outcome.OK]
     assert put(tier, of("other", range(1), small)) == [Outcome.OK]
-    # One place is free beside the other's; for the second the large page leaves.
+    # One page is free beside the other's; for the second the large page is evicted.
     assert put(tier, of("small", range(2), small)) == [Outcome.OK, Outcome.OK]

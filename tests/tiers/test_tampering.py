@@ -111,7 +111,7 @@ def test_a_plain_page_in_redis_is_refused_counted_and_replaced(
         assert (transfer.results == Outcome.UNTRUSTED).all()
         assert "plain page in a tier with keys" in transfer.reason
         assert tier.stats().reads == {"untrusted": 6}
-        assert not tier.lookup(objects(PAGES)).any(), "a good copy has a place again"
+        assert not tier.lookup(objects(PAGES)).any(), "a good copy can be stored again"
         assert put(tier, PAGES).ok.all()
         assert get(tier, PAGES).ok.all()
 
@@ -163,7 +163,7 @@ def test_plain_pages_written_without_keys_are_misses_and_remain(tmp_path: Path) 
     tier.close()
 
 
-# --- valid pages in another place
+# --- valid pages under another key
 
 
 @pytest.mark.server
@@ -178,7 +178,7 @@ def test_a_valid_page_under_another_key_or_tenant_does_not_open(
         assert put(tier, range(2)).ok.all()
         assert tier.write(theirs, filled([7])).wait(20)
         here = [*tier._with_stored_keys(objects(range(2))).keys, *tier._with_stored_keys(theirs).keys]
-        assert len(set(here)) == 3, "tenants' names differ"
+        assert len(set(here)) == 3, "stored keys of tenants differ"
         values = [client.call("GET", PREFIX + key) for key in here]
         for source, target in ((1, 0), (2, 1)):
             parsed = parse_head(memoryview(values[source]))
@@ -186,7 +186,7 @@ def test_a_valid_page_under_another_key_or_tenant_does_not_open(
             head = parsed[0]._replace(key=here[target])
             client.call("SET", PREFIX + here[target], head.pack() + values[source][parsed[1] :])
         assert (get(tier, range(2)).results == Outcome.LOCKED).all()
-        assert not tier.lookup(objects(range(2))).any(), "a good copy has a place again"
+        assert not tier.lookup(objects(range(2))).any(), "a good copy can be stored again"
 
 
 @pytest.mark.parametrize("protect", PROTECTS)
@@ -238,7 +238,7 @@ def test_every_field_of_a_sealed_page_is_bound(protect: Protect) -> None:
     assert outcome(head, b"".join([*map(bytes, pieces[1:]), bytes(pieces[0])])) != Outcome.OK
 
 
-# --- names
+# --- stored keys
 
 
 @pytest.mark.server

@@ -133,7 +133,7 @@ def test_a_slow_tier_is_used_again_and_a_hung_tier_opens_the_breaker(setting: Se
     try:
         slow = manager.fetch(
             [objects(0, 20)], dict.fromkeys(objects(0, 20).keys, 0), time.monotonic() + 0.5
-        )  # two of its five pieces come
+        )  # two of its five batches load
         assert until(lambda: slow.loaded == 8)
         assert over(slow)
         assert until(lambda: bool(manager.fault_log.counts))
@@ -143,7 +143,7 @@ def test_a_slow_tier_is_used_again_and_a_hung_tier_opens_the_breaker(setting: Se
         assert until(lambda: not queue._cancelled)
         hung = manager.fetch(
             [objects(20, 20)], dict.fromkeys(objects(20, 20).keys, 0), time.monotonic() + 0.5
-        )  # none of its
+        )  # none of them
         assert over(hung)
         assert until(lambda: not queue.breaker.is_closed)
         assert hung.loaded == 0
@@ -184,7 +184,7 @@ def test_a_store_that_ends_during_close_ends_the_wait(tmp_path: Path) -> None:
     class SlowToBegin(FaultyTier):
         def write(self, objects: Objects, source: Ranges) -> Transfer:
             begun.set()
-            time.sleep(0.1)  # who closes begins to wait before the lane's thread does
+            time.sleep(0.1)  # `close` waits before the queue's thread does
             return super().write(objects, source)
 
     begun = threading.Event()
@@ -222,7 +222,7 @@ def test_the_earliest_deadline_runs_first_and_loads_before_stores(setting: Setti
     filled(manager.host, 100, 8)
     below = dict.fromkeys(objects(0, 40).keys, 0)
     now = time.monotonic()
-    fetches = [manager.fetch([objects(0, 4)], below, now + 5)]  # holds the whole budget
+    fetches = [manager.fetch([objects(0, 4)], below, now + 5)]  # uses the whole budget
     until(lambda: bool(order))
     manager.write_to_tiers(objects(100, 8), False)
     fetches += [
@@ -244,11 +244,11 @@ def test_a_hung_tier_costs_a_bounded_wait_and_its_pages_are_not_reused(setting: 
     assert over(fetch)
     assert time.monotonic() - began < 5
     assert fetch.loaded == 0
-    lease = manager.host.reserve(objects(50, 16))  # all there is, but for what the tier still has
+    lease = manager.host.reserve(objects(50, 16))  # all of it, except pages the tier still uses
     assert (lease.offsets >= 0).sum() == 12
     lease.release(False)
     late = (manager.tiers[0].tier.name, "read", "late")
-    assert until(lambda: manager.fault_log.counts[late] == 4)  # let go sooner, it would come after all
+    assert until(lambda: manager.fault_log.counts[late] == 4)  # released sooner, it would load after all
     faults.release()
     assert until(lambda: manager.host.stats().bytes == 0)
     lease = manager.host.reserve(objects(50, 16))
@@ -275,7 +275,7 @@ def test_a_stuck_tier_is_skipped_and_recovers(setting: Setting) -> None:
         assert not lookup.found[0].any()
         assert time.monotonic() - began < 5
     assert manager.fault_log.counts[disk.name, "lookup", "late"] >= 2
-    assert manager.lookup([objects(0, 4)]).done  # it is not even asked
+    assert manager.lookup([objects(0, 4)]).done  # the tier is not called
     gate.set()
     disk.lookup = original  # type: ignore[method-assign]
 
@@ -368,7 +368,7 @@ def test_a_circuit_breaker_probes_once_with_growing_pauses() -> None:
     breaker.record_inconclusive()
     assert breaker.allow_request(3.4)
     assert not breaker.allow_request(13.0)
-    assert not breaker.allow_request(13.5)  # a try that nobody heard of again has failed
+    assert not breaker.allow_request(13.5)  # a probe without a result has failed
     assert breaker.allow_request(17.0)
     breaker.record_success()
     assert breaker.is_closed
@@ -408,7 +408,7 @@ def test_a_tier_with_hung_stats_does_not_block_the_caller(
     assert until(lambda: queue.stats().objects == 12)
 
     def fails() -> TierStats:
-        raise OSError("the disk is gone")
+        raise OSError("the disk is lost")
 
     monkeypatch.setattr(queue.tier, "stats", fails)
     queue.stats()
