@@ -191,7 +191,9 @@ def test_embedding_pages_are_evicted_like_others() -> None:
     first = engine.add(prompt, GREEDY, images=[image])
     while first.output_count < 2:
         engine.step()
-    assert [run.users for run in runs.runs()] == [0]  # its tokens are computed: no sequence uses them any more
+    assert [run.users for run in runs.runs()] == [
+        0
+    ]  # its tokens are computed: no sequence uses them any more
     engine.run()
     assert (first.tokens, len(ran)) == (wanted, 1)
     for seed in range(4):
