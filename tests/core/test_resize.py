@@ -115,7 +115,7 @@ def test_free_slabs_counted_before_shrinking_are_not_used_after() -> None:
 
 @pytest.mark.parametrize(
     ("slabs", "message"),
-    [([3], "slab 3 is not absent"), ([8, 12], "slab 12"), ([0], "slab 0"), ([9, -1], "slab -1")],
+    [([3], "slab 3 is not unbacked"), ([8, 12], "slab 12"), ([0], "slab 0"), ([9, -1], "slab -1")],
 )
 def test_only_unbacked_slabs_can_be_added(slabs: list[int], message: str) -> None:
     pool = PagePool([1], 6, reserved=10)
@@ -143,7 +143,7 @@ def test_the_check_sees_a_page_in_an_absent_slab() -> None:
     pool = PagePool([1], 4, reserved=6)
     pool.allocate(0, 1)
     pool.classes[0].in_use[[1, 5]] = 0, 1
-    with pytest.raises(AssertionError, match="lent, free and absent"):
+    with pytest.raises(AssertionError, match="used, free and unbacked"):
         pool.check()
 
 

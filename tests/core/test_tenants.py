@@ -159,7 +159,7 @@ def test_a_ttl_or_a_priority_does_not_outrank_another_tenant() -> None:
     for seed in range(30):
         cached(world, prompt_of(64, seed), keep)
         world.clock.advance(1)
-    assert world.cache.accounts["free"].used == 40 * 2048
+    assert world.cache.state.accounts["free"].used == 40 * 2048
     for turn in range(3):
         for seed in range(4):
             resumed = cached(world, prompt_of(64, seed + 100), GOLD)
@@ -194,7 +194,7 @@ def test_a_default_share_protects_half_and_the_other_half_is_anyones() -> None:
         world.clock.advance(1)
     first, second = (start(world, prompt_of(4, seed), FREE) for seed in (98, 99))
     assert first.sequence.extend(30 * 16) == 0
-    assert world.cache.accounts["gold"].used == 10 * 2048
+    assert world.cache.state.accounts["gold"].used == 10 * 2048
     assert second.sequence.extend(2 * 16) > 0, "two sequences of one tenant respect the share of another"
     world.check()
 
@@ -203,7 +203,7 @@ def test_the_only_sequence_of_a_tenant_may_take_cached_pages_of_default_shares()
     world = with_default_shares(41, "gold", "free")
     cached(world, prompt_of(160, 1), GOLD)
     item = press(world, 35 * 16, FREE)
-    assert world.cache.accounts["gold"].used == 5 * 2048
+    assert world.cache.state.accounts["gold"].used == 5 * 2048
     world.check()
     finish(world, item)
     firm = make_world("full", 41, tenants=[Tenant("gold", weight=1.0), Tenant("free", weight=1.0)])

@@ -65,7 +65,7 @@ def test_host_server_needs_a_secret_beyond_loopback_and_a_free_address(
 
     with pytest.raises(ValueError, match="give a secret"):
         opened("host:8MiB?share=0.0.0.0:0")
-    with pytest.raises(ValueError, match="no PORT and no HOST:PORT"):
+    with pytest.raises(ValueError, match="neither PORT nor HOST:PORT"):
         opened("host:8MiB?share=here")
     with pytest.raises(ValueError, match="secret cannot be read"):
         opened("host:8MiB?share=0&secret=/nowhere")

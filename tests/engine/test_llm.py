@@ -272,7 +272,7 @@ def test_command_accepts_texts_and_ids(folder: Path, capsys: pytest.CaptureFixtu
     assert shown[0]["outputs"][0]["token_ids"] == wanted[1][2:]
     for wrong, said in (
         ([str(folder)], "give a PROMPT"),
-        ([str(folder), "--tokens", "9 x"], "whole numbers"),
+        ([str(folder), "--tokens", "9 x"], "integers"),
         ([str(folder), "w5", "--temperature", "-1"], "--temperature: -1 is out of range"),
         ([str(folder), "w5", "--pool", "1KiB"], "is too small"),
         ([str(folder / "nothing"), "w5"], "nothing"),

@@ -72,7 +72,7 @@ def test_missing_gpu_is_refused_before_loading(
             raise count
         return Driver()
 
-    monkeypatch.setattr(checking, "cuda_driver", driver)
+    monkeypatch.setattr(checking, "load_cuda_driver", driver)
     with nullcontext() if said is None else pytest.raises(ValueError, match=said):
         check_engine(LLAMA, device=device)
 

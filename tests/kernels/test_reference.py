@@ -415,7 +415,7 @@ class Bytes:
         """The next query attends to exactly its own tokens in every layer."""
         q = torch.ones(1, HEADS, DIM)
         for name, view in self.views.items():
-            span = LAYERS[name].span
+            span = LAYERS[name].visibility
             out, _ = attend(
                 q,
                 view.fields["k"],

@@ -268,7 +268,7 @@ def test_requests_that_could_never_hold_their_images_are_refused() -> None:
     layout = engine.layout
     room = 2 * layout.slab_bytes + layout.slab_bytes_for(30 + NEW, [4 * 17])
     small = engine_of(room)
-    assert ask(small, [IMAGE, *words(1, 20)], [picture(3)]).finish == "length"
+    assert ask(small, [IMAGE, *words(1, 20)], [picture(3)]).finish_reason == "length"
     with pytest.raises(ValueError, match="bytes of cache, but the pool has"):
         small.add([IMAGE, IMAGE, IMAGE, *words(1, 20)], GREEDY, images=[picture(3), picture(7), picture(11)])
     ask(small, [IMAGE, IMAGE, IMAGE, *words(1, 20)], [picture(3)] * 3)  # the same content is held once

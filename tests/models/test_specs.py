@@ -83,7 +83,7 @@ def tokens_held(spec: LayerSpec) -> int:
     span = (
         Visibility("sliding", spec.visibility.size) if spec.visibility.kind == "chunked" else spec.visibility
     )
-    return span.kept(LENGTH + 1) - 1
+    return span.visible_tokens(LENGTH + 1) - 1
 
 
 def expected(spec: LayerSpec) -> list[tuple[Any, ...]]:

@@ -191,13 +191,15 @@ def test_embedding_pages_are_evicted_like_others() -> None:
     first = engine.add(prompt, GREEDY, images=[image])
     while first.output_count < 2:
         engine.step()
-    assert [run.users for run in runs.values()] == [0]  # its tokens are computed: nobody holds them any more
+    assert [run.users for run in runs.runs()] == [
+        0
+    ]  # its tokens are computed: no sequence uses them any more
     engine.run()
     assert (first.tokens, len(ran)) == (wanted, 1)
     for seed in range(4):
         engine.add(words(20 + seed, 60), GREEDY)
         engine.run()
-    assert not runs  # text needed their pages
+    assert not len(runs)  # text needed their pages
     again = engine.add(prompt, GREEDY, images=[image])
     engine.run()
     assert (again.tokens, len(ran)) == (wanted, 2)

@@ -62,7 +62,7 @@ def test_tokens_are_hugging_faces_within_rounding(family: str) -> None:
     engine = make_engine(model, 1 << 26, token_budget=70, max_running=4)
     engine.buffer.view(torch.bfloat16).fill_(torch.nan)
     engine.prepare()
-    assert (engine.runner.strips is None) == engine.runner.pages.has_states
+    assert (engine.runner.piecewise is None) == engine.runner.pages.has_states
     requests = [engine.add(prompt, SamplingParams(max_tokens=12, temperature=0)) for prompt in prompts]
     engine.run()
     _within_rounding(own, requests)

@@ -276,7 +276,7 @@ def test_disabled_records_and_a_lost_server_are_reported(browser: Browser, serve
     one = Seen(browser)
     one.page.route("**/kvloom/requests*", lambda route: route.fulfill(status=404, body="{}"))
     one.page.goto(f"{server.url}/dashboard")
-    one.page.wait_for_selector("#requests >> text=keeps no records")
+    one.page.wait_for_selector("#requests >> text=records are disabled")
     one.page.route("**/kvloom/state", lambda route: route.abort())
     one.page.wait_for_selector("#status[data-state=lost]")
     one.page.unroute("**/kvloom/state")
@@ -316,7 +316,7 @@ def test_tiers_show_usage_and_transfers(browser: Browser, server: Running) -> No
     text = one.page.inner_text("#tiers-body")
     assert "32.0 MiB of 64.0 MiB" in text
     assert "1 corrupt" in text
-    assert "left alone after faults" in text
+    assert "disabled after faults" in text
     assert "No tiers" not in text
     assert one.page.locator("#tiers-body .flow .on").count() == 2
     one.context.close()
@@ -389,7 +389,7 @@ def test_with_keys_the_page_requires_an_admin_key(browser: Browser, folder: Path
         assert page.evaluate(AUDIT) == []
         page.keyboard.type("key-of-red-1")
         page.keyboard.press("Enter")
-        page.wait_for_selector("#signin-why >> text=no admin's")
+        page.wait_for_selector("#signin-why >> text=admin key required")
         page.keyboard.type("key-of-admin-1")
         page.keyboard.press("Enter")
         page.wait_for_selector("#tenants >> text=red")

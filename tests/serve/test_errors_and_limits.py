@@ -391,8 +391,8 @@ def test_bench_serve_runs_from_the_command_line(server: Running, capsys: pytest.
     ("wrong", "said"),
     [
         (["--url", "https://127.0.0.1:8000"], "must be like http://"),
-        (["--url", "http://127.0.0.1:9"], "does not answer"),
-        (["--url", "http://127.0.0.1:9", "--serve", "kvloom-llama"], "give one"),
+        (["--url", "http://127.0.0.1:9"], "no OpenAI-compatible server"),
+        (["--url", "http://127.0.0.1:9", "--serve", "kvloom-llama"], "use one"),
         (["--seconds", "0"], "above 0"),
         (["--seconds", "inf"], "inf is out of range"),
         (["--prompt-tokens", "4", "--shared-tokens", "5"], "cannot be shared"),

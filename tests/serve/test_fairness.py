@@ -82,9 +82,9 @@ def test_a_tenant_that_keeps_pages_for_long_leaves_those_of_another_cached(
     ("asked", "param", "said"),
     [
         ({"ttl": 1e9}, "ttl", "86400 seconds"),
-        ({"n": 9}, "n", "may have 8"),
-        ({"best_of": 9}, "n", "may have 8"),
-        ({"prompt": ["a"] * 9}, "n", "may have 8"),
+        ({"n": 9}, "n", "limit of 8"),
+        ({"best_of": 9}, "n", "limit of 8"),
+        ({"prompt": ["a"] * 9}, "n", "limit of 8"),
         ({"priority": 10**9 + 1}, "priority", "1000000000"),
     ],
 )

@@ -29,7 +29,11 @@ def test_a_request_has_a_span_per_phase(observed: Observed) -> None:
     assert found["kvloom.tenant"] == "red"
     assert [part.name for part in parts] == ["queue", "match", "prefill", "decode"]
     assert {part.trace_id for part in parts} == {whole.trace_id}
-    assert attributes(parts[1])["kvloom.stop_reason"] == "never_seen"
+    assert (
+        attributes(parts[1])["kvloom.miss_reason"]
+        == attributes(parts[1])["kvloom.stop_reason"]
+        == "never_seen"
+    )
     assert attributes(parts[2])["kvloom.tokens"] == 2
     ends = [part.end_time_unix_nano for part in parts]
     starts = [part.start_time_unix_nano for part in parts]
@@ -72,5 +76,5 @@ def test_a_receiver_address_gets_the_default_path(given: str, used: str) -> None
 
 @pytest.mark.parametrize("wrong", ["127.0.0.1:4318", "grpc://x:4317", "http://"])
 def test_an_invalid_receiver_address_is_refused(wrong: str) -> None:
-    with pytest.raises(ValueError, match="is no address of an OTLP/HTTP receiver"):
+    with pytest.raises(ValueError, match="is not the URL of an OTLP/HTTP receiver"):
         traces_url(wrong)

@@ -168,7 +168,7 @@ def test_a_pool_that_is_too_small_ends_the_server(folder: Path) -> None:
 
 
 def _engines(found: Running) -> list[int]:
-    again = [int(line.split("as process ")[1].split(",")[0]) for line in found.said if "as process" in line]
+    again = [int(line.split("as process ")[1].split()[0]) for line in found.said if "as process" in line]
     return [found.engine, *again]
 
 

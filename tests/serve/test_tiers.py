@@ -20,9 +20,9 @@ def test_a_restarted_server_hits_pages_on_disk(folder: Path, tmp_path: Path) -> 
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     with running(folder, *tiers, "--tier", "peer://me:secret@127.0.0.1:1") as server:
         assert "tier host: 8 MiB" in server.said
-        told = next(line for line in server.said if line.startswith(f"tier disk:{tmp_path}: 256 MiB, with "))
-        assert told.endswith("pages already")
-        left = [line for line in server.said if line.startswith("left out: tier peer://…@127.0.0.1:1: ")]
+        told = next(line for line in server.said if line.startswith(f"tier disk:{tmp_path}: 256 MiB, "))
+        assert told.endswith("pages stored")
+        left = [line for line in server.said if line.startswith("unavailable tier peer://…@127.0.0.1:1: ")]
         assert "Connection refused" in left[0]
         assert not any("secret" in line for line in server.said)
         again = server.complete(**ASKED)

@@ -61,6 +61,6 @@ class EngineConfig:
     tenants: Sequence[Tenant] = ()
     """Tenants with a quota or a weight of their own."""
     tiers: Sequence[str | OpenTier] = ()
-    """Tiers below the pool, nearest first: `host:64GiB`, `disk:/path:1TiB`."""
+    """Tiers, nearest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """How pages are loaded from the tiers."""

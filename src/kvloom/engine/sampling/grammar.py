@@ -50,7 +50,7 @@ PROCESS_BYTES = 4 << 20
 MOST_GRAMMARS = 512
 """Processes at once. Those without a request end first, the least recently used one first."""
 UNUSED_SECONDS = 1.0
-"""How long a grammar without a request is spared: whoever asked for it may be about to start."""
+"""How long a grammar without a request stays: its request may be about to start."""
 TOTAL_MEMORY = 8
 """All grammars together may take so many times the memory of one."""
 QUEUE_SECONDS = 30.0

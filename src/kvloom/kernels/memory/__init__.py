@@ -1,12 +1,20 @@
 """The pool's memory: views of layers over it, elastic backing, and the CUDA driver's calls for both.
 
 `views` allocates a pool and shows its bytes as pages of every layer, `elastic` maps and unmaps slabs while serving,
-`cuda_driver` binds the driver calls that torch does not offer.
+`cuda_driver` binds the driver calls that torch does not offer. Names that need torch are imported on first use, so that a
+check of the driver loads no torch.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .cuda_driver import Addresses, CudaDriver, CudaError, load_cuda_driver
-from .elastic import ElasticBuffer, elastic_buffer, granularity
-from .views import LayerView, Order, allocate, layer_views
+
+if TYPE_CHECKING:
+    from .elastic import ElasticBuffer, elastic_buffer, granularity
+    from .views import LayerView, Order, allocate, layer_views
 
 __all__ = [
     "Addresses",
@@ -21,3 +29,15 @@ __all__ = [
     "layer_views",
     "load_cuda_driver",
 ]
+
+_FILES = {
+    "elastic": ("ElasticBuffer", "elastic_buffer", "granularity"),
+    "views": ("LayerView", "Order", "allocate", "layer_views"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for file, names in _FILES.items():
+        if name in names:
+            return getattr(import_module(f".{file}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

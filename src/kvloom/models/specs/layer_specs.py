@@ -64,6 +64,8 @@ class ModelSpec:
         It does not cover weights: two checkpoints of one architecture share it.
         """
         layers = {name: asdict(spec) for name, spec in self.layers.items()}
+        for fields in layers.values():
+            fields["span"] = fields.pop("visibility")  # the key that existing fingerprints were made with
         return json.dumps({"name": self.name, "layers": layers}, sort_keys=True, separators=(",", ":"))
 
 

@@ -76,7 +76,17 @@ class Traces:
             word, _ = explain_miss(progress, record.prompts[progress.id], operator=False)
             last = record.finished
             part("queue", record.started, progress.looked_up)
-            part("match", progress.looked_up, progress.started, cached_tokens=progress.cached_tokens, miss_position=progress.miss_position, miss_reason=word)  # fmt: skip
+            position = progress.miss_position
+            miss: dict[str, str | int] = {"miss_position": position, "miss_reason": word}
+            former: dict[str, str | int] = {"stop_token": position, "stop_reason": word}  # for one version
+            part(
+                "match",
+                progress.looked_up,
+                progress.started,
+                cached_tokens=progress.cached_tokens,
+                **miss,
+                **former,
+            )
             for tier, start, end, tokens in progress.loads:
                 part(f"load {tier}", start, end, tier=tier, tokens=tokens)
             part(
