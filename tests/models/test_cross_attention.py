@@ -269,7 +269,7 @@ def test_requests_that_could_never_hold_their_images_are_refused() -> None:
     room = 2 * layout.slab_bytes + layout.slab_bytes_for(30 + NEW, [4 * 17])
     small = engine_of(room)
     assert ask(small, [IMAGE, *words(1, 20)], [picture(3)]).finish_reason == "length"
-    with pytest.raises(ValueError, match="bytes of cache, but the pool has"):
+    with pytest.raises(ValueError, match="bytes of pages, but the pool has"):
         small.add([IMAGE, IMAGE, IMAGE, *words(1, 20)], GREEDY, images=[picture(3), picture(7), picture(11)])
     ask(small, [IMAGE, IMAGE, IMAGE, *words(1, 20)], [picture(3)] * 3)  # the same content is held once
     with pytest.raises(ValueError, match=r"2 image tokens .* for 1 images: each needs one"):

@@ -149,7 +149,7 @@ def test_invalid_options_are_reported_at_start(
         (["--pool", "much"], "much"),
         (["--drain-seconds", "-1"], "--drain-seconds: -1"),
         (["--record", str(recording)], "traffic.jsonl exists"),
-        (["--device", "cuda:99"], "there is no device 'cuda:99' here"),
+        (["--device", "cuda:99"], "there is no device 'cuda:99'"),
         (["--silent-seconds", "0.5"], "--silent-seconds 0.5"),
         (["--step-seconds", "0.5"], "--step-seconds 0.5"),
         (["--host", "no.such.host.invalid", "--api-keys", str(keys)], "line 1"),
