@@ -44,7 +44,7 @@ class BrokenError(RuntimeError):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "bamba"])
 def test_failed_step_is_discarded_and_recomputed(family: str, ahead: bool) -> None:
-    rng = random.Random(family)
+    rng = random.Random(f"{family}, no ties")  # of two tokens with equal logits, rounding would choose
     model = tiny(family)
     model.set_attn_implementation("eager")
     prompts = [[rng.randrange(3, 64) for _ in range(size)] for size in (5, 20, 33, 40)]
