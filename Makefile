@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvloom-setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow test-gpu lint format plan serve bench lock sbom fuzz clean
+.PHONY: help setup test test-full test-slow test-gpu lint format plan serve bench lock sbom fuzz clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -34,10 +34,13 @@ $(STAMP): pyproject.toml requirements.lock src/kvloom/core/_native.c src/kvloom/
 	else $(BIN)/python -m pip install --quiet --editable '.[engine,serve,grammar,dev]'; fi
 	@touch $@
 
-test: setup lint ## lint, formatting, types and tests (under 15 minutes on two cores)
+test: setup lint ## lint, formatting, types and tests (about 15 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=10
 
-test-slow: setup ## what `make test` leaves out for its length (10 minutes at most): training, more compiled models, more benchmarks
+test-full: setup lint ## all tests, the slow ones too
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
+
+test-slow: setup ## the slow tests alone (10 minutes at most): training, more compiled models, more benchmarks
 	OMP_NUM_THREADS=1 timeout 600 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=10
 
 test-gpu: ## the tests of kernels, models and engine on this machine's GPU, by a Python that has its torch and pytest-xdist: GPU_PYTHON=python3

@@ -164,7 +164,13 @@ def test_a_lost_parent_fails_every_grammar_and_is_replaced(made: Callable[..., G
     assert grammars._parent is not None
     before = grammars._parent.pid
     os.kill(before, signal.SIGKILL)
-    assert state.advance(TOKENIZER.convert_tokens_to_ids("a"))
+    state.advance(TOKENIZER.convert_tokens_to_ids("a"))
+
+    def noticed() -> bool:
+        grammars.poll()
+        return bool(state.error)
+
+    until(noticed)
     assert "ended: send the request again" in state.error
     assert not grammars.compile("regex", "a{9}").start().failed
     assert grammars._parent is not None
