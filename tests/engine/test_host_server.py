@@ -67,7 +67,7 @@ def test_host_server_needs_a_secret_beyond_loopback_and_a_free_address(
         opened("host:8MiB?share=0.0.0.0:0")
     with pytest.raises(ValueError, match="neither PORT nor HOST:PORT"):
         opened("host:8MiB?share=here")
-    with pytest.raises(ValueError, match="secret file .* cannot be read"):
+    with pytest.raises(ValueError, match=r"secret file .* cannot be read"):
         opened("host:8MiB?share=0&secret=/nowhere")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with caplog.at_level(logging.WARNING, "kvloom.tiers"):
