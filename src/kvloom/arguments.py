@@ -17,20 +17,12 @@ from urllib.parse import urlsplit
 from kvloom.core import parse_size
 
 __all__ = [
-    "BATCH_INVARIANT",
     "DEVICE",
     "DTYPE",
-    "GRAMMAR_MEMORY",
-    "GRAMMAR_SECONDS",
     "KV_DTYPE",
-    "KV_SCALES",
-    "LOAD_FORMAT",
-    "LOAD_FORMATS",
     "MODEL",
-    "POOL",
     "SERVER",
     "THREADS",
-    "TIER",
     "Parser",
     "device",
     "dtype",
@@ -45,25 +37,12 @@ __all__ = [
     "whole",
 ]
 
-BATCH_INVARIANT = "same tokens for the same seed, independent of the batch, on a GPU, too; slower"
 DEVICE = "cpu, cuda or cuda:N (default: a GPU if there is one)"
 DTYPE = "dtype of the weights: bfloat16, float16 or float32 (default: auto, the checkpoint's)"
 KV_DTYPE = "dtype of the KV cache: bf16, fp16, fp32, int8 or fp8 (default: the model's); per kind of layer: fp8,sliding=bf16"
-KV_SCALES = "scales for int8 and fp8: dynamic (default), checkpoint, or a file from `kvloom calibrate`"
 MODEL = "folder of a Hugging Face model, its hub id, or an embedded model: kvloom-llama, kvloom-hybrid"
-POOL = "size of the page pool (default: 1GiB; on a GPU the memory left)"
-LOAD_FORMAT = (
-    "'random' uses random weights: MODEL may be a config.json or a name of `kvloom plan --list`, too"
-)
-LOAD_FORMATS = ("auto", "random")
 SERVER = "address of the server, such as 127.0.0.1:8000 or https://host/path (default: http://127.0.0.1:8000)"
 THREADS = "CPU threads for the model (default: $KVLOOM_THREADS, $OMP_NUM_THREADS, or all cores but one)"
-TIER = (
-    "a tier, nearest first: host:64GiB, disk:/path:1TiB, or redis://, mooncake://, nixl://, s3:// and "
-    "peer:// with an address and ?capacity=64GiB&…; repeatable (docs/tiers.md)"
-)
-GRAMMAR_SECONDS = "CPU seconds to compile one grammar, and again for each step (default: 2)"
-GRAMMAR_MEMORY = "memory of one grammar at most; all together may use eight times that (default: 256MiB)"
 MAX_NUMBER = 10**12
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 BAD_INPUT = 2

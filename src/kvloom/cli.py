@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Share host memory between servers: --tier peer://HOST:PORT.",
     ),
     "replay": ("kvloom.replay.command", "Replay recorded traffic: hit rates, cache sizes."),
+    "config": ("kvloom.config_command", "Show the configuration of a command, and where each value is from."),
     "bench": ("kvloom.bench.command", "Run benchmarks of kvloom and its peers."),
 }
 
@@ -46,12 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         from kvloom.arguments import Parser  # imports numpy: inside the try for Ctrl-C
+        from kvloom.config_file import CONFIGURABLE, add_config_argument, apply_configuration
 
         if name not in COMMANDS:
             _no_command(name)
         command = import_module(COMMANDS[name][0])
         parser = Parser(prog=f"kvloom {name}", description=COMMANDS[name][1])
         command.arguments(parser)
+        if name in CONFIGURABLE:
+            add_config_argument(parser)
+            argv, _ = apply_configuration(name, parser, argv)
         code = int(command.run(parser.parse_args(argv)) or 0)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader closed the pipe (`| head`): discard buffered output

@@ -21,7 +21,7 @@ STREAMS, PROMPT, TOKENS = 16, 64, 24
 def test_metrics_cost_under_one_percent() -> None:
     """The denominator is the engine's own processor time without HTTP: with it the share is smaller still."""
     engine = load_engine(
-        Start(folder_of("kvloom-llama"), cpu_dtype="float32", pool_bytes=64 << 20, threads=1)
+        Start(folder_of("kvloom-llama"), cpu_dtype="float32", settings={"pool_bytes": 64 << 20}, threads=1)
     )
     spent, told = [], 0
     for turn in range(3):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.engine import check_engine, check_model, preflight as checking
+from kvloom.engine import check_engine, check_model, engine_config, preflight as checking
 from kvloom.kernels.memory import CudaError
 from kvloom.models.specs import folder_of
 
@@ -26,20 +26,28 @@ LLAMA = folder_of("kvloom-llama")
         ({"kv_scales": "/no/scales", "kv_dtype": "fp8"}, "there is no file /no/scales with scales"),
         ({"pool_bytes": 1 << 10}, "a pool of 1,024 bytes is too small"),
         ({"tiers": ["host:x"]}, "tier 'host:x': size 'x' is not understood"),
+        ({"eviction_policy": "oldest"}, "unknown eviction policy 'oldest'; known: lru"),
+        ({"block_tokens": 24}, "block_tokens 24 must be a power of two from 16 to 256"),
+        ({"load": "sometimes"}, "load 'sometimes' is not one of auto, always, never"),
+        ({"checkpoint_every": -1}, "checkpoint_every -1 is negative"),
+        ({"evict_policy": "lru"}, "no setting 'evict_policy'; did you mean eviction_policy"),
+        ({"grammar_memory": 1}, "grammar_memory 1 must be at least 16 MiB"),
     ],
 )
 def test_invalid_settings_are_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        check_engine(LLAMA, **asked)
+        check_engine(LLAMA, engine_config(**asked))
 
 
 def test_valid_settings_pass(tmp_path: Path) -> None:
     scales = tmp_path / "scales.safetensors"
     scales.touch()
-    check_engine(LLAMA, kv_dtype="fp8", kv_scales=scales, dtype="float32", pool_bytes=64 << 20)
-    check_engine(LLAMA, kv_dtype={"full": "int8"}, kv_scales="checkpoint", tiers=["host:1GiB"])
-    check_engine(folder_of("kvloom-hybrid"), kv_dtype="sliding=int8")
-    check_engine("llama-3-8b", load_format="random", pool_bytes=1 << 30)
+    config = engine_config(kv_dtype="fp8", kv_scales=scales, pool_bytes=64 << 20, eviction_policy="adaptive")
+    check_engine(LLAMA, config, dtype="float32")
+    config = engine_config(kv_dtype={"full": "int8"}, kv_scales="checkpoint", tiers=["host:1GiB"])
+    check_engine(LLAMA, config)
+    check_engine(folder_of("kvloom-hybrid"), engine_config(kv_dtype="sliding=int8"))
+    check_engine("llama-3-8b", engine_config(pool_bytes=1 << 30), load_format="random")
 
 
 @pytest.mark.parametrize(
@@ -74,19 +82,19 @@ def test_missing_gpu_is_refused_before_loading(
 
     monkeypatch.setattr(checking, "load_cuda_driver", driver)
     with nullcontext() if said is None else pytest.raises(ValueError, match=said):
-        check_engine(LLAMA, device=device)
+        check_engine(LLAMA, engine_config(), device=device)
 
 
 def test_pool_check_matches_the_engines_layout() -> None:
     for dtype, unit in (("float32", 98_304), ("bfloat16", 49_152)):
-        check_engine(LLAMA, dtype=dtype, pool_bytes=2 * unit)
+        check_engine(LLAMA, engine_config(pool_bytes=2 * unit), dtype=dtype)
         with pytest.raises(ValueError, match=f"two slabs of {unit:,} bytes"):
-            check_engine(LLAMA, dtype=dtype, pool_bytes=2 * unit - 1)
+            check_engine(LLAMA, engine_config(pool_bytes=2 * unit - 1), dtype=dtype)
 
 
 def test_config_for_transformers_only_passes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
-    check_engine(str(tmp_path), pool_bytes=1)
+    check_engine(str(tmp_path), engine_config(pool_bytes=1))
 
 
 @pytest.mark.parametrize(

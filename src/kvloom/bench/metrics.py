@@ -251,7 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from kvloom.models.specs import folder_of
     from kvloom.serve.worker import Start, load_engine
 
-    engine = load_engine(Start(folder_of("kvloom-llama"), cpu_dtype="float32", pool_bytes=64 << 20))
+    engine = load_engine(
+        Start(folder_of("kvloom-llama"), cpu_dtype="float32", settings={"pool_bytes": 64 << 20})
+    )
     for seed in range(32):
         engine.add([5 + (seed * i) % 200 for i in range(64)])
     engine.run()

@@ -130,7 +130,9 @@ def _bench(args: argparse.Namespace) -> int:
 
     folder = folder_of(args.model)
     for way in args.kv_dtype:
-        check_engine(folder, dtype=args.dtype, kv_dtype=way, pool_bytes=args.pool, device=args.device)
+        check_engine(
+            folder, EngineConfig(kv_dtype=way, pool_bytes=args.pool), dtype=args.dtype, device=args.device
+        )
     texts = {file: Path(file).read_text(encoding="utf-8") for file in (*args.text, *args.calibrate)}
     use_threads(args.threads)
     model, tokenizer = load(folder, args.dtype, args.device)

@@ -3,6 +3,7 @@
     llm.py                LLM: the offline API
     engine.py             Engine: adds requests and runs steps
     config.py             EngineConfig, OffloadConfig: all settings
+    options.py            the settings as command-line arguments
     request.py            Request: the state of one request
     scheduling/           which requests run, and which tokens each step computes
     execution/            a step on the device
@@ -22,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .calibration import Calibration, calibrate
-    from .config import EngineConfig, OffloadConfig
+    from .config import EngineConfig, OffloadConfig, engine_config
     from .engine import Engine
     from .execution import default_token_budget, use_threads
     from .llm import LLM, Completion, Delta, Result
     from .offload import OffloadManager
+    from .options import add_engine_arguments, engine_settings
     from .preflight import check_engine, check_model
     from .request import Request
     from .sampling import (
@@ -59,20 +61,24 @@ __all__ = [
     "Result",
     "SamplingParams",
     "TokenLogprobs",
+    "add_engine_arguments",
     "calibrate",
     "check_engine",
     "check_model",
     "default_token_budget",
+    "engine_config",
+    "engine_settings",
     "use_threads",
 ]
 
 _MODULES = {
     "calibration": ("Calibration", "calibrate"),
-    "config": ("EngineConfig", "OffloadConfig"),
+    "config": ("EngineConfig", "OffloadConfig", "engine_config"),
     "engine": ("Engine",),
     "execution": ("default_token_budget", "use_threads"),
     "llm": ("LLM", "Completion", "Delta", "Result"),
     "offload": ("OffloadManager",),
+    "options": ("add_engine_arguments", "engine_settings"),
     "preflight": ("check_engine", "check_model"),
     "request": ("Request",),
     "sampling": (

@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit status."""
     from kvloom.models.specs import folder_of
 
+    from .config import EngineConfig
     from .preflight import check_engine
 
     if not args.prompts and not args.tokens:
@@ -50,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.out).is_dir():
         raise ValueError(f"--out {args.out} is a folder: give the name of a file in it")
     folder = folder_of(args.model)
-    check_engine(folder, dtype=args.dtype, kv_dtype=args.kv_dtype, pool_bytes=args.pool, device=args.device)
+    config = EngineConfig(kv_dtype=args.kv_dtype, pool_bytes=args.pool)
+    check_engine(folder, config, dtype=args.dtype, device=args.device)
     ids_given = [token_ids(text) for text in args.tokens]
     from kvloom.models.loading import load
 

@@ -1,11 +1,16 @@
-"""Settings of an engine: what `LLM`, the CLI and the server pass on. Values only; imports no torch."""
+"""Settings of an engine: what `LLM`, the CLI and the server pass on. Values only; imports no torch.
+
+A new setting is one field here and, for the command line, one argument in `engine/options.py`. `engine_config` builds an
+`EngineConfig` from flat settings, as `LLM(...)`, flags and configuration files give them.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, Literal
 
 from kvloom.core import Tenant
 from kvloom.models.specs import KVDtype
@@ -14,20 +19,26 @@ from kvloom.tiers.transfers import TransferConfig
 
 from .sampling import GrammarLimits
 
-__all__ = ["EngineConfig", "OffloadConfig"]
+__all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "engine_config"]
+
+LoadRule = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
     """How pages are loaded from tiers."""
 
-    load: Literal["auto", "always"] = "auto"
-    """"always": wait for every page that a tier has. "auto": load or recompute, whichever is faster."""
+    load: LoadRule = "auto"
+    """"auto": load or recompute, whichever is faster. "always": wait for every page that a tier has. "never": only store."""
     deadline_seconds: tuple[float, float] = (0.1, 5.0)
     """Least and most seconds that a tier has for a load; between them, twice the time to compute the same tokens."""
     wait_share: float = 0.04
     """Most time that a request loses by waiting for pages, as a share of the time to compute its prompt."""
     transfers: TransferConfig = field(default_factory=TransferConfig)
+
+    def __post_init__(self) -> None:
+        if self.load not in ("auto", "always", "never"):
+            raise ValueError(f"load {self.load!r} is not one of auto, always, never")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +50,11 @@ class EngineConfig:
     memory_fraction: float = 0.9
     """Share of the device's memory that weights, steps and the pool may use together."""
     block_tokens: int = 16
-    """Tokens of a block."""
+    """Tokens of a block: a power of two from 16 to 256."""
+    eviction_policy: str = "lru"
+    """Name of the eviction policy: one of `kvloom.core.POLICIES`, or of an entry point in `kvloom.policies`."""
+    checkpoint_every: int = 0
+    """In models with windows or states: tokens between checkpoints, rounded up to blocks; 0: only where prompts end or branch."""
     token_budget: int | None = None
     """Prompt tokens of a step; None: 8,192 on a GPU, 2,048 on a CPU."""
     max_running: int | None = None
@@ -64,3 +79,31 @@ class EngineConfig:
     """Tiers, nearest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """How pages are loaded from the tiers."""
+
+    def __post_init__(self) -> None:
+        tokens = self.block_tokens
+        if not 16 <= tokens <= 256 or tokens & (tokens - 1):
+            raise ValueError(f"block_tokens {tokens} must be a power of two from 16 to 256")
+        if self.checkpoint_every < 0:
+            raise ValueError(f"checkpoint_every {self.checkpoint_every} is negative: give tokens, or 0")
+
+
+def engine_config(
+    *,
+    load: LoadRule = "auto",
+    grammar_seconds: float = 2.0,
+    grammar_memory: int = 256 << 20,
+    **settings: Any,
+) -> EngineConfig:
+    """Return an `EngineConfig`. `settings` are its fields; the others are fields of `OffloadConfig` and `GrammarLimits`.
+
+    Raises ValueError for an unknown name or an invalid value."""
+    names = [one.name for one in fields(EngineConfig)]
+    for name in settings:
+        if name not in names:
+            close = get_close_matches(name, [*names, "load", "grammar_seconds", "grammar_memory"], n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"the engine has no setting {name!r}{hint}")
+    settings.setdefault("offload", OffloadConfig(load))
+    settings.setdefault("grammar_limits", GrammarLimits(grammar_seconds, grammar_memory))
+    return EngineConfig(**settings)

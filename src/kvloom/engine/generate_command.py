@@ -8,27 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvloom.arguments import (
-    BATCH_INVARIANT,
-    DEVICE,
-    DTYPE,
-    GRAMMAR_MEMORY,
-    GRAMMAR_SECONDS,
-    KV_DTYPE,
-    KV_SCALES,
-    LOAD_FORMAT,
-    LOAD_FORMATS,
-    MODEL,
-    POOL,
-    THREADS,
-    TIER,
-    device,
-    dtype,
-    number,
-    size,
-    token_ids,
-    whole,
-)
+from kvloom.arguments import MODEL, number, token_ids, whole
+
+from .options import add_engine_arguments, engine_settings
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -66,6 +48,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=int, metavar="N", help="seed of sampling: the same seed gives the same tokens")
     add("--n", type=whole(1), default=1, metavar="N", help="samples of each prompt (default: 1)")
+    add("--best-of", type=whole(1), metavar="N", help="compute N samples, and print the best --n of them")
+    beams = "search with N beams instead of sampling, and print the best --n of them"
+    add("--beam-width", type=whole(1), default=1, metavar="N", help=beams)
+    penalty = "above 0 prefers long beams, below 0 short ones (default: 1)"
+    add("--length-penalty", type=float, default=1.0, metavar="P", help=penalty)
     add(
         "--stop",
         action="append",
@@ -91,24 +78,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="generate JSON that matches this schema (JSON text, or the name of a file)",
     )
     add("--stream", action="store_true", help="print text as it is generated (one prompt, one sample)")
-    add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
-    add("--kv-dtype", metavar="D", help=KV_DTYPE)
-    add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
-    add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
-    add("--device", type=device, metavar="D", help=DEVICE)
-    add("--load-format", choices=LOAD_FORMATS, default="auto", help=LOAD_FORMAT)
-    add("--pool", type=size, metavar="SIZE", help=POOL)
-    add("--tier", action="append", default=[], metavar="TIER", help=TIER)
-    add("--threads", type=whole(1), metavar="N", help=THREADS)
-    add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=GRAMMAR_SECONDS)
-    add("--grammar-memory", type=size, default="256MiB", metavar="SIZE", help=GRAMMAR_MEMORY)
     add("--json", action="store_true", help="print results as JSON")
+    add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit status."""
     from kvloom.models.specs import folder_of
 
+    from .config import engine_config
     from .preflight import check_engine
     from .sampling import SamplingParams
 
@@ -116,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     if not prompts:
         raise ValueError("there is no prompt: give a PROMPT or --tokens")
     args.json |= args.logprobs is not None or args.prompt_logprobs is not None
-    if args.stream and (len(prompts) > 1 or args.n > 1 or args.json):
+    samples = max(args.n, args.best_of or 1, args.beam_width)
+    if args.stream and (len(prompts) > 1 or samples > 1 or args.json):
         raise ValueError(
             "--stream needs one prompt and one sample, without --json, --logprobs or --prompt-logprobs"
         )
@@ -126,19 +105,20 @@ def run(args: argparse.Namespace) -> int:
         top_p=args.top_p,
         seed=args.seed,
         n=args.n,
+        best_of=args.best_of,
+        beam_width=args.beam_width,
+        length_penalty=args.length_penalty,
         stop=args.stop,
         logprobs=args.logprobs,
         prompt_logprobs=args.prompt_logprobs,
         json_schema=_schema(args.json_schema),
     )
+    settings = engine_settings(args)
     check_engine(
         folder_of(args.model),
+        engine_config(**settings),
         load_format=args.load_format,
         dtype=args.dtype,
-        kv_dtype=args.kv_dtype,
-        kv_scales=args.kv_scales,
-        pool_bytes=args.pool,
-        tiers=args.tier,
         device=args.device,
     )
     from .llm import LLM
@@ -147,16 +127,10 @@ def run(args: argparse.Namespace) -> int:
         args.model,
         dtype=args.dtype,
         device=args.device,
-        pool_bytes=args.pool,
-        kv_dtype=args.kv_dtype,
-        kv_scales=args.kv_scales,
-        batch_invariant=args.batch_invariant,
         load_format=args.load_format,
         threads=args.threads,
         progress=sys.stderr.isatty(),
-        tiers=args.tier,
-        grammar_seconds=args.grammar_seconds,
-        grammar_memory=args.grammar_memory,
+        **settings,
     )
     try:
         return _generate(args, llm, prompts, params)

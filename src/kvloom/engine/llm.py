@@ -11,7 +11,6 @@ A prompt is a text, a list of token ids, or {"prompt": text or ids, "images": [.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,14 +18,14 @@ from typing import Any
 import torch
 
 from kvloom.models.loading import LoadFormat, choose_device, load
-from kvloom.models.specs import KVDtype, folder_of
+from kvloom.models.specs import folder_of
 
-from .config import EngineConfig
+from .config import engine_config
 from .engine import Engine
 from .execution import default_token_budget, use_threads
 from .preflight import check_engine
 from .request import Request
-from .sampling import Detokenizer, Finish, GrammarLimits, SamplingParams, TokenLogprobs
+from .sampling import Detokenizer, Finish, SamplingParams, TokenLogprobs
 
 __all__ = ["LLM", "Completion", "Delta", "Result"]
 
@@ -84,8 +83,8 @@ class LLM:
     | `tokenizer`, `processor`                   | replace those of the model's folder; a processor is loaded with the first image |
     | `threads`                                  | CPU threads of torch for this process (None: the rule in execution/threads.py) |
     | `progress`                                 | show progress bars while loading and preparing                       |
-    | `grammar_seconds`, `grammar_memory`        | limits of one grammar: CPU seconds to compile and for each step, bytes |
-    | others                                     | see `EngineConfig`                                                   |
+    | `settings`                                 | fields of `EngineConfig` (`pool_bytes`, `kv_dtype`, `eviction_policy`, `tiers` …), `load`, |
+    |                                            | and `grammar_seconds`, `grammar_memory`: limits of one grammar         |
 
     Call `close` to store pages in the tiers and end the engine."""
 
@@ -93,55 +92,29 @@ class LLM:
         self,
         model: Any,
         *,
-        pool_bytes: int | None = None,
-        kv_dtype: KVDtype | None = None,
-        kv_scales: str | os.PathLike[str] = "dynamic",
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
-        token_budget: int | None = None,
-        max_running: int | None = None,
+        load_format: LoadFormat = "auto",
         tokenizer: Any = None,
         processor: Any = None,
-        load_format: LoadFormat = "auto",
         threads: int | None = None,
         progress: bool = False,
-        batch_invariant: bool = False,
-        tiers: Sequence[str] = (),
-        max_context: int | None = None,
-        grammar_seconds: float = 2.0,
-        grammar_memory: int = 256 << 20,
+        **settings: Any,
     ) -> None:
+        config = engine_config(**settings)
         self.tokenizer, self.processor = tokenizer, processor
         self._folder = folder_of(model) if isinstance(model, str) else None
         if self._folder is not None:
-            check_engine(
-                self._folder,
-                load_format=load_format,
-                dtype=str(dtype).removeprefix("torch."),
-                kv_dtype=kv_dtype,
-                kv_scales=kv_scales,
-                pool_bytes=pool_bytes,
-                tiers=tiers,
-                device=None if device is None else str(device),
-            )
-            where = choose_device(device)
-            if dtype == "auto" and where.type == "cpu" and self._folder != model:
+            where = None if device is None else str(device)
+            asked = str(dtype).removeprefix("torch.")
+            check_engine(self._folder, config, load_format=load_format, dtype=asked, device=where)
+            chosen = choose_device(device)
+            if dtype == "auto" and chosen.type == "cpu" and self._folder != model:
                 dtype = "float32"  # an embedded model, as in `kvloom serve`
-            model, found = load(self._folder, dtype, where, load_format, progress)
+            model, found = load(self._folder, dtype, chosen, load_format, progress)
             self.tokenizer = tokenizer or found
-        if token_budget is None:
-            token_budget = default_token_budget(next(model.parameters()).device)
-        config = EngineConfig(
-            pool_bytes=pool_bytes,
-            kv_dtype=kv_dtype,
-            kv_scales=kv_scales,
-            token_budget=token_budget,
-            max_running=max_running,
-            max_context=max_context,
-            batch_invariant=batch_invariant,
-            tiers=tiers,
-            grammar_limits=GrammarLimits(grammar_seconds, grammar_memory),
-        )
+        if config.token_budget is None:
+            config = replace(config, token_budget=default_token_budget(next(model.parameters()).device))
         self.engine = Engine(model, config, self.tokenizer)
         if threads is not None or self.engine.device.type == "cpu":
             use_threads(threads)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from kvloom.core import QUANTISED, PoolLayout
+from kvloom.core import QUANTISED, PoolLayout, make_policy
 from kvloom.kernels.memory import CudaError, load_cuda_driver
 from kvloom.models.specs import (
     KVDtype,
@@ -28,6 +27,8 @@ from kvloom.models.specs import (
 )
 from kvloom.tiers import check_tiers
 
+from .config import EngineConfig
+
 __all__ = ["check_engine", "check_model"]
 
 HUB_SECONDS = 5.0
@@ -35,29 +36,28 @@ HUB_SECONDS = 5.0
 
 def check_engine(
     model: str,
+    config: EngineConfig,
     *,
     load_format: str = "auto",
     dtype: str = "auto",
-    kv_dtype: KVDtype | None = None,
-    kv_scales: str | os.PathLike[str] = "dynamic",
-    pool_bytes: int | None = None,
-    tiers: Iterable[str] = (),
     device: str | None = None,
 ) -> None:
-    """Raise ValueError for settings that can never be loaded. The arguments are those of `LLM`.
+    """Raise ValueError for settings that can never be loaded.
 
     Takes milliseconds; seconds if a model hub cannot be reached."""
+    kv_dtype, kv_scales, pool_bytes = config.kv_dtype, config.kv_scales, config.pool_bytes
     kv_dtypes(kv_dtype)
-    check_tiers(tiers)
+    check_tiers([tier for tier in config.tiers if isinstance(tier, str)])
+    make_policy(config.eviction_policy)
     if device is not None and device.startswith("cuda"):
         _check_gpu(device)
-    config = check_model(model, load_format)
+    found = check_model(model, load_format)
     static = kv_scales != "dynamic"
-    spec = None if config is None else _spec(config, dtype, kv_dtype, static)
+    spec = None if found is None else _spec(found, dtype, kv_dtype, static)
     if static:
         _check_scales(kv_dtype, kv_scales, spec)
     if spec is not None and spec.media is None and pool_bytes is not None:
-        slab_bytes = PoolLayout.build(spec.layers).slab_bytes
+        slab_bytes = PoolLayout.build(spec.layers, config.block_tokens).slab_bytes
         if pool_bytes < 2 * slab_bytes:
             raise ValueError(
                 f"a pool of {pool_bytes:,} bytes is too small: give at least two slabs of {slab_bytes:,} bytes"

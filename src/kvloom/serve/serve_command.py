@@ -7,27 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvloom.arguments import (
-    BATCH_INVARIANT,
-    DEVICE,
-    DTYPE,
-    GRAMMAR_MEMORY,
-    GRAMMAR_SECONDS,
-    KV_DTYPE,
-    KV_SCALES,
-    LOAD_FORMAT,
-    LOAD_FORMATS,
-    MAX_NUMBER,
-    MODEL,
-    POOL,
-    THREADS,
-    TIER,
-    device,
-    dtype,
-    number,
-    size,
-    whole,
-)
+from kvloom.arguments import MAX_NUMBER, MODEL, number, size, whole
+from kvloom.engine import add_engine_arguments, engine_settings
 
 if TYPE_CHECKING:
     from kvloom.serve.auth import Caps
@@ -57,23 +38,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="disable authentication (default when listening on loopback only)",
     )
-    add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
-    add("--kv-dtype", metavar="D", help=KV_DTYPE)
-    add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
-    add("--batch-invariant", action="store_true", help=BATCH_INVARIANT)
-    add("--device", type=device, metavar="D", help=DEVICE)
-    add("--load-format", choices=LOAD_FORMATS, default="auto", help=LOAD_FORMAT)
-    add("--pool", type=size, metavar="SIZE", help=POOL)
-    add("--tier", action="append", default=[], metavar="TIER", help=TIER)
-    fraction = "share of GPU memory to use, without --pool (default: 0.9)"
-    add("--memory-fraction", type=number(0, 1, above=True), default=0.9, metavar="F", help=fraction)
-    add(
-        "--max-running",
-        type=whole(1),
-        default=256,
-        metavar="N",
-        help="answers running at once (default: 256)",
-    )
     add(
         "--max-queue",
         type=whole(0),
@@ -95,11 +59,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="priority of a request at most (default: any)",
     )
-    budget = "prompt tokens computed per step (default: depends on the device)"
-    add("--token-budget", type=whole(1), metavar="N", help=budget)
-    add("--threads", type=whole(1), metavar="N", help=THREADS)
-    add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=GRAMMAR_SECONDS)
-    add("--grammar-memory", type=size, default="256MiB", metavar="SIZE", help=GRAMMAR_MEMORY)
     connections = "open connections at most (default: 4096)"
     add("--max-connections", type=whole(1), default=4096, metavar="N", help=connections)
     add(
@@ -132,6 +91,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-metrics", action="store_true", help="disable metrics and request records, to measure their cost"
     )
+    add_engine_arguments(parser)
     parser.epilog = (
         "Metrics are at /metrics; the package contains a Grafana dashboard, kvloom/serve/grafana.json "
         "(docs/observability.md)."
@@ -139,7 +99,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvloom.engine import GrammarLimits
+    from kvloom.engine import engine_config
     from kvloom.models.specs import folder_of
     from kvloom.serve.auth import ApiKeys, Limits, permission_warning, read_keys
     from kvloom.serve.server import ServerOptions, serve
@@ -147,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.no_auth and args.api_keys is not None:
         raise ValueError("--no-auth and --api-keys exclude each other: use one of them")
-    GrammarLimits(args.grammar_seconds, args.grammar_memory)
+    settings = engine_settings(args)
+    engine_config(**settings)
     caps = _default_caps(args)
     keys = ApiKeys({}, default=caps) if args.api_keys is None else read_keys(args.api_keys, caps)
     if args.api_keys is not None and (warning := permission_warning(args.api_keys)) is not None:
@@ -157,22 +118,13 @@ def run(args: argparse.Namespace) -> int:
         model=model,
         dtype=args.dtype,
         cpu_dtype="auto" if model == args.model else "float32",
-        kv_dtype=args.kv_dtype,
-        kv_scales=args.kv_scales,
-        batch_invariant=args.batch_invariant,
         device=args.device,
         load_format=args.load_format,
-        pool_bytes=args.pool,
-        memory_fraction=args.memory_fraction,
-        token_budget=args.token_budget,
-        max_running=args.max_running,
         threads=args.threads,
         tenants=keys.tenants,
-        tiers=tuple(args.tier),
         progress=sys.stderr.isatty(),
         observe=not args.no_metrics,
-        grammar_seconds=args.grammar_seconds,
-        grammar_memory=args.grammar_memory,
+        settings=settings,
     )
     limits = Limits(
         body_bytes=args.max_body,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from kvloom.engine import check_engine
+from kvloom.engine import check_engine, engine_config
 
 from .api import (
     PromptEncoder,
@@ -116,12 +116,9 @@ def serve(options: ServerOptions) -> int:
     start = options.start
     check_engine(
         start.model,
+        engine_config(**start.settings),
         load_format=start.load_format,
         dtype=start.dtype,
-        kv_dtype=start.kv_dtype,
-        kv_scales=start.kv_scales,
-        pool_bytes=start.pool_bytes,
-        tiers=start.tiers,
         device=start.device,
     )
     _raise_file_limit()

@@ -102,7 +102,10 @@ def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
         max_sequences=config.max_running,
         max_tokens=longest,
         tenants=config.tenants,
-        snapshots=CheckpointPolicy(before_last=True),
+        policy=config.eviction_policy,
+        snapshots=CheckpointPolicy(
+            before_last=True, every_blocks=-(-config.checkpoint_every // config.block_tokens)
+        ),
     )
     return KVMemory(layout, buffer, cache, scales, vision, limit, budget, batch_invariant)
 

@@ -292,12 +292,12 @@ class OffloadManager:
     def _can_prefetch(self) -> bool:
         return bool(self.transfers.queues) and len(self._jobs) < MAX_PREFETCH_JOBS
 
-    @staticmethod
-    def _may_load(request: Request, match: Match) -> bool:
+    def _may_load(self, request: Request, match: Match) -> bool:
         """Return whether tiers may have more of a prompt than `match` found and an earlier lookup did."""
         return (
             match.resume < match.limit
             and match.control.read
+            and self.config.load != "never"
             and (request.looked_in_tiers is None or match.resume < request.looked_in_tiers)
             and request.finish_reason is None
         )

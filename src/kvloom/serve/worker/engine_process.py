@@ -67,7 +67,7 @@ def main(fd: int) -> None:
     assert isinstance(start, Start), f"the first message must be Start, got {start!r}"
     inbox: Inbox = SimpleQueue()
     sender = _Sender(link)
-    grace = CLOSE_SECONDS if start.tiers else 0.0
+    grace = CLOSE_SECONDS if start.settings.get("tiers") else 0.0
     threading.Thread(target=_read_messages, args=(link, inbox, grace), daemon=True).start()
     threading.Thread(target=sender.send_heartbeats, daemon=True).start()
     from kvloom.models.specs import ModelError
@@ -108,7 +108,7 @@ class _Sender:
 def load_engine(start: Start) -> Engine:
     """Load the engine that `start` describes. Takes minutes for a large model."""
     from kvloom.core import Tenant
-    from kvloom.engine import Engine, EngineConfig, GrammarLimits, use_threads
+    from kvloom.engine import Engine, engine_config, use_threads
     from kvloom.models.loading import choose_device, load
 
     device = choose_device(start.device)
@@ -120,18 +120,8 @@ def load_engine(start: Start) -> Engine:
         load_format=start.load_format,
         progress=start.progress,
     )
-    config = EngineConfig(
-        pool_bytes=start.pool_bytes,
-        memory_fraction=start.memory_fraction,
-        token_budget=start.token_budget,
-        max_running=start.max_running,
-        kv_dtype=start.kv_dtype,
-        kv_scales=start.kv_scales,
-        batch_invariant=start.batch_invariant,
-        tenants=[Tenant(t.name, t.quota, t.weight, t.firm) for t in start.tenants],
-        tiers=start.tiers,
-        grammar_limits=GrammarLimits(start.grammar_seconds, start.grammar_memory),
-    )
+    tenants = [Tenant(t.name, t.quota, t.weight, t.firm) for t in start.tenants]
+    config = engine_config(**start.settings, tenants=tenants)
     engine = Engine(model, config, tokenizer)
     _warm_up(engine, start.progress)
     return engine

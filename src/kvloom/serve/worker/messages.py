@@ -60,35 +60,25 @@ class TenantConfig(msgspec.Struct, frozen=True, array_like=True):
 class Start(msgspec.Struct, frozen=True, tag=True):
     """Options of the engine to load.
 
-    | field                               | meaning                                                          |
-    |-------------------------------------|------------------------------------------------------------------|
-    | `pool_bytes`                        | None: `memory_fraction` of the device's memory, less the weights |
-    | `cpu_dtype`                         | weight dtype on a CPU where `dtype` is "auto"                    |
-    | `threads`                           | None: the engine's default                                       |
-    | `progress`                          | show progress bars on stderr                                     |
-    | `observe`                           | False: send neither stats nor request progress                   |
-    | `grammar_seconds`, `grammar_memory` | limits of one grammar                                            |
+    | field       | meaning                                                       |
+    |-------------|---------------------------------------------------------------|
+    | `cpu_dtype` | weight dtype on a CPU where `dtype` is "auto"                 |
+    | `threads`   | None: the engine's default                                    |
+    | `progress`  | show progress bars on stderr                                  |
+    | `observe`   | False: send neither stats nor request progress                |
+    | `settings`  | settings of the engine: arguments of `engine_config`          |
     """
 
     model: str
     dtype: str = "auto"
     cpu_dtype: str = "auto"
-    kv_dtype: str | None = None
-    kv_scales: str = "dynamic"
-    batch_invariant: bool = False
-    tiers: tuple[str, ...] = ()
     device: str | None = None
     load_format: Literal["auto", "random"] = "auto"
-    pool_bytes: int | None = None
-    memory_fraction: float = 0.9
-    token_budget: int | None = None
-    max_running: int = 256
     threads: int | None = None
     tenants: tuple[TenantConfig, ...] = ()
     progress: bool = False
     observe: bool = True
-    grammar_seconds: float = 2.0
-    grammar_memory: int = 256 << 20
+    settings: dict[str, Any] = {}
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

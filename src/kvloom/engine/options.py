@@ -1,0 +1,84 @@
+"""Command-line arguments of an engine, shared by `kvloom serve` and `kvloom generate`. Imports no torch.
+
+An argument whose destination is a field of `EngineConfig`, or a parameter of `engine_config`, becomes a setting of the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from kvloom.arguments import DEVICE, DTYPE, KV_DTYPE, THREADS, device, dtype, number, size, whole
+from kvloom.core import POLICIES
+
+from .config import EngineConfig
+
+__all__ = ["add_engine_arguments", "engine_settings"]
+
+KV_SCALES = "scales for int8 and fp8: dynamic (default), checkpoint, or a file from `kvloom calibrate`"
+LOAD_FORMAT = (
+    "'random' uses random weights: MODEL may be a config.json or a name of `kvloom plan --list`, too"
+)
+POLICY = f"which cached pages are evicted first: {', '.join(POLICIES)}, or an entry point of kvloom.policies (default: lru)"
+CHECKPOINT = (
+    "tokens between checkpoints, in models with windows or states; more checkpoints find more prefixes and "
+    "take more of the pool (default: 0, only where prompts end or branch)"
+)
+TIER = (
+    "a tier, nearest first: host:64GiB, disk:/path:1TiB, or redis://, mooncake://, nixl://, s3:// and "
+    "peer:// with an address and ?capacity=64GiB&…; repeatable (docs/tiers.md)"
+)
+LOAD = "pages in tiers: load or recompute, whichever is faster (auto); always load; never load, only store (default: auto)"
+INVARIANT = "same tokens for the same seed, independent of the batch, on a GPU, too; slower"
+_SETTINGS = {one.name for one in fields(EngineConfig)} | {"load", "grammar_seconds", "grammar_memory"}
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of weights, page pool, prefix cache, tiers, steps and limits."""
+    add = parser.add_argument_group("model").add_argument
+    add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
+    add("--device", type=device, metavar="D", help=DEVICE)
+    add("--load-format", choices=("auto", "random"), default="auto", help=LOAD_FORMAT)
+    add("--threads", type=whole(1), metavar="N", help=THREADS)
+    add(
+        "--max-context",
+        type=whole(1),
+        metavar="N",
+        help="tokens of a sequence at most (default: the model's limit)",
+    )
+
+    add = parser.add_argument_group("KV cache").add_argument
+    pool = "size of the page pool (default: 1GiB; on a GPU the memory left)"
+    add("--pool", type=size, metavar="SIZE", dest="pool_bytes", help=pool)
+    fraction = "share of GPU memory to use, without --pool (default: 0.9)"
+    add("--memory-fraction", type=number(0, 1, above=True), default=0.9, metavar="F", help=fraction)
+    add("--kv-dtype", metavar="D", help=KV_DTYPE)
+    add("--kv-scales", default="dynamic", metavar="S", help=KV_SCALES)
+    add("--block-tokens", type=whole(16, 256), default=16, metavar="N",
+        help="tokens of a block: 16, 32, 64, 128 or 256 (default: 16)")  # fmt: skip
+    add("--eviction-policy", default="lru", metavar="NAME", help=POLICY)
+    add("--checkpoint-every", type=whole(0), default=0, metavar="N", help=CHECKPOINT)
+    add("--tier", action="append", default=[], dest="tiers", metavar="TIER", help=TIER)
+    add("--load", choices=("auto", "always", "never"), default="auto", help=LOAD)
+
+    add = parser.add_argument_group("steps and limits").add_argument
+    budget = "prompt tokens computed per step (default: depends on the device)"
+    add("--token-budget", type=whole(1), metavar="N", help=budget)
+    add(
+        "--max-running",
+        type=whole(1),
+        default=256,
+        metavar="N",
+        help="answers running at once (default: 256)",
+    )
+    add("--batch-invariant", action="store_true", help=INVARIANT)
+    seconds = "CPU seconds to compile one grammar, and again for each step (default: 2)"
+    add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=seconds)
+    memory = "memory of one grammar at most; all together may use eight times that (default: 256MiB)"
+    add("--grammar-memory", type=size, default="256MiB", metavar="SIZE", help=memory)
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings among parsed arguments, for `engine_config`, `LLM` and the engine process."""
+    return {name: value for name, value in vars(args).items() if name in _SETTINGS}
