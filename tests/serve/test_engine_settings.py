@@ -32,3 +32,32 @@ def test_policy_and_block_size_of_a_configuration_file_are_used(folder: Path, tm
         server.complete(prompt="z" * 60, max_tokens=4, temperature=0)
         hit = server.complete(prompt="z" * 60, max_tokens=4, temperature=0)
         assert hit["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
+
+
+def test_the_pool_is_resized_while_serving(folder: Path) -> None:
+    with running(folder, "--pool", "2MiB", "--max-pool", "8MiB", "--keep-free", "0B") as server:
+        _, _, first = server.send("GET", "/admin/pool")
+        assert first["max_bytes"] <= 8 << 20
+        wanted = server.complete(prompt="a" * 600, max_tokens=4, temperature=0)
+        status, _, grown = server.send("POST", "/admin/pool", {"bytes": "6MiB"})
+        assert status == 200, grown
+        assert 5 << 20 < grown["bytes"] == grown["target_bytes"] <= 6 << 20
+        assert grown["max_tokens"] >= first["max_tokens"]
+        hit = server.complete(prompt="a" * 600, max_tokens=4, temperature=0)
+        assert hit["choices"] == wanted["choices"]
+        assert hit["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
+        _, _, shrunk = server.send("POST", "/admin/pool", {"bytes": 1 << 20})
+        assert shrunk["bytes"] <= 1 << 20
+        again = server.complete(prompt="a" * 600, max_tokens=4, temperature=0)
+        assert again["choices"] == wanted["choices"]
+        for bad, said in (({"bytes": "12MiB"}, "must lie in"), ({"bytes": "x"}, "bytes: "), ({}, "bytes")):
+            status, _, error = server.send("POST", "/admin/pool", bad)
+            assert status == 400
+            assert said in error["error"]["message"]
+
+
+def test_a_fixed_pool_is_not_resized(folder: Path) -> None:
+    with running(folder, "--pool", "2MiB") as server:
+        status, _, error = server.send("POST", "/admin/pool", {"bytes": "1MiB"})
+        assert status == 400
+        assert "--max-pool" in error["error"]["message"]

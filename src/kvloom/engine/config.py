@@ -47,6 +47,14 @@ class EngineConfig:
 
     pool_bytes: int | None = None
     """Bytes of the page pool; None: what `memory_fraction` leaves free."""
+    max_pool_bytes: int | None = None
+    """Most bytes of an elastic pool, which grows and shrinks while serving; None: the pool keeps its size."""
+    min_pool_bytes: int | None = None
+    """Fewest bytes of an elastic pool; None: an eighth of its first size."""
+    keep_free: int = 1 << 30
+    """Device memory in bytes that an elastic pool leaves to other processes: it shrinks when they need more."""
+    idle_seconds: float = 30.0
+    """An elastic pool gives memory without pages back after so many seconds without a request."""
     memory_fraction: float = 0.9
     """Share of the device's memory that weights, steps and the pool may use together."""
     block_tokens: int = 16
@@ -84,6 +92,12 @@ class EngineConfig:
         tokens = self.block_tokens
         if not 16 <= tokens <= 256 or tokens & (tokens - 1):
             raise ValueError(f"block_tokens {tokens} must be a power of two from 16 to 256")
+        sizes = (self.min_pool_bytes, self.pool_bytes, self.max_pool_bytes)
+        given = [size for size in sizes if size is not None]
+        if given != sorted(given):
+            raise ValueError(
+                f"pool sizes {given} must not decrease from min_pool_bytes over pool_bytes to max_pool_bytes"
+            )
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is negative: give tokens, or 0")
 

@@ -31,8 +31,11 @@ from .execution import (
     InflightStep,
     ModelRunner,
     OutputProcessor,
+    PoolRule,
+    PoolSize,
     allocate_kv_memory,
     eos_tokens,
+    free_device_bytes,
     prompt_logprobs,
 )
 from .offload import OffloadManager, SessionHistory, open_offload
@@ -95,6 +98,14 @@ class Engine:
             self.offload = open_offload(
                 config.tiers, self.cache, self.buffer, self._apply_copies, config.offload
             )
+        self.pool_size: PoolSize | None = None
+        """Grows and shrinks an elastic pool; None if the pool keeps its size."""
+        self._pool_rule: PoolRule | None = None
+        if memory.elastic is not None:
+            pool = self.cache.usable_slabs * self.layout.slab_bytes
+            least = pool // 8 if config.min_pool_bytes is None else config.min_pool_bytes
+            self.pool_size = PoolSize(self.cache, memory.elastic, self._apply_copies, least)
+            self._pool_rule = PoolRule(pool, config.keep_free, config.idle_seconds)
         self.scheduler = Scheduler(self.cache, config.token_budget, config.max_running, self.offload)
         self.eos = eos_tokens(model)
         self.sampler = Sampler(self.eos)
@@ -223,6 +234,7 @@ class Engine:
         If it raises (device out of memory, interrupt), the step is discarded: its requests wait and are recomputed. The next
         step returns the requests that got a token before the failure."""
         started = time.perf_counter()
+        self.adjust_pool()
         if self._output_processor.awaiting_masks:
             self._output_processor.settle_masks()
         previous = finished = self._inflight
@@ -245,6 +257,36 @@ class Engine:
         updated = self._updated + self.scheduler.rejected
         self._updated, self.scheduler.rejected = [], []
         return updated
+
+    def resize_pool(self, pool_bytes: int) -> int:
+        """Grow or shrink an elastic pool towards `pool_bytes`; return its bytes now. Call between steps.
+
+        Pages in use delay shrinking: the following steps continue. From now on the pool keeps this size. Raises ValueError if
+        the pool is not elastic."""
+        if self.pool_size is None:
+            raise ValueError("the pool keeps its size: set max_pool_bytes (--max-pool) to make it elastic")
+        self._pool_rule = None
+        self.pool_size.set_target(pool_bytes)
+        self.pool_size.approach()
+        return self.pool_size.pool_bytes
+
+    def adjust_pool(self) -> None:
+        """Follow the pool's target and its rule. Called in every step; call it now and then while idle."""
+        if self.pool_size is None:
+            return
+        if self._pool_rule is not None:
+            slab = self.layout.slab_bytes
+            decided = self._pool_rule.decide(
+                time.monotonic(),
+                self.pool_size.pool_bytes,
+                self.cache.free_slabs * slab,
+                self.cache.inspect.evicted.total(),
+                self.scheduler.busy,
+                lambda: free_device_bytes(self.device),
+            )
+            if decided is not None:
+                self.pool_size.set_target(decided)
+        self.pool_size.approach()
 
     def run(self) -> None:
         """Step until every request has finished."""

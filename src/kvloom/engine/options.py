@@ -51,6 +51,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("KV cache").add_argument
     pool = "size of the page pool (default: 1GiB; on a GPU the memory left)"
     add("--pool", type=size, metavar="SIZE", dest="pool_bytes", help=pool)
+    add("--max-pool", type=size, metavar="SIZE", dest="max_pool_bytes",
+        help="let the pool grow to this size while serving, and shrink again (default: it keeps its size)")  # fmt: skip
+    add("--min-pool", type=size, metavar="SIZE", dest="min_pool_bytes",
+        help="with --max-pool: size that the pool never falls below (default: an eighth of --pool)")  # fmt: skip
+    free = "with --max-pool: device memory left to other processes; the pool shrinks when they need more (default: 1GiB)"
+    add("--keep-free", type=size, default="1GiB", metavar="SIZE", help=free)
+    idle = "with --max-pool: seconds without a request after which unused memory is given back (default: 30)"
+    add("--idle-seconds", type=number(0), default=30.0, metavar="S", help=idle)
     fraction = "share of GPU memory to use, without --pool (default: 0.9)"
     add("--memory-fraction", type=number(0, 1, above=True), default=0.9, metavar="F", help=fraction)
     add("--kv-dtype", metavar="D", help=KV_DTYPE)

@@ -24,6 +24,7 @@ from .api import (
     ChatEndpoint,
     CompletionEndpoint,
     DetokenizeEndpoint,
+    PoolEndpoint,
     ServerContext,
     TokenizeEndpoint,
     parse_digits,
@@ -101,6 +102,7 @@ def application(context: ServerContext, dashboard: DashboardState | None = None)
         return _json(found.to_dict(operator=tenant is None))
 
     routes = [
+        Route("/admin/pool", PoolEndpoint(context), methods=["GET", "POST"]),
         Route("/v1/completions", CompletionEndpoint(context), methods=["POST"]),
         Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
         Route("/v1/models", models),

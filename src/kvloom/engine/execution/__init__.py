@@ -5,6 +5,7 @@ piecewise_graphs.py  PiecewiseGraphs: graphs of steps with prompts, without atte
 inflight_step.py     InflightStep: a launched step whose tokens have not arrived
 output_processor.py  OutputProcessor: applies tokens to requests, finishes them
 kv_memory.py         allocate_kv_memory: the pool of a model, and its cache
+pool_size.py         PoolSize, PoolRule: grow and shrink an elastic pool
 memory_budget.py     measure_budget: bytes of the pool; default step sizes
 threads.py           use_threads: CPU threads of torch
 """
@@ -15,6 +16,7 @@ from .memory_budget import MAX_RUNNING, TOKEN_BUDGET, MemoryBudget, default_toke
 from .model_runner import ModelRunner, graph_sizes
 from .output_processor import OutputProcessor, eos_tokens
 from .piecewise_graphs import PiecewiseGraphs, piece_sizes, uncollected
+from .pool_size import PoolRule, PoolSize, free_device_bytes
 from .threads import cores, use_threads
 
 __all__ = [
@@ -26,11 +28,14 @@ __all__ = [
     "ModelRunner",
     "OutputProcessor",
     "PiecewiseGraphs",
+    "PoolRule",
+    "PoolSize",
     "PromptLogprobs",
     "allocate_kv_memory",
     "cores",
     "default_token_budget",
     "eos_tokens",
+    "free_device_bytes",
     "graph_sizes",
     "measure_budget",
     "piece_sizes",

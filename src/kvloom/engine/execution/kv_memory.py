@@ -14,7 +14,7 @@ import torch
 
 from kvloom.core import CheckpointPolicy, KVCache, PoolLayout
 from kvloom.engine.config import EngineConfig
-from kvloom.kernels.memory import allocate
+from kvloom.kernels.memory import ElasticBuffer, allocate, elastic_buffer, granularity
 from kvloom.models.loading import model_fingerprint
 from kvloom.models.paged import Scales, fingerprint, install, load_scales
 from kvloom.models.specs import model_spec
@@ -32,10 +32,11 @@ MAX_TOKENS = 131072
 class KVMemory:
     """A pool: `cache` manages the pages in `buffer`.
 
-    `limit`: most tokens of a sequence, if known. `budget`: how the size was measured. `batch_invariant`: needs special kernels."""
+    `elastic`: the buffer's memory, if slabs can be added and removed. `limit`: most tokens of a sequence, if known. `budget`: how the size was measured. `batch_invariant`: needs special kernels."""
 
     layout: PoolLayout
     buffer: torch.Tensor
+    elastic: ElasticBuffer | None
     cache: KVCache
     scales: Scales | None
     vision: Vision | None
@@ -63,10 +64,11 @@ def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
         static_scales=config.kv_scales != "dynamic",
     )
     scales = None if config.kv_scales == "dynamic" else load_scales(config.kv_scales, model, spec.layers)
-    layout = PoolLayout.build(spec.layers, config.block_tokens)
+    step = 16 if config.max_pool_bytes is None else granularity(weight.device)
+    layout = PoolLayout.build(spec.layers, config.block_tokens, step)
     vision = vision_of(model)
     if vision is not None:
-        layout = vision.extend_layout(spec.layers, layout)
+        layout = vision.extend_layout(spec.layers, layout, step)
     limit = _limit(spec.max_context, config.max_context)
     longest = limit or MAX_TOKENS
     install(model, limit)
@@ -90,7 +92,11 @@ def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
         raise ValueError(
             f"a pool of {pool_bytes:,} bytes is too small: give at least two slabs of {layout.slab_bytes:,} bytes"
         )
-    buffer = allocate(layout, slabs, weight.device)
+    elastic = reserved = None
+    if config.max_pool_bytes is not None:
+        reserved = max(slabs, layout.slabs_in(config.max_pool_bytes))
+        elastic = elastic_buffer(layout, reserved, weight.device, mapped=slabs)
+    buffer = allocate(layout, slabs, weight.device) if elastic is None else elastic.tensor
     name = spec.name
     if config.tiers:  # other processes may load the pages: the hash must cover the weights
         invariant = " invariant" if config.batch_invariant else ""
@@ -98,6 +104,7 @@ def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
     cache = KVCache(
         layout,
         slabs=slabs,
+        reserved=reserved,
         model=name if scales is None else f"{name}, scales {fingerprint(scales)}",
         max_sequences=config.max_running,
         max_tokens=longest,
@@ -107,7 +114,7 @@ def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
             before_last=True, every_blocks=-(-config.checkpoint_every // config.block_tokens)
         ),
     )
-    return KVMemory(layout, buffer, cache, scales, vision, limit, budget, batch_invariant)
+    return KVMemory(layout, buffer, elastic, cache, scales, vision, limit, budget, batch_invariant)
 
 
 def _limit(model_limit: int | None, asked: int | None) -> int | None:

@@ -55,7 +55,9 @@ class CrossVision(Vision):
         self._block = 0
         self._layers: list[tuple[Any, LayerView, int]] = []
 
-    def extend_layout(self, layers: Mapping[str, LayerSpec], layout: PoolLayout) -> PoolLayout:
+    def extend_layout(
+        self, layers: Mapping[str, LayerSpec], layout: PoolLayout, granularity: int = 16
+    ) -> PoolLayout:
         return layout
 
     def bind_pool(

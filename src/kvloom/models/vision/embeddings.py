@@ -21,13 +21,13 @@ from kvloom.models.paged import EMBEDDINGS
 __all__ = ["Embeddings", "with_embeddings"]
 
 
-def with_embeddings(layers: Mapping[str, LayerSpec], layout: PoolLayout) -> PoolLayout:
-    """Return `layout`, of these layers, with pages for embeddings."""
+def with_embeddings(layers: Mapping[str, LayerSpec], layout: PoolLayout, granularity: int = 16) -> PoolLayout:
+    """Return `layout`, of these layers, with pages for embeddings. `granularity` divides the slab."""
     block = layout.block_tokens
     spec = LayerSpec(
         "token", (Field("embedding", (layout.slab_bytes // block,), "int8"),), axis="media", lifetime=PROMPT
     )
-    return PoolLayout.build({**layers, EMBEDDINGS: spec}, block)
+    return PoolLayout.build({**layers, EMBEDDINGS: spec}, block, granularity)
 
 
 class Embeddings:

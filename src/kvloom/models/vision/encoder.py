@@ -96,9 +96,11 @@ class Vision:
             f"{', '.join(sorted(VISION_FAMILIES))}"
         )
 
-    def extend_layout(self, layers: Mapping[str, LayerSpec], layout: PoolLayout) -> PoolLayout:
-        """Return `layout`, of a model's `layers`, with pages for image embeddings."""
-        return with_embeddings(layers, layout)
+    def extend_layout(
+        self, layers: Mapping[str, LayerSpec], layout: PoolLayout, granularity: int = 16
+    ) -> PoolLayout:
+        """Return `layout`, of a model's `layers`, with pages for image embeddings. `granularity` divides the slab."""
+        return with_embeddings(layers, layout, granularity)
 
     def bind_pool(
         self, layout: PoolLayout, buffer: torch.Tensor, cross_views: Mapping[int, tuple[LayerView, int]]

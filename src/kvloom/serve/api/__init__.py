@@ -3,6 +3,7 @@
     server_context.py     ServerContext: state and checks that all endpoints share
     generation.py         endpoints that generate: completions and chats
     tokenize.py           /tokenize and /detokenize
+    admin.py              /admin/pool
     request_fields.py     fields of a request, and their sampling parameters
     prompts.py            PromptEncoder: texts and chats to token ids
     templates.py          chat templates within limits
@@ -15,6 +16,7 @@ Imports worker, auth and metrics. The routes are in serve/application.py.
 
 from __future__ import annotations
 
+from .admin import PoolEndpoint
 from .connection import close_idle, limited_connection
 from .generation import ChatEndpoint, CompletionEndpoint
 from .prompts import PromptEncoder, load_tokenizer
@@ -26,6 +28,7 @@ __all__ = [
     "ChatEndpoint",
     "CompletionEndpoint",
     "DetokenizeEndpoint",
+    "PoolEndpoint",
     "PromptEncoder",
     "ServerContext",
     "TokenizeEndpoint",

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -31,8 +32,10 @@ from .messages import (
     FromEngine,
     Heartbeat,
     Outputs,
+    PoolState,
     Ready,
     RequestProgress,
+    ResizePool,
     SnapshotRequest,
     Start,
     StartFailed,
@@ -107,6 +110,7 @@ class EngineClient:
         self.stats = EngineStats()
         self._streams: dict[int, ResponseStream] = {}
         self._snapshot_waiters: list[asyncio.Future[bytes]] = []
+        self._pool_waiters: list[asyncio.Future[PoolState]] = []
         self._writer: asyncio.StreamWriter | None = None
         self._closing = asyncio.Event()
         self._next_id = 0
@@ -155,6 +159,16 @@ class EngineClient:
         self._send(SnapshotRequest())
         return await asyncio.wait_for(answer, seconds)
 
+    async def resize_pool(self, pool_bytes: int, seconds: float) -> PoolState:
+        """Grow or shrink an elastic pool; return its size. It may reach the target later, when requests have finished.
+
+        Raises ApiError without an engine, TimeoutError after `seconds`."""
+        self.require_ready()
+        answer = asyncio.get_running_loop().create_future()
+        self._pool_waiters.append(answer)
+        self._send(ResizePool(pool_bytes))
+        return await asyncio.wait_for(answer, seconds)
+
     def close(self) -> None:
         """End the engine process; `run` returns."""
         self._closing.set()
@@ -167,10 +181,11 @@ class EngineClient:
             stream.pending.clear()
             stream.fail(error)
         self._streams.clear()
-        waiters, self._snapshot_waiters = self._snapshot_waiters, []
-        for snapshot in waiters:
-            if not snapshot.done():
-                snapshot.set_exception(error)
+        waiters: list[asyncio.Future[Any]] = [*self._snapshot_waiters, *self._pool_waiters]
+        self._snapshot_waiters, self._pool_waiters = [], []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
 
     async def run(self) -> None:
         """Keep an engine running until `close`. Raises StartError if the first start fails."""
@@ -272,6 +287,14 @@ class EngineClient:
                 stream.fail(grammars_busy(rejected.reason, error.param) if rejected.is_retryable else error)
         if outputs.stats is not None:
             self.stats = outputs.stats
+        if outputs.pool is not None and self.info is not None:
+            pool, resizes, self._pool_waiters = outputs.pool, self._pool_waiters, []
+            self.info = msgspec.structs.replace(
+                self.info, pool_bytes=pool.pool_bytes, max_tokens=pool.max_tokens
+            )
+            for resize in resizes:
+                if not resize.done():
+                    resize.set_result(pool)
         if outputs.snapshot is not None:
             waiters, self._snapshot_waiters = self._snapshot_waiters, []
             for snapshot in waiters:

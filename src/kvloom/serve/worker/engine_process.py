@@ -31,6 +31,7 @@ from .messages import (
     FromEngine,
     Heartbeat,
     Ready,
+    ResizePool,
     SnapshotRequest,
     Start,
     StartFailed,
@@ -47,12 +48,12 @@ if TYPE_CHECKING:
 
 __all__ = ["load_engine", "main"]
 
-Inbox = SimpleQueue[Add | Cancel | ExpectSession | EndSession | SnapshotRequest | None]
+Inbox = SimpleQueue[Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | None]
 """None: the API process has closed the socket."""
 GRAMMAR_SECONDS = 0.005
 """Poll interval for compiling grammars while idle."""
 IDLE_SECONDS = 0.5
-"""Poll interval for tiers while idle."""
+"""Poll interval for tiers and an elastic pool while idle."""
 CLOSE_SECONDS = 4.0
 """Time for tiers to finish pending stores when the server ends."""
 _decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -141,19 +142,19 @@ def _warm_up(engine: Engine, progress: bool) -> None:
 
 
 def _load_worker(start: Start) -> tuple[Worker, Ready]:
-    from .worker import Worker
+    from .worker import Worker, max_request_tokens
 
     began = time.monotonic()
     engine = load_engine(start)
-    layout, cache = engine.layout, engine.cache
+    layout, cache, size = engine.layout, engine.cache, engine.pool_size
     slabs = cache.usable_slabs
     quotas = {t.name: min(t.quota, slabs * layout.slab_bytes) for t in start.tenants if t.quota is not None}
     ready = Ready(
         device=str(engine.device),
         dtype=str(next(engine.model.parameters()).dtype).removeprefix("torch."),
         vocab_size=len(engine.model.get_input_embeddings().weight),
-        max_tokens=_max_tokens(engine, slabs * layout.slab_bytes),
-        tenant_max_tokens={name: _max_tokens(engine, quota) for name, quota in quotas.items()},
+        max_tokens=max_request_tokens(engine, slabs * layout.slab_bytes),
+        tenant_max_tokens={name: max_request_tokens(engine, quota) for name, quota in quotas.items()},
         pool_bytes=slabs * layout.slab_bytes,
         slab_bytes=layout.slab_bytes,
         block_tokens=layout.block_tokens,
@@ -162,6 +163,7 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
         load_seconds=time.monotonic() - began,
         tiers=[] if engine.offload is None else _tiers(engine.offload),
         unavailable_tiers=[] if engine.offload is None else engine.offload.unavailable,
+        pool_limits=None if size is None else (size.least * layout.slab_bytes, size.most * layout.slab_bytes),
     )
     return Worker(engine, start.tenants, start.observe), ready
 
@@ -171,21 +173,11 @@ def _tiers(offload: OffloadManager) -> list[tuple[str, int, int]]:
     return [(tier.name, tier.capacity, tier.stats().objects) for tier in found]
 
 
-def _max_tokens(engine: Engine, pool_bytes: int) -> int:
-    """Return the most tokens of one request that the model and `pool_bytes` allow."""
-    low, high = 1, engine.cache.max_tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = engine.layout.slab_bytes_for(middle) <= pool_bytes
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
-
-
 def _serve(sender: _Sender, inbox: Inbox, worker: Worker) -> None:
     for step in count(1):
         if not worker.is_busy:
             sender.step = 0
-            pause = None if worker.engine.offload is None else IDLE_SECONDS
+            pause = IDLE_SECONDS if worker.needs_polling else None
             try:
                 first = inbox.get(timeout=GRAMMAR_SECONDS if worker.is_compiling else pause)
             except Empty:
@@ -203,7 +195,7 @@ def _serve(sender: _Sender, inbox: Inbox, worker: Worker) -> None:
 
 
 def _handle(
-    worker: Worker, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | None
+    worker: Worker, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | None
 ) -> None:
     if message is None:
         worker.engine.close(CLOSE_SECONDS - 0.5)

@@ -1,6 +1,6 @@
 """Messages between the API process and the engine process, and their encoding.
 
-    API    ──▶ engine    Start (once, first), Add, Cancel, ExpectSession, EndSession, SnapshotRequest
+    API    ──▶ engine    Start (once, first), Add, Cancel, ExpectSession, EndSession, SnapshotRequest, ResizePool
     engine ──▶ API       Ready or StartFailed (once), then Outputs (one per step); Heartbeat, every second
 
 A message is msgpack with a four-byte length before it. Log-probabilities are triples of token, value and rank.
@@ -26,9 +26,11 @@ __all__ = [
     "FromEngine",
     "Heartbeat",
     "Outputs",
+    "PoolState",
     "Ready",
     "Rejected",
     "RequestProgress",
+    "ResizePool",
     "SnapshotRequest",
     "Start",
     "StartFailed",
@@ -123,6 +125,12 @@ class EndSession(msgspec.Struct, frozen=True, tag=True):
 
 class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
     """Ask for a snapshot of the cache with the next outputs."""
+
+
+class ResizePool(msgspec.Struct, frozen=True, tag=True):
+    """Grow or shrink an elastic pool to `pool_bytes`. A PoolState answers it."""
+
+    pool_bytes: int
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -257,21 +265,30 @@ class EngineStats(msgspec.Struct, frozen=True):
     tier_faults: list[tuple[str, str, str, int]] = []
 
 
+class PoolState(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of an elastic pool, the bytes that it is to reach, and the most tokens of one request that fit."""
+
+    pool_bytes: int
+    target_bytes: int
+    max_tokens: int
+
+
 class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Results of one step. `stats` come several times a second, and whenever the engine becomes idle. `snapshot` is JSON;
-    it answers a SnapshotRequest."""
+    it answers a SnapshotRequest. `pool` comes whenever the pool's size changes, and answers a ResizePool."""
 
     deltas: list[Delta] = []
     rejected: list[Rejected] = []
     stats: EngineStats | None = None
     snapshot: bytes | None = None
     progress: list[RequestProgress] = []
+    pool: PoolState | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The engine is loaded. `max_tokens` limits prompt and answer of one request together; `tenant_max_tokens` is that
     limit for tenants with a quota. `tiers` lists name, capacity and stored pages; `unavailable_tiers` lists name and
-    reason."""
+    reason. `pool_limits` are the fewest and most bytes of an elastic pool."""
 
     device: str
     dtype: str
@@ -286,6 +303,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     load_seconds: float
     tiers: list[tuple[str, int, int]] = []
     unavailable_tiers: list[tuple[str, str]] = []
+    pool_limits: tuple[int, int] | None = None
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
@@ -300,7 +318,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     step: int = 0
 
 
-ToEngine = Start | Add | Cancel | ExpectSession | EndSession | SnapshotRequest
+ToEngine = Start | Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool
 FromEngine = Ready | StartFailed | Outputs | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()

@@ -22,8 +22,10 @@ from .messages import (
     EngineStats,
     ExpectSession,
     Outputs,
+    PoolState,
     Rejected,
     RequestProgress,
+    ResizePool,
     SnapshotRequest,
     TenantConfig,
     TierUsage,
@@ -31,7 +33,7 @@ from .messages import (
 )
 from .stats import engine_stats, tier_usages
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "max_request_tokens"]
 
 STATS_SECONDS = 0.25
 
@@ -74,22 +76,42 @@ class Worker:
         self._stats_at = 0.0
         self._tiers: list[TierUsage] = []
         self._stats_changed = True  # since the last stats
+        self._sent_slabs = engine.cache.usable_slabs
+        self._resize_requested = False
 
     @property
     def is_busy(self) -> bool:
         """Whether `step` has work or something to send."""
-        return self.engine.busy or bool(self._rejected) or self._stats_changed or self._snapshot_requested
+        return (
+            self.engine.busy
+            or bool(self._rejected)
+            or self._stats_changed
+            or self._snapshot_requested
+            or self._pool_changed
+        )
+
+    @property
+    def _pool_changed(self) -> bool:
+        return self._resize_requested or self.engine.cache.usable_slabs != self._sent_slabs
+
+    @property
+    def needs_polling(self) -> bool:
+        """Whether `poll_idle` must be called while idle."""
+        return self.engine.offload is not None or self.engine.pool_size is not None
 
     def poll_idle(self) -> None:
-        """Poll transfers and grammars while no step runs: stores may finish after the last token."""
+        """Poll transfers, grammars and the pool's size while no step runs: stores may finish after the last token."""
         self._enqueue_compiled()
+        self.engine.adjust_pool()
         offload = self.engine.offload
         if offload is not None:
             offload.poll()
             tiers = tier_usages(offload) if self._observe else []
             self._stats_changed, self._tiers = tiers != self._tiers, tiers
 
-    def handle(self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest) -> None:
+    def handle(
+        self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool
+    ) -> None:
         """Carry a message out. The next step reports rejections."""
         if isinstance(message, SnapshotRequest):
             self._snapshot_requested = True
@@ -97,6 +119,9 @@ class Worker:
         self._stats_changed = True
         if isinstance(message, Cancel):
             self._cancel(message.id)
+        elif isinstance(message, ResizePool):
+            self.engine.resize_pool(message.pool_bytes)
+            self._resize_requested = True
         elif isinstance(message, EndSession):
             self.engine.end_session(_session_key(message.tenant, message.session))
         elif isinstance(message, ExpectSession):
@@ -123,9 +148,11 @@ class Worker:
             if self._observe:
                 progress.append(_progress(one))
         rejected, self._rejected = self._rejected, []
-        stats, snapshot = self._stats(), self._take_snapshot()
-        has_output = deltas or rejected or progress or stats is not None or snapshot is not None
-        return Outputs(deltas, rejected, stats, snapshot, progress) if has_output else None
+        stats, snapshot, pool = self._stats(), self._take_snapshot(), self._take_pool_state()
+        has_output = (
+            deltas or rejected or progress or any(part is not None for part in (stats, snapshot, pool))
+        )
+        return Outputs(deltas, rejected, stats, snapshot, progress, pool) if has_output else None
 
     def _progress_of_step(self, stepped: list[Request]) -> list[RequestProgress]:
         """Return the progress of prompts that started in this step or have their first token now."""
@@ -149,6 +176,15 @@ class Worker:
         self._snapshot_requested = False
         self._snapshot = self._snapshot or CacheSnapshot(self.engine)
         return self._snapshot.json()
+
+    def _take_pool_state(self) -> PoolState | None:
+        """Return the pool's size if it has changed since the last call, or was requested."""
+        size = self.engine.pool_size
+        if size is None or not self._pool_changed:
+            return None
+        self._sent_slabs, self._resize_requested = self.engine.cache.usable_slabs, False
+        target = size.target * self.engine.layout.slab_bytes
+        return PoolState(size.pool_bytes, target, max_request_tokens(self.engine, size.pool_bytes))
 
     @property
     def is_compiling(self) -> bool:
@@ -350,6 +386,16 @@ def _progress(one: _OpenRequest) -> RequestProgress:
         sum(answer.preemptions for answer in request.family),
         request.loads,
     )
+
+
+def max_request_tokens(engine: Engine, pool_bytes: int) -> int:
+    """Return the most tokens of one request that the model and `pool_bytes` allow."""
+    low, high = 1, engine.cache.max_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = engine.layout.slab_bytes_for(middle) <= pool_bytes
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
 
 
 def _output_tokens(request: Request) -> int:

@@ -1,0 +1,139 @@
+"""Size of an elastic pool: maps and unmaps slabs while requests run, towards a target.
+
+    target ── by `Engine.resize_pool`, or by PoolRule ──▶ PoolSize.approach(), between steps ──▶ slabs mapped or unmapped
+
+Growing takes milliseconds. Shrinking evicts and compacts, then waits for the device; slabs with pages in use leave later, when
+requests have finished. Nothing running is preempted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvloom.core import KVCache
+from kvloom.kernels.memory import ElasticBuffer
+
+__all__ = ["PoolRule", "PoolSize", "free_device_bytes"]
+
+RETRY_SECONDS = 0.1
+"""Pause between two attempts to reach a target that pages in use prevent."""
+
+
+class PoolSize:
+    """The slabs of one cache and the memory behind them. `apply_copies` makes the copies that the cache decided."""
+
+    def __init__(
+        self, cache: KVCache, memory: ElasticBuffer, apply_copies: Callable[[], None], min_bytes: int
+    ) -> None:
+        self._cache, self._memory, self._apply_copies = cache, memory, apply_copies
+        self._slab = cache.layout.slab_bytes
+        self.least = max(1, min_bytes // self._slab)
+        """Fewest usable slabs."""
+        self.most = memory.slabs - 1
+        """Most usable slabs: the reserved addresses."""
+        self.target = cache.usable_slabs
+        """Usable slabs to reach."""
+        self._next_attempt = 0.0
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the usable slabs."""
+        return self._cache.usable_slabs * self._slab
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the pool has its target size."""
+        return self.target == self._cache.usable_slabs
+
+    def set_target(self, pool_bytes: int) -> None:
+        """Set the size to reach, within the limits. `approach` changes the pool."""
+        self.target = min(self.most, max(self.least, pool_bytes // self._slab))
+        self._next_attempt = 0.0
+
+    def approach(self) -> None:
+        """Grow or shrink towards the target. Call between steps. Costs nothing once it is reached."""
+        missing = self.target - self._cache.usable_slabs
+        if not missing or time.monotonic() < self._next_attempt:
+            return
+        if missing > 0:
+            self._grow(missing)
+        else:
+            self._shrink(-missing)
+        self._next_attempt = 0.0 if self.is_reached else time.monotonic() + RETRY_SECONDS
+
+    def _grow(self, slabs: int) -> None:
+        """Add slabs; where the device lacks memory, the target becomes what fits."""
+        while slabs:
+            unbacked = self._cache.unbacked_slabs(slabs)
+            try:
+                self._memory.map(unbacked)
+            except MemoryError:
+                slabs //= 2
+                continue
+            self._cache.grow(unbacked)
+            break
+        self.target = self._cache.usable_slabs
+
+    def _shrink(self, slabs: int) -> None:
+        self._apply_copies()
+        removed = self._cache.shrink(slabs)
+        self._apply_copies()  # compaction has moved pages out of the removed slabs
+        self._memory.unmap(removed)
+
+
+@dataclass(slots=True)
+class PoolRule:
+    """Decides the size of a pool by itself: grows when full, gives memory back when idle or when other processes need it.
+
+    `keep_free`: bytes of device memory that stay free for others. `idle_seconds`: slabs without pages are given back after
+    so many seconds without a request, down to `start_bytes`. `GROWTH` is the share by which a full pool grows at once."""
+
+    start_bytes: int
+    keep_free: int
+    idle_seconds: float
+    _evictions: int = 0
+    _busy_at: float | None = None
+    _next: float = 0.0
+
+    PERIOD = 0.25
+    GROWTH = 0.25
+
+    def decide(
+        self,
+        now: float,
+        pool_bytes: int,
+        free_pool_bytes: int,
+        evictions: int,
+        is_busy: bool,
+        free_device: Callable[[], int],
+    ) -> int | None:
+        """Return the bytes that the pool should have; None: no change. Does nothing more often than every PERIOD."""
+        if is_busy or self._busy_at is None:
+            self._busy_at = now
+        if now < self._next:
+            return None
+        self._next = now + self.PERIOD
+        evicted, self._evictions = evictions - self._evictions, evictions
+        spare = free_device() - self.keep_free
+        if spare < 0:
+            return pool_bytes + spare
+        if evicted and is_busy and spare:
+            return pool_bytes + min(spare, int(pool_bytes * self.GROWTH) + 1)
+        if now - self._busy_at >= self.idle_seconds and pool_bytes > self.start_bytes and free_pool_bytes:
+            return max(self.start_bytes, pool_bytes - free_pool_bytes)
+        return None
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Return the memory of a device that no process uses; for a CPU what the system can give without swapping."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 1 << 62  # unknown: no limit

@@ -1,0 +1,72 @@
+"""Endpoints for operators: the size of an elastic pool. With API keys they need an admin key."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvloom.core import parse_size
+from kvloom.serve.errors import ApiError, bad_request
+from kvloom.serve.worker import Ready
+
+from .request_fields import read_fields
+from .server_context import ServerContext
+
+__all__ = ["PoolEndpoint"]
+
+ANSWER_SECONDS = 30.0
+"""Time for the engine to answer: it may be inside a long step."""
+
+
+class PoolFields(msgspec.Struct, frozen=True):
+    """Body of POST /admin/pool: a number, or a text such as "4GiB"."""
+
+    bytes: int | str
+
+
+class PoolEndpoint:
+    """GET /admin/pool returns the size of the pool, POST changes it."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    async def __call__(self, request: Request) -> Response:
+        self._context.require_admin(request)
+        engine = self._context.engine
+        facts = engine.require_ready()
+        if request.method == "GET":
+            return _response(facts, facts.pool_bytes)
+        fields = read_fields(await self._context.read_body(request), PoolFields)
+        wanted = _bytes(fields.bytes)
+        if facts.pool_limits is None:
+            raise bad_request("the pool keeps its size: start the server with --max-pool", "bytes")
+        least, most = facts.pool_limits
+        if not least <= wanted <= most:
+            raise bad_request(f"bytes {wanted:,} must lie in {least:,} to {most:,}", "bytes")
+        try:
+            state = await engine.resize_pool(wanted, ANSWER_SECONDS)
+        except TimeoutError:
+            raise ApiError(
+                504, f"the engine did not answer within {ANSWER_SECONDS:g} s; ask again with GET"
+            ) from None
+        return _response(engine.require_ready(), state.target_bytes)
+
+
+def _bytes(given: int | str) -> int:
+    try:
+        return parse_size(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise bad_request(f"bytes: {error}", "bytes") from None
+
+
+def _response(facts: Ready, target: int) -> Response:
+    least, most = facts.pool_limits or (facts.pool_bytes, facts.pool_bytes)
+    found = {
+        "bytes": facts.pool_bytes,
+        "target_bytes": target,
+        "min_bytes": least,
+        "max_bytes": most,
+        "max_tokens": facts.max_tokens,
+    }
+    return Response(msgspec.json.encode(found), media_type="application/json")
