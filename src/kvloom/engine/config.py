@@ -24,9 +24,9 @@ class OffloadConfig:
     load: Literal["auto", "always"] = "auto"
     """"always": wait for every page that a tier has. "auto": load or recompute, whichever is faster."""
     deadline_seconds: tuple[float, float] = (0.1, 5.0)
-    """Least and most seconds that a tier has for a load; between them, twice the time to compute the same tokens."""
+    """Shortest and longest deadline of a load, in seconds; between them, twice the time to compute the same tokens."""
     wait_share: float = 0.04
-    """Most time that a request loses by waiting for pages, as a share of the time to compute its prompt."""
+    """Longest time that a request may lose by waiting for pages, as a share of the time to compute its prompt."""
     transfers: TransferConfig = field(default_factory=TransferConfig)
 
 
@@ -35,13 +35,13 @@ class EngineConfig:
     """Settings of one engine. The defaults suit a model on its own device."""
 
     pool_bytes: int | None = None
-    """Bytes of the page pool; None: what `memory_fraction` leaves free."""
+    """Bytes of the page pool; None: the rest of `memory_fraction` after weights and steps."""
     memory_fraction: float = 0.9
     """Share of the device's memory that weights, steps and the pool may use together."""
     block_tokens: int = 16
     """Tokens of a block."""
     token_budget: int | None = None
-    """Prompt tokens of a step; None: 8,192 on a GPU, 2,048 on a CPU."""
+    """Most prompt tokens of a step; None: 8,192 on a GPU, 2,048 on a CPU."""
     max_running: int | None = None
     """Most running requests; None: 512 on a GPU, 256 on a CPU."""
     max_context: int | None = None
@@ -51,7 +51,7 @@ class EngineConfig:
     kv_scales: str | os.PathLike[str] = "dynamic"
     """Scales for int8 and fp8: "dynamic", "checkpoint", or a file from `kvloom calibrate`."""
     batch_invariant: bool = False
-    """Make the bits of a request's results independent of the requests beside it, on a GPU too."""
+    """Make a request's results bit-identical whatever other requests are in its batch, on a GPU too."""
     ahead: bool | None = None
     """Launch a step before the tokens of the previous one have arrived; None: on a GPU only."""
     cuda_graphs: bool = True
