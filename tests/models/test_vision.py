@@ -375,9 +375,9 @@ def test_pixels_alone_are_an_image_and_dtype_and_grid_are_content() -> None:
             [torch.zeros(24, 96)],
             "pixel_values and image_grid_thw, not of pixel_values",
         ),
-        ("qwen2_vl", [IMAGE] * 12, [0, 0], "two images meet at 6: put a token between them"),
+        ("qwen2_vl", [IMAGE] * 12, [0, 0], "two images are adjacent at token 6: put a token between them"),
         ("qwen2_vl", [IMAGE, 3, *[IMAGE] * 5], [0], "6 tokens of the image at 0 must follow each other"),
-        ("gemma3", [IMAGE] * 32, [0, 0], "two images meet at 16"),
+        ("gemma3", [IMAGE] * 32, [0, 0], "two images are adjacent at token 16"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(
