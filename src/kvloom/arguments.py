@@ -1,6 +1,6 @@
 """Shared parts of the command line: the parser, argument types, help texts, a progress bar.
 
-Commands import this module; it knows none of them.
+Commands import this module; it imports none of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
     "whole",
 ]
 
-BATCH_INVARIANT = "same tokens for the same seed, independent of the batch, on a GPU, too; slower"
+BATCH_INVARIANT = "same tokens for the same seed in any batch, on a GPU too; slower"
 DEVICE = "cpu, cuda or cuda:N (default: a GPU if there is one)"
 DTYPE = "dtype of the weights: bfloat16, float16 or float32 (default: auto, the checkpoint's)"
 KV_DTYPE = "dtype of the KV cache: bf16, fp16, fp32, int8 or fp8 (default: the model's); per kind of layer: fp8,sliding=bf16"
@@ -63,7 +63,9 @@ TIER = (
     "peer:// with an address and ?capacity=64GiB&…; repeatable (docs/tiers.md)"
 )
 GRAMMAR_SECONDS = "CPU seconds to compile one grammar, and again for each step (default: 2)"
-GRAMMAR_MEMORY = "memory of one grammar at most; all together may use eight times that (default: 256MiB)"
+GRAMMAR_MEMORY = (
+    "memory limit of one grammar; all grammars together may use eight times as much (default: 256MiB)"
+)
 MAX_NUMBER = 10**12
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 BAD_INPUT = 2
