@@ -1,6 +1,6 @@
-"""Runs requests on the engine: messages in, Outputs out. Knows no sockets and no HTTP.
+"""Runs requests on the engine: messages in, Outputs out. Independent of sockets and HTTP.
 
-A tenant with a quota has a queue of its own. Its requests enter the engine while their maximum pages fit the quota
+A tenant with a quota has a separate queue. Its requests enter the engine while their maximum pages fit the quota
 together, so a tenant at its quota never blocks the queue of others.
 """
 
@@ -90,7 +90,7 @@ class Worker:
             self._stats_changed, self._tiers = tiers != self._tiers, tiers
 
     def handle(self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest) -> None:
-        """Carry a message out. The next step reports rejections."""
+        """Handle a message. The next step reports rejections."""
         if isinstance(message, SnapshotRequest):
             self._snapshot_requested = True
             return
@@ -156,7 +156,7 @@ class Worker:
         return bool(self._compiling)
 
     def _compile_grammar(self, message: Add) -> None:
-        """Enqueue a request once its grammar is compiled. Other processes compile; steps do not wait."""
+        """Queue a request once its grammar is compiled. Other processes compile; steps do not wait."""
         try:
             grammar = self.engine.begin_grammar(message.params, message.tenant)
         except ValueError as error:
