@@ -194,7 +194,12 @@ def test_a_tokenizer_that_is_there_must_be_readable(tmp_path: Path) -> None:
 
 REASONS = (
     *("never calls the attention registry", "is not causal", "half of an encoder and a decoder"),
-    *("its own indexer", "does not receive the keywords", "calls attention with", "makes its own attention mask"),
+    *(
+        "its own indexer",
+        "does not receive the keywords",
+        "calls attention with",
+        "makes its own attention mask",
+    ),
     *(
         "of its cache, which is not supported",
         "calls the attention registry 2 times",
