@@ -1,4 +1,4 @@
-"""One KV-cache system for LLM inference. What is heavy is imported when it is asked for."""
+"""One KV-cache system for LLM inference. Heavy modules are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Shared parts of the command line: the parser, argument types, help texts, a progress bar.
 
-Commands import this module; it knows none of them.
+Commands import this module; it imports none of them.
 """
 
 from __future__ import annotations

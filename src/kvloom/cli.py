@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _no_command(word: str) -> NoReturn:
-    """Handle an argument that is no command, and exit: help, version, or an error with the commands."""
+    """Handle a first argument that is not a command, and exit: help, version, or an error that lists the commands."""
     from argparse import RawDescriptionHelpFormatter
     from difflib import get_close_matches
     from importlib.metadata import version

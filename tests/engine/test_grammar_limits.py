@@ -104,7 +104,7 @@ def test_the_queue_is_bounded_for_a_tenant_and_for_all(made: Callable[..., Gramm
         for i in range(9):
             grammars.begin("regex", f"a{{{i + 1}}}", "one")
 
-    with pytest.raises(GrammarBusyError, match="8 and 2 may: send it again later"):
+    with pytest.raises(GrammarBusyError, match="limits are 8 and 2: send it again later"):
         flood()
     fine = grammars.begin("regex", "b", "two")
     while not fine.ready:

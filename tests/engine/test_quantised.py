@@ -273,7 +273,7 @@ def test_scales_without_quantised_pages_are_refused(tmp_path: Path) -> None:
     model = tiny("llama")
     scales = calibrated(model, tmp_path, [[5, 6, 7]])
     for dtype in (None, "bf16"):
-        with pytest.raises(ModelError, match="for K and V kept in int8 or fp8"):
+        with pytest.raises(ModelError, match="for K and V in int8 or fp8"):
             make_engine(model, 1 << 24, dtype, kv_scales=scales)
     with pytest.raises(ModelError, match="was not loaded from one"):
         make_engine(model, 1 << 24, "fp8", kv_scales="checkpoint")

@@ -119,7 +119,7 @@ def test_products_of_batches_and_of_one_column() -> None:
     assert torch.equal(product(a[:, 4:5], b), product(a, b)[:, 4:5])
     thin = torch.randn(3, 20, 1, device=DEVICE), torch.randn(3, 1, 9, device=DEVICE)
     assert torch.equal(product(*thin), thin[0] * thin[1])
-    with pytest.raises(ValueError, match="has no meaning"):
+    with pytest.raises(ValueError, match="cannot be multiplied"):
         product(a[0], b)
 
 

@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_refused() -> None:
     x, index, weights, gate_up, down = mixture(3, 4, 2, 32, 16)
     with pytest.raises(ValueError, match="they must be"):
         fused_moe(x, index, weights, gate_up, down.transpose(1, 2))
-    with pytest.raises(ValueError, match="needs as many of both"):
+    with pytest.raises(ValueError, match="must have one row for each"):
         fused_moe(x, index[:2], weights, gate_up, down)
     with pytest.raises(ValueError, match="at least 1, at most"):
         topk_softmax(x, 33, True, torch.float32)

@@ -340,7 +340,7 @@ def test_mistakes_are_refused_before_anything_is_written() -> None:
         write(pages, pages, slots[:2], new, new)
     with pytest.raises(ValueError, match="side by side"):
         write(pages, pages, slots, new.repeat(1, 1, 2)[..., ::2], new)
-    with pytest.raises(ValueError, match="come together"):
+    with pytest.raises(ValueError, match="give both v and v_pages, or neither"):
         write(pages, None, slots, new, new)
     with pytest.raises(ValueError, match="int8 pages need v_scale"):
         write(pages, small, slots, new, new)

@@ -24,7 +24,7 @@ def test_what_is_no_layer_of_a_model_is_refused_by_name() -> None:
     layout = PoolLayout.build(layers)
     assert Pages(layout, allocate(layout, 3)).cross_views.keys() == {1, 3}
     layout = PoolLayout.build({"encoder": layers["layers.0.attention"]})
-    with pytest.raises(ModelError, match=r"'encoder'.* is not one of a model's"):
+    with pytest.raises(ModelError, match=r"'encoder'.* is not a layer of a model"):
         Pages(layout, allocate(layout, 3))
 
 

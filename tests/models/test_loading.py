@@ -164,7 +164,7 @@ def test_what_cannot_be_a_model_is_refused(tmp_path: Path) -> None:
         ),
         (
             {"model_type": "newest", "auto_map": {"AutoConfig": "code.py"}},
-            "brings code of its own, which is never run",
+            "has its own code, which is never run",
         ),
         ({"model_type": "newest", "auto_map": {}}, "'newest' is not known to transformers"),
         ({"model_type": "vit", "architectures": []}, "'vit' is not a causal language model"),
@@ -194,17 +194,22 @@ def test_a_tokenizer_that_is_there_must_be_readable(tmp_path: Path) -> None:
 
 REASONS = (
     *("never calls the attention registry", "is not causal", "half of an encoder and a decoder"),
-    *("indexer of its own", "is not handed the keywords", "calls attention with", "makes an attention mask"),
+    *(
+        "its own indexer",
+        "does not receive the keywords",
+        "calls attention with",
+        "makes its own attention mask",
+    ),
     *(
         "of its cache, which is not supported",
         "calls the attention registry 2 times",
-        "looks at values while it runs",
+        "its code depends on values",
     ),
     *(
         "attends with a window",
         "writes heads and sizes",
         "keeps no keys and values",
-        "keeps its states in its modules",
+        "stores its states in its modules",
     ),
     *("cannot be read as plain attention", "a hybrid layer, but", "ValueError", "TypeError"),
 )

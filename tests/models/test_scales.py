@@ -46,7 +46,7 @@ def test_kinds_may_be_kept_in_different_dtypes() -> None:
         ({"windowed": "fp8"}, r"'windowed' layers keep no K and V"),
         ("fp8,int8", r"sets all layers twice"),
         ("full=fp8,full=int8", r"sets full layers twice"),
-        ("fp8,sliding=bf16", r"llama has no sliding layers that a KV dtype could be for; it has full"),
+        ("fp8,sliding=bf16", r"llama has no sliding layers to which a KV dtype could apply; it has full"),
     ],
 )
 def test_invalid_kv_dtypes_raise_with_the_reason(kv_dtype: Any, words: str) -> None:

@@ -368,16 +368,16 @@ def test_pixels_alone_are_an_image_and_dtype_and_grid_are_content() -> None:
         ("llava", [IMAGE] * 31, [0, 0], "31 image tokens .id 60., but its 2 images need 32"),
         ("llava", [IMAGE] * 16, [{"pixels": torch.zeros(1)}], "consists of pixel_values, not of pixels"),
         ("llava", [IMAGE] * 16, [torch.zeros(1, 3, 5)], "cannot take an image of pixel_values .1, 1, 3, 5."),
-        ("llava", [IMAGE] * 16, ["a picture"], "tensors, as the model's processor makes them, not str"),
+        ("llava", [IMAGE] * 16, ["a picture"], "must be the tensors of the model's processor, not str"),
         (
             "qwen2_vl",
             [IMAGE] * 6,
             [torch.zeros(24, 96)],
             "pixel_values and image_grid_thw, not of pixel_values",
         ),
-        ("qwen2_vl", [IMAGE] * 12, [0, 0], "two images meet at 6: put a token between them"),
+        ("qwen2_vl", [IMAGE] * 12, [0, 0], "two images are adjacent at token 6: put a token between them"),
         ("qwen2_vl", [IMAGE, 3, *[IMAGE] * 5], [0], "6 tokens of the image at 0 must follow each other"),
-        ("gemma3", [IMAGE] * 32, [0, 0], "two images meet at 16"),
+        ("gemma3", [IMAGE] * 32, [0, 0], "two images are adjacent at token 16"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(

@@ -32,7 +32,9 @@ __all__ = [
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 LAYERS = 4
-"""A page has more layers than the one read, as in a model, so layers of consecutive pages are not adjacent."""
+"""Layers of a page. A page has more layers than the one read, as in a model, so reads of consecutive pages are not
+adjacent.
+"""
 
 DECODE = (
     (1, 640),
@@ -48,7 +50,7 @@ DECODE = (
 SHARED = ((64, 8192, 256), (256, 4096, 128), (32, 32768, 512))
 LATENT = ((32, 4096), (128, 2048))
 LATENT_HEADS, LATENT_DIM, LATENT_VALUES = 128, 576, 512
-"""DeepSeek-V3's: every head reads one latent of 512, and 64 more for positions."""
+"""The heads of DeepSeek-V3: every head reads one latent of 512 values, and 64 more for positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ PREFILL = (
     Prompts(1, 8192, 8192, 16, 8, 256, 1024),
     Prompts(1, 8192, 8192, 64, 8, 64, 128),
 )
-"""Heads of Llama-3.1-8B, window of Mistral-7B, windowed layers of Gemma-3-12B and gpt-oss."""
+"""Prefill steps: heads of Llama-3.1-8B, window of Mistral-7B, windowed layers of Gemma-3-12B and gpt-oss."""
 
 
 def layer_pool(pages: int, kv_heads: int = KV_HEADS, dim: int = DIM) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,7 +201,7 @@ def _quantised(
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention of one query over all keys, [heads, dim]."""
+    """Return the attention of one query over all keys, [heads, dim]."""
     grouped = q.view(KV_HEADS, HEADS // KV_HEADS, DIM)
     scores = torch.einsum("hgd,nhd->hgn", grouped, k) / math.sqrt(DIM)
     return torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).reshape(HEADS, DIM)
@@ -231,7 +233,7 @@ def shared_rows(rounds: int) -> Iterator[Row]:
 
 
 def shared_floor(batch: int, prefix: int, own: int) -> float:
-    """Return the lower bound: for each part the larger of bytes and FLOPs, in sequence."""
+    """Return the lower bound: the sum over all parts of the larger of memory time and compute time."""
 
     def part(tokens_read: int, pairs: int) -> float:
         return max(tokens_read * KV_HEADS * DIM * 4 / READ_RATE, pairs * HEADS * DIM * 4 / FLOP_RATE) * 1e6
@@ -274,7 +276,7 @@ def prefill_rows(rounds: int) -> Iterator[Row]:
 
 
 def latent_rows(rounds: int) -> Iterator[Row]:
-    """Absorbed latents: few bytes, read by many heads, so FLOPs limit as much as memory."""
+    """Yield rows of absorbed latents: few bytes, read by many heads, so FLOPs limit as much as memory."""
     from kvloom.kernels.attention import DecodePlan, Shape
 
     shape = Shape(LATENT_HEADS, 1, LATENT_DIM, LATENT_VALUES, BLOCK)

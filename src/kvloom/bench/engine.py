@@ -1,9 +1,9 @@
 """`kvloom bench engine`: whole workloads on kvloom's engine, Hugging Face's generate(), vLLM, and the roofline.
 
-Models have random weights, tokens are random ids from a seed, answers are greedy and of fixed length. On a GPU runners
-follow one another, since each needs the device's memory; on a CPU they alternate per workload. Workloads are in
-`workloads`, models in `shapes`, lower bounds in `roofline`, runners in `engine_runners` and `engine_peers`, tables in
-`engine_report`.
+Models have random weights, tokens are random ids from a seed, answers are greedy and of fixed length. On a GPU
+runners run one after the other, because each needs the device's memory; on a CPU they alternate per workload.
+`workloads` defines workloads, `shapes` models, `roofline` lower bounds, `engine_runners` and `engine_peers` runners,
+`engine_report` tables.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def measure(
     seed: int,
     results: dict[str, WorkloadResult],
 ) -> Iterator[None]:
-    """Run every workload `rounds` times into `results`, after an uncounted warm-up; yields after each. Rounds share no tokens, so
-    no round hits another's pages."""
+    """Run every workload `rounds` times into `results`, after an uncounted warm-up; yields after each.
+
+    Rounds share no tokens, so no round hits pages of another."""
     for work in works:
         short = work.short()
         runner.run(short.draw(vocabulary, seed), short.output)
@@ -107,7 +108,8 @@ def _check(work: Workload, found: Measurement) -> None:
 def run_one(
     ran: RunnerResult, kind: str, shape: str, works: Sequence[Workload], rounds: int, options: Options
 ) -> Iterator[None]:
-    """Run all workloads of one runner into `ran`; yields after each. A runner that fails keeps its results and the error."""
+    """Run all workloads of one runner into `ran`; yields after each. If a runner fails, its results are kept with the
+    error."""
     name = NAMES[kind]
     try:
         log(f"{name}: starting on {shape}")

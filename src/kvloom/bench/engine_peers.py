@@ -1,4 +1,4 @@
-"""Peers of `kvloom bench engine`: Hugging Face's generate() in this process, vLLM in a process of its own.
+"""Peers of `kvloom bench engine`: Hugging Face's generate() in this process, vLLM in a separate process.
 
 They implement the Runner protocol (`engine_runners`), with the same weights if these are small enough to copy.
 """
@@ -27,12 +27,14 @@ __all__ = ["HuggingFace", "NotInstalledError", "UnbatchedHuggingFace", "Vllm"]
 
 VLLM_KV_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "auto"}
 SAVED_WEIGHTS = 1 << 30
-"""vLLM gets the weights of models up to this many bytes; for larger ones it makes its own random weights."""
+"""Largest model in bytes whose weights vLLM gets. For larger ones it makes its own random weights."""
 
 
 class HuggingFace:
-    """generate() with its faster cache, static on a GPU and dynamic on a CPU. Batches are padded on the left and as large as memory
-    allows. Turns of conversations are in step."""
+    """generate() with its faster cache: static on a GPU, dynamic on a CPU.
+
+    Batches are padded on the left, and as large as memory allows. All conversations of a batch advance turn by turn
+    together."""
 
     name = "Hugging Face"
     CPU_BYTES = 4 << 30
@@ -62,7 +64,7 @@ class HuggingFace:
         on_gpu = options.device.startswith("cuda")
         self._room = int(torch.cuda.mem_get_info()[0] * 0.8) if on_gpu else self.CPU_BYTES
         self._most: dict[int, int] = {}
-        """By the length of prompts: what was found not to fit, halved. Only the first run pays for a wrong guess."""
+        """Batch size limit by prompt length: half of a size that did not fit. Only the first run pays for a wrong guess."""
 
     def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
         all_answers: Turns = [[] for _ in conversations]
@@ -96,7 +98,7 @@ class HuggingFace:
         return Measurement(seconds, all_answers, {"peak_running": max(sizes)}, computed)
 
     def _slice(self, prompt: int, output: int) -> int:
-        """Return how many sequences fit at once: their cache, and prefill with its mask."""
+        """Return how many sequences fit in memory together, with their cache, their prefill and its mask."""
         length = prompt + output
         cache = sum(
             x.bytes * (x.visibility.visible_tokens(length) if x.unit == "token" else 1) for x in self._layers
@@ -168,7 +170,7 @@ class NotInstalledError(RuntimeError):
 
 
 class Vllm:
-    """vLLM in a process of its own, controlled by JSON lines."""
+    """vLLM in a separate process, controlled by JSON lines."""
 
     name = "vLLM"
 

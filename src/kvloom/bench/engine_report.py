@@ -28,16 +28,20 @@ QUOTED: dict[str, dict[str, float]] = {
         "W1": 14.44, "W2": 30.18, "W3": 9.41, "W3 warm": 9.53, "W4": 11.47, "W5": 2.14, "W6": 14.49, "start": 82,
     },
 }  # fmt: skip
-"""Seconds that vLLM 0.24.0 was measured to take on an H200 earlier (its defaults, prefix caching on, bf16, random weights,
-the better of one process and two), and from start to ready with cold compile caches. Not of this run."""
+"""Seconds that vLLM 0.24.0 took on an H200 in an earlier measurement, and from start to ready with cold compile caches.
+
+Its defaults, prefix caching on, bf16, random weights, the better of one process and two. Not measured in this run.
+"""
 GOAL_WASTE = 0.04
-"""For unscaled workloads; in scaled ones the last block is a large share."""
+"""Goal for unscaled workloads. In scaled ones the last block is a large share."""
 
 
 @dataclass(slots=True)
 class WorkloadResult:
-    """One workload on one runner: the best round, the seconds of each round, and of its prompts alone if measured. `processor`:
-    the least CPU seconds of a round, on a CPU."""
+    """One workload on one runner: the best round, the seconds of each round, and the seconds of its prompts alone, if
+    measured.
+
+    `processor`: on a CPU, the least CPU seconds of a round."""
 
     work: Workload
     best: Measurement
@@ -179,7 +183,7 @@ def _times(report: dict[str, Any]) -> Any:
 
 
 def _details(report: dict[str, Any]) -> Any:
-    """Return the table of details; a blank was not measured."""
+    """Return the table of details. A blank means: not measured."""
     table = _table(
         "Details", "work", "on", "output tokens/s", "prefill tokens/s", "TFLOP/s", "first token s",
         "decode TB/s", "peak running", "hit rate",

@@ -56,8 +56,10 @@ class Options:
 
 @dataclass(slots=True)
 class Measurement:
-    """Seconds from the first submission to the last token, the answers, and figures by name; on a CPU also the CPU seconds of all
-    threads and processes. Copies to tiers after the last token are not counted: `drained_s` is their time."""
+    """Seconds from the first submission to the last token, the answers, and figures by name.
+
+    On a CPU also the CPU seconds of all threads and processes. Copies to tiers after the last token are not counted:
+    `drained_s` is their time."""
 
     seconds: float
     answers: Turns
@@ -66,7 +68,8 @@ class Measurement:
 
 
 class Runner(Protocol):
-    """`start_s`: seconds from no weights to ready, without Python imports; `version` and `notes` are for the report."""
+    """A runner. `start_s`: seconds from no weights to ready, without Python imports; `version` and `notes` are for the
+    report."""
 
     name: str
     version: str
@@ -74,7 +77,7 @@ class Runner(Protocol):
     start_s: float
 
     def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
-        """Serve every turn with exactly `output` greedy tokens; the next turn follows at once."""
+        """Serve every turn with exactly `output` greedy tokens. The next turn follows at once."""
         ...
 
     def close(self) -> None:
@@ -112,7 +115,7 @@ class Kvloom:
         pool = options.pool or (None if options.device.startswith("cuda") else CPU_POOL)
         budget = options.token_budget or default_token_budget(
             torch.device(options.device)
-        )  # that of offline use
+        )  # the budget of offline use
         config = EngineConfig(
             pool_bytes=pool,
             kv_dtype=options.kv_dtype,

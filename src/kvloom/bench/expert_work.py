@@ -1,6 +1,6 @@
 """Mixture of experts of `kvloom bench kernels`: one layer of Qwen3-30B-A3B with random routing, compared with torch's.
 
-Knows the calls and their lower bounds; `kernels` times them.
+Defines the calls and their lower bounds; `kernels` times them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention libraries that `kvloom bench kernels` is compared with, if installed.
 
-Each function returns callables over our pages, planned beforehand: one layer is timed. A missing library, or one that rejects
-a shape, is reported with the reason.
+Each function returns callables over our pages, planned beforehand: one layer is timed. If a library is missing or
+rejects a shape, the reason is reported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Call", "decode_peers", "prefill_peers", "shared_peers", "versions"]
 Call = Callable[[], Any]
 WORKSPACE = 512 << 20
 SPLITS = 32
-"""vLLM's limit for FlashAttention-3 under CUDA graphs; the device chooses the number."""
+"""vLLM's limit of splits for FlashAttention-3 under CUDA graphs; the device chooses the number."""
 
 
 def _library(name: str) -> Any:
@@ -119,8 +119,10 @@ def decode_peers(
 def shared_peers(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: torch.Tensor, own: torch.Tensor
 ) -> dict[str, Call]:
-    """Return FlashInfer's two-level cascade: `prefix` pages shared by all, `own` ([rows, pages]), all full; with its default kernels
-    and with its older ones, which split long prefixes."""
+    """Return FlashInfer's two-level cascade: `prefix` pages shared by all rows, and `own` pages ([rows, pages]), all
+    full.
+
+    With its default kernels, and with its older ones, which split long prefixes."""
     flashinfer = _library("flashinfer")
     if flashinfer is None:
         return {}

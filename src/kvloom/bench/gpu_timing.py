@@ -1,7 +1,4 @@
-"""Timing of `kvloom bench kernels`: alternating CUDA-graph replays, and the rates of the roofline.
-
-Knows no kernels.
-"""
+"""Timing of `kvloom bench kernels`: alternating CUDA-graph replays, and the rates of the roofline."""
 
 from __future__ import annotations
 
@@ -73,13 +70,13 @@ def _replay(call: Call, times: int) -> float:
 
 
 def timed(calls: dict[str, Call], rounds: int = 5, times: int = 7) -> dict[str, float]:
-    """Return microseconds of each call: the best of `rounds` medians, the calls alternating."""
+    """Return microseconds of each call: the best of `rounds` medians. The calls alternate."""
     graphs = {name: _captured(call) for name, call in calls.items()}
     best = dict.fromkeys(graphs, math.inf)
     for turn in range(rounds + 1):
         for name, graph in graphs.items():
             us = _replay(graph, times)
-            if turn:  # the first turn warms up
+            if turn:  # the first round warms up
                 best[name] = min(best[name], us)
     return best
 

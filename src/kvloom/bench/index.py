@@ -1,6 +1,6 @@
 """`kvloom bench index`: cost of the cache's bookkeeping, compared with vLLM's and SGLang's in the same run.
 
-Peers run in a process of their own, in this interpreter or that of `--peer-python`. kvloom's part is in `index_work`; this
+Peers run in a separate process, in this interpreter or that of `--peer-python`. `index_work` has kvloom's part; this
 module compares and prints.
 """
 
@@ -27,7 +27,7 @@ PEER_LAYOUT = {"full": "full", "gemma3": "gemma3", "qwen3next": "qwen3next-fine"
 
 
 def run_peers(python: str, sglang_path: str | None) -> dict[str, Any]:
-    """Return the peers' figures from a process of their own, or the reason why there are none."""
+    """Run the peers in a separate process and return their figures, or the reason why there are none."""
     command = [python, str(Path(__file__).with_name("peers.py")), "--json"]
     if sglang_path:
         command += ["--sglang-path", sglang_path]

@@ -1,6 +1,6 @@
-"""kvloom's part of `kvloom bench index`: the calls of a scheduler, on CPU, without model and bytes.
+"""kvloom's part of `kvloom bench index`: the calls of a scheduler, on a CPU, without a model and without bytes.
 
-Figures are microseconds by phase, the lower decile of their repeats. Knows no peers and no tables.
+Figures are microseconds by phase, the lower decile of their repeats.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def _live(cache: KVCache, prompt: Tokens) -> Figures:
 def decode_step(
     layout: str = "full", batch: int = 256, context: int = 1024, crossing: int = 16, steps: int = 64
 ) -> Figures:
-    """Return microseconds of one decode step of `batch` sequences, one in `crossing` of which fills a block each step: reserve a
-    slot each, then commit a token each."""
+    """Return microseconds of one decode step of `batch` sequences: reserve a slot each, then commit a token each.
+
+    In each step one sequence in `crossing` fills a block."""
     shape = layout_of(layout)
     cache = KVCache(shape, _slabs(shape, context + 256, 2 * batch), max_sequences=batch)
     draw = _drawer()
@@ -116,11 +117,12 @@ def decode_step(
 
 
 def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
-    """Return microseconds to match a prompt, to insert its new blocks and to evict as many, in a cache with 256 other prompts over 8
-    prefixes."""
+    """Return microseconds to match a prompt, to insert its new blocks, and to evict as many.
+
+    The cache has 256 other prompts over 8 prefixes."""
     shape = layout_of("full")
     block = shape.block_tokens
-    # Exactly full: one prompt's own blocks are evicted for another's, as in the peers' measurement.
+    # Exactly full: a prompt's own blocks are evicted for another's, as in the peers' measurement.
     cache = KVCache(shape, (256 * (tokens - shared) + 8 * shared) // block + 1, max_sequences=4)
     draw = _drawer()
     prefixes = [draw(shared) for _ in range(8)]
@@ -182,7 +184,7 @@ def _drawer() -> Callable[[int], Tokens]:
 
 
 def _typical(figures: Sequence[Figures]) -> Figures:
-    """The lower decile of each figure, which a machine that is disturbed now and then still reaches."""
+    """Return the lower decile of each figure, which is stable on a machine with occasional disturbances."""
     rows = figures[WARM_UP:]
     return {key: sorted(f[key] for f in rows)[len(rows) // 10] for key in figures[0]}
 

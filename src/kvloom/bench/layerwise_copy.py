@@ -1,7 +1,7 @@
 """Copies and reads of pages, whole and layer by layer: the cost of loading in the order of computation.
 
-A page has all layers of its tokens in one run of bytes. To load the first layer of many pages first, each is copied or
-read in as many pieces as it has layers. Knows tiers, no engine.
+A page has all layers of its tokens in one run of bytes. To load the first layer of many pages first, each page is
+copied or read in as many pieces as it has layers. Uses tiers, without an engine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ __all__ = ["measure_layerwise_copy"]
 def measure_layerwise_copy(
     folder: str, layers: int = 32, run: int = 64 << 10, pages: int = 96, rounds: int = 5
 ) -> dict[str, Any]:
-    """Return median seconds to copy and to read `pages` pages of `layers` runs: whole, layer by layer, the first layer only. Pages
-    are in random order on both sides, as in a used pool."""
+    """Return median seconds to copy and to read `pages` pages of `layers` runs: whole, layer by layer, the first layer
+    only.
+
+    Pages are in random order in source and target, as in a used pool."""
     size = layers * run
     rng = np.random.default_rng(0)
     here, there = (np.frombuffer(aligned_bytes(pages * size), np.uint8) for _ in range(2))

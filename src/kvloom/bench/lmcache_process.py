@@ -28,7 +28,7 @@ TOKENS = 16
 
 
 class _World:
-    """One backend of LMCache with its memory; `put` and `get` move all pages and return when the bytes are there."""
+    """One backend of LMCache with its memory; `put` and `get` move all pages and return when the bytes have arrived."""
 
     def __init__(self, page: int, total: int) -> None:
         import torch
@@ -187,9 +187,11 @@ def _remote(world: _World) -> tuple[Callable[[], None], Callable[[], None], Call
 
 
 def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    """LMCache's multi-process server, used as by its worker in an engine without a GPU: blocks of a KV cache, 32 MiB per request,
-    looked up before they are retrieved (counted as part of the store, because it shows its end). `mode` selects the copying
-    side: the server, which maps the cache, or the worker, into the server's shared memory."""
+    """LMCache's multi-process server, used like by its worker in an engine without a GPU.
+
+    It stores blocks of a KV cache, 32 MiB per request, and looks them up before it retrieves them. The lookup counts
+    as part of the store, because it shows when the store has ended. `mode` selects the side that copies: the server,
+    which maps the cache, or the worker, which copies into the server's shared memory."""
     from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
     from lmcache.v1.multiprocess.transfer_context import create_transfer_context
     from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
@@ -239,7 +241,8 @@ def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[
             wait_for(len(pages), key)
 
     def wait_for(pages: int, key: Any) -> None:
-        """Wait until a lookup finds the pages: a store replies before its end. The lookup takes their read locks."""
+        """Wait until a lookup finds the pages, because a store replies before it has ended. The lookup takes their read
+        locks."""
         deadline = time.monotonic() + seconds
         while True:
             client.lookup(replace(key, worker_id=None), 1).result(timeout=seconds)
@@ -275,7 +278,7 @@ def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[
         _end(server)
         for left in Path("/dev/shm").glob(
             f"lmcache_kv_{os.getpid()}_*"
-        ):  # its worker leaves that to the process's end
+        ):  # its worker leaves that to the end of the process
             left.unlink(missing_ok=True)
 
     world.close, world.check = end, check  # type: ignore[method-assign]
@@ -299,7 +302,7 @@ def main() -> None:
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     key: tuple[str, int, int] | None = None
-    world: _World | None = None  # one at a time: servers that wait still take part of a core
+    world: _World | None = None  # one at a time: idle servers still use a part of a core
     for line in sys.stdin:
         asked = json.loads(line)
         try:

@@ -41,16 +41,18 @@ SCENARIOS = {
     "slower": "the disk was three times faster before",
     "cached": "the first quarter loads at once (page cache)",
 }
-"""What the engine has measured before."""
+"""Scenarios: what the engine has measured before."""
 PROMPT, BUDGET, SECONDS = 2048, 1024, 0.48
 PIECE, PIECES = 1 << 12, 16
-"""Bytes of a read, two pages, and how many are under way: a prompt has as many as one of 16,384 tokens has on an 8B shape."""
-BASE, GROWTH = 0.012, 0.45  # of a step; how much longer the second half takes
+"""Bytes of a read (two pages), and the number of concurrent reads. A prompt has as many reads as 16,384 tokens of an 8B
+shape.
+"""
+BASE, GROWTH = 0.012, 0.45  # seconds of a step's base; how much longer the second half of a prompt takes
 FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 
 class SimulatedDevice:
-    """Makes an engine's steps take as long as on a device: launched at once, ready when their time is over."""
+    """Makes an engine's steps take as long as on a device: launched at once, ready after their time."""
 
     def __init__(self, engine: Engine) -> None:
         self._step_ends: deque[float] = deque()
@@ -121,7 +123,7 @@ class PacedEngine:
         self.faults.rate = rate
 
     def evict(self, tokens: list[int]) -> None:
-        """Leave a prompt's pages on the disk only."""
+        """Evict a prompt's pages from the pool and host memory, so that only the disk has them."""
         assert self.engine.offload is not None
         evict_pool(self.engine)
         evict_host(self.engine, self.engine.offload, tokens)
@@ -133,8 +135,9 @@ class PacedEngine:
 def measure_load_or_recompute(
     ratios: Sequence[float] = RATIOS, scenarios: Sequence[str] = tuple(SCENARIOS), rounds: int = 3
 ) -> list[dict[str, Any]]:
-    """Return a row per ratio and scenario: medians of computing everything and of the engine's decision, and the ideal of both
-    at once."""
+    """Return a row per ratio and scenario: median times of computing everything, and of the engine's decision.
+
+    Each row also has the ideal time, if computing and loading overlap perfectly."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -1,8 +1,8 @@
 """`kvloom bench metrics`: cost of the server's metrics, request records, stats messages and scrapes.
 
-Two results. By parts: each part is timed alone and multiplied by its rate under a load. By turns: the same load on a server
-with metrics, scraped every second, and on one without (`--no-metrics`). On a busy machine the second has an error of
-several percent; use the first.
+Two results. By parts: each part is timed alone and multiplied by its rate under a load. By turns: the same load runs
+on a server with metrics, scraped every second, and on one without (`--no-metrics`). On a busy machine the second
+result has an error of several percent; use the first.
 """
 
 from __future__ import annotations

@@ -160,8 +160,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 def ttft(
     shape: str, device: str, pool: int, host: str, disk: str, prompt: int, rounds: int
 ) -> dict[str, Any]:
-    """Return times to first token of prompts that are computed, in host memory, or on disk: medians of `rounds`, each with its
-    own prompt."""
+    """Return times to first token of prompts that are computed, in host memory, or on disk: medians of `rounds`.
+
+    Each round has its own prompt."""
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
     vocabulary = hf_config(shape).vocab_size
     engine = Engine(
@@ -216,7 +217,7 @@ def _auto(
     prompt: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Return times from disk with the engine's decision between load and recompute, and of computing everything, alternating."""
+    """Return times from disk with the engine's load-or-recompute decision, and of computing everything. Both alternate."""
     offload.config = OffloadConfig()
     times: dict[str, list[float]] = {"computed": [], "auto": []}
     cached = []
@@ -256,8 +257,10 @@ def first_token(engine: Engine, tokens: list[int], control: CacheControl) -> tup
 def workloads(
     shape: str, device: str, pool: int, host: str, works: Sequence[Workload], rounds: int
 ) -> list[dict[str, Any]]:
-    """Run each workload with and without the host tier, alternating. The ratio is the median of the rounds' ratios. Seconds end
-    with the last token; copies to host memory after it (`drained_s`) are waited for and reported apart."""
+    """Run each workload with and without the host tier, alternating. The ratio is the median of the rounds' ratios.
+
+    Seconds end with the last token. Copies to host memory after it (`drained_s`) are waited for and reported
+    separately."""
     vocabulary = hf_config(shape).vocab_size
     options = Options(device=device, pool=pool)
     runners = {
@@ -301,7 +304,9 @@ def workloads(
 
 
 def hits(shape: str, device: str, host: int, work: Workload) -> dict[str, Any]:
-    """Return the hit rates of conversations: in a pool for all pages, and in a tenth of it without and with the host tier.
+    """Return the hit rates of conversations in a pool for all pages, and in a tenth of it without and with the host
+    tier.
+
     Conversations alternate, so the small pool evicts each before its next turn."""
     vocabulary = hf_config(shape).vocab_size
     model = build(hf_config(shape), SHAPES[shape].dtype, device)

@@ -1,7 +1,7 @@
-"""Cost of offloading for the engine thread: many sequences finish at once, and all their pages are offloaded.
+"""Cost of offloading for the engine thread: many sequences finish at the same time, and all their pages are offloaded.
 
-Uses a cache, a pool and a host tier with a shape's pages, without its model. Pages are copied for real; the time to start
-the copies is reported apart.
+Uses a cache, a pool and a host tier with a shape's pages, without its model. Pages are really copied; the time to
+start the copies is reported separately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS = 4
 
 
 class _TimedHostPages(HostPages):
-    """Measures the time to start copies; on a CPU, the copies themselves."""
+    """Measures the time to start copies; on a CPU, the time of the copies themselves."""
 
     seconds = 0.0
 
@@ -45,9 +45,10 @@ class _TimedHostPages(HostPages):
 def measure_offload_cost(
     shape: str, device: str, scale: float, rounds: int, pool: int, host: int
 ) -> list[dict[str, Any]]:
-    """Return microseconds per page, medians of `rounds`, with free space in the host tier and with a full one. `close`: closing
-    the sequences, which hashes and queues their pages; `offload`: placing and publishing them; `copy`: starting the copies.
-    256 sequences times `scale`, as far as `pool` and `host` hold them."""
+    """Return microseconds per page, medians of `rounds`, with free space in the host tier and with a full one.
+
+    `close`: closing the sequences, which hashes and queues their pages. `offload`: placing and publishing them.
+    `copy`: starting the copies. Uses 256 sequences times `scale`, or as many as fit `pool` and `host`."""
     dtype = str(SHAPES[shape].dtype).removeprefix("torch.")
     layout = PoolLayout.build(model_spec({**hf_config(shape).to_dict(), "dtype": dtype}).layers)
     each = layout.slab_bytes_for(TOKENS)
@@ -75,7 +76,7 @@ def _measure(layout: PoolLayout, device: str, sequences: int, rounds: int, full:
             opened.append(cache.open(cache.match(tokens)))
             cache.extend(opened[-1], TOKENS)
             cache.commit(opened[-1], tokens)
-        store.flush()  # pages evicted for these sequences
+        store.flush()  # pages that were evicted for these sequences
         _finish(store)
         before, pages.seconds = store.stats.offloaded_pages, 0.0
         spent = [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""Puts pages where a benchmark needs them: all stored, evicted from the pool, evicted from host memory."""
+"""Moves pages to where a benchmark needs them: all stored, evicted from the pool, evicted from host memory."""
 
 from __future__ import annotations
 

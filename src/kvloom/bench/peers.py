@@ -41,7 +41,7 @@ VOCABULARY = 128_000
 WARM_UP = 3
 TRACED_BLOCKS = 50_000  # tracemalloc makes filling a pool eight times slower
 
-# What of SGLang is imported as it is: the trees. The rest of the server, which needs CUDA wheels, is stubbed.
+# SGLang's trees are imported unchanged. The rest of the server, which needs CUDA wheels, is stubbed.
 _SGLANG_TREES = """base_prefix_cache buffer_mode cache_init_params events evict_policy hicache_storage
 radix_cache rust_tree_core storage_prefetch unified_cache unified_radix_cache utils"""
 _SGLANG_OTHERS = """disaggregation.kv_events environ rust_extensions session.streaming_session
@@ -70,22 +70,23 @@ def vllm_life(
     repeats: int = 40,
     layout: str = "full",
 ) -> Figures:
-    """Microseconds of a request's life in vLLM's KVCacheManager, hashing as by default (sha256).
+    """Microseconds of a request in vLLM's KVCacheManager, with its default hash (sha256).
 
-    `hash`, `match` (get_computed_blocks), `allocate` (allocate_slots, which also publishes: `publish` is 0),
-    `release` (free) and `total`; `hit` is the tokens found, `note` what is peculiar to the layout. Of a
-    request's `tokens` the first `cached` are in the cache. With `evicting`, the pool is full of other
-    requests' blocks instead: nothing hits, and allocating evicts. The scheduler's own work is not counted,
-    nor is its admission check.
+    Returns `hash`, `match` (get_computed_blocks), `allocate` (allocate_slots, which also publishes: `publish` is 0),
+    `release` (free) and `total`; `hit` is the tokens found, `note` a remark about the layout. The first `cached` of a
+    request's `tokens` are cached. With `evicting`, the pool is full of other requests' blocks instead: nothing hits,
+    and allocating evicts. The scheduler's own work and its admission check are not counted.
 
-    Layouts, grouped by vLLM's own code: `full`, 32 layers of full attention, one group; `gemma3`, 40 layers
-    of window 1024 and 8 full, six groups, of which the windowed ones keep only a prompt's last window cached,
-    so that `evicting` finds many blocks unused; `qwen3next`, 36 layers with a state and 12 full, four groups.
-    vLLM has one page size for all groups, so qwen3next cannot have blocks of 16 tokens: it takes the smallest
-    multiple of `block` that holds a state (544), and cuts a prefill so that a step ends where a state is
-    kept. Hits end on multiples of 544; `qwen3next-fine` sets vLLM's `prefix_match_unit` to `block`, which
-    hashes every `block` tokens and lets a hit end on a prompt's last such boundary.
-    """
+    Layouts, grouped by vLLM's own code:
+
+    - `full`: 32 layers of full attention, one group.
+    - `gemma3`: 40 layers of window 1024 and 8 full, six groups. The windowed groups keep only a prompt's last window
+    cached, so `evicting` finds many blocks unused.
+    - `qwen3next`: 36 layers with a state and 12 full, four groups. vLLM has one page size for all groups, so blocks
+    cannot have 16 tokens: they have the smallest multiple of `block` that fits a state (544). A prefill step ends
+    where a state is stored. Hits end on multiples of 544.
+    - `qwen3next-fine`: the same, with vLLM's `prefix_match_unit` set to `block`. It hashes every `block` tokens, and
+    a hit may end on a prompt's last such boundary."""
     cached = 0 if evicting else cached
     lives = 4 if evicting else repeats + WARM_UP + 2
     peer, draw = _vllm(layout, block, cached + lives * (tokens - cached), lives), _drawer()
@@ -96,20 +97,21 @@ def vllm_life(
             held = len(table)
             peer.live(draw(tokens))
     else:
-        peer.live(prefix + draw(1))  # one token more: the last boundary before its end is then the prefix's
+        # one token more, so that the last boundary before its end is the end of the prefix
+        peer.live(prefix + draw(1))
     return _timed_lives(peer, [prefix + draw(tokens - cached) for _ in range(repeats + WARM_UP)])
 
 
 def vllm_pool(
     blocks: int = 10_000, tokens: int = 8192, cached: int = 4096, block: int = 16, repeats: int = 20
 ) -> Figures:
-    """Return `vllm_life` of the full layout while `blocks` blocks are cached, none evicted, and the bytes per block.
+    """Return `vllm_life` of the full layout while `blocks` blocks are cached, without evictions, and the bytes per
+    block.
 
-    `bytes_per_block` is tracemalloc's count from before the pool exists until all its blocks are cached: objects, keys and table
-    entries, for a pool of `blocks`, at most 50,000.
-    """
+    `bytes_per_block` is tracemalloc's count from before the pool exists until all its blocks are cached: objects,
+    keys and table entries, for a pool of `blocks`, at most 50,000."""
     draw = _drawer()
-    _vllm("full", block, 0)  # vLLM's imports are not the pool's weight
+    _vllm("full", block, 0)  # vLLM's imports do not count as memory of the pool
     traced = min(blocks, TRACED_BLOCKS)
     gc.collect()
     tracemalloc.start()
@@ -135,10 +137,9 @@ def vllm_decode_step(
 ) -> Figures:
     """Microseconds of one decode step over `batch` running requests in vLLM's KVCacheManager.
 
-    `allocate`: allocate_slots of one token for each request; `append`: append_output_token_ids of each, which
-    hashes the blocks that become full; `total`. Lengths start at `context` and are spread over one block, so
-    that in each step the same share of the requests, one in `block`, crosses into a new one.
-    """
+    `allocate`: allocate_slots of one token for each request; `append`: append_output_token_ids of each, which hashes
+    the blocks that become full; `total`. Lengths start at `context` and are spread over one block, so that in each
+    step one request in `block` begins a new block."""
     peer, draw = _vllm(layout, block, batch * (context + steps), batch), _drawer()
     requests = [peer.request(draw(context + i * peer.block // batch)) for i in range(batch)]
     for request in requests:
@@ -169,15 +170,14 @@ def vllm_decode_step(
 def sglang_tree(
     tokens: int = 8192, shared: int = 4096, page: int = 16, core: str = "python", repeats: int = 100
 ) -> Figures:
-    """Microseconds of `match`, `insert` and `evict` on a prefix tree of SGLang's, and their `total`.
+    """Microseconds of `match`, `insert` and `evict` on one of SGLang's prefix trees, and their `total`.
 
-    `core` is `python` for its RadixCache, `rust` for the UnifiedRadixCache over the compiled core, the
-    server's default. Both take token ids as array('q'), their fastest form, and slots as an int64 tensor.
-    The tree holds 256 prompts of `tokens` tokens over 8 prefixes of `shared`. Each round matches a new prompt
-    that continues a prefix, inserts it, and evicts as many tokens as it added: the oldest leaf. Freed slots
-    go nowhere: the tree alone is timed. Leaves SGLang's trees in sys.modules among stubs of its other
-    modules, so it is not for a process that serves with SGLang.
-    """
+    `core` is `python` for its RadixCache, `rust` for the UnifiedRadixCache over the compiled core, the server's
+    default. Both take token ids as array('q'), their fastest form, and slots as an int64 tensor. The tree has 256
+    prompts of `tokens` tokens over 8 prefixes of `shared`. Each round matches a new prompt that continues a prefix,
+    inserts it, and evicts as many tokens as it added: the oldest leaf. Freed slots are discarded: only the tree is
+    timed. Leaves SGLang's trees and stubs of its other modules in sys.modules, so do not call it in a process that
+    serves with SGLang."""
     if tokens % page or shared % page or not shared < tokens:
         raise ValueError(
             f"{shared} shared of {tokens} tokens: give whole pages of {page}, some of them not shared"
@@ -217,12 +217,12 @@ def sglang_tree(
 
 @dataclass(frozen=True)
 class _Vllm:
-    """A KVCacheManager over one layout, called as by vLLM's scheduler."""
+    """A KVCacheManager over one layout, called like by vLLM's scheduler."""
 
     manager: Any
-    request: Callable[[list[int]], Any]  # whose blocks are not hashed yet
+    request: Callable[[list[int]], Any]  # requests whose blocks are not hashed yet
     block: int  # tokens of a block
-    unit: int  # tokens between two block hashes, so between two places where a hit may end
+    unit: int  # tokens between two block hashes, and so between two positions where a hit may end
     stateful: bool
     note: Figures
 
@@ -257,11 +257,10 @@ class _Vllm:
             self.end_step()
 
     def chunk_ends(self, start: int, tokens: int) -> list[int]:
-        """Return the positions where the scheduler ends the prefill steps of a prompt that fits one step.
+        """Return the positions where the scheduler ends the prefill steps of a prompt that fits in one step.
 
-        States are cached only at the end of a step, so vLLM also stops at the next block boundary after a hit, and at the last block
-        boundary and the last hash boundary of the prompt.
-        """
+        States are cached only at the end of a step, so vLLM also stops at the next block boundary after a hit, and at
+        the last block boundary and the last hash boundary of the prompt."""
         if not self.stateful:
             return [tokens]
         ends = {(tokens - 1) // self.block * self.block, (tokens - 1) // self.unit * self.unit, tokens}
@@ -307,7 +306,7 @@ def _vllm(layout: str, block: int, tokens: int, requests: int = 0) -> _Vllm:
 
     def request(prompt: list[int]) -> Any:
         made = request_type(str(next(numbers)), prompt, sampling, None)
-        made._block_hasher = hasher  # given to the constructor, it would hash there
+        made._block_hasher = hasher  # in the constructor it would hash there
         return made
 
     stateful = layout.startswith("qwen3next")
@@ -434,7 +433,8 @@ def _drawer() -> Callable[[int], list[int]]:
 
 
 def _typical(times: dict[str, list[float]]) -> Figures:
-    """Return microseconds of each phase and of their sum without the warm-up: the lower decile, which tolerates disturbances."""
+    """Return microseconds of each phase and of their sum, without the warm-up: the lower decile, which tolerates
+    disturbances."""
     rows = times | {"total": [sum(phases) for phases in zip(*times.values(), strict=True)]}
     return {
         name: round(sorted(row[WARM_UP:])[len(row[WARM_UP:]) // 10] * 1e6, 1) for name, row in rows.items()

@@ -24,8 +24,9 @@ Ids = npt.NDArray[np.int32]
 
 
 def waste(cache: KVCache) -> tuple[int, float]:
-    """Return the bytes in use by running sequences, and the wasted share (see the module). Shared pages count once. Free pages
-    in occupied slabs do not count. O(rows and their blocks)."""
+    """Return the bytes in use by running sequences, and the wasted share (see the module).
+
+    Shared pages count once. Free pages in occupied slabs do not count. O(rows and their blocks)."""
     rows = np.flatnonzero(cache.reserved_blocks)
     layout = cache.layout
     in_use = cache.inspect.bytes_in_use
@@ -71,7 +72,7 @@ def _unneeded_tokens(
 
 
 def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
-    """Return the sum of `tokens` over pages; for a page shared by several rows, the least."""
+    """Return the sum of `tokens` over pages. A page shared by several rows counts once, with the least tokens."""
     unique, place = np.unique(pages, return_inverse=True)
     least = np.full(unique.size, np.iinfo(np.int64).max)
     np.minimum.at(least, place, tokens)
@@ -79,10 +80,11 @@ def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
 
 
 class PeakUsage:
-    """Waste at the peak of pages in use: the mean over samples near the peak, because blocks may fill in step."""
+    """Waste at the peak of pages in use: the mean over samples near the peak, because many blocks may fill in the same
+    step."""
 
     SHARE = 0.01
-    """Limit of the time spent on samples."""
+    """Largest share of the time spent on samples."""
     NEAR = 0.95
 
     def __init__(self, cache: KVCache) -> None:
@@ -117,8 +119,9 @@ class PeakUsage:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Requests of `tokens` tokens that fit a pool at once: measured with each layer's visibility and with full visibility
-    (uniform paging), and planned by `kvloom plan`."""
+    """Requests of `tokens` tokens that fit a pool together: measured, and planned by `kvloom plan`.
+
+    Measured with each layer's visibility, and with full visibility (uniform paging)."""
 
     model: str
     tokens: int
@@ -141,8 +144,9 @@ class Capacity:
 
 
 def measure_capacity(layers: Mapping[str, LayerSpec], tokens: int, pool_bytes: int, chunk: int = 2048) -> int:
-    """Return how many distinct sequences of `tokens` tokens fit at once. Each is extended in chunks as an engine does, so that
-    windows free pages; chunks shrink when pages are short."""
+    """Return how many distinct sequences of `tokens` tokens fit a pool together.
+
+    Each is extended in chunks as an engine does, so that windows free pages. Chunks shrink when pages are short."""
     layout = PoolLayout.build(layers)
     most = pool_bytes // layout.slab_bytes_for(tokens) + 2
     # Slab 0 is reserved for the engine.

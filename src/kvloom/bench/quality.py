@@ -1,7 +1,7 @@
 """`kvloom bench quality`: perplexity of texts with quantised K and V.
 
-The text is cut into windows. Each is a sequence of its own, computed in chunks, so that queries read K and V from pages. No
-window hits the cache. Every KV dtype reads the same tokens and is compared with the first.
+The text is split into windows. Each window is a separate sequence, computed in chunks, so that queries read K and V
+from pages. No window hits the cache. Every KV dtype reads the same tokens and is compared with the first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEFAULT = ("fp32", "bf16", "int8", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Prediction of a text: nats of each token, and the most likely token at each position."""
+    """Prediction of a text: the nats of each token, and the most likely token at each position."""
 
     nats: torch.Tensor
     choices: torch.Tensor

@@ -33,8 +33,9 @@ FLOP_RATE = 770e12
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """One pass of the model: `rows` sequences with `cached` tokens and `new` tokens to compute. The first `shared` cached tokens
-    are common to the rows of each of `prefixes` groups."""
+    """One pass of the model: `rows` sequences with `cached` tokens and `new` tokens to compute.
+
+    The rows of each of `prefixes` groups share the first `shared` cached tokens."""
 
     rows: int
     cached: int
@@ -64,7 +65,7 @@ class Roofline:
         model = build(config, dtype, "meta")
         self.weight_bytes = dtype.itemsize
         embedding = model.get_input_embeddings().weight
-        self.head = embedding.numel()  # tied or not, as large
+        self.head = embedding.numel()  # counted in full whether tied or not
         apart = {id(embedding), id(model.get_output_embeddings().weight)}
         sizes = [
             (name, p.numel()) for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in apart
@@ -111,7 +112,7 @@ class Roofline:
                 yield ForwardPass(work.requests, before + new + step, 1, work.prefixes, work.prefix)
 
     def _cost(self, step: ForwardPass) -> tuple[float, float, float]:
-        """Return seconds, FLOPs and bytes of a pass."""
+        """Return the seconds, FLOPs and bytes of a pass."""
         tokens = step.rows * step.new
         operations = [
             (self.dense * self.weight_bytes, 2.0 * self.dense * tokens),

@@ -37,14 +37,16 @@ __all__ = ["Load", "Seen", "main", "offer", "started"]
 
 STARTUP_SECONDS = 300
 FIRST_ID = 3
-"""Lower ids are special tokens in most tokenizers."""
+"""Smallest token id in prompts: lower ids are special tokens in most tokenizers."""
 PERCENTS = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`streams` concurrent streams for `seconds`. Prompts are random token ids below `vocabulary`, the first `shared` common to all.
-    Answers have half of `tokens` to `tokens`. `key` is an API key."""
+    """`streams` concurrent streams for `seconds`. Prompts are random token ids below `vocabulary`; all share the first
+    `shared`.
+
+    Answers have between half of `tokens` and `tokens` tokens. `key` is an API key."""
 
     url: str
     model: str
@@ -112,8 +114,9 @@ class Seen:
         }
 
     def _growth(self) -> dict[str, float]:
-        """Return the growth of each process from the middle to the end. (Pool memory is allocated at its first use, so an unfilled
-        pool counts as growth.)"""
+        """Return the memory growth of each process from the middle to the end.
+
+        Pool memory is allocated at its first use, so a pool that is still filling counts as growth."""
         if len(self.memory) < 4:
             return {}
         warm, last = self.memory[len(self.memory) // 2], self.memory[-1]
@@ -129,7 +132,7 @@ class Seen:
 async def offer(
     load: Load, processes: list[int] | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Seen:
-    """Put a load on a server. Samples the memory of `processes`; calls `progress` with seconds done and total."""
+    """Run a load on a server. Samples the memory of `processes`; calls `progress` with seconds done and total."""
     seen = Seen()
     began = time.monotonic()
     end = began + load.seconds

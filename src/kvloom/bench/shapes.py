@@ -1,6 +1,6 @@
 """The models of `kvloom bench engine`: real and tiny shapes with random weights, and the embedded Llama with its own.
 
-Real shapes are shipped configs, by name. Knows no engine.
+Real shapes are shipped configs, by name.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ TINY = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`config` defaults to the shipped config of the same name. `small` shapes run on a CPU in float32, with scaled workloads.
-    `embedded` names an embedded model."""
+    """A model shape. `config` defaults to the shipped config of the same name.
+
+    `small` shapes run on a CPU in float32, with scaled workloads. `embedded` names an embedded model."""
 
     what: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -102,8 +103,9 @@ def hf_config(name: str) -> Any:
 
 
 def build(config: Any, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Any:
-    """Build a model with random weights on the device, or with the weights of the config's folder. The same seed gives the same
-    weights on the same device; on "meta" there are none."""
+    """Build a model on the device, with random weights or with the weights of the config's folder.
+
+    The same seed gives the same weights on the same device. On "meta" there are no weights."""
     import transformers
 
     transformers.logging.set_verbosity_error()

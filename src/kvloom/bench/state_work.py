@@ -7,7 +7,7 @@
 | mamba2  | Mamba-2 2.7B        | 80 heads of 64, 128 states                  |
 | delta   | Qwen3-Next          | 32 value heads over 16, 128 by 128          |
 
-The floor counts every input, output and state once, at the rate of copying. The clock is `gpu_timing`'s.
+The lower bound counts every input, output and state once, at the rate of copying. `gpu_timing` measures the time.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from .tiers_work import WORKS, Work, folder_in
 
 __all__ = ["Row", "main", "measure"]
 
-_WORDS = ("tier", "verb", "medium", "LMCache's")  # columns that are no figures
+_WORDS = ("tier", "verb", "medium", "LMCache's")  # columns that are not figures
 GOALS = {"host": 0.85, "disk (power)": 0.9, "disk (process)": 0.9}
 PEER_GOALS = {
     ("host", 2 << 20): 1.0,
@@ -41,7 +41,7 @@ PEER_GOALS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """GB/s of one operation; ratios are ours to theirs. `backend` is LMCache's counterpart, "" if not run."""
+    """GB/s of one operation. Ratios are ours divided by theirs. `backend` is LMCache's counterpart, "" if not run."""
 
     tier: str
     page_bytes: int

@@ -1,7 +1,4 @@
-"""The memory that `kvloom bench tiers` moves, and the media alone: memcpy, raw O_DIRECT, TCP.
-
-Knows no tiers.
-"""
+"""The memory that `kvloom bench tiers` moves, and the media alone: memcpy, raw O_DIRECT, TCP."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ WAIT_SECONDS = 120.0
 _IO_BYTES = 512 << 10  # best size of raw reads, and threads
 _READ_THREADS = 8
 _CONNECTIONS = 2
-FILE_ROUNDS = 4  # rounds that one file holds, the tier's and the raw one
+FILE_ROUNDS = 4  # rounds in one file, of the tier and of the raw file
 _FAR_SIDE = """
 import socket, sys, threading
 from kvloom.tiers.remote import ByteStream
@@ -68,7 +65,7 @@ class Side:
 
 
 class Memory:
-    """Aligned pages to write and space to read them into, and the objects of this round."""
+    """Aligned pages to write and memory to read them into, and the objects of this round."""
 
     def __init__(self, page: int, total: int) -> None:
         self.page, self.total, self.count = page, total, total // page
@@ -109,7 +106,7 @@ def memcpy(memory: Memory) -> Side:
 
 
 def raw(memory: Memory, path: Path, sync: bool, files: Files | None = None) -> Side:
-    """A plain file of `FILE_ROUNDS` rounds, then the next; `files` replaces the system's calls."""
+    """Return a side that writes plain files of `FILE_ROUNDS` rounds each; `files` replaces the system's calls."""
     files = files or Files(-1)
     source, target, total = memory.source.data, memory.target.data, memory.total
     pool = ThreadPoolExecutor(_READ_THREADS)
@@ -118,9 +115,7 @@ def raw(memory: Memory, path: Path, sync: bool, files: Files | None = None) -> S
     def write() -> None:
         nonlocal fd, rounds
         begin = rounds % FILE_ROUNDS * total
-        if (
-            not begin
-        ):  # room for several rounds at once, as a tier makes it: in its time, and never given back in it
+        if not begin:  # allocate space for several rounds at once, like a tier does; included in its time
             fd = os.open(f"{path}-{rounds}", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
             os.posix_fallocate(fd, 0, FILE_ROUNDS * total)
         for at in range(0, total, 16 << 20):
@@ -142,7 +137,7 @@ def raw(memory: Memory, path: Path, sync: bool, files: Files | None = None) -> S
 
 
 def tcp(memory: Memory) -> tuple[Side, Callable[[], None]]:
-    """Two plain connections to another process, and a function that closes them."""
+    """Return two plain connections to another process, and a function that closes them."""
     process = subprocess.Popen(
         [sys.executable, "-c", _FAR_SIDE, str(memory.total), str(_CONNECTIONS)],
         stdin=subprocess.PIPE,

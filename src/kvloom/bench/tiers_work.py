@@ -1,7 +1,7 @@
 """The measurements of `kvloom bench tiers`: a tier and its medium with the same bytes, alternating.
 
-A Work has two sides with `write` and `read`, which return when the bytes are in place. The medium is the tier's base without
-the tier: memcpy, raw O_DIRECT, the store's own client. Knows no tables.
+A Work has two sides with `write` and `read`, which return when the bytes are in place. The medium is what the tier is
+built on, without the tier: memcpy, raw O_DIRECT, the store's own client.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Work:
     medium_name: str
     ours: Side
     medium: Side
-    lmcache: tuple[str, ...] = ()  # the backends of LMCache that do the same
+    lmcache: tuple[str, ...] = ()  # LMCache's backends for the same medium
 
 
 def _of_tier(tier: Tier, memory: Memory) -> Side:
@@ -81,7 +81,8 @@ def _of_tier(tier: Tier, memory: Memory) -> Side:
 @contextlib.contextmanager
 def host(memory: Memory, folder: Path) -> Iterator[list[Work]]:
     tier = HostTier(HostConfig(memory.total, min(_SLAB_BYTES, memory.total)))
-    _of_tier(tier, memory).write()  # the arena's memory comes with its first use: a tier in service has it
+    # the arena allocates memory at its first use: do that before timing, as in a running tier
+    _of_tier(tier, memory).write()
 
     yield [Work("host", "memcpy", _of_tier(tier, memory), memcpy(memory), ("cpu",))]
     tier.close()
@@ -216,7 +217,7 @@ def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
         for array in (memory.source, memory.target):
             store.lend(array)  # registered once, for both sides
         keys = [f"bench-{number}" for number in range(memory.count)]
-        step = max(1, (16 << 20) // memory.page)  # its best size
+        step = max(1, (16 << 20) // memory.page)  # its fastest batch size
         batches = [range(at, min(at + step, memory.count)) for at in range(0, memory.count, step)]
 
         def each(verb: Any, array: npt.NDArray[np.uint8]) -> None:
@@ -227,7 +228,7 @@ def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
                     raise RuntimeError(f"Mooncake returned {min(codes)}")
 
         def write() -> None:
-            client.batch_remove(keys, True)  # in its time, as the tier lets old pages go
+            client.batch_remove(keys, True)  # included in its time, like the tier's eviction of old pages
             each(client.batch_put_from, memory.source)
 
         def read() -> None:
@@ -287,7 +288,7 @@ def peer(memory: Memory, folder: Path) -> Iterator[list[Work]]:
         port = int(json.loads(process.stdout.readline())["address"].rpartition(":")[2])
         shared = open_peer(("127.0.0.1", port), config=RemoteConfig(1, timeout=30))
         plain = open_peer(("127.0.0.1", port), by="connection", config=RemoteConfig(1, timeout=30))
-        _of_tier(shared, memory).write()  # once round its memory
+        _of_tier(shared, memory).write()  # once through its memory
         memory.fresh()
         _of_tier(shared, memory).write()
         alone, end = tcp(memory)
@@ -314,5 +315,5 @@ WORKS: dict[str, Callable[[Memory, Path], contextlib.AbstractContextManager[list
 
 
 def folder_in(place: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder, deleted at the end."""
+    """Return a temporary folder, deleted at the end."""
     return tempfile.TemporaryDirectory(prefix="kvloom-bench-", dir=place, ignore_cleanup_errors=True)

@@ -105,7 +105,7 @@ def main() -> int:
     here = Path(__file__).resolve().parent
     sys.path[:] = [
         path for path in sys.path if Path(path).resolve() != here
-    ]  # our `kernels` is not their `kernels`
+    ]  # otherwise our `kernels` would hide their `kernels`
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM and its processes log to stdout
     how = json.loads(sys.stdin.readline())

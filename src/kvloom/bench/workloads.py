@@ -1,4 +1,4 @@
-"""The workloads of `kvloom bench engine` as data, and their tokens. Knows no engine and no model.
+"""The workloads of `kvloom bench engine` as data, and their tokens.
 
 | name | workload                                                                 | size                             |
 |------|--------------------------------------------------------------------------|----------------------------------|
@@ -73,11 +73,12 @@ class Workload:
 
     @property
     def separable(self) -> bool:
-        """Whether its prompts alone measure prefill: none of them is cached."""
+        """Whether its prompts alone measure prefill: true if none of them is cached."""
         return self.turns == 1 and not self.prefixes
 
     def scaled(self, scale: float) -> Workload:
-        """Return the workload with requests, prefixes and lengths times `scale`, with minimums; the turns stay."""
+        """Return the workload with requests, prefixes and lengths multiplied by `scale`, with minimums. The number of
+        turns is unchanged."""
         if not 0 < scale <= 1:
             raise ValueError(f"scale {scale} must be above 0 and at most 1")
 
@@ -109,7 +110,8 @@ class Workload:
         return replace(self, output=1)
 
     def draw(self, vocabulary: int, seed: int = 0, round_: int = 0) -> list[Conversation]:
-        """Return its conversations. Rounds and workloads share no tokens, except that a warm one has its round's prefixes."""
+        """Return its conversations. Rounds and workloads share no tokens, except a warm workload, which uses its round's
+        prefixes."""
         family = self.name.split()[0]
         common = np.random.default_rng([seed, round_, zlib.crc32(family.encode())])
         prefixes = common.integers(FIRST_TOKEN, vocabulary, (self.prefixes, self.prefix)).tolist()

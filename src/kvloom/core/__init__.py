@@ -4,15 +4,15 @@
     state        CacheState, the components of a cache
     sequences/   operations on sequences: open, extend, commit, fork, rollback
     loading/     load plans, reservations, offloading (`cache.loading`)
-    inspect/     counters, integrity check, pictures (`cache.inspect`)
+    inspect/     counters, integrity check, pool map (`cache.inspect`)
     allocator    makes pages free: evicts and compacts
     prefix/      the prefix cache: radix tree, lookup, block hashes, pins
     eviction/    policies, eviction queues, tenants
     pool/        slabs, pages, block tables, compaction
-    layout/      layer specs, page groups, the slab
+    layout/      layer specs, page groups, slab size
     events, control, clock, histogram, sizes
 
-Engine, tiers, simulator and router import from this package only, and only the names below.
+Other packages import only the names below, and only from this package.
 """
 
 from .clock import Clock, VirtualClock, WallClock

@@ -92,7 +92,7 @@ static PyObject *lend(PyObject *self, PyObject *args)
             while (--i >= 0)
                 if (c.p[i])
                     c.h[c.p[i]] = 0;
-            return refuse(&c, 0, page, "page %d is not free and cannot be lent");
+            return refuse(&c, 0, page, "page %d is not free and cannot be allocated");
         }
         if (page)
             c.h[page] = 1;
@@ -110,7 +110,7 @@ static PyObject *retain(PyObject *self, PyObject *args)
     for (Py_ssize_t i = 0; i < c.n; i++) {
         int32_t page = c.p[i];
         if (page && c.h[page] == 0 && c.k[page] == 0)
-            return refuse(&c, 0, page, "page %d is free; only a live page can be held");
+            return refuse(&c, 0, page, "page %d is free; only a cached page or a page in use can be retained");
     }
     for (Py_ssize_t i = 0; i < c.n; i++)
         if (c.p[i] && c.h[c.p[i]]++ == 0)
@@ -131,7 +131,7 @@ static PyObject *release(PyObject *self, PyObject *args)
             for (; i >= 0; i--)
                 if (c.p[i])
                     c.h[c.p[i]]++;
-            return refuse(&c, 1, page, "page %d is released more often than it was held");
+            return refuse(&c, 1, page, "page %d is released more often than it was retained");
         }
     for (Py_ssize_t i = 0; i < c.n; i++) {
         int32_t page = c.p[i];
@@ -157,7 +157,7 @@ static PyObject *keep(PyObject *self, PyObject *args)
     for (Py_ssize_t i = 0; i < c.n; i++) {
         int32_t page = c.p[i];
         if (page && c.h[page] == 0 && c.k[page] == 0)
-            return refuse(&c, 0, page, "page %d is free and cannot be kept");
+            return refuse(&c, 0, page, "page %d is free and cannot be counted as cached");
     }
     for (Py_ssize_t i = 0; i < c.n; i++)
         if (c.p[i])
@@ -178,7 +178,7 @@ static PyObject *drop(PyObject *self, PyObject *args)
             for (; i >= 0; i--)
                 if (c.p[i])
                     c.k[c.p[i]]++;
-            return refuse(&c, 1, page, "page %d is dropped more often than it was kept");
+            return refuse(&c, 1, page, "page %d is dropped more often than it was cached");
         }
     for (Py_ssize_t i = 0; i < c.n; i++) {
         int32_t page = c.p[i];

@@ -1,7 +1,7 @@
 """Allocator: makes pages free by evicting cached entries and compacting slabs.
 
-All cached entries compete under one policy: tails of leaves, checkpoints, media runs. Unneeded window pages are evicted
-before all of them. The allocator decides; the tree, the media cache and the pool carry it out.
+All cached entries compete under one policy: tails of leaves, checkpoints, media runs. Unneeded window pages are
+evicted first. The allocator chooses; the tree, the media cache and the pool evict.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .prefix.radix_tree import RadixTree
 __all__ = ["Allocator"]
 
 AHEAD = 32
-"""`evict_ahead` keeps up to one part in so many of the pool free."""
+"""`evict_ahead` keeps up to this fraction (1 / AHEAD) of the pool free."""
 PIECES = 32
-"""One call of `evict_ahead` evicts one part in so many of that."""
+"""One call of `evict_ahead` evicts this fraction (1 / PIECES) of that."""
 
 
 class Allocator:
@@ -74,9 +74,10 @@ class Allocator:
         return size
 
     def make_room(self, account: Account, needs: Sequence[int]) -> int:
-        """Make `needs[c]` pages of each size class allocatable for `account`. Returns the count of missing pages; if
-        not 0, nothing was evicted. Exception: guaranteed shares are bytes, so where slabs hold several pages the
-        share of another tenant may end the eviction half way."""
+        """Make `needs[c]` pages of each size class allocatable for `account`. Returns the number of missing pages.
+
+        If pages are missing, nothing was evicted, with one exception: guaranteed shares are counted in bytes, so if
+        slabs hold several pages, another tenant's share may stop the eviction half way."""
         slabs = self._pool.slabs_short(needs)
         limited, several = account.tenant.quota is not None, len(self._accounts.accounts) > 1
         if not slabs and not limited:
@@ -88,7 +89,8 @@ class Allocator:
             beyond = account.beyond_quota(want)
             if beyond:
                 return self._pages(beyond, needs)
-        tight = self._tree.nodes * self._tree.pages.width  # upper bound of the stuck pages
+        # Upper bound of the cached pages that cannot be evicted.
+        tight = self._tree.nodes * self._tree.pages.width
         if self._pool.missing_slabs(needs, tight):
             short = self._pool.missing_slabs(needs) or self._pool.missing_slabs(self._with_stuck(needs))
             if short:
@@ -108,9 +110,11 @@ class Allocator:
         return self._pages(slabs * self._slab_bytes, needs) if slabs else 0
 
     def evict_ahead(self) -> bool:
-        """Evict a few pages before they are needed, so that their copies to a tier do not delay the step that needs them.
-        Returns whether any page was evicted: none is once one part in AHEAD of the pool is free. Compacts nothing;
-        free pages in partly used slabs count as free."""
+        """Evict a few pages before they are needed, so that their copies to a tier do not delay the step that needs
+        them.
+
+        Returns whether a page was evicted. Stops when 1 / AHEAD of the pool is free. Does not compact; free pages in
+        partly used slabs count as free."""
         pages = self._tree.pages
         size, part = pages.row_bytes, (self._pool.slabs - 1) * self._slab_bytes // AHEAD
         rows = part // size if size else 0
@@ -131,8 +135,9 @@ class Allocator:
         return self.evicted_bytes > before
 
     def shrink(self, n: int) -> Ids:
-        """Remove up to `n` slabs from the pool, evicting and compacting as needed, and return them. Pages in use and slabs
-        of pending copies stay."""
+        """Remove up to `n` slabs from the pool and return them. Evicts and compacts as needed.
+
+        Pages in use and slabs of pending copies stay."""
         if n < 0:
             raise ValueError(f"cannot shrink by {n} slabs; give 0 or more")
         self._pins.release_expired()
@@ -149,8 +154,9 @@ class Allocator:
         return max(0, slabs - self._pool.free_slabs)
 
     def _free_slabs(self, account: Account | None, slabs: int, missing: Callable[[], int], now: float) -> int:
-        """Evict and compact for `account` (None: for the pool) until `missing()` is 0. Returns the slabs still missing when
-        nothing more can be evicted."""
+        """Evict and compact for `account` (None: for the pool) until `missing()` is 0.
+
+        Returns the slabs that are still missing when nothing more can be evicted."""
         only = account if len(self._accounts.accounts) == 1 else None
         can_compact = self._compaction.is_possible
         while slabs:
@@ -169,8 +175,10 @@ class Allocator:
         return True
 
     def _with_stuck(self, needs: Sequence[int]) -> list[int]:
-        """`needs` plus the cached pages that cannot be evicted. A node in use that diverges inside a block keeps the nodes
-        above it; their row of the shared block is such a page. Computed only when the pool is nearly full."""
+        """Return `needs` plus the cached pages that cannot be evicted. Computed only when the pool is nearly full.
+
+        A node in use that diverges inside a block keeps the nodes above it in the cache. Their pages of the shared
+        block cannot be evicted."""
         stuck: set[tuple[int, int]] = set()
         seen: set[int] = set()
         for locked in self._tree.locked:
@@ -202,23 +210,23 @@ class Allocator:
         return self._pool.free_slabs * self._slab_bytes + self.bytes_of(pages)
 
     def _fair(self, requester: Account | None, victim: Account, slabs: int) -> int:
-        """How many of `slabs` another tenant can lose without falling below its share."""
+        """Return how many of `slabs` another tenant can lose without falling below its share."""
         if victim is requester or not victim.guaranteed:
             return slabs
         return max(1, min(slabs, int((victim.used - victim.guaranteed) // self._slab_bytes)))
 
     def _pages(self, size: int, needs: Sequence[int]) -> int:
-        """Bytes as a count of pages of the most requested size class."""
+        """Convert bytes to a number of pages of the most requested size class."""
         cls = max(range(len(needs)), key=lambda c: needs[c])
         return max(1, -(-size * self._pool.classes[cls].per_slab // self._slab_bytes))
 
     # -- evicting -------------------------------------------------------------------------------
 
     def _evict_from(self, account: Account, slabs: int, now: float) -> bool:
-        """Evict the next entry of `account`, about `slabs` slabs of it. Returns False if there is none."""
+        """Evict the next entry of `account`: about `slabs` slabs of it. Returns False if there is none."""
         queue, before = account.queue, account.used
         size = self._tree.pages.row_bytes
-        rows = -(-slabs * self._slab_bytes // size) if size else 1  # rows of pages that fill these slabs
+        rows = -(-slabs * self._slab_bytes // size) if size else 1  # blocks whose pages fill these slabs
         entry: Entry | None
         if queue.unneeded:
             entry, window = queue.unneeded.popleft()
@@ -242,7 +250,7 @@ class Allocator:
                 kind = "snapshot" if isinstance(entry, Checkpoint) else "media"
                 queue.remove(entry)
                 self._evict_whole(entry, now, policy.name)
-        account.evictions += 1  # not a method call: the hottest loop
+        account.evictions += 1  # inlined: this is the hottest loop
         self.evicted[kind] += 1
         self.idle_seconds.add(now - entry.last_used)
         self.evicted_bytes += before - account.used
@@ -254,7 +262,8 @@ class Allocator:
         return sum(self.evicted.values())
 
     def _evict_tail(self, node: Node, rows: int, now: float, reason: str) -> None:
-        """Evict `rows` rows at the end of a leaf, or all that is not resumable. A new leaf is queued."""
+        """Evict `rows` blocks at the end of a leaf, or all that is not resumable. If its parent becomes a leaf, it is
+        queued."""
         tree, start, end = self._tree, node.start, node.end
         resume = tree.last_resume(node) if tree.needs_checkpoints else end
         if resume == end:

@@ -24,7 +24,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """A clock that moves only by `advance`."""
+    """A clock that changes only by `advance`."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

@@ -9,7 +9,7 @@ __all__ = ["CacheControl", "CheckpointPolicy", "RetainRange"]
 
 @dataclass(frozen=True, slots=True)
 class RetainRange:
-    """Priority of the tokens [start, stop) for `ttl` seconds: above 0 is evicted later, below 0 earlier."""
+    """Eviction priority of the tokens [start, stop) for `ttl` seconds. Above 0: evicted later; below 0: earlier."""
 
     start: int = 0
     stop: int | None = None
@@ -46,9 +46,8 @@ class CacheControl:
 class CheckpointPolicy:
     """Positions at which sequences take checkpoints, in models with windows or states.
 
-    `before_last` takes the prompt's checkpoint one token early, so that an identical prompt can resume there.
-    With states this costs one more step of one token for every prompt longer than a block.
-    """
+    `before_last` takes the prompt's checkpoint one token early, so that an identical prompt can resume there. In
+    models with states this costs every prompt longer than a block one more step of one token."""
 
     prompt_end: bool = True
     before_last: bool = False

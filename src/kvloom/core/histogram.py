@@ -1,4 +1,4 @@
-"""Histogram: counts of values by fixed bounds. Has no metric names and no formats."""
+"""Histogram: counts of values by fixed bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ SECONDS = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400
 
 
 class Histogram:
-    """`counts[i]` is the count of values up to `bounds[i]` and above the bound before; the last count is of larger values.
+    """`counts[i]` counts the values above `bounds[i - 1]` and up to `bounds[i]`; the last count is of larger values.
+
     `total` is the sum of all values. Adding costs O(log bounds)."""
 
     __slots__ = ("_edges", "bounds", "counts", "total")

@@ -54,9 +54,8 @@ class KVCache:
     """See the module. Not thread-safe: one scheduler calls it.
 
     The pool has `slabs` slabs (including slab 0, which is never used) and can grow to `reserved`. At most
-    `max_sequences` sequences are open at once, of `max_tokens` tokens each. Block tables reserve address space for
-    both, and memory as it is used.
-    """
+    `max_sequences` sequences are open at the same time, of `max_tokens` tokens each. Block tables reserve address
+    space for all of them, and use memory only for open ones."""
 
     def __init__(
         self,
@@ -97,7 +96,7 @@ class KVCache:
         self.needs_checkpoints = state.tree.needs_checkpoints
         """Whether prompts can resume only at checkpoints: the model has windows or states."""
         self.media_outlives_prompt = state.media_cache.outlives_prompt
-        """Whether tokens behind an image read its media run (cross attention)."""
+        """Whether tokens after an image read its media run (cross attention)."""
         self.block_bytes = state.pages.row_bytes
         """Bytes of one block: one page of each token group."""
         self.class_of = state.pool.class_of
@@ -109,7 +108,8 @@ class KVCache:
     # -- lookup ---------------------------------------------------------------------------------
 
     def root_hash(self, control: CacheControl) -> bytes:
-        """Return the root of a request's block hashes: model, tenant and adapter. Lossy requests have their own."""
+        """Return the root of a request's block hashes: model, tenant and adapter. Requests with `lossy` have their own
+        root."""
         key = (control.tenant, control.adapter, control.lossy)
         found = self._root_hashes.get(key)
         if found is None:
@@ -122,10 +122,9 @@ class KVCache:
     def match(
         self, tokens: npt.ArrayLike, control: CacheControl | None = None, media: Many[Media] = ()
     ) -> Match:
-        """Look a prompt up and return its longest resumable prefix, without the last token. Does not modify the cache.
+        """Return the longest resumable prefix of a prompt, without its last token. Does not modify the cache.
 
-        Costs nodes passed and bytes compared; nothing is hashed.
-        """
+        Costs in proportion to the nodes passed and the bytes compared. Does not hash."""
         return self._match(tokens, control or _DEFAULT, media, leave_last=True)
 
     def _match(
@@ -141,8 +140,9 @@ class KVCache:
         return self.state.lookup.find(self.root_hash(control), data, control, media, limit)
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
-        """Return the reason why the hit is not longer. `across_tenants` searches other tenants' prefixes too: for operators
-        only. O(roots). Does not modify the cache."""
+        """Return the reason why the hit is not longer. O(roots). Does not modify the cache.
+
+        `across_tenants` also searches the prefixes of other tenants: for operators only."""
         return self.state.lookup.explain(match, across_tenants)
 
     def resumable_with(self, match: Match, index: HashIndex) -> int:
@@ -162,10 +162,9 @@ class KVCache:
     # -- sequences ------------------------------------------------------------------------------
 
     def open(self, match: Match) -> Sequence:
-        """Open a sequence on the pages of a match, which become in use. Repeats the lookup if the cache has changed.
+        """Open a sequence on the pages of a match, and retain them. Repeats the lookup if the cache has changed.
 
-        Raises RuntimeError if `max_sequences` are open. Allocates no page: call `extend` next.
-        """
+        Raises RuntimeError if `max_sequences` are open. Allocates no page: call `extend` next."""
         state = self.state
         match = state.lookup.refreshed(match)
         seq = open_sequence(state, self, match)
@@ -174,45 +173,52 @@ class KVCache:
         return seq
 
     def extend(self, seq: Sequence, n: int) -> int:
-        """Reserve pages for `n` more tokens, evicting by policy. Returns the count of missing pages; 0 means success, else
-        nothing has changed."""
+        """Reserve pages for `n` more tokens, evicting by policy. Returns the number of missing pages.
+
+        0 means success; otherwise nothing has changed."""
         return extend(self.state, seq, n)
 
     def extend_many(self, rows: Rows, n: int = 1) -> int:
-        """`extend` for the sequences of many rows. Returns the pages missing for all of them; if not 0, none was extended.
-        Costs by the rows that need a new block."""
+        """`extend` for the sequences of many rows. Returns the number of missing pages; if not 0, none was extended.
+
+        Costs in proportion to the rows that need a new block."""
         return extend_many(self.state, rows, n)
 
     def exceeds_quota(self, seq: Sequence, n: int) -> bool:
-        """Whether `n` more tokens exceed the tenant's quota even if all its cached pages were evicted. Only closing its
-        sequences helps then."""
+        """Whether `n` more tokens exceed the tenant's quota even if all its cached pages were evicted.
+
+        Then only closing its sequences helps."""
         return exceeds_quota(self.state, seq, n)
 
     def commit(self, seq: Sequence, tokens: npt.ArrayLike, state_length: int | None = None) -> None:
         """Append computed tokens, whose pages are written. Full blocks are published: other prompts can hit them.
 
         The live states cover all tokens, or `state_length` of them. A step that verifies a draft keeps the states
-        before it and commits the accepted tokens; the next step computes those in the recurrent layers again.
-        """
+        before it and commits the accepted tokens. The next step computes those tokens again in the recurrent layers."""
         commit(self.state, seq, tokens, state_length)
 
     def commit_many(self, rows: Rows, tokens: npt.ArrayLike) -> None:
-        """`commit` of one token for each of many rows, each listed once. Costs by the rows that fill a block."""
+        """`commit` of one token for each of many rows. A row may be listed once. Costs in proportion to the rows that
+        fill a block."""
         commit_many(self.state, rows, tokens)
 
     def snapshot(self, seq: Sequence, position: int | None = None) -> bool:
-        """Take a checkpoint at the current position, at an earlier `position` (models without states), or later when the
-        sequence reaches `position`. Returns False if its states do not fit, or it is of no use."""
+        """Take a checkpoint at the current position, or at an earlier `position` in models without states.
+
+        A later `position` is scheduled: the checkpoint is taken when the sequence reaches it. Returns False if there
+        are no pages for the states, or if the checkpoint would not be useful."""
         return checkpoint(self.state, seq, position)
 
     def rollback(self, seq: Sequence, n: int) -> int:
-        """Discard the last `n` computed tokens and all reserved pages. Returns the length reached. It is shorter than asked
-        for where states or windows can resume only earlier; compute the rest again."""
+        """Discard the last `n` computed tokens and all reserved pages. Returns the new length.
+
+        It is shorter than requested if states or windows can resume only earlier; compute the rest again."""
         return rollback(self.state, seq, n)
 
     def fork(self, seq: Sequence) -> Sequence | None:
-        """Return a second sequence with the same tokens. Pages are shared; a partial block is copied when written. Returns
-        None if its states do not fit."""
+        """Return a second sequence with the same tokens; None if there are no pages for its states.
+
+        Pages are shared. A partial block is copied when it is written."""
         return fork(self.state, seq)
 
     def close(self, seq: Sequence) -> None:
@@ -242,8 +248,9 @@ class KVCache:
         self.state.pins.release_expired()
 
     def protect_queued(self, match: Match, turn: tuple[int, int]) -> QueuedPrefix:
-        """Evict the prefix of a waiting request last, until `unprotect`. Of several waiting requests the prefix with the
-        latest turn is evicted first."""
+        """Evict the prefix of a waiting request last, until `unprotect`.
+
+        Among prefixes of several waiting requests, the one with the latest turn is evicted first."""
         return self.state.pins.protect_queued(match, turn)
 
     def unprotect(self, queued: QueuedPrefix) -> None:
@@ -251,7 +258,7 @@ class KVCache:
         self.state.pins.unprotect(queued)
 
     def end_session(self, session: str) -> int:
-        """Evict first the blocks that only this session used: it will not return. Returns their tokens."""
+        """Make the blocks that only this session used the first to be evicted: it will not return. Returns their tokens."""
         return self.state.pins.end_session(session)
 
     # -- pages ----------------------------------------------------------------------------------
@@ -264,7 +271,7 @@ class KVCache:
         return self.block_tables.tables[groups[group].columns]
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return the first block of each row whose page ids changed since the last call; its end if none did."""
+        """Return the first block of each row whose page ids changed since the last call; the row's end if none changed."""
         return self.block_tables.take_changed(rows)
 
     def take_copies(self) -> list[CopyBatch]:
@@ -272,13 +279,13 @@ class KVCache:
         return self.state.copies.take()
 
     def make_room(self, tokens: int, tenant: str = "") -> int:
-        """Evict by policy until `tokens` tokens of a tenant fit. Returns the count of missing pages."""
+        """Evict by policy until the pool has pages for `tokens` tokens of a tenant. Returns the number of missing pages."""
         blocks = -(-tokens // self.block_tokens)
         return self.state.allocator.make_room(self.state.accounts[tenant], self.state.pages.needs(blocks))
 
     @property
     def usable_slabs(self) -> int:
-        """Slabs of the pool without slab 0."""
+        """Number of slabs in the pool, without slab 0."""
         return self.state.pool.slabs - 1
 
     @property
@@ -295,21 +302,21 @@ class KVCache:
         return self.state.allocator.reachable(account)
 
     def unbacked_slabs(self, n: int) -> Ids:
-        """Return `n` slabs without memory: back them, then `grow`. Does not modify the cache. O(reserved)."""
+        """Return `n` slabs without memory. Allocate their memory, then call `grow`. Does not modify the cache.
+        O(reserved)."""
         return self.state.pool.unbacked_slabs(n)
 
     def grow(self, slabs: Iterable[int]) -> None:
-        """Add unbacked slabs that have memory now. Their content does not matter; shares follow."""
+        """Add slabs whose memory is now allocated. Its content does not matter. Tenants' shares are recomputed."""
         state = self.state
         state.pool.grow(slabs)
         state.accounts.set_pool_bytes(self.usable_slabs * self.layout.slab_bytes)
 
     def shrink(self, n: int) -> Ids:
-        """Remove up to `n` slabs, evicting and compacting as needed, and return them. Shares follow.
+        """Remove up to `n` slabs and return them. Evicts and compacts as needed. Tenants' shares are recomputed.
 
-        Fewer are returned where pages are in use or copies are pending; a slab of a pending copy can be removed after
-        `take_copies`. Free the memory only after every copy and step before this call is done.
-        """
+        Returns fewer if pages are in use or copies are pending; a slab of a pending copy can be removed after
+        `take_copies`. Free the memory only when every copy and step before this call is done."""
         return self.state.allocator.shrink(n)
 
     # -- inspection -----------------------------------------------------------------------------
@@ -323,5 +330,5 @@ class KVCache:
         return cache_stats(self.state)
 
     def pool_map(self, cells: int = 4096, branches: int = 200) -> PoolMap:
-        """Return a source of pictures of the pool, with at most so many cells and branches."""
+        """Return a pool map with at most `cells` cells and `branches` branches."""
         return PoolMap(self.state, cells, branches)

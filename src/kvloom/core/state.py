@@ -155,7 +155,8 @@ class CacheState:
         return needs
 
     def take(self, account: Account, needs: list[int]) -> int:
-        """Make room for `needs` and charge `account`. Returns the count of missing pages; if not 0, nothing is charged."""
+        """Make pages for `needs` free and charge `account`. Returns the number of missing pages; if not 0, nothing is
+        charged."""
         missing = self.allocator.make_room(account, needs)
         if not missing:
             account.charge(self.allocator.bytes_of(needs))

@@ -45,7 +45,7 @@ class Calibration:
 
     @property
     def scales(self) -> Scales:
-        """The scales by layer and field. A head that was always zero gets room for 1."""
+        """The scales by layer and field. A head that was always zero gets the scale for values up to 1."""
         most = quantised_max(TORCH_DTYPES[self.dtype])
         assert most is not None
         return {
@@ -69,7 +69,8 @@ class Calibration:
 class _Recorder(Pages):
     """Pages that record the largest value of every written token and head.
 
-    Stores the sizes of all tokens (4 bytes for K and V of every head and layer) only for a percentile."""
+    A percentile needs the values of all tokens: 4 bytes for K and V of every head and layer. Without one, only the
+    maximum is stored."""
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, every: bool) -> None:
         super().__init__(layout, buffer)
@@ -109,7 +110,7 @@ class _Recorder(Pages):
         return super().attend(layer_idx, query, key, value, *how, **named)
 
     def singles(self, layer_idx: int) -> None:
-        """Send every step through `attend`."""
+        """Send every step through `attend`, so that it is recorded."""
 
     @property
     def tokens(self) -> int:
@@ -117,7 +118,7 @@ class _Recorder(Pages):
         return max(self._counted.values(), default=0)
 
     def sizes(self, percentile: float) -> Scales:
-        """Return one size for each head."""
+        """Return one size for each head: the largest value, or the percentile."""
         return {
             layer: {name: self._size(f"{layer}: {name}", seen, percentile) for name, seen in fields.items()}
             for layer, fields in self._seen.items()
@@ -146,8 +147,9 @@ def calibrate(
 ) -> Calibration:
     """Run `prompts` and compute scales for `dtype` that cover the largest value of each layer and head.
 
-    With a `percentile` below 100, values beyond it are clamped. Longer prompts run in pieces of `context` tokens. Calls
-    `progress(done, total)`. The model stays installed on pages, and usable. Raises ValueError before it runs anything."""
+    With a `percentile` below 100, larger values are clamped. Longer prompts run in pieces of `context` tokens. Calls
+    `progress(done, total)`. The model still reads pages afterwards, and is usable. Raises ValueError before it runs
+    anything."""
     if dtype not in QUANTISED:
         raise ValueError(f"scales need dtype int8 or fp8, not {dtype!r}")
     if not 0 < percentile <= 100:
@@ -173,7 +175,7 @@ def calibrate(
     short = [len(request.prompt) for request in requests if request.finish_reason == "no_room"]
     if short:
         raise ValueError(
-            f"a pool of {pool_bytes:,} bytes has no room for a prompt of {max(short)} tokens: enlarge the pool"
+            f"a pool of {pool_bytes:,} bytes is too small for a prompt of {max(short)} tokens: enlarge the pool"
         )
     name = str(getattr(model.config, "_name_or_path", "") or model.config.model_type)
     return Calibration(name, dtype, percentile, len(given), recorder.tokens, recorder.sizes(percentile))

@@ -31,9 +31,9 @@ class OffloadConfig:
     load: LoadRule = "auto"
     """"auto": load or recompute, whichever is faster. "always": wait for every page that a tier has. "never": only store."""
     deadline_seconds: tuple[float, float] = (0.1, 5.0)
-    """Least and most seconds that a tier has for a load; between them, twice the time to compute the same tokens."""
+    """Shortest and longest deadline of a load, in seconds; between them, twice the time to compute the same tokens."""
     wait_share: float = 0.04
-    """Most time that a request loses by waiting for pages, as a share of the time to compute its prompt."""
+    """Longest time that a request may lose by waiting for pages, as a share of the time to compute its prompt."""
     transfers: TransferConfig = field(default_factory=TransferConfig)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class EngineConfig:
     checkpoint_every: int = 0
     """In models with windows or states: tokens between checkpoints, rounded up to blocks; 0: only where prompts end or branch."""
     token_budget: int | None = None
-    """Prompt tokens of a step; None: 8,192 on a GPU, 2,048 on a CPU."""
+    """Most prompt tokens of a step; None: 8,192 on a GPU, 2,048 on a CPU."""
     max_running: int | None = None
     """Most running requests; None: 512 on a GPU, 256 on a CPU."""
     max_context: int | None = None
@@ -74,7 +74,7 @@ class EngineConfig:
     kv_scales: str | os.PathLike[str] = "dynamic"
     """Scales for int8 and fp8: "dynamic", "checkpoint", or a file from `kvloom calibrate`."""
     batch_invariant: bool = False
-    """Make the bits of a request's results independent of the requests beside it, on a GPU too."""
+    """Make a request's results bit-identical whatever other requests are in its batch, on a GPU too."""
     ahead: bool | None = None
     """Launch a step before the tokens of the previous one have arrived; None: on a GPU only."""
     cuda_graphs: bool = True

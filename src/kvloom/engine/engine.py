@@ -2,9 +2,10 @@
 
     add(prompt) → Request      step() → requests with a new token or a finish      run() → until no request is left
 
-On a GPU a step is launched before the tokens of the previous one have arrived (`EngineConfig.ahead`): they stay on the device,
-and a request that turns out to have finished has computed one token too many. Prompts are token ids. One thread at a time may
-call; the model must be on its device.
+On a GPU a step is launched before the tokens of the previous one have arrived on the host (`EngineConfig.ahead`). The
+tokens stay on the device as input of the next step. A request that had already finished then computes one token too
+many, which is dropped. Prompts are token ids. Only one thread at a time may call the engine. The model must be on its
+device.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class Engine:
         self._validate(ids, params, text)
         control = control or CacheControl()
         if control.lossy and (self.offload is None or not self.offload.has_lossy_tier):
-            control = replace(control, lossy=False)  # no tier re-encodes pages: share those of all requests
+            control = replace(control, lossy=False)  # no tier re-encodes pages: share all pages
         sight = self._prepare_images(tokens, images, control.tenant) if len(images) else None
         prompt_array = ids.astype(np.int32, copy=False)
         request = Request(
@@ -213,7 +214,7 @@ class Engine:
         return self.scheduler.busy or self._inflight is not None or is_prefetching or bool(self._updated)
 
     def expect_session(self, session: str) -> bool:
-        """Prefetch the pages of a session into host memory during the next steps.
+        """Start to prefetch the pages of a session into host memory during the next steps.
 
         Returns whether a lookup started: False for an unknown session, or without tiers."""
         known = self._sessions.of(session)
@@ -224,7 +225,7 @@ class Engine:
         return self.offload.prefetch_session(likely, self.cache.match(tokens, control))
 
     def end_session(self, session: str) -> int:
-        """Evict the pages that only this session used before others. Return how many of its pages are cached."""
+        """Make the pages that only this session used the first to be evicted. Return how many of its pages are cached."""
         self._sessions.forget(session)
         return self.cache.end_session(session)
 
@@ -294,7 +295,7 @@ class Engine:
             self.step()
 
     def close(self, seconds: float = 10.0) -> None:
-        """Cancel all requests, store offered pages in the tiers, and close those, within `seconds`."""
+        """Cancel all requests, store the queued offloads in the tiers, and close the tiers, within `seconds`."""
         for request in list(self.scheduler.open):
             self.scheduler.cancel(request)
         self._inflight, self._updated = None, []
@@ -309,7 +310,7 @@ class Engine:
             self.cache.loading.remove_listener()
 
     def _finish_step(self, step: InflightStep, launched_since: list[Scheduled]) -> None:
-        """Process a step's tokens. If that fails, discard the step that was launched since: it depends on them."""
+        """Process a step's tokens. If that fails, discard the step launched after it, which depends on them."""
         try:
             if self.offload is not None:
                 self.offload.during_step(lambda: not step.is_ready)
@@ -329,7 +330,7 @@ class Engine:
             raise
 
     def _execute(self, places: dict[int, int]) -> InflightStep | None:
-        self._apply_copies()  # finished forks hold pages until their copies are made
+        self._apply_copies()  # finished forks retain pages until their copies are made
         work = self.scheduler.schedule(places)
         self._apply_copies()
         if not work:
@@ -361,13 +362,13 @@ class Engine:
                 sampled = self.sampler.choose(
                     logits, requests, [request.sampled_tokens - 1 for request in requests]
                 )
-            running = min(len(requests), self.runner.rows)  # requests behind these have no next step
+            running = min(len(requests), self.runner.rows)  # requests after these have no next step
             self.runner.chosen[:running] = sampled.tokens[:running]
         return InflightStep.create(work, requests, sampled, prompts, self.scheduler.decoding)
 
     def _apply_copies(self) -> None:
-        """Offload queued pages, then make the copies inside the pool that the cache decided."""
-        self._make_copies()  # those that a failed step left
+        """Start queued offloads, then make the pending copies inside the pool."""
+        self._make_copies()  # copies that a failed step left pending
         if self.offload is not None:
             self.offload.flush()
         self._copies = self.cache.take_copies()
@@ -394,7 +395,8 @@ class Engine:
     def _fork_samples(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
         """Fork the further samples of requests whose prompt is computed.
 
-        Returns the requests to sample and their rows of logits: running ones first, then forks without a row or room."""
+        Returns the requests to sample, and their rows of logits: running requests first, then forks that could not
+        start because rows or pages are missing."""
         children: list[tuple[Request, int]] = []
         for row, request in enumerate(requests):
             if request.children and not request.branched:
@@ -409,7 +411,7 @@ class Engine:
         return [*requests, *(child for child, _ in children)], rows
 
     def _start_beam_search(self, request: Request) -> None:
-        """Make a request and its children the slots of a beam search."""
+        """Start a beam search whose slots are the request and its children."""
         params = request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         beams = BeamSearch(request.family, ends)

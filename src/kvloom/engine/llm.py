@@ -62,9 +62,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens and text of one sample: prompt number, sample number. `finish_reason` comes with the last delta.
+    """New tokens and text of one sample: prompt number, sample number. `finish_reason` is set in the last delta.
 
-    Text may lag behind tokens: characters are whole, and a possible start of a stop text is held back."""
+    Text may lag behind tokens: only whole characters are returned, and text that may be the start of a stop text
+    waits."""
 
     prompt: int
     index: int
@@ -133,7 +134,7 @@ class LLM:
             self.engine.prepare(lambda done, total: bar.update(task, completed=done, total=total))
 
     def close(self) -> None:
-        """Cancel all requests, store offered pages in the tiers, and close those. Takes up to 10 seconds."""
+        """Cancel all requests, store the queued offloads in the tiers, and close the tiers. Takes up to 10 seconds."""
         self.engine.close()
 
     def generate(
@@ -142,7 +143,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[Result]:
-        """Return results in the order of the prompts. `params` apply to all prompts, or are one each.
+        """Return results in the order of the prompts. `params` are one object for all prompts, or one for each.
 
         All requests run together. Raises ValueError, and runs none, if one of them can never run."""
         many, requests = self._add(prompts, params)
@@ -158,9 +159,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Delta]:
-        """Yield deltas as tokens arrive: those of one sample in order, those of several interleaved.
+        """Yield deltas as tokens arrive. Deltas of one sample are in order; those of several samples are interleaved.
 
-        Starts with the first iteration; leaving the loop cancels the requests. Refuses `best_of` and beams: use `generate`."""
+        Starts with the first iteration. Leaving the loop cancels the requests. Raises ValueError for `best_of` and
+        beams: use `generate`."""
         _, requests = self._add(prompts, params, text=True)
         open_ = [one for request in requests for one in request.family]
         places = {
@@ -191,7 +193,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         text: bool = False,
     ) -> tuple[list[Any], list[Request]]:
-        """Return the prompts as a list, and their requests. If one is refused, adds none."""
+        """Return the prompts as a list, and their requests. Raises ValueError, and adds none, if one is refused."""
         one = isinstance(prompts, str | Mapping) or _is_ids(prompts)
         many: list[Any] = [prompts] if one else list(prompts)
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
@@ -232,7 +234,7 @@ class LLM:
                 bar.update(task, completed=sum(request.finish_reason is not None for request in requests))
 
     def _read_prompt(self, prompt: Any) -> tuple[list[int], list[Any]]:
-        """Return a prompt's token ids, and its images as the engine takes them."""
+        """Return a prompt's token ids, and its images in the form that the engine accepts."""
         if not isinstance(prompt, Mapping):
             return self._ids(prompt), []
         if "prompt" not in prompt or prompt.keys() - {"prompt", "images"}:

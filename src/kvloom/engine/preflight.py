@@ -1,7 +1,8 @@
-"""Refuses settings of an engine before anything is loaded: unknown model or device, invalid dtype or tier, pool too small.
+"""Refuses settings of an engine before anything is loaded: unknown model or device, invalid dtype or tier, pool too
+small.
 
-Reads at most the model's config, and asks the driver where a GPU is named. Imports no torch and opens nothing. Loading checks
-the rest.
+Reads at most the model's config, and asks the driver if a GPU is named. Imports no torch and opens nothing. Other
+errors are found while loading.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _spec(config: dict[str, Any], dtype: str, kv_dtype: KVDtype | None, static: 
     try:
         model_spec(config)
     except ModelError:
-        return None  # loading reports what is wrong with it, if anything
+        return None  # loading reports what is wrong with it
     return model_spec(config, kv_dtype=kv_dtype, static_scales=static)
 
 

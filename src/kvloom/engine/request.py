@@ -1,4 +1,4 @@
-"""A request: what was asked, its state, and how it finished. Data; does not compute."""
+"""A request: its parameters, its state, and how it finished. Data only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEEDS = 1 << 64
 
 
 def token_ids(given: Iterable[int]) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
-    """Return token ids as Python integers and as an array. Costs a few nanoseconds a token for a list of plain integers."""
+    """Return token ids as Python integers and as an array. Costs a few nanoseconds per token for a list of plain integers."""
     held = given if isinstance(given, (list, tuple, np.ndarray)) else list(given)
     data = plain_ids(held)
     if data is not None:
@@ -93,7 +93,7 @@ class Request:
     limit: int = field(init=False)
     """Most tokens of prompt and output together."""
     prompt_array: npt.NDArray[np.int32] | None = field(repr=False, default=None)
-    """The prompt as an array, if its creator had one: see `prompt_ids`."""
+    """The prompt as an array, if the caller had one; see `prompt_ids`."""
 
     def __post_init__(self) -> None:
         self.tokens = unwatched(list(self.prompt))
@@ -148,7 +148,7 @@ class Request:
         return self.computed < len(self.prompt) and self.wants_prompt_logprobs
 
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
-        """Add the log-probabilities of prompt tokens from `start` on; known ones stay."""
+        """Add the log-probabilities of prompt tokens from `start` on. Existing ones are not replaced."""
         if not self.prompt_logprobs:
             self.prompt_logprobs.append(None)
         known = len(self.prompt_logprobs)
@@ -160,7 +160,7 @@ class Request:
         """Cached tokens by tier, `cached_tokens` in all."""
         found: dict[str, int] = {}
         left = self.cached_tokens or 0
-        # Of pages that were loaded again after an eviction, the last load counts.
+        # If pages were loaded again after an eviction, only the last load counts.
         for tier, _, _, tokens in reversed(self.loads[: self.first_loads]):
             if counted := min(tokens, left):
                 found[tier] = found.get(tier, 0) + counted
@@ -205,7 +205,7 @@ class Request:
 
     @property
     def returned_samples(self) -> list[Request]:
-        """The `n` samples to return: of more, those with the greatest cumulative log-probability."""
+        """The `n` samples to return: those with the largest cumulative log-probability, if there are more."""
         answers = self.family
         if self.params.beam_width > 1:
             answers = [one for one in answers if one.output_count]

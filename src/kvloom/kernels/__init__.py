@@ -1,6 +1,6 @@
 """Kernels over the page pool's bytes. Each operation runs in plain torch (the oracle, and the CPU path) and in Triton on a GPU.
 
-| folder           | holds                                                                                  |
+| folder           | content                                                                                |
 |------------------|----------------------------------------------------------------------------------------|
 | attention/       | attention over pages: plans for decode and prefill, cascade, masks, dense attention      |
 | state/           | recurrent layers over states in pages: causal conv, linear scan, Mamba-1, Mamba-2, delta rule |
@@ -12,5 +12,5 @@
 | memory/          | elastic pool memory, the CUDA driver, views of layers over the pool                      |
 
 `cpu.py` calls the native loops of `_cpu.c`; `device.py` and `dtypes.py` are shared helpers. Interfaces import Triton only
-when a CUDA tensor needs it. No kernel knows the cache, models or requests.
+when a CUDA tensor needs it. Kernels do not depend on the cache, models or requests.
 """

@@ -1,14 +1,14 @@
 """Small operations of a step on a CPU, one native call each, if the package was built with a compiler (`_cpu.c`).
 
 A step of a small model is dominated by torch's call overhead; each function here replaces five to ten calls, and attention
-reads pages in place. float32 only. Unsupported tensors (`supports`) run in torch, equal up to rounding. Knows no modules.
+reads pages in place. float32 only. Unsupported tensors (`supports`) run in torch, equal up to rounding.
 
 | function         | takes                                                   | returns                                  |
 |------------------|---------------------------------------------------------|------------------------------------------|
 | `rms_norm`       | x [..., dim]                                            | the same shape, dense                    |
 | `act_and_mul`    | x [..., 2 * dim]                                        | [..., dim]                               |
 | `rotate_`        | x [tokens, heads, dim], cos, sin [tokens, dim]          | x, rotated in place                      |
-| `write_tokens`   | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: tokens are in their pages    |
+| `write_tokens`   | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: writes the tokens to pages   |
 | `decode`         | q [rows, heads, dim], pages, tables, visible tokens     | [rows, heads, dim of v]                  |
 | `attention_step` | q, k and v of one token a row, joined                   | the last three in one call               |
 """
@@ -48,7 +48,7 @@ MIN_THREAD_PRODUCTS = 1 << 22
 
 
 def supports(*tensors: torch.Tensor) -> bool:
-    """Whether native code supports these tensors: float32 on a CPU, dense in their last dimension."""
+    """Return whether native code supports these tensors: float32 on a CPU, dense in their last dimension."""
     return IS_BUILT and all(x.is_cpu and x.dtype == torch.float32 and x.stride(-1) == 1 for x in tensors)
 
 
@@ -73,7 +73,7 @@ def act_and_mul(x: torch.Tensor, tanh: bool) -> torch.Tensor:
 
 
 def _dense(ids: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return ids as native code reads them. Checked, because a wrong id there is a wrong address."""
+    """Return ids in the form that native code reads. They are checked, because a wrong id would be a wrong address."""
     if ids.dtype != dtype or ids.shape != shape:
         raise ValueError(f"ids {tuple(ids.shape)} of {ids.dtype} must be {shape} of {dtype}")
     return ids if ids.is_contiguous() else ids.contiguous()
@@ -108,7 +108,7 @@ class VisibleTokens:
         self.at = self.firsts.ctypes.data, self.lengths.ctypes.data
 
     def parts(self, heads: int, products: int) -> list[int]:
-        """Return bounds that divide the units (`heads` of a row, row after row) into equal work per thread."""
+        """Return bounds that divide the units (the `heads` of each row) into equal work per thread."""
         units = len(self.counts) * heads
         count = min(torch.get_num_threads(), units, self.total * products // MIN_THREAD_PRODUCTS)
         if count < 2:
@@ -121,7 +121,7 @@ class VisibleTokens:
 def decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, seen: VisibleTokens, scale: float
 ) -> torch.Tensor:
-    """Attend one query a row over its visible tokens; `tables` (int32) hold a page for each visible block."""
+    """Attend one query a row over its visible tokens; `tables` (int32) has a page for each visible block."""
     rows, heads, dim = q.shape
     kv_heads, v_dim = k.shape[2], v.shape[3]
     tables = _dense(tables[:rows], torch.int32, (len(seen.counts), tables.shape[1]))
@@ -178,8 +178,7 @@ def attention_step(
 ) -> torch.Tensor:
     """Rotate q and k, write k and v, and attend q, in one call.
 
-    `joined` [rows, (heads + 2 * KV heads) * dim], dense, holds q, k and v of each row; it is modified.
-    """
+    `joined` [rows, (heads + 2 * KV heads) * dim], dense, contains q, k and v of each row; it is modified."""
     count, dim = len(joined), pages.dim
     if rows.seen.end > rows.blocks * pages.block or count != len(rows.seen.counts):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Helpers for every kernel's device: uploads without waiting, and overlapping launches. Knows no operation."""
+"""Device helpers for all kernels: uploads without waiting, and overlapping launches."""
 
 from __future__ import annotations
 

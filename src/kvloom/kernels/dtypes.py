@@ -1,4 +1,4 @@
-"""Dtypes of queries, pages and accumulators, in one place for every kernel. Knows no operation."""
+"""Dtypes of queries, pages and accumulators, in one place for all kernels."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Model architectures: what their layers keep, how Hugging Face code runs on pages, and how checkpoints are loaded.
+"""Model architectures: what their layers store, how Hugging Face code runs on pages, and how checkpoints are loaded.
 
-| folder    | holds                                                                                       |
+| folder    | content                                                                                     |
 |-----------|---------------------------------------------------------------------------------------------|
 | specs/    | config.json to layer specs: reading, the table of families, known models. No torch            |
 | paged/    | the seams into Hugging Face code: attention, recurrent mixers, cross attention, the batch, pages |
 | vision/   | images in prompts: encoder, embeddings in pages, cross attention                              |
-| fusion/   | fewer, larger operations in place of modules' own                                             |
+| fusion/   | fewer, larger operations that replace those of modules                                        |
 | loading/  | checkpoints and random weights, the check that a model can run, its fingerprint               |
 | configs/  | config.json of models known by name                                                           |
 | embedded/ | small models that are installed with their weights                                            |
 
-Imports point one way: specs, paged, vision or fusion, loading. A new architecture is one row of `specs/families_table.py`.
+Imports point one way: specs, paged, vision or fusion, loading. A new architecture is one row of
+`specs/families_table.py`.
 """

@@ -29,7 +29,7 @@ _WIDE = 100
 
 
 class PlanError(ValueError):
-    """A load that does not suit the model; the message names the value and what to change."""
+    """A load that does not suit the model. The message states the value and what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _notes(spec: ModelSpec, load: Load, length: int) -> tuple[str, ...]:
 
 
 def _stream_length(spec: ModelSpec, load: Load) -> int:
-    """Return the positions of the text stream, with images for models that place them in it."""
+    """Return the length of the text stream in tokens, including images for models that place them in it."""
     in_stream = spec.media is not None and spec.media.place == "stream"
     return load.context + (load.image_tokens if in_stream else 0)
 
@@ -174,8 +174,9 @@ def _uniform(layout: PoolLayout, load: Load) -> int:
 
 
 def _whole_slabs(layout: PoolLayout, memory: int) -> int:
-    """Return the part of `memory` that requests can fill for certain: whole slabs, less one per group whose last slab may be
-    partly empty."""
+    """Return the part of `memory` that requests can certainly fill.
+
+    This is the number of whole slabs, minus one per group, whose last slab may be partly empty."""
     partial = sum(group.pages_per_slab > 1 for group in layout.groups)
     return max(0, layout.slabs_in(memory) - partial) * layout.slab_bytes
 
@@ -186,7 +187,7 @@ def _scheme(each: int, needed: int, load: Load, memory: int | None) -> Scheme:
 
 
 def render(plan: Plan, console: Console) -> None:
-    """Print the plan as tables. Below 100 columns it shows less."""
+    """Print the plan as tables. On terminals of less than 100 columns it shows less."""
     load = plan.load
     images = f" and {load.image_tokens:,} image" if load.image_tokens else ""
     requests = "request" if load.concurrency == 1 else "requests"

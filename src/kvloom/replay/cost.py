@@ -1,7 +1,8 @@
 """Waiting times of a replay on given hardware.
 
-New prompt tokens are computed, cached ones are read from their tier, and requests queue for `devices` devices in order of
-arrival. Decode costs a fixed time per token. A roofline model: good for comparing caches, not for predicting latency.
+New prompt tokens are computed, cached ones are read from their tier, and requests queue for `devices` devices in
+order of arrival. Decode costs a fixed time per token. This is a roofline model: good for comparing caches, not for
+predicting latency.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ _READ_RATES = {"host": 50e9, "disk": 3.2e9, "remote": 10e9}
 class CostModel:
     """A model with `parameters` active weights on devices of `flop_rate` FLOP/s.
 
-    `attention_flops` are spent per new token for each token before it. Tiers read `bytes_per_token` at `read_rates` bytes per
-    second, by tier name. `decode_seconds` is a token's share of a full batch's decode step. Defaults: a dense 8B model in bf16
-    on one H200.
-    """
+    Each new token costs `attention_flops` for each token before it. Tiers read `bytes_per_token` at `read_rates`
+    bytes per second, by tier name. `decode_seconds` is a token's share of a decode step with a full batch. Defaults:
+    a dense 8B model in bf16 on one H200."""
 
     parameters: float = 8e9
     flop_rate: float = 450e12
@@ -81,7 +81,7 @@ class Load:
 
 
 def estimate(traffic: Traffic, outcome: Outcome, model: CostModel) -> Load:
-    """Return time to first token and throughput of a replay. Rates are what the devices can sustain."""
+    """Return time to first token and throughput of a replay. Rates are those that the devices can sustain."""
     if not traffic.requests:
         raise ValueError("the traffic contains no requests")
     free = [traffic.requests[0].at] * model.devices

@@ -34,13 +34,13 @@ from .traffic import Traffic
 __all__ = ["BOUNDS", "NAMES", "Hits", "Outcome", "Tier", "TierUse", "replay"]
 
 BOUNDS = ("ideal", "min")
-"""Bounds computed from the whole trace."""
+"""Policies that are bounds, computed from the whole trace."""
 NAMES = (*BOUNDS, *POLICIES)
 
 _TICK = 1e-6
-"""Distance of simultaneous requests, so that the last is the most recently used."""
+"""Seconds between simultaneous requests, so that the last one is the most recently used."""
 _END = np.int32(2**31 - 1)
-"""Follows every looked-up prompt, because its last token is never taken from the cache."""
+"""Token after every looked-up prompt, because the last token of a prompt is never a hit."""
 _LAYOUT = PoolLayout.build(
     {"block": LayerSpec("token", (Field("kv", (1,), "int8"),), Visibility("full"))}, HASH_TOKENS
 )
@@ -74,8 +74,10 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`hits` are the leading blocks of each request found on the device, `tier_hits` those added by each tier. `evictions` counts
-    blocks."""
+    """Result of a replay. `hits` are the leading blocks of each request found on the device, `tier_hits` those that each
+    tier adds.
+
+    `evictions` counts blocks."""
 
     policy: str
     capacity_blocks: int
@@ -113,10 +115,9 @@ def replay(
 ) -> Outcome:
     """Replay `traffic` through a cache of `capacity` blocks under `policy`, one of NAMES.
 
-    With `ended`, each session is ended after its last request. A block takes 16 bytes here; tenants' quotas are in these bytes.
-    Takes about 4 seconds per million blocks for requests of 24 blocks (8 to 9 with a learning policy). Of a request longer than
-    a cache, only the beginning is stored.
-    """
+    With `ended`, each session is ended after its last request. A block takes 16 bytes here, and tenants' quotas count
+    these bytes. Takes about 4 seconds per million blocks for requests of 24 blocks (8 to 9 with a learning policy).
+    If a request is longer than a cache, only its beginning is stored."""
     if capacity < 1:
         raise ValueError(f"capacity {capacity} must be at least 1 block")
     if policy not in NAMES:
@@ -142,7 +143,7 @@ def replay(
 
 
 def _beyond(per_tier: list[Hits]) -> list[Hits]:
-    """Return the leading blocks that each tier adds to the tiers above it, per request."""
+    """Return the leading blocks that each tier adds to the faster tiers, per request."""
     beyond = [per_tier[0]]
     best = per_tier[0]
     for hits in per_tier[1:]:

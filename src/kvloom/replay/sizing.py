@@ -28,7 +28,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """The bytes needed of one tier; `limit` is its maximum (None: none)."""
+    """The bytes needed in one tier; `limit` is its maximum (None: no limit)."""
 
     name: str
     bytes: int
@@ -38,8 +38,10 @@ class TierSize:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """`capacity_blocks` is the least that reaches the target; None if none does: then `ideal` is below it. `tiers` lists the bytes
-    per tier, fastest first."""
+    """Result of sizing. `capacity_blocks` is the smallest capacity that reaches the target; None if even the `ideal` is
+    below it.
+
+    `tiers` lists the bytes per tier, fastest first."""
 
     policy: str
     target: float
@@ -91,11 +93,12 @@ def size_cache(
     precision: float = 0.03,
     progress: Callable[[int], None] = lambda blocks: None,
 ) -> Sizing:
-    """Find the least capacity at which `policy` reaches the hit rate `target` (None: 0.9 of the ideal), to within `precision`.
+    """Find the smallest capacity at which `policy` reaches the hit rate `target` (None: 0.9 of the ideal), to within
+    `precision`.
 
-    `limits` are the tiers, fastest first, with their maximum bytes. Each tier stores copies of the tier above, so it must hold
-    the whole capacity: the first tier is used up to its limit, the next only if that is too small. Costs about 15 replays.
-    """
+    `limits` are the tiers, fastest first, with their maximum bytes. Each tier stores copies of the faster tier, so it
+    needs the whole capacity: the first tier is used up to its limit, the next only if that is too small. Costs about
+    15 replays."""
     if block_bytes < 1:
         raise ValueError(f"block_bytes {block_bytes} must be positive: use a model, or bytes per token")
     if not limits:

@@ -38,9 +38,8 @@ Lines = list[dict[str, Any]]
 def read_traces(paths: Iterable[str | Path], seed: int = 0, spread: float = 3600.0) -> Traffic:
     """Return the traffic of all files (and of the files in folders) together.
 
-    Agent sessions have no common clock: each starts at a random time, drawn with `seed`, in the first `spread` seconds. Others keep
-    their times relative to their first request. Raises ValueError with file and line.
-    """
+    Agent sessions have no common clock: each starts at a random time in the first `spread` seconds, drawn with
+    `seed`. The other formats keep times relative to their first request. Raises ValueError with file and line."""
     if spread < 0:
         raise ValueError(f"spread {spread} is negative; it is the seconds over which sessions start")
     files = [file for path in paths for file in _files(Path(path))]
@@ -149,7 +148,8 @@ def _mooncake(lines: Lines, path: Path) -> Traffic:
 
 
 def _agent(session: dict[str, Any], path: Path, start: float) -> Traffic:
-    """Return one session. Requests of a subagent are nested in the request that started it, and form a session of their own."""
+    """Return one session. Requests of a subagent are nested in the request that started it; they become a separate
+    session."""
     rows, about = [], []
 
     def walk(requests: list[dict[str, Any]], start: float, name: str) -> None:

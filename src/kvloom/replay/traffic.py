@@ -19,7 +19,8 @@ Blocks = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`blocks` are the blocks of prompt and answer; the first `asked` are the prompt, which is looked up."""
+    """One request: `blocks` are the blocks of prompt and answer. The first `asked` blocks are the prompt, which is
+    looked up."""
 
     at: float
     blocks: Blocks
@@ -62,7 +63,7 @@ class Traffic:
 
     @classmethod
     def merged(cls, parts: Sequence[Traffic]) -> Traffic:
-        """Return several recordings as if they ran together, each from time 0. Different parts share no blocks."""
+        """Return several recordings as if they ran at the same time, each from time 0. Different parts share no blocks."""
         if not parts:
             raise ValueError("no traffic: at least one trace is required")
         sizes = {part.block_tokens for part in parts}
@@ -94,11 +95,10 @@ class Traffic:
 
 
 def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tuple[list[Blocks], int]:
-    """Return rows of block ids as rows of numbers from 0, and the count of numbers.
+    """Return rows of block ids as rows of numbers from 0, and the number of distinct ones.
 
-    An id after different blocks is different text, so it gets several numbers. Raises ValueError for an invalid id. O(n log n), in
-    array operations if ids are hashes of whole prefixes.
-    """
+    The same id after different blocks is different text, so it gets several numbers. Raises ValueError for an invalid
+    id. O(n log n), in array operations if ids are hashes of whole prefixes."""
     arrays = [_ids(row) for row in rows]
     ends = np.cumsum([len(a) for a in arrays])
     if not arrays or not ends[-1]:

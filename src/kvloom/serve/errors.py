@@ -117,7 +117,7 @@ def body_too_large(limit: int) -> ApiError:
 
 
 def context_too_long(prompt: int, new: int, longest: int, param: str, at_least: bool = False) -> ApiError:
-    """`at_least`: counting stopped at `prompt` tokens."""
+    """Return the error of a prompt beyond the context limit. `at_least`: counting stopped at `prompt` tokens."""
     count = f"{prompt:,} or more" if at_least else f"{prompt:,}"
     asked = f"{count} prompt tokens and {new:,} output tokens" if new else f"{count} prompt tokens"
     return bad_request(
@@ -160,7 +160,7 @@ def engine_loading() -> ApiError:
 
 
 def engine_died(hung: str = "") -> ApiError:
-    """`hung`: why the watchdog killed it, where it did not exit by itself."""
+    """Return the error of a lost engine process. `hung`: why the watchdog killed it; empty if the process exited."""
     how = f"{hung} and was killed" if hung else "died"
     return ApiError(
         503, f"the engine process {how} during this request; it is restarting, retry in 2 s", code="engine_died", retry_after=2

@@ -3,7 +3,7 @@
     SIGTERM or SIGINT   no new requests (503); running ones may finish within `drain_seconds`; then exit 0
     a second one        exit at once
 
-The engine is a process of its own (worker/engine_client.py). This process never loads the model: it tokenises and
+The engine runs in a separate process (worker/engine_client.py). This process never loads the model: it tokenises and
 serves HTTP.
 """
 
@@ -57,8 +57,9 @@ ERROR_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Options of a server. `record` is a file for a traffic recording, `otlp` a receiver of traces. Raises ValueError for a
-    public host without keys."""
+    """Options of a server. `record` is a file for a traffic recording, `otlp` a receiver of traces.
+
+    Raises ValueError for a public host without keys."""
 
     start: Start
     host: str = "127.0.0.1"
@@ -70,7 +71,7 @@ class ServerOptions:
     watchdog: WatchdogLimits = field(default_factory=WatchdogLimits)
     chat_template: str | None = None
     completes_code: bool = False
-    """The model completes code instead of chats; the example command follows."""
+    """Whether the model completes code instead of chats; the printed example request depends on it."""
     record: str | None = None
     otlp: str | None = None
     metrics_auth: str = "auto"
@@ -111,8 +112,9 @@ class _Server(uvicorn.Server):
 
 
 def serve(options: ServerOptions) -> int:
-    """Serve until a signal arrives; return the exit code. Raises ValueError for options that cannot be loaded, OSError if the
-    port is unavailable."""
+    """Serve until a signal arrives; return the exit code.
+
+    Raises ValueError for options that cannot be loaded, OSError if the port is unavailable."""
     start = options.start
     check_engine(
         start.model,

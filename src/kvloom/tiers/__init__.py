@@ -1,4 +1,4 @@
-"""Tiers: locations for pages below the device pool, from host memory to other machines.
+"""Tiers: locations for pages outside the device pool, from host memory to other machines.
 
     tier.py             the Tier protocol: objects, forms, ranges
     transfer.py         transfers, outcomes and counts

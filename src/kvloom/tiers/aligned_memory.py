@@ -1,4 +1,4 @@
-"""Memory in whole blocks, as O_DIRECT and registered transfers need it. Does not know files or tiers."""
+"""Memory in whole blocks, as O_DIRECT and registered transfers need it. Independent of files and tiers."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _WAIT_SECONDS, _CLOSE_SECONDS = 60.0, 10.0
 
 
 class LossyTier(Tier):
-    """`inner`, with every page re-encoded in transfer. Its own threads do the work, so a caller never waits for it."""
+    """`inner`, with every page re-encoded in transfer. Its own threads re-encode, so a caller never waits for it."""
 
     def __init__(self, inner: Tier, coding: Coding, threads: int = 2) -> None:
         if coding not in CODINGS:
@@ -106,7 +106,8 @@ class LossyTier(Tier):
         return self._submit(transfer, work)
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Writes computed pages. A page that was read from here and evicted since loses up to half a step more."""
+        """Writes computed pages. A page that was read from here and evicted since loses up to half a quantisation step
+        more."""
         source.check(objects, writable=False)
         encoded = self._encoded(objects)
         transfer = Transfer(len(objects), self._transfer_counts, "write", objects.form.page_bytes)

@@ -1,7 +1,7 @@
 """Options after the `?` of a tier's URL: `capacity=64GiB&compression=lz4&readers=4`.
 
-A parser reads every option that it supports, then rejects the rest: a misspelt option never means the default.
-Does not know tiers.
+A parser reads every option that it supports, then rejects the rest, so that a misspelt option is an error.
+Independent of tiers.
 """
 
 from __future__ import annotations

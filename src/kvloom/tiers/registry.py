@@ -4,7 +4,7 @@
 
 A row of SCHEMES maps a URL scheme to a function that parses the URL and returns an opener. A bad URL is refused
 before any tier is opened. Other packages add schemes by entry points of the group `kvloom.tiers`; their modules are
-imported on first use. Does not know the engine.
+imported on first use. Independent of the engine.
 """
 
 from __future__ import annotations

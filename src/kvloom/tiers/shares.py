@@ -1,7 +1,7 @@
 """Tenant shares of a tier: a fraction of capacity that a tenant may use, and a fraction that others cannot evict.
 
-Fractions, not bytes: one set of shares fits every tier. Tenants without a share have one common account.
-Knows tenant names and bytes; the tier chooses the pages to evict.
+Shares are fractions, not bytes, so one set fits every tier. Tenants without a share have one common account. The tier
+chooses the pages to evict.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     object   block hash + group + form (byte layout)    one page, split into equal layer runs
     range    start of a page in the caller's buffer     a read may request some of the runs only
 
-A tier handles keys and bytes. It does not know layer kinds, tokens or devices; nothing here imports torch.
-Of a tenant it knows only the encryption key and the share of capacity.
+A tier handles keys and bytes. It is independent of layer kinds, tokens and devices; nothing here imports torch. A
+tier uses two properties of a tenant: its encryption key, and its share of capacity.
 """
 
 from __future__ import annotations
@@ -174,14 +174,13 @@ class Ranges:
 
 
 class Tier(Protocol):
-    """A location for pages below the device pool.
+    """A location for pages outside the device pool.
 
-    Every method is thread-safe and takes a batch. It raises only ValueError, for an invalid batch, before any
-    change. A fault of the medium is an outcome in the Transfer. The ranges belong to the tier until the Transfer
-    is `released`. After any outcome but OK, the bytes of a read range are undefined.
+    Every method is thread-safe and takes a batch. It raises only ValueError, for an invalid batch, before any change.
+    A fault of the medium is an outcome in the Transfer. The ranges belong to the tier until the Transfer is
+    `released`. After any outcome but OK, the bytes of a read range are undefined.
 
-    An implementation may also support tenant shares: see `SupportsShares`.
-    """
+    An implementation may also support tenant shares: see `SupportsShares`."""
 
     @property
     def name(self) -> str: ...
@@ -205,9 +204,8 @@ class Tier(Protocol):
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         """Reads bytes [start, stop) of every object into the same bytes of its range.
 
-        `part` must lie on run boundaries; None is the whole page. A tier serves reads in the order of the calls,
-        so the layers requested first load first.
-        """
+        `part` must begin and end on run boundaries; None is the whole page. A tier serves reads in the order of the
+        calls, so the layers requested first load first."""
         ...
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:

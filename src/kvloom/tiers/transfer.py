@@ -1,7 +1,7 @@
 """A Transfer: one batch of objects between two locations, with one outcome per object; and a tier's counts of them.
 
 A failed, late or damaged object is an outcome, never an exception: the caller recomputes it.
-Does not know any medium. Thread-safe.
+Independent of any medium. Thread-safe.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Transfer:
         self._notify()
 
     def _set_outcomes(self, which: npt.ArrayLike, outcome: int) -> int:
-        """Returns how many were pending. Loops over a short list, which is faster than numpy calls."""
+        """Sets outcomes; returns how many were pending. Loops over a short list, which is faster than numpy calls."""
         if isinstance(which, list) and len(which) <= _SHORT_LIST:
             results, count = self._view, 0
             for index in which:

@@ -1,6 +1,6 @@
 """A few daemon threads that run jobs in order. A hung medium cannot keep the process from ending.
 
-A job gets the tools of its thread (scratch memory, a codec). Does not know tiers.
+A job gets the tools of its thread (scratch memory, a codec). Independent of tiers.
 """
 
 from __future__ import annotations

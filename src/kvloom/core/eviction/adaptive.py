@@ -1,14 +1,14 @@
 """Adaptive policy: evicts the entry that is least likely to be hit soon, learned from the traffic.
 
-Features of an entry are its uses, the turn and pause of its conversation, the new tokens of the last request, its finish
-reason, and the time since. `ReuseModel` learns from them when entries are used again; this file chooses the samples and
-turns the model into priorities.
+The features of an entry are its uses, the turn and pause of its conversation, the new tokens of the last request, its
+finish reason, and the time since the last use. `ReuseModel` learns from them when entries are used again. This file
+chooses the samples and computes priorities from the model.
 
 | entry      | condition                                              | evicted by                                     |
 |------------|--------------------------------------------------------|------------------------------------------------|
 | active     | no later request has returned to its last visit        | the index of `ReuseModel`                      |
 | tail       | returning requests use less than the whole visit       | the same, times the share that uses the tail   |
-| superseded | its conversation went on without it                    | least recently used, before the others         |
+| superseded | a later turn of its conversation did not use it        | least recently used, before the others         |
 | stale      | idle longer than nearly all returning requests         | the same                                       |
 
 Without samples the policy is least recently used.
@@ -34,11 +34,11 @@ _ENDS = 24
 _NONE = VALUES - 1  # the value of an ignored feature
 _OTHERS = bytes([_NONE] * 4)
 SWITCHES = 2.0
-"""Changes of the using conversation that make an entry shared."""
+"""An entry counts as shared after this many uses by a different conversation than the one before."""
 
 
 class Visit(ReuseHistory):
-    """One request's use of a path, with its features. Shared by the entries of the path."""
+    """One request's use of a path in the tree, with its features. The entries of the path share it."""
 
     __slots__ = (
         "again",
@@ -63,7 +63,7 @@ class Visit(ReuseHistory):
         self.since: float = -1.0 if before is None else max(0.0, now - before.start)
         self.start: float = now
         self.length = 0
-        self.again = 0  # its turn, if its new tokens had been cached before and evicted
+        self.again = 0  # its turn, if its new tokens were cached before and evicted
         self.open = True  # no request has returned to it yet
         self.values = b""  # feature values, once closed
         self.stratum = 0
@@ -90,7 +90,7 @@ class Adaptive:
         self._asked: Entry | None = None  # the entry of the last `priority` call; `review` follows
         self._placed = 0, 0.0
         # Of returning requests: counts by the bit length of the unused tokens at the end of a visit, and the
-        # logarithm of the share that uses tokens so far from the end.
+        # logarithm of the share that uses tokens at this distance from the end.
         self._without = [0.0] * _ENDS
         self._wanted = [0.0] * _ENDS
         self._tail = 0  # tokens at the end of a visit that most returning requests do not use
@@ -117,7 +117,7 @@ class Adaptive:
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many tokens at the end of `entry` are worth no more than its last one."""
+        """Return how many tokens at the end of `entry` have a value no higher than its last token."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open:
             return entry.tokens
@@ -125,7 +125,7 @@ class Adaptive:
         return min(more, entry.tokens) if more > 0 else entry.tokens
 
     def _place(self, entry: Entry, visit: Visit) -> tuple[int, float]:
-        """Stratum and level of an entry."""
+        """Return the stratum and the level of an entry in the model."""
         factors = self.model.factors
         uses = factors[0][_uses(entry.hits or visit.again)]
         if entry.value >= SWITCHES:
@@ -150,11 +150,12 @@ class Adaptive:
         pass
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> Visit:
-        """A request hits up to the end of `entry`; `ghost` is the history of the evicted run that would follow."""
+        """Record that a request hits up to the end of `entry`. `ghost` is the history of the evicted run that would
+        follow."""
         before: Visit | None = None
         if isinstance(ghost, Visit):
             before = ghost
-            self._record_reuse(ghost, resumed, 1 << 62, now)  # how many more tokens were wanted is unknown
+            self._record_reuse(ghost, resumed, 1 << 62, now)  # how many more tokens it needed is unknown
         elif isinstance(entry.history, Visit) and entry.value < SWITCHES:
             before = entry.history if resumed >= self.COVER * entry.history.length else None
         if before is not None and before.open:
@@ -171,7 +172,7 @@ class Adaptive:
         ending: str | None,
         now: float,
     ) -> None:
-        """The request closed; `path` are its entries from the end upwards."""
+        """Record that the request closed. `path` has its entries, deepest first."""
         assert isinstance(visit, Visit)
         before, visit.before = visit.before, None
         visit.start, visit.length = now, length
@@ -200,7 +201,7 @@ class Adaptive:
         )
 
     def _sample(self, visit: Visit, path: Sequence[Entry], now: float) -> None:
-        """Sample the middle of the request's new tokens, and one entry of its hit."""
+        """Start samples for the middle of the request's new tokens, and for one entry of its hit."""
         new = visit.length - visit.resumed - self._tail
         watched: list[int] = []
         if new > 0:
@@ -223,7 +224,7 @@ class Adaptive:
         visit.watched = tuple(watched)
 
     def _record_reuse(self, visit: Visit, first: int, last: int, now: float) -> None:
-        """Record the reuse of samples among tokens [first, last) of a visit."""
+        """Record the reuse of samples among the tokens [first, last) of a visit."""
         rest: list[int] = []
         for place, number in zip(visit.watched[::2], visit.watched[1::2], strict=True):
             if first <= place < last:
@@ -233,8 +234,9 @@ class Adaptive:
         visit.watched = tuple(rest)
 
     def _count_end(self, without: int, at_most: bool) -> None:
-        """Count a returning request that did not use the last `without` tokens of a visit. `at_most`: the exact number is
-        unknown, and distributed as for the others."""
+        """Count a returning request that did not use the last `without` tokens of a visit.
+
+        `at_most`: the exact number is unknown, and is assumed to be distributed like the others."""
         end = min(max(0, without).bit_length(), _ENDS - 1)
         if not at_most:
             self._without[end] += 1.0
@@ -256,12 +258,12 @@ class Adaptive:
 
 
 def _uses(hits: int) -> int:
-    """Count of uses as a feature value: exact up to 5, then by powers of two."""
+    """Return the number of uses as a feature value: exact up to 5, then by powers of two."""
     return hits if hits < 6 else min(VALUES - 1, 3 + hits.bit_length())
 
 
 def _code(codes: dict[K, int], key: K) -> int:
-    """A small code for a key: its own for the first few, one for all others."""
+    """Return a small code for a key: the first few keys get their own, all others share one."""
     code = codes.get(key)
     if code is None:
         code = min(len(codes), VALUES - 1)

@@ -37,12 +37,12 @@ class ReuseHistory:
     __slots__ = ()
 
     def split(self) -> ReuseHistory:
-        """Return the history of the upper node when a node is split: the same, unless it counts something."""
+        """Return the history of the upper node when a node is split: this object, unless it has counts."""
         return self
 
 
 class Entry(ABC):
-    """What a policy sees. `value` and `history` belong to the policy."""
+    """A cached entry as a policy sees it. `value` and `history` belong to the policy."""
 
     __slots__ = (
         "created",
@@ -67,7 +67,7 @@ class Entry(ABC):
         self.hits = 0
         self.priority = priority
         self.expires = expires
-        self.expiring: float | None = None  # when its queue will compute the key again
+        self.expiring: float | None = None  # when the queue computes the key again
         self.ended = False  # its session ended
         self.useless = False  # its tail is not resumable
         self.value = 0.0
@@ -78,7 +78,7 @@ class Entry(ABC):
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Tokens to compute again after an eviction."""
+        """Tokens to compute again if it is evicted."""
 
     @property
     @abstractmethod
@@ -100,8 +100,9 @@ class Entry(ABC):
 
 
 class Policy(Protocol):
-    """Entries with smaller priorities are evicted first. Hooks may do nothing. In `on_hit` the entry's `last_used` is still
-    that of the previous use."""
+    """An eviction policy: entries with smaller priorities are evicted first. Hooks may do nothing.
+
+    In `on_hit`, the entry's `last_used` is still that of the previous use."""
 
     @property
     def name(self) -> str: ...
@@ -114,19 +115,21 @@ class Policy(Protocol):
 
 @runtime_checkable
 class LearningPolicy(Policy, Protocol):
-    """A policy that observes requests and whose priorities fall with time."""
+    """A policy that observes requests, and whose priorities may fall with time."""
 
     def review(self, entry: Entry, now: float) -> float:
-        """Return when to compute the priority again because it may have fallen; infinity for never."""
+        """Return the time at which to compute the priority again, because it may have fallen; infinity for never."""
         ...
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many tokens at the end of an entry are worth no more than its priority."""
+        """Return how many tokens at the end of an entry have a value no higher than its priority."""
         ...
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> ReuseHistory:
-        """A request hit `resumed` tokens that end in `entry` (a root if none). `ghost` is the history of the evicted run that
-        would follow. Returns the history passed to `on_close`."""
+        """Record that a request hit `resumed` tokens that end in `entry` (a root if none). Returns the history for
+        `on_close`.
+
+        `ghost` is the history of the evicted run that would follow."""
         ...
 
     def on_close(
@@ -138,7 +141,9 @@ class LearningPolicy(Policy, Protocol):
         ending: str | None,
         now: float,
     ) -> None:
-        """The request closed with `length` tokens; `path` are its nodes, deepest first, `ending` is its finish reason."""
+        """Record that the request closed with `length` tokens.
+
+        `path` has its nodes, deepest first; `ending` is its finish reason."""
         ...
 
 
@@ -174,7 +179,7 @@ class LFU(_Plain):
 
 
 class FIFO(_Plain):
-    """Oldest."""
+    """Oldest first."""
 
     name = "fifo"
 
@@ -183,7 +188,7 @@ class FIFO(_Plain):
 
 
 class MRU(_Plain):
-    """Most recently used."""
+    """Most recently used first."""
 
     name = "mru"
 
@@ -192,7 +197,7 @@ class MRU(_Plain):
 
 
 class SLRU(_Plain):
-    """Two segments: entries never hit are evicted before the others, each by last use."""
+    """Two segments: entries without a hit are evicted before the others, each segment by last use."""
 
     name = "slru"
 
@@ -201,7 +206,7 @@ class SLRU(_Plain):
 
 
 class PriorityTTL(_Plain):
-    """Within a priority the entry that expires first; entries that never expire by last use."""
+    """By request priority, then by expiry; entries that never expire by last use."""
 
     name = "priority"
 
@@ -212,7 +217,7 @@ class PriorityTTL(_Plain):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds to compute a token again: a constant, and a part that grows with the tokens before it."""
+    """Seconds to compute a token again: a constant, plus a part that grows with the tokens before it."""
 
     per_token: float = 1.0
     per_token_per_depth: float = 1.0 / 32768
@@ -223,7 +228,7 @@ class Cost:
 
 
 class CostAware:
-    """Seconds to compute again per byte freed, times uses, aged by the last eviction (GDSF)."""
+    """Seconds to recompute per byte freed, times uses, aged by the last eviction (GDSF)."""
 
     name = "cost"
 

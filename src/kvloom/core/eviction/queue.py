@@ -42,8 +42,10 @@ class EvictionQueue(Generic[E]):
         return self.live
 
     def push(self, entry: E, now: float) -> None:
-        """Queue `entry`, or move it if its key fell. A risen key is found when the entry is next; a key that falls with time
-        when its retention expires or the policy reviews it."""
+        """Queue `entry`, or move it if its key fell.
+
+        A key that rose is noticed when the entry is next. A key that falls with time is noticed when its retention
+        expires or the policy reviews it."""
         rank, priority = key = self._key(entry, now)
         queued = entry.queued
         if queued is None or key < queued:
@@ -56,14 +58,14 @@ class EvictionQueue(Generic[E]):
             self._schedule_review(entry, now)
 
     def _key(self, entry: E, now: float) -> tuple[int, tuple[float, ...]]:
-        """Sort key. Entries that waiting requests will hit come last, the latest turn first."""
+        """Return the sort key. Entries that waiting requests will hit come last; among those, the latest turn comes first."""
         if entry.wanted_by:
             urgent, number = entry.wanted_by[0]
             return entry.rank(now), (INF, INF, -urgent, -number)
         return entry.rank(now), self.policy.priority(entry, now)
 
     def _schedule_review(self, entry: E, now: float) -> None:
-        """Schedule the next review: when the key of `entry` may have fallen with time."""
+        """Schedule the time at which the key of `entry` may have fallen and is computed again."""
         due = INF if entry.expires is None or entry.expires <= now else entry.expires
         if self.learner is not None:
             review = self.learner.review(entry, now)
@@ -75,7 +77,7 @@ class EvictionQueue(Generic[E]):
             heappush(self._expiring, (due, number, entry))
 
     def remove(self, entry: E) -> None:
-        """Remove an entry that is in use or evicted; its heap item is skipped later."""
+        """Remove an entry that is in use or evicted. Its heap item is skipped later."""
         if entry.queued is None:
             return
         entry.queued = None
@@ -89,7 +91,7 @@ class EvictionQueue(Generic[E]):
             heapify(self._expiring)
 
     def next_victim(self, now: float) -> E | None:
-        """Return the entry to evict next, without regard to unneeded window pages, or None. It stays queued."""
+        """Return the entry to evict next, or None. It stays queued. Ignores unneeded window pages."""
         if self._expiring and self._expiring[0][0] <= now:
             self._expire(now)
         heap = self._heap

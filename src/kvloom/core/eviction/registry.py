@@ -3,8 +3,8 @@
     [project.entry-points."kvloom.policies"]
     mine = "my_package:MyPolicy"
 
-An entry point is a callable that returns a `Policy`. It is loaded when its name is asked for. Names of this
-package win over entry points.
+An entry point is a callable that returns a `Policy`. It is loaded when its name is used. Names of this
+package take precedence over entry points.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tenants: one account each, with a quota and a guaranteed share of the pool.
 
-Isolation is elsewhere: a tenant's salt in the block hashes makes its pages unreachable for others.
+Isolation does not depend on this module: a tenant's salt in the block hashes makes its pages unreachable for others.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Account:
         self.in_use += size
 
     def release(self, idle: int, freed: int) -> None:
-        """Count `idle` bytes as not in use any more, and `freed` of them as free."""
+        """Subtract `idle` bytes from the bytes in use, and `freed` of them from all bytes."""
         self.in_use -= idle
         self.used -= freed
 
@@ -99,11 +99,11 @@ class Account:
         self.hit_tokens += hit
 
     def over_quota(self, need: int) -> int:
-        """Bytes to evict before `need` more fit the quota."""
+        """Return the bytes to evict before `need` more bytes are within the quota."""
         return 0 if self.tenant.quota is None else max(0, self.used + need - self.tenant.quota)
 
     def beyond_quota(self, need: int) -> int:
-        """Bytes missing for `need` even if all its cached pages were evicted."""
+        """Return the bytes missing for `need` even if all cached pages of the tenant were evicted."""
         return 0 if self.tenant.quota is None else max(0, self.in_use + need - self.tenant.quota)
 
 
@@ -128,9 +128,11 @@ class Accounts:
         return self.accounts.get(tenant) or self.accounts[self.DEFAULT]
 
     def victim(self, requester: Account | None, now: float) -> Account | None:
-        """Return the account whose entry is evicted next for `requester`: unneeded pages first, then the smallest key
-        among accounts above their share and the requester. A requester below its share evicts its own entries only
-        after theirs. None stands for the pool itself, which may also evict from accounts below their share. O(tenants)."""
+        """Return the account from which the next entry is evicted for `requester`. O(tenants).
+
+        Unneeded pages are evicted first. Then the entry with the smallest key is evicted, among accounts above their
+        share and the requester's own. A requester below its share evicts its own entries only after those of the
+        others. None stands for the pool itself, which may also evict from accounts below their share."""
         if len(self.accounts) == 1:
             only = requester or self.accounts[self.DEFAULT]
             return only if only.queue.live or only.queue.unneeded else None
@@ -157,8 +159,9 @@ class Accounts:
 
     @staticmethod
     def _first(accounts: Iterable[Account], now: float) -> Account | None:
-        """Return the account whose next entry has the smallest key. A raised rank (TTL, priority) orders entries of one
-        account only: it does not protect them from other tenants."""
+        """Return the account whose next entry has the smallest key.
+
+        A raised rank (TTL, priority) only orders entries of one account. It does not protect them from other tenants."""
         best = None
         for account in accounts:
             if account.queue.unneeded:

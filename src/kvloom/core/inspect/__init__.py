@@ -1,9 +1,7 @@
-"""Inspection of a cache: counters, the integrity check and pictures. Reads only.
+"""Inspection of a cache: counters, the integrity check and the pool map. Reads only.
 
-inspector      counters for metrics (`cache.inspect`)
-check          integrity check (`cache.check`)
-pool_map       the pool as a picture of bounded size
-hot_prefixes   the nodes with the most hits
+inspector      counters for metrics (`cache.inspect`) check          integrity check (`cache.check`) pool_map
+the state of the pool in a bounded number of cells hot_prefixes   the nodes with the most hits
 """
 
 from .check import check_integrity

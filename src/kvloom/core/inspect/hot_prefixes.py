@@ -18,16 +18,18 @@ __all__ = ["HotPrefixes"]
 
 Heat = tuple[int, float, int]
 TURNS = 16
-"""Reports within which the cells of every branch are looked up again, changed or not."""
+"""After this many reports the cells of every branch have been looked up again, even of unchanged ones."""
 
 
 class HotPrefixes:
-    """Up to `most` nodes of one tree. A pass visits every node once; its result is reported until the next pass ends."""
+    """The up to `most` nodes of one tree with the most hits.
+
+    A pass visits every node once. Its result is reported until the next pass ends."""
 
     def __init__(self, state: CacheState, most: int) -> None:
         self._state, self._most = state, most
         self._todo: list[Node] = []
-        self._best: list[tuple[Heat, Node]] = []  # of the current pass: a heap, the coldest first
+        self._best: list[tuple[Heat, Node]] = []  # nodes of the current pass: a heap, the fewest hits first
         self._hot: list[Node] = []
         self._places: dict[int, tuple[int, int, list[int]]] = {}
         self._looks = 0

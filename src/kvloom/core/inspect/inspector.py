@@ -1,4 +1,4 @@
-"""Inspector: counters and pictures of a cache, for metrics and dashboards. Does not modify the cache."""
+"""Inspector: counters and the pool map of a cache, for metrics and dashboards. Does not modify the cache."""
 
 from __future__ import annotations
 

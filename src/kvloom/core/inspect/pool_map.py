@@ -1,11 +1,11 @@
-"""Pool map: a picture of the pool in a bounded number of cells, with the hottest prefixes.
+"""Pool map: the state of the pool in a bounded number of cells, with the hottest prefixes.
 
-    pool  |.. .. .. ..|.. .. .. ..|  …      a cell is a run of slabs: the shares of it in use, cached and pinned,
+    pool  |.. .. .. ..|.. .. .. ..|  …      a cell is a run of slabs: its shares in use, cached and pinned,
     cells |     0     |     1     |         by group and by tenant
 
-The state of a page is read from the pool. Its group and tenant come from a walk over the tree, a few milliseconds per
-picture, which continues where it stopped: a small tree is exact, a large one a few pictures late. Does not modify the
-cache. Contains numbers and names of groups and tenants, no tokens.
+The state of a page is read from the pool. Its group and tenant come from a walk over the tree of a few milliseconds
+per map, which continues where it stopped: a small tree is exact, a large one is a few maps behind. Does not modify
+the cache. Contains numbers and names of groups and tenants, no tokens.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = ["STATES", "PoolMap"]
 STATES = ("unknown", "cached", "in use", "pinned", "unbacked")
 CACHED, IN_USE, PINNED, UNBACKED = range(1, len(STATES))
 TENANTS = 32
-"""Tenant codes: the last is for all tenants without a code, the one before it for pages not visited yet."""
+"""Number of tenant codes. The last code is for all tenants without their own; the one before it for pages not visited yet."""
 OTHERS, UNSEEN = TENANTS - 1, TENANTS - 2
 PAGES_A_LOOK = 1 << 17
 CODES = np.int32
 
 
 class PoolMap:
-    """Pictures of one cache. Not thread-safe, like the cache."""
+    """Maps of one cache. Not thread-safe, like the cache."""
 
     def __init__(self, state: CacheState, cells: int = 4096, branches: int = 200) -> None:
         if cells < 1 or branches < 1:
@@ -65,7 +65,7 @@ class PoolMap:
         self._branches = HotPrefixes(state, branches)
 
     def look(self, seconds: float = 0.003) -> dict[str, Any]:
-        """Return the picture. The walk takes at most `seconds`; the rest grows with cells, branches and open sequences."""
+        """Return the map. The walk takes at most `seconds`; the rest grows with cells, branches and open sequences."""
         self._paint_sequences()
         for node in self._branches.walk(time.thread_time() + seconds):
             self._paint_node(node)
@@ -92,11 +92,12 @@ class PoolMap:
         return self._place.get(account.tenant.name, OTHERS)
 
     def _listed(self, account: Account) -> int:
-        """Index of a tenant in the reported list; one beyond it for tenants without a code."""
+        """Return the index of a tenant in the reported list. All tenants without their own code have the index after the
+        last."""
         return min(self._tenant(account), len(self._tenants))
 
     def _first_guess(self, cls: int) -> int:
-        """Code of unvisited pages of a size class: its group, if only one group has such pages."""
+        """Return the code of unvisited pages of a size class: its group, if only one group has such pages."""
         groups = [
             g.index
             for g, c in zip(self._state.layout.groups, self._state.pool.class_of, strict=True)
@@ -121,7 +122,7 @@ class PoolMap:
                 self._paint(self._state.states, "state", checkpoint.states, account)
 
     def _paint_sequences(self) -> None:
-        """Paint the pages that open sequences got since the last picture."""
+        """Record the group and tenant of pages that open sequences got since the last map."""
         rows, painted = self._state.block_tables, self._painted
         self._painted = {}
         for row in rows.open_rows():
@@ -157,14 +158,14 @@ class PoolMap:
     # -- the map --------------------------------------------------------------------------------
 
     def _cut(self) -> list[tuple[int, int]]:
-        """Runs of cells of about as many pages as one picture counts."""
+        """Return runs of cells, each with about as many pages as one map counts."""
         pages = sum(c.per_slab for c in self._state.pool.classes)
         slabs = max(1, PAGES_A_LOOK // pages)
         cells = max(1, slabs * self.cells // (self._state.pool.reserved - 1))
         return [(a, min(a + cells, self.cells)) for a in range(0, self.cells, cells)]
 
     def _count(self, chunk: int, pinned: list[Ids]) -> int:
-        """Recount the pages of a run of cells by code and state; returns the count of pages visited."""
+        """Recount the pages of a run of cells by code and state. Returns the number of pages visited."""
         first, last = self._chunks[chunk]
         found, looked = [], 0
         for c in self._state.pool.classes:
@@ -189,7 +190,7 @@ class PoolMap:
     def _tallied(
         self, c: SizeClass | None, first: int, last: int, at: npt.NDArray[np.intp], code: npt.NDArray[CODES]
     ) -> tuple[Ids, Ids, Ids, Ids]:
-        """Arrays of cells, codes, thousandths of the cell and pages: one element per cell and code."""
+        """Return arrays of cells, codes, thousandths of the cell, and pages: one element per cell and code."""
         per_slab = 1 if c is None else c.per_slab
         slabs = np.diff(self._starts[first : last + 1])
         cell = np.repeat(np.arange(last - first), slabs * per_slab)[at]

@@ -1,12 +1,13 @@
 """Layer spec: what one layer stores (unit, fields) and which tokens its queries see (visibility).
 
-A spec is data, without pages, pools or devices. Architectures differ only in fields: MLA latents, indexer keys, int8 K/V
-with scales, convolution and recurrent states.
+A spec is data, without pages, pools or devices. Architectures differ only in fields: MLA latents, indexer keys, int8
+K/V with scales, convolution and recurrent states.
 
 A new visibility kind is one class in this file, registered in KINDS, and one mask rule in the attention kernels
-(`kvloom.kernels`). Trees, block tables and the resume rule use `first_visible` only: pages before it are released, all
-pages after it are kept. A kind with holes (a dilated window) is therefore correct, but keeps pages in its holes;
-skipping them would need one page edge per hole in every row, which the contiguous kinds should not pay for.
+(`kvloom.kernels`). Trees, block tables and the resume rule use `first_visible` only: pages before it are released,
+all pages after it are kept. A kind with holes (a dilated window) is therefore correct, but keeps the pages in its
+holes. To release them, every row would need one more window edge per hole, which would make the contiguous kinds
+slower.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ Positions = npt.NDArray[np.int64]
 class Field:
     """One array of a layer: `shape` per token, or per state.
 
-    `shard_axis` is the axis that tensor parallelism cuts; None if every rank has a copy (MLA).
-    """
+    `shard_axis` is the axis that tensor parallelism splits; None if every rank has a copy (MLA)."""
 
     name: str
     shape: tuple[int, ...]
@@ -84,14 +84,15 @@ class VisibilityKind(ABC):
 
     @abstractmethod
     def first_visible(self, position: int, size: int) -> int:
-        """The first token that the query at `position` sees. Must not fall as `position` grows."""
+        """Return the first token that the query at `position` sees. Must not decrease as `position` grows."""
 
     @abstractmethod
     def first_visible_each(self, positions: Positions, size: int) -> Positions:
-        """`first_visible` of many positions."""
+        """Return `first_visible` of many positions."""
 
     def visible_blocks(self, position: int, size: int, block: int) -> Sequence[int]:
-        """The blocks that the query at `position` sees, its own included, in order. A kind with holes overrides it."""
+        """Return the blocks that the query at `position` sees, including its own, in order. A kind with holes overrides
+        it."""
         return range(self.first_visible(position, size) // block, position // block + 1)
 
 
@@ -147,19 +148,19 @@ class Visibility:
             raise ValueError(f"visibility {self.kind!r} has size {self.size}; it takes {expected}")
 
     def first_visible(self, position: int) -> int:
-        """The first token that the query at `position` sees. Never falls as `position` grows."""
+        """Return the first token that the query at `position` sees. Never decreases as `position` grows."""
         return KINDS[self.kind].first_visible(position, self.size)
 
     def first_visible_each(self, positions: Positions) -> Positions:
-        """`first_visible` of many positions."""
+        """Return `first_visible` of many positions."""
         return KINDS[self.kind].first_visible_each(positions, self.size)
 
     def visible_blocks(self, position: int, block: int) -> Sequence[int]:
-        """The blocks that the query at `position` sees, its own included, in order."""
+        """Return the blocks that the query at `position` sees, including its own, in order."""
         return KINDS[self.kind].visible_blocks(position, self.size, block)
 
     def visible_tokens(self, length: int) -> int:
-        """Tokens of a sequence of `length` tokens from the first one that its last query sees."""
+        """Return the number of tokens from the first one that the last query sees, in a sequence of `length` tokens."""
         return length - self.first_visible(length - 1) if length > 0 else 0
 
     @property
@@ -173,7 +174,7 @@ class Visibility:
 
 FULL = Visibility("full")
 PROMPT = "prompt"
-"""Lifetime of what the tokens of an image are computed from: needed until they are computed."""
+"""Lifetime of the data from which an image's tokens are computed: needed until they are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +228,9 @@ class LayerSpec:
 def attention_fields(
     kv_heads: int, head_dim: int, dtype: str, scales: bool | None = None
 ) -> tuple[Field, ...]:
-    """Return the fields of one attention layer. int8 and fp8 have a float32 scale per token and head, unless `scales` is
-    False (static scales are weights)."""
+    """Return the fields of one attention layer.
+
+    int8 and fp8 have a float32 scale per token and head, unless `scales` is False (static scales are weights)."""
     fields: tuple[Field, ...] = (
         Field("k", (kv_heads, head_dim), dtype, shard_axis=0),
         Field("v", (kv_heads, head_dim), dtype, shard_axis=0),

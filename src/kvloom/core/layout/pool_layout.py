@@ -4,8 +4,9 @@
     group A  |      page      |      page      |   pages_per_slab = 2
     group B  |            one page             |   pages_per_slab = 1
 
-A block of a token group has `runs` pages of `run_layers` layers each; so has a state. The layout chooses the runs so that
-page sizes are equal, the slab as a common multiple of them, and pads otherwise, by at most MAX_WASTE of a slab.
+A block of a token group has `runs` pages, with `run_layers` layers each; a state has the same. The layout chooses the
+runs so that page sizes are equal if possible, and the slab size as a common multiple of them. Otherwise it pads, by
+at most MAX_WASTE of a slab.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["HASH_TOKENS", "MAX_WASTE", "PageGroup", "PoolLayout"]
 HASH_TOKENS = 16
 """Tokens of one block hash; a block is a multiple of it."""
 MAX_WASTE = 0.05
-"""Limit of padding, as a share of a slab, per group."""
+"""Largest padding of a group, as a share of a slab."""
 _ALIGN = 16
 _MULTIPLES = 64
 _COLUMN_COST = 64 * 1024
@@ -39,7 +40,7 @@ class PageGroup:
     block_tokens: int
     runs: int
     column: int
-    """First column of this group's `runs` page ids in a row. Token, state and media groups have rows of their own."""
+    """Index of the first of this group's `runs` page ids in a row. Token, state and media groups have separate rows."""
     pages_per_slab: int
     page_stride: int
     """Bytes from one page to the next in the pool; those beyond `page_bytes` are padding."""
@@ -92,8 +93,10 @@ class PoolLayout:
     def build(
         cls, layers: Mapping[str, LayerSpec], block_tokens: int = HASH_TOKENS, granularity: int = _ALIGN
     ) -> PoolLayout:
-        """Group `layers` (name → spec), and choose runs and slab. `granularity` divides the slab (2 MiB for elastic
-        backing). Deterministic: equal specs give equal layouts on every machine."""
+        """Group `layers` (name → spec), and choose runs and the slab size.
+
+        `granularity` divides the slab size (2 MiB for elastic memory). Deterministic: equal specs give equal layouts
+        on every machine."""
         if block_tokens <= 0 or block_tokens % HASH_TOKENS:
             raise ValueError(f"block_tokens {block_tokens} is not a positive multiple of {HASH_TOKENS}")
         if granularity <= 0 or granularity % _ALIGN:
@@ -117,15 +120,15 @@ class PoolLayout:
         return cls(tuple(groups), slab, block_tokens)
 
     def of(self, numbering: str) -> tuple[PageGroup, ...]:
-        """Return the groups of one numbering: "token" (text), "state" or "media"."""
+        """Return the groups whose page ids share rows: "token" (text), "state" or "media"."""
         return tuple(g for g in self.groups if _numbering(g.spec) == numbering)
 
     def width(self, numbering: str) -> int:
-        """Page ids of one block (one state, one media block)."""
+        """Number of page ids of one block, one state or one media block."""
         return sum(group.runs for group in self.of(numbering))
 
     def slabs_in(self, pool_bytes: int) -> int:
-        """Whole slabs in `pool_bytes`."""
+        """Number of whole slabs in `pool_bytes`."""
         return pool_bytes // self.slab_bytes
 
     def waste(self, group: PageGroup) -> float:
@@ -138,8 +141,9 @@ class PoolLayout:
         return sum(g.unit_bytes for g in self.of("token"))
 
     def slab_bytes_for(self, length: int, media: Iterable[int] = (), states: int = 1) -> int:
-        """Bytes of pool that a sequence of `length` text tokens and `media` runs uses: the pages that its last query
-        sees, its states, and their padding."""
+        """Return the bytes of the pool that a sequence of `length` text tokens and `media` runs uses.
+
+        These are the pages that its last query sees, its states, and their padding."""
         block = self.block_tokens
         media = tuple(media)
         total = 0.0
@@ -183,18 +187,18 @@ def _layer_bytes(spec: LayerSpec, block_tokens: int) -> int:
 
 @lru_cache(maxsize=256)
 def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the slab and, for each group of (layer bytes, layers), its (runs, page stride).
+    """Return the slab size and, for each group of (layer bytes, layers), its (runs, page stride).
 
-    Tries every slab that is a small multiple of a group's page; each group takes its cheapest cut. Costs are slabs of
-    several pages (half a slab is idle per sequence, and pages in use can block it), page ids per block, and padding.
-    """
+    Tries every slab size that is a small multiple of a group's page. Each group takes its cheapest runs. The cost
+    counts slabs of several pages (half a slab is idle per sequence, and pages in use can block it), page ids per
+    block, and padding."""
     slabs = {
         _round_up(layer * run * k, granularity)
         for layer, count in sizes
         for run in _run_lengths(count)
         for k in range(1, _MULTIPLES + 1)
     }
-    # The least common multiple always fits, however large.
+    # The least common multiple always fits, whatever its size.
     slabs.add(math.lcm(granularity, *(layer * count for layer, count in sizes)))
     best: tuple[float, int, tuple[tuple[int, int], ...]] | None = None
     for slab in sorted(slabs):
@@ -218,7 +222,7 @@ def _best_cut(layer: int, count: int, slab: int) -> tuple[float, int, int] | Non
         page = layer * run
         pages = slab // page
         runs = -(-count // run)
-        # The stride must divide the slab, so that views are strided; fewer pages than `least` waste too much.
+        # The stride must divide the slab, so that views are strided. Fewer pages than `least` waste too much.
         least = max(1, pages - _MULTIPLES, math.ceil((1 - MAX_WASTE) * slab * runs / (layer * count)))
         pages = next((n for n in range(pages, least - 1, -1) if slab % (n * _ALIGN) == 0), 0)
         if not pages:

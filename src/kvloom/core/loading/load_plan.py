@@ -1,11 +1,11 @@
-"""Load plan: how far a prompt could resume with pages from tiers, and which pages that takes.
+"""Load plan: how far a prompt could resume with pages from tiers, and which pages it needs for that.
 
     plan = cache.loading.plan(match)
     while (queries := plan.next_queries()): plan.answer([found(q.group, q.hashes) for q in queries])
     plan.resume, plan.missing_pages(first)
 
-A page in a tier has the hash of the prefix that ends where its tokens end: a block, or a partial tail. The plan applies
-the resume rule; the caller queries the tiers.
+The hash of a page in a tier is the hash of the prefix that ends with the page's tokens: a block, or a partial tail.
+The plan applies the resume rule; the caller queries the tiers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["LoadPlan", "MissingPages", "TierQuery", "deciding_group", "first_que
 
 Mask = npt.NDArray[np.bool_]
 MOST_TAILS = 4096
-"""Limit of positions queried for a snapshot; each costs a hash."""
+"""Most positions queried for a snapshot; each costs a hash."""
 LAST_ROUND = 16
 
 
@@ -39,7 +39,7 @@ class TierQuery:
 
 @dataclass(frozen=True, slots=True)
 class MissingPages:
-    """Pages of one group to load: of block `blocks[i]` with hash `hashes[i]`. A state group has one, of block -1."""
+    """Pages of one group to load: block `blocks[i]` has hash `hashes[i]`. A state group has one page, of block -1."""
 
     group: PageGroup
     blocks: list[int]
@@ -47,16 +47,19 @@ class MissingPages:
 
 
 def deciding_group(layout: PoolLayout) -> PageGroup | None:
-    """Return the group whose page of the next block every longer resume needs: a full group. None if there is none, or if
-    the model has states, whose snapshots may be inside the block."""
+    """Return a full group: a longer hit always needs its page of the next block, so one query can show that tiers do not
+    help.
+
+    None if there is no full group, or if the model has states, whose snapshots may be inside the block."""
     if layout.of("state"):
         return None
     return next((group for group in layout.of("token") if not group.spec.visibility.windowed), None)
 
 
 def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | None:
-    """Return the query for the next block of the deciding group. If it misses, tiers cannot extend the hit. None if the
-    matched tokens lack window pages: then no single hash decides. Hashes one block."""
+    """Return the query for the next block of the deciding group. If it misses, tiers cannot extend the hit.
+
+    None if the matched tokens lack window pages, because no single hash decides then. Hashes one block."""
     if match.resume < match.matched:
         return None
     end = (match.matched // group.block_tokens + 1) * group.block_tokens
@@ -115,7 +118,7 @@ class LoadPlan:
         return []
 
     def answer(self, found: Sequence[Mask]) -> None:
-        """Take one array of truth values per query, one per hash."""
+        """Process the results: for each query an array with one truth value per hash."""
         if self._round == 1 and self._tokens:
             for (group, blocks), here in zip(self._asked, found, strict=True):
                 self._present[group][blocks] |= np.asarray(here, bool)
@@ -149,7 +152,8 @@ class LoadPlan:
             resume = deepest
 
     def _units(self, resume: int) -> list[tuple[Visibility, Mask]]:
-        """For every window the blocks before `resume` that have a page, cached or in a tier; a partial last block counts."""
+        """Return for every window which blocks before `resume` have a page, cached or in a tier. A partial last block
+        counts."""
         whole, part = divmod(resume, self.block)
         more = np.ones(int(part > 0), bool)
         return [
@@ -159,15 +163,16 @@ class LoadPlan:
         ]
 
     def _is_cached(self, resume: int) -> bool:
-        """Whether the block that `resume` cuts is cached in every group."""
+        """Return whether the partial block at `resume` is cached in every group."""
         whole, part = divmod(resume, self.block)
         if not part:
             return True
         return resume <= self.match.matched and bool((self._rows[whole] > 0).all())
 
     def _has_end(self, resume: int, tails: dict[int, set[int]]) -> bool:
-        """Whether the block that `resume` cuts has its pages: all cached, or all in a tier. Without states a page of
-        more tokens than `resume` serves too."""
+        """Return whether the partial block at `resume` has its pages: all cached, or all in a tier.
+
+        Without states, a page with more tokens than `resume` can be used too."""
         if self._is_cached(resume):
             return True
         whole = resume // self.block
@@ -176,7 +181,7 @@ class LoadPlan:
         return whole < len(self.hashes) and all(self._present[g.index][whole] for g in self._tokens)
 
     def _ask_snapshots(self) -> list[TierQuery]:
-        """Query snapshots, which may be at any position: from the deepest up, more in each round."""
+        """Return queries for snapshots, which may be at any position: deepest first, more in each round."""
         if not self._upper_bound:
             top = max(self._reach * self.block + self.block - 1, self.match.matched)
             self._upper_bound = min(self.limit, top) + 1
@@ -213,8 +218,10 @@ class LoadPlan:
 
     @property
     def miss(self) -> Miss | None:
-        """The miss, if full groups have pages beyond `resume`, cached or in a tier: a snapshot or a window page is missing.
-        Else None."""
+        """The miss, if full groups have pages beyond `resume`, cached or in a tier, but a snapshot or a window page is
+        missing.
+
+        Otherwise None."""
         full = any(not group.spec.visibility.windowed for group in self._tokens)
         present = min(self.limit, self._reach * self.block) if full and self._round else 0
         if present < self.resume + self.block:
@@ -225,14 +232,15 @@ class LoadPlan:
 
     @property
     def end(self) -> int:
-        """End of the tokens that the pages contain: the end of the last block, if its page in the tier goes so far."""
+        """End of the tokens in the loaded pages: the end of the last block, if the tier has a full page of it."""
         if self._tail_in_tier and not self._states:
             return -(-self.resume // self.block) * self.block
         return self.resume
 
     def missing_pages(self, first: int = 0) -> list[MissingPages]:
-        """Return the pages that are not cached and are needed to resume at `resume`. Unmatched tokens before `first` (a
-        block boundary) are left out: they are computed meanwhile."""
+        """Return the pages that are not cached and are needed to resume at `resume`.
+
+        Skips unmatched tokens before `first` (a block boundary): the request computes them while the others load."""
         if self.resume <= self.match.resume:
             return []
         needed = []

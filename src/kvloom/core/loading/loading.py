@@ -31,15 +31,15 @@ class Loading:
         return LoadPlan(self._state.layout, lookup, lookup.refreshed(match))
 
     def first_query(self, match: Match) -> TierQuery | None:
-        """Return the query whose miss makes a load plan useless, or None if no single query decides. Hashes one block."""
+        """Return the query whose miss makes a load plan useless; None if no single query decides. Hashes one block."""
         group, lookup = self._deciding_group, self._state.lookup
         return None if group is None else first_query(group, lookup, lookup.refreshed(match))
 
     def reserve(self, plan: LoadPlan) -> Reservation | None:
-        """Allocate the missing pages of a plan for a load job to fill; None if they do not fit. Evicts by policy.
+        """Allocate the missing pages of a plan, so that a load job can fill them; None if the pool has too few. Evicts
+        by policy.
 
-        The cache must not have changed since the plan was made, else ValueError.
-        """
+        Raises ValueError if the cache has changed since the plan was made."""
         if plan.match.version != self._state.tree.version:
             raise ValueError("the cache has changed since this load plan was made; make a new one")
         return reserve(self._state, plan)
@@ -47,8 +47,10 @@ class Loading:
     def publish(
         self, reservation: Reservation, loaded: Mask | None = None, states_loaded: bool = True
     ) -> int:
-        """Publish the loaded pages (None: all) as if they were computed, and end the reservation. Returns the length at
-        which the prompt can resume on them, 0 for none. Pages that were not loaded become free."""
+        """Publish the loaded pages (None: all) as if they were computed, and end the reservation.
+
+        Returns the length at which the prompt can resume on them; 0 if it cannot. Pages that were not loaded become
+        free."""
         return publish_loaded(self._state, reservation, loaded, states_loaded)
 
     def cancel(self, reservation: Reservation) -> None:
@@ -74,17 +76,17 @@ class Loading:
         )
 
     def remove_listener(self) -> None:
-        """Stop offering pages."""
+        """Stop building offload batches."""
         self._state.tree.set_offload_source(None)
 
     def mark_step(self, moved: bool = False) -> None:
-        """Increment the age of all cached pages in later batches. `moved`: pages were copied inside the pool."""
+        """Increase the age of all cached pages in later batches. `moved`: pages were copied inside the pool."""
         source = self._state.tree.offload_source
         if source is not None:
             source.mark_step(self._state.clock.now(), moved)
 
     def retain_batch(self, batch: OffloadBatch) -> None:
-        """Keep the pages of a batch in use and in place until `release_batch`: a transfer reads them."""
+        """Retain the pages of a batch, and keep them in place, until `release_batch`: a transfer reads them."""
         self._state.in_transfer.retain_batch(batch)
 
     def release_batch(self, batch: OffloadBatch) -> None:
@@ -96,6 +98,7 @@ class Loading:
         return self._state.allocator.evict_ahead()
 
     def page_changes(self) -> tuple[int, int, int]:
-        """Counts of evictions, of moved pages and of replaced partial blocks. Equal counts: every page is in place."""
+        """Numbers of evictions, of moved pages and of replaced partial blocks. If they are unchanged, every page is in
+        place."""
         state = self._state
         return state.allocator.evictions, state.compaction.moved_pages, state.tree.replaced

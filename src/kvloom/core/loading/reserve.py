@@ -21,7 +21,7 @@ __all__ = ["cancel", "publish_loaded", "reserve"]
 
 
 def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
-    """Reserve the missing pages of a plan with a fresh match; None if they and one more block do not fit."""
+    """Reserve the missing pages of a plan with a fresh match; None if the pool lacks pages for them and one more block."""
     match, tree = plan.match, state.tree
     account = state.accounts[match.control.tenant]
     root = tree.root(match.root_hash, account, match.control.tenant)
@@ -33,7 +33,7 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
     cached = tree.rows(match.path, match.matched)[:blocks]
     rows[: len(cached)] = cached
     if plan.resume > match.matched:
-        rows[match.matched // state.block_tokens :] = 0  # a block that diverges from the prompt
+        rows[match.matched // state.block_tokens :] = 0  # a cached block that diverges from the prompt
     rows = tree.visible_rows(rows, plan.resume)
     states = 0
     for missing in plan.missing_pages():
@@ -51,7 +51,7 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
     )
     state.in_transfer.add(reservation)
     needs = _needs(state, to_load, states)
-    # One block more: the request starts with it, else the loaded pages could be evicted before their use.
+    # One block more, with which the request starts. Otherwise the loaded pages could be evicted before their use.
     first_step = state.needs(1, int(state.has_states), 0)
     if state.allocator.make_room(account, [a + b for a, b in zip(needs, first_step, strict=True)]):
         state.in_transfer.remove(reservation)
@@ -115,7 +115,7 @@ def _needs(state: CacheState, to_load: Mask, states: int) -> list[int]:
 def _end(
     state: CacheState, reservation: Reservation, rows: Ids, loaded: Mask, states_loaded: bool
 ) -> tuple[int, int]:
-    """End of the tokens that have all pages in `rows`, and the length resumable on them."""
+    """Return the end of the tokens that have all pages in `rows`, and the length at which a prompt can resume on them."""
     block, tree = state.block_tokens, state.tree
     lost = reservation.to_load & ~loaded
     if not lost.any() and (reservation.states is None or states_loaded):
@@ -136,7 +136,7 @@ def _end(
 
 
 def _with_tree_rows(state: CacheState, reservation: Reservation, rows: Ids) -> Ids:
-    """`rows` with missing pages filled in from the tree, which may have grown meanwhile."""
+    """Return `rows` with missing pages filled in from the tree, which may have grown since the reservation."""
     path, matched = state.tree.walk(reservation.root, reservation.data, reservation.end)
     known = state.tree.rows(path, matched)[: matched // state.block_tokens]
     part = rows[: len(known)]

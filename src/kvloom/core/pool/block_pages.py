@@ -1,7 +1,7 @@
 """Rows of page ids: the pages of one block, one state or one block of an image, over all page sizes.
 
-Maps columns to size classes, converts pages to bytes for the accounts, and records the owner of each cached page where
-slabs hold several pages (only those move). Has no tokens and no policies.
+Maps columns to size classes, converts pages to bytes for the accounts, and records the owner of each cached page if
+slabs hold several pages (only those pages move). Does not see tokens or policies.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class PageOwner(Protocol):
 
 
 class PageHolder(Protocol):
-    """An object that retains pages outside the block tables: pins, loads, pending copies, sequences."""
+    """An object that retains pages outside the block tables: a pin, load, pending copy or sequence."""
 
     def retained(self) -> Iterable[tuple[BlockPages, Ids]]:
-        """Every row of page ids it retains, as arrays that compaction may rewrite in place."""
+        """Return every row of page ids that it retains, as arrays that compaction may rewrite in place."""
 
 
 def replace_page(rows: Ids, columns: Index, page: int, target: int) -> None:
-    """Replace a page id in some columns of `rows`; other columns hold ids of other page sizes."""
+    """Replace a page id in some columns of `rows`. Other columns contain ids of other page sizes."""
     part = rows[:, columns]
     hit = part == page
     if hit.any():
@@ -41,7 +41,9 @@ def replace_page(rows: Ids, columns: Index, page: int, target: int) -> None:
 
 
 class BlockPages:
-    """The pool as rows of page ids of one numbering: a column per page of a block, 0 for no page."""
+    """The pool as rows of page ids: one column per page of a block, 0 for no page.
+
+    Token, state and media groups each have their own `BlockPages`."""
 
     def __init__(self, pool: PagePool, classes: Sequence[int], slab_bytes: int) -> None:
         self.pool = pool
@@ -51,7 +53,7 @@ class BlockPages:
         self._strides = {c: slab_bytes // pool.classes[c].per_slab for c in self.classes}
         self.row_bytes = sum(self._strides[c] for c in classes)
         self._single_class = self.classes[0] if len(self.classes) == 1 else None
-        """The only size class of this numbering, else None."""
+        """The size class, if there is only one here; else None."""
         self.owners: dict[int, npt.NDArray[np.object_]] = {
             c: np.empty(pool.reserved * pool.classes[c].per_slab, object)
             for c in self.classes
@@ -59,7 +61,7 @@ class BlockPages:
         }
 
     def needs(self, rows: int) -> list[int]:
-        """Pages of each size class of the pool in `rows` rows."""
+        """Return the pages of each size class in `rows` rows."""
         needs = [0] * len(self.pool.classes)
         if self._single_class is not None:
             needs[self._single_class] = rows * self.width
@@ -69,13 +71,13 @@ class BlockPages:
         return needs
 
     def by_class(self, rows: Ids) -> list[tuple[int, Ids]]:
-        """The page ids of `rows` for each size class, zeros included."""
+        """Return the page ids of `rows` for each size class, zeros included."""
         if self._single_class is not None:
             return [(self._single_class, rows.ravel())]
         return [(c, rows[:, self._columns[c]].ravel()) for c in self.classes]
 
     def allocate(self, n: int, near: Ids | None = None) -> Ids:
-        """Allocate `n` rows of pages. The caller has made sure that they are free."""
+        """Allocate `n` rows of pages. The caller has checked that enough pages are free."""
         if self._single_class is not None and near is None:
             ids = self.pool.allocate(self._single_class, n * self.width)
             assert ids is not None
@@ -95,7 +97,7 @@ class BlockPages:
         return sum(self.pool.retain(c, ids) * self._strides[c] for c, ids in self.by_class(rows))
 
     def release(self, rows: Ids) -> tuple[int, int]:
-        """Drop one use of every page. Returns the bytes no longer in use, and the part of them now free."""
+        """Drop one use of every page. Returns the bytes no longer in use, and how many of those are now free."""
         if self._single_class is not None:
             stride = self._strides[self._single_class]
             idle, freed = self.pool.release(self._single_class, rows.ravel())
@@ -139,7 +141,7 @@ class BlockPages:
         return freed
 
     def orphans(self, rows: Ids) -> list[tuple[int, int]]:
-        """Pages of `rows` that are still cached but have no owner: (class, page) each."""
+        """Return the pages of `rows` that are cached but have no owner: (class, page) each."""
         return [
             (c, page)
             for c in self.owners
@@ -160,6 +162,6 @@ class BlockPages:
         return self._columns[cls]
 
     def in_use(self, rows: Ids, column: int) -> npt.NDArray[np.bool_]:
-        """Which rows are in use, judged by one column."""
+        """Return which rows are in use, by the pages of one column."""
         c = next(c for c in self.classes if column in self._columns[c])
         return self.pool.classes[c].in_use[rows[:, column]] > 0

@@ -21,7 +21,7 @@ Rows = npt.NDArray[np.integer]
 
 
 class BlockTables:
-    """Arrays with one row per sequence. Memory is touched only as far as sequences reach.
+    """Arrays with one row per sequence. Only the parts that sequences use take memory.
 
     | array            | meaning                                                                    |
     |------------------|----------------------------------------------------------------------------|
@@ -33,9 +33,8 @@ class BlockTables:
     | first            | first block inside each window [window, row]                               |
     | tail             | tokens after the last published block                                      |
     | special          | the row cannot be extended or committed in bulk                            |
-    | wants_checkpoint | a checkpoint position lies ahead                                           |
-    | first_changed    | first block whose page ids changed since `take_changed`                    |
-    """
+    | wants_checkpoint | a later position needs a checkpoint                                        |
+    | first_changed    | first block whose page ids changed since `take_changed`                    |"""
 
     def __init__(
         self, sequences: int, max_blocks: int, block: int, width: int, states: int, windows: int
@@ -102,7 +101,7 @@ class BlockTables:
         return at
 
     def mark_changed(self, row: int, block: int) -> None:
-        """Record that a row's page ids changed from `block` on. Entries outside windows need no mark: they are not read."""
+        """Record that a row's page ids changed from `block` on. Entries outside windows are not read, and need no mark."""
         if block < self.first_changed.item(row):
             self.first_changed[row] = block
 

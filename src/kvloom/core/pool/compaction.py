@@ -44,7 +44,7 @@ class Compaction:
         self.moved_pages = 0
 
     def compact_one_slab(self, cheaply: bool) -> bool:
-        """Empty one partly used slab; `cheaply` only if it is mostly free. Returns whether a slab was emptied."""
+        """Empty one partly used slab; with `cheaply`, only one that is mostly free. Returns whether a slab was emptied."""
         for c in self._pool.classes:
             if c.per_slab == 1 or not c.free_pages:
                 continue
@@ -76,7 +76,7 @@ class Compaction:
             self._renumber_in_use(cls, old[in_use][order], new[in_use][order])
 
     def _renumber_in_use(self, cls: int, old: Ids, new: Ids) -> None:
-        """Replace the sorted ids `old` in block tables, in sequences' own rows and in rows of holders."""
+        """Replace the sorted ids `old` in block tables, in sequences' own rows and in rows of page holders."""
 
         def replace(columns: BlockPages, array: Ids) -> bool:
             if cls not in columns.classes:
@@ -92,7 +92,7 @@ class Compaction:
         tables = self._tables
         if cls in self._pages.classes:
             for column in self._pages.columns_of(cls).tolist():
-                # All rows at once; free rows are empty. A page may occur in hundreds of rows.
+                # All rows at once; unused rows are empty. A page may be in hundreds of rows.
                 table = tables.tables[column, :, : int(tables.blocks.max())]
                 at = np.nonzero((table >= old[0]) & (table <= old[-1]))
                 place = np.searchsorted(old, table[at])

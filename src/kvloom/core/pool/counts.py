@@ -1,7 +1,7 @@
-"""Page counts in numpy: used where the native loops are not built, with the same results.
+"""Page counts in numpy: used if the native loops are not built, with the same results.
 
-All functions take `in_use` and `cached` (int32), one count per page, and int32 page ids, where 0 is no page. A
-call that would make a count wrong raises ValueError with the page, and changes nothing.
+All functions take `in_use` and `cached` (int32), one count per page, and int32 page ids, where 0 is no page. A call
+that would make a count wrong raises ValueError with the page, and changes nothing.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Numbers = TypeVar("Numbers", list[int], tuple[int, ...])
 def allocate(in_use: Ids, cached: Ids, ids: Ids) -> None:
     """Count the first use of each page; no page may be in use, cached or listed twice."""
     at, once = _real(ids)
-    _refuse(at, (in_use[at] != 0) | (cached[at] != 0), "is not free and cannot be lent")
+    _refuse(at, (in_use[at] != 0) | (cached[at] != 0), "is not free and cannot be allocated")
     if not once:
         listed = at.tolist()
         again = np.array([page in listed[:place] for place, page in enumerate(listed)])
-        _refuse(at, again, "is not free and cannot be lent")
+        _refuse(at, again, "is not free and cannot be allocated")
     in_use[at] = 1
 
 
@@ -43,17 +43,18 @@ def retain(in_use: Ids, cached: Ids, ids: Ids) -> int:
     """Add one use of each page. Returns how many were not in use."""
     at, once = _real(ids)
     idle = in_use[at] == 0
-    _refuse(at, idle & (cached[at] == 0), "is free; only a live page can be held")
+    _refuse(at, idle & (cached[at] == 0), "is free; only a cached page or a page in use can be retained")
     fresh = _once(at[idle], once).size
     _add(in_use, at, 1, once)
     return fresh
 
 
 def release(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> tuple[int, int]:
-    """Drop one use of each page. Returns how many are not in use any more, and how many of those are free and written to
-    `out`."""
+    """Drop one use of each page. Returns how many are no longer in use, and how many of those are free.
+
+    Writes the free pages to `out`."""
     at, once = _real(ids)
-    left = _less(in_use, at, once, "is released more often than it was held")
+    left = _less(in_use, at, once, "is released more often than it was retained")
     idle = _once(at[left == 0], once)
     free = idle[cached[idle] == 0]
     out[: free.size] = free
@@ -63,14 +64,14 @@ def release(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> tuple[int, int]:
 def add_cached(in_use: Ids, cached: Ids, ids: Ids) -> None:
     """Count each page as cached once more."""
     at, once = _real(ids)
-    _refuse(at, (in_use[at] == 0) & (cached[at] == 0), "is free and cannot be kept")
+    _refuse(at, (in_use[at] == 0) & (cached[at] == 0), "is free and cannot be counted as cached")
     _add(cached, at, 1, once)
 
 
 def drop_cached(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> int:
-    """Count each page as cached once less. Returns how many are free now and written to `out`."""
+    """Count each page as cached once less. Returns how many are free now; writes those to `out`."""
     at, once = _real(ids)
-    left = _less(cached, at, once, "is dropped more often than it was kept")
+    left = _less(cached, at, once, "is dropped more often than it was cached")
     free = _once(at[(left == 0) & (in_use[at] == 0)], once)
     out[: free.size] = free
     return free.size
@@ -82,7 +83,7 @@ def any_negative(data: bytes) -> bool:
 
 
 def plain_ids(given: object) -> bytearray | None:
-    """Return a list or tuple of plain ints from 0 on as int32 bytes; None for anything else, or if one does not fit."""
+    """Return a list or tuple of non-negative plain ints as int32 bytes; None for anything else, or if one does not fit."""
     if type(given) not in (list, tuple) or not set(map(type, given)) <= {int}:  # type: ignore[call-overload]
         return None
     try:
@@ -95,8 +96,9 @@ def plain_ids(given: object) -> bytearray | None:
 
 
 def unwatched(numbers: Numbers) -> Numbers:
-    """Return `numbers`. The native loop also removes it from the garbage collector, whose walks over long prompts are slow;
-    it must hold plain numbers only."""
+    """Return `numbers`, which must contain plain numbers only.
+
+    The native loop also removes it from the garbage collector, because walks over long prompts are slow."""
     return numbers
 
 
@@ -134,7 +136,7 @@ def _add(counts: Ids, at: At, one: int, once: bool) -> None:
 
 
 def _less(counts: Ids, at: At, once: bool, why: str) -> Ids:
-    """Subtract one of each page and return the rest; raises, unchanged, if one falls below 0."""
+    """Subtract one from each page's count and return the results. Raises ValueError, unchanged, if one would be negative."""
     _add(counts, at, -1, once)
     left: Ids = counts[at]
     short = left < 0

@@ -8,9 +8,10 @@ A page is in one of three states, and the pool counts the pages of each in O(1):
 | cached | 0                                     | > 0                                    |
 | in use | > 0                                   | any                                    |
 
-Groups with pages of the same stride share one size class, so their slabs are interchangeable. Slab 0 is never used: page
-id 0 means "no page" in every table, and padding may point at it. Of the `reserved` slabs those without memory are
-unbacked: not used until `grow` adds them. The pool has no tokens, hashes or policies, and moves no bytes.
+Groups with pages of the same stride share one size class, so their slabs are interchangeable. Slab 0 is never used:
+page id 0 means "no page" in every table, and padding may point at it. Unbacked slabs are `reserved` slabs without
+memory; they are not used until `grow` adds them. The pool does not see tokens, hashes or policies, and moves no
+bytes.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class SizeClass:
         return (np.flatnonzero(idle) + start).astype(np.int32)
 
     def file(self, slab: int, free: int, before: int) -> None:
-        """Move a slab between the lists of partly used slabs as its free pages change."""
+        """Move a slab between the lists of partly used slabs when the number of its free pages changes."""
         if 0 < before < self.per_slab:
             del self.partial[before][slab]
         if 0 < free < self.per_slab:
@@ -110,20 +111,22 @@ class PagePool:
     # -- capacity ----------------------------------------------------------------------------
 
     def missing_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Slabs missing for `needs[c]` and `more` pages of each class if all cached pages were evicted and slabs
-        compacted. 0 means they fit. Exact, O(classes)."""
+        """Return the slabs missing for `needs[c]` and `more` pages of each class; 0 if they fit. Exact, O(classes).
+
+        Assumes that all cached pages can be evicted and slabs compacted."""
         return max(0, self.fewest_slabs(needs, more) - (self.slabs - 1))
 
     def fewest_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Slabs that the pages in use, `needs[c]` and `more` of each class fill after compaction."""
+        """Return the slabs that the pages in use, plus `needs[c]` and `more` of each class, fill after compaction."""
         slabs = 0
         for c in self.classes:
             slabs -= -(c.in_use_pages + needs[c.index] + more) // c.per_slab
         return slabs
 
     def slabs_short(self, needs: Sequence[int]) -> int:
-        """Slabs that must become free before `allocate` can serve `needs`. If 0, the free slabs left over may be used
-        to keep the pages of a sequence together."""
+        """Return the slabs that must become free before `allocate` can return `needs`.
+
+        If 0, the other free slabs may be used to keep the pages of a sequence together."""
         slack = self.free_slabs
         if self._plain:
             slack -= needs[0]
@@ -138,10 +141,9 @@ class PagePool:
     # -- sequences ---------------------------------------------------------------------------
 
     def allocate(self, cls: int, n: int, near: int = 0) -> Ids | None:
-        """Return `n` free pages, each in use once, or None (nothing changed) if there are fewer.
+        """Return `n` free pages, each counted as in use once; None if there are fewer, and nothing has changed.
 
-        Where slabs hold several pages, the slab of page `near` is filled first, then whole slabs.
-        """
+        If slabs hold several pages, the slab of page `near` is filled first, then whole slabs."""
         if n < 0:
             raise ValueError(f"cannot allocate {n} pages; give 0 or more")
         c = self.classes[cls]
@@ -167,7 +169,7 @@ class PagePool:
         if near and 0 < c.used[slab] < c.per_slab:
             n -= self._take(c, slab, n, parts)
         while n:
-            # Keep a sequence's pages together while many slabs are free; fill partly used slabs otherwise.
+            # While many slabs are free, keep a sequence's pages together; otherwise fill partly used slabs.
             must = max(0, -(-(n - c.free_pages) // c.per_slab))
             spare = self._slack if self.free_slabs > self.slabs >> 3 else 0
             fresh = min(-(-n // c.per_slab), must + max(0, spare))
@@ -202,7 +204,7 @@ class PagePool:
     def _take(self, c: SizeClass, slab: int, n: int, parts: list[Ids]) -> int:
         free = c.free_in(slab)
         taken = free[:n]
-        # The caller counts them as in use; until then the next `free_in` must not return them.
+        # The caller counts them as in use. Until then `free_in` must not return them again.
         c.in_use[taken] = 1
         c.file(slab, len(free) - len(taken), len(free))
         c.used[slab] += len(taken)
@@ -219,8 +221,7 @@ class PagePool:
         return fresh
 
     def release(self, cls: int, ids: Ids) -> tuple[int, int]:
-        """Drop one use of each page. Returns how many are not in use any more, and how many of those are free because
-        they are not cached."""
+        """Drop one use of each page. Returns how many are no longer in use, and how many of those are free, not cached."""
         c = self.classes[cls]
         idle, freed = loops.release(c.in_use, c.cached, ids, c.freed)
         c.in_use_pages -= idle
@@ -270,7 +271,7 @@ class PagePool:
     # -- compaction ----------------------------------------------------------------------------
 
     def movable(self, cls: int) -> int | None:
-        """Return the partly used slab that is cheapest to empty into other free pages of its class, or None."""
+        """Return the partly used slab whose pages are cheapest to move to other slabs of its class, or None."""
         c = self.classes[cls]
         for free in range(c.per_slab - 1, 0, -1):
             slab = next((slab for slab in c.partial[free] if slab not in c.fixed), None)
@@ -288,8 +289,9 @@ class PagePool:
                     del c.fixed[slab]
 
     def move_out(self, cls: int, slab: int, renumber: Callable[[Ids, Ids], None]) -> None:
-        """Empty a slab: its pages get new ids with the same counts, and the slab becomes free. Calls `renumber(old, new)`,
-        which must update all references and queue the copies."""
+        """Empty a slab: its pages get new ids with the same counts, and the slab becomes free.
+
+        Calls `renumber(old, new)`, which must update all references and queue the copies."""
         c = self.classes[cls]
         start = slab * c.per_slab
         every = np.arange(start, start + c.per_slab, dtype=np.int32)

@@ -18,9 +18,8 @@ __all__ = ["CopyBatch", "PendingCopies"]
 class CopyBatch:
     """Copies of page `source[i]` to page `target[i]`, ids of one page size.
 
-    Run batches in order, before the next step writes. Within a batch no page is both source and target, so its
-    copies may run at once.
-    """
+    Run batches in order, before the next step writes. Within a batch no page is both source and target, so its copies
+    may run in parallel."""
 
     page_stride: int
     source: Ids
@@ -28,8 +27,9 @@ class CopyBatch:
 
 
 class PendingCopies:
-    """Copies queued since the last `take`. Source pages stay unchanged until then, except moved pages: a later copy
-    into a vacated slab goes into a later batch."""
+    """Copies queued since the last `take`. Source pages stay unchanged until then, except moved pages.
+
+    A copy into a slab that pages were moved out of goes into a later batch."""
 
     def __init__(self, pool: PagePool, slab_bytes: int) -> None:
         self._per_slab = [c.per_slab for c in pool.classes]
@@ -47,7 +47,7 @@ class PendingCopies:
         pending = self._pending[cls]
         sources = source.tolist()
         if not pending.keys().isdisjoint(sources):
-            # A source with a pending copy is read from the page that has its bytes now.
+            # A source that is itself the target of a pending copy is read from that copy's source.
             sources = [pending.get(src, src) for src in sources]
         pending.update(zip(target.tolist(), sources, strict=True))
 
@@ -63,7 +63,7 @@ class PendingCopies:
         self._vacated.update((source // self._per_slab[cls]).tolist())
 
     def retain_sources(self, columns: BlockPages, rows: Ids, account: Account) -> None:
-        """Take over one use of source pages, until `take`."""
+        """Take over the caller's use of source pages, until `take`."""
         self._retained.append((columns, rows, account))
 
     def retained(self) -> list[tuple[BlockPages, Ids]]:
@@ -82,7 +82,8 @@ class PendingCopies:
         return slabs
 
     def current_pages(self, columns: BlockPages, rows: Ids) -> Ids:
-        """Pages that have the bytes of `rows` now, before pending copies are made; 0 where unknown. Valid until `take`."""
+        """Return the pages that contain the bytes of `rows` now, before pending copies are made; 0 if unknown. Valid
+        until `take`."""
         if not self._batches and not any(self._pending):
             return rows
         if not self._batches and len(self._pending) == 1:
@@ -104,7 +105,7 @@ class PendingCopies:
             if pending:
                 target = np.fromiter(pending.keys(), np.int32, len(pending))
                 source = np.fromiter(pending.values(), np.int32, len(pending))
-                # Skip targets that were freed meanwhile: the page may have another use now.
+                # Skip targets that were freed since: the page may have another use now.
                 counts = self._pool.classes[cls]
                 live = (counts.in_use[target] > 0) | (counts.cached[target] > 0)
                 stride = self._slab_bytes // self._per_slab[cls]

@@ -4,7 +4,7 @@ radix_tree      RadixTree: cached tokens and their pages
 node            nodes, roots and checkpoints of the tree
 checkpoints     resumable positions, window pages, unneeded pages
 resume_rule     the positions at which a prompt may resume
-lookup          Lookup: a prompt's match, and the reason of a miss
+lookup          Lookup: a prompt's match, and the miss reason
 lookup_counts   counters of hits and misses
 block_hash      block hashes
 hash_index      HashIndex: pages of tiers, peers and workers by hash
@@ -13,7 +13,7 @@ multimodal      images in a prompt; media runs
 media_cache     MediaCache: cached media runs
 pins            pins, prefixes of waiting requests, sessions
 ghosts          recently evicted runs
-offload_batch   pages offered to tiers
+offload_batch   pages passed to the offload listener
 in_transfer     pages that load jobs fill and tiers read
 """
 

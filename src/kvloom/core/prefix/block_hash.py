@@ -1,9 +1,9 @@
-"""Block hashes: the content of a page, equal in every process, tier, restart and machine.
+"""Block hashes: identify the content of a page; equal in every process, tier, restart and machine.
 
     root = hash(model, tenant salt, adapter)          block hash = hash(parent's hash, HASH_TOKENS tokens)
 
-A hash covers all tokens before it. HASH_TOKENS is fixed, so hashes do not depend on the page layout. Media tokens
-are hashed by the digest of their content. Locations are elsewhere: see `hash_index`.
+A hash covers all tokens before it. HASH_TOKENS is fixed, so hashes do not depend on the page layout. Media tokens are
+hashed by the digest of their content. `hash_index` maps hashes to locations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 HASH_BYTES = 16
 TOKEN_BYTES = 4
 token_at = struct.Struct("<i").unpack_from
-"""The token at a byte offset, as a tuple of one."""
+"""Return the token at a byte offset, as a tuple of one."""
 _TOKEN = np.dtype("<i4")
 _UNIT_BYTES = HASH_TOKENS * TOKEN_BYTES
 Resolve = Callable[[int], bytes]
@@ -58,7 +58,7 @@ def token_bytes(tokens: npt.ArrayLike) -> bytes:
 
 
 def root_hash(model: str, salt: str = "", adapter: str = "") -> bytes:
-    """Return the parent of all first block hashes of one model, tenant and adapter."""
+    """Return the root hash of one model, tenant and adapter: the parent of first block hashes."""
     message = b"".join(
         struct.pack("<Q", len(part)) + part for part in (s.encode() for s in (model, salt, adapter))
     )
@@ -71,10 +71,10 @@ def media_hash(root: bytes, digest: bytes) -> bytes:
 
 
 def hash_chain(parent: bytes, data: bytes | memoryview, resolve: Resolve | None = None) -> list[bytes]:
-    """Return the hash of every HASH_TOKENS tokens in `data` (token bytes from a multiple of HASH_TOKENS on).
+    """Return the hash of every HASH_TOKENS tokens in `data`, which are token bytes that start at a multiple of
+    HASH_TOKENS.
 
-    `resolve` returns the digest of a negative id (a media token); without it there are none.
-    """
+    `resolve` returns the digest of a negative id (a media token); without it there are no media tokens."""
     raw = bytes(data)
     whole = len(raw) // _UNIT_BYTES * _UNIT_BYTES
     media = resolve is not None and whole > 0 and loops.any_negative(raw)
@@ -101,7 +101,7 @@ def tail_hash(parent: bytes, data: bytes | memoryview, resolve: Resolve | None =
 
 
 def _with_media(data: bytes, resolve: Resolve) -> bytes:
-    """The tokens with each media run as -1s, followed by the runs' extents and digests."""
+    """Return the tokens with each media run as -1s, followed by the runs' ranges and digests."""
     if not loops.any_negative(data):
         return data
     ids = np.frombuffer(data, "<i4")

@@ -30,7 +30,7 @@ def _position(checkpoint: Checkpoint) -> int:
 
 
 class Checkpoints:
-    """The part of the radix tree that handles windows and snapshots. Costs grow with the window, not the prefix."""
+    """The part of the radix tree that handles windows and snapshots. Costs grow with the window, not with the prefix."""
 
     def __init__(
         self, layout: PoolLayout, pages: BlockPages, states: BlockPages, publisher: EventPublisher
@@ -71,7 +71,7 @@ class Checkpoints:
         return node.checkpoints[-1].position if node.checkpoints else node.start
 
     def presence(self, rows: Ids) -> list[tuple[Visibility, Ids]]:
-        """For each windowed group its visibility, and its page in each row (0 for none)."""
+        """Return for each windowed group its visibility, and its page of each block in `rows` (0 for none)."""
         columns = (rows[:, c.start] for c in self.window_columns)
         return list(zip(self.windows, columns, strict=True))
 
@@ -85,7 +85,7 @@ class Checkpoints:
     def _window_rows(
         self, node: Node, position: int, window: int, query: int
     ) -> Iterator[tuple[Node, slice]]:
-        """The node rows that `query` sees of the tokens before `position`, upwards from `node`."""
+        """Yield the parts of nodes whose pages `query` sees before `position`, upwards from `node`."""
         first, last = self.windows[window].first_visible(query) // self.block, (position - 1) // self.block
         current: Node | None = node
         while current is not None and current.parent is not None and last >= first:
@@ -100,8 +100,9 @@ class Checkpoints:
             current = current.parent
 
     def complete(self, node: Node, position: int, query: int | None = None) -> bool:
-        """Whether every window that ends at `position` (in `node`) has the pages that `query` sees, by default the query
-        at `position`. The deepest node's row counts where nodes share a block."""
+        """Return whether every window that ends at `position` (in `node`) has the pages that `query` sees.
+
+        By default this is the query at `position`. If nodes share a block, the deepest node's pages count."""
         for window, columns in enumerate(self.window_columns):
             covered = (position - 1) // self.block + 1
             for current, rows in self._window_rows(
@@ -117,8 +118,9 @@ class Checkpoints:
     # -- adding and dropping --------------------------------------------------------------------
 
     def checkpoint(self, node: Node, position: int, states: Ids | None, now: float) -> Checkpoint | None:
-        """Add a checkpoint at `position` in `node` and return it. The tree caches the `states` row. Returns None if the
-        position has a checkpoint, or a window lacks a page."""
+        """Add a checkpoint at `position` in `node` and return it. The tree caches the `states` pages.
+
+        Returns None if the position already has a checkpoint, or a window lacks a page."""
         existing = self.checkpoint_at(node, position)
         if existing is not None or not self.complete(node, position):
             if existing is not None:
@@ -190,7 +192,7 @@ class Checkpoints:
             node.root.account.queue.unneeded.append((node, window))
 
     def queue_unneeded_range(self, node: Node, window: int, first: int, last: int) -> None:
-        """`queue_unneeded` for `node` and the nodes above it that have blocks `first` to `last`."""
+        """Call `queue_unneeded` for `node` and the nodes above it that have blocks `first` to `last`."""
         current: Node | None = node
         while current is not None and current.parent is not None:
             if current.start // self.block <= last:
@@ -200,7 +202,7 @@ class Checkpoints:
             current = current.parent
 
     def drop_unneeded(self, node: Node, window: int, most: int, reason: str) -> None:
-        """Evict the unneeded pages of one window in up to `most` rows of a node."""
+        """Evict the unneeded pages of one window, in up to `most` blocks of a node."""
         node.unneeded_windows &= ~(1 << window)
         if node.checkpoint_counts is None or node.parent is None:
             return
@@ -223,7 +225,7 @@ class Checkpoints:
         self._reassign_owner(node, gone[[0, -1]])
 
     def _reassign_owner(self, node: Node, rows: Ids) -> None:
-        """Give pages that `node` dropped to a node that shares their block and still has them."""
+        """Make a node that shares the block, and still has the pages, the owner of pages that `node` dropped."""
         if self.pages.owners:
             for cls, page in self.pages.orphans(rows):
                 columns = self.pages.columns_of(cls)

@@ -1,4 +1,4 @@
-"""Ghosts: recently evicted runs, to explain misses and to train policies. Has no pages."""
+"""Ghosts: records of recently evicted runs, to explain misses and to train policies. They have no pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Ghost", "Ghosts"]
 
 
 class Ghost(NamedTuple):
-    """An evicted run: time, policy, and the policy's history of it."""
+    """An evicted run: the time, the policy, and the policy's history of it."""
 
     when: float
     reason: str
@@ -33,20 +33,21 @@ class Ghosts:
 
     @staticmethod
     def place(node: Node) -> int | bytes:
-        """Key of a node's end; a root's is its hash, which outlives the root."""
+        """Return the key of a node's end. The key of a root is its hash, which outlives the root."""
         return node.root.hash if node.parent is None else node.serial
 
     def add(
         self, after: Node, text: bytes | bytearray, ghost: tuple[float, str, ReuseHistory | None]
     ) -> None:
-        """Record that the run starting with `text` (at most SEEN bytes) after a node was evicted. `ghost` has the fields
-        of `Ghost`; a plain tuple, because evictions far outnumber lookups."""
+        """Record that the run after a node that starts with `text` (at most SEEN bytes) was evicted.
+
+        `ghost` has the fields of `Ghost`. It is a plain tuple, because evictions far outnumber lookups."""
         seen = self._seen
         seen[self.place(after), hash(bytes(text))] = ghost
         if len(seen) > self.LIMIT:
             seen.popitem(last=False)
 
     def find(self, place: int | bytes, data: bytes, start: int) -> Ghost | None:
-        """Return the evicted run that `data` from byte `start` on begins with, or None."""
+        """Return the evicted run with which `data` from byte `start` on begins, or None."""
         ghost = self._seen.get((place, hash(data[start : start + self.SEEN])))
         return None if ghost is None else Ghost(*ghost)

@@ -1,6 +1,6 @@
 """Hash index: block hash → parent hash and the groups stored under it, by medium. Filled from events only.
 
-For tiers, restarted servers, peers and routers. Has no tokens and no pages.
+Serves tiers, restarted servers, peers and routers. Does not see tokens or pages.
 """
 
 from __future__ import annotations
@@ -124,9 +124,8 @@ class HashIndex:
     ) -> int:
         """Return the longest resumable length, at most `limit` tokens, of a prompt with block hashes `hashes`.
 
-        `places` restricts the places (a router asks for one worker). `tail(parent, start, length)` returns the
-        hash of a partial tail of the prompt, so that partial tails can match too.
-        """
+        `places` restricts the locations: a router asks about one worker. `tail(parent, start, length)` returns the
+        hash of a partial tail of the prompt, so that partial tails can match too."""
         folded = self._fold(hashes[: -(-limit // HASH_TOKENS)], places)
         need = self._full
         reach = (
@@ -140,7 +139,7 @@ class HashIndex:
         ]
         if not self._states:
             return longest_resume(min(limit, reach * HASH_TOKENS), windows, HASH_TOKENS)[0]
-        # A partial tail resumes deeper than its parent; try it first.
+        # A partial tail resumes deeper than its parent, so it is tried first.
         for count in range(reach, -1, -1):
             parent = hashes[count - 1] if count else root
             for hash_, length in sorted(self._tails.get(parent, {}).items(), key=lambda item: -item[1]):
@@ -166,7 +165,7 @@ class HashIndex:
         return longest_resume(position, windows, HASH_TOKENS, (position,))[0] == position
 
     def _fold(self, hashes: Sequence[bytes], places: Iterable[str] | None) -> list[int]:
-        """The groups that each hash has in any of `places`, as bit masks."""
+        """Return the groups that each hash has in any of `places`, as bit masks."""
         every = (1 << self._groups) - 1
         chosen = (
             range(len(self._places))

@@ -59,7 +59,7 @@ class Reservation:
         self.states: Ids | None = None
 
     def pages(self, group: PageGroup) -> list[tuple[list[bytes], Ids]]:
-        """The hashes and page ids to fill, for each run of a group."""
+        """Return the hashes and page ids to fill, for each run of a group."""
         columns = range(group.columns.start, group.columns.stop)
         if group.spec.unit == "state":
             if self.states is None:
@@ -81,7 +81,7 @@ class PagesInTransfer:
         self._batches: dict[int, OffloadBatch] = {}
 
     def retained(self) -> Iterator[tuple[BlockPages, Ids]]:
-        """Rows of every reservation and batch. Compaction changes only pages that are not pinned in place."""
+        """Return the rows of every reservation and batch. Compaction moves only pages that are not pinned in place."""
         for reservation in self._reservations.values():
             yield self._pages, reservation.rows
             if reservation.states is not None:
@@ -90,7 +90,7 @@ class PagesInTransfer:
             yield self._columns(batch), batch.rows
 
     def slabs_in_place(self) -> list[Counter[int]]:
-        """For each size class the pages pinned in place, by slab. Recounted for the integrity check."""
+        """Return for each size class the pages pinned in place, by slab. Recounted for the integrity check."""
         counts: list[Counter[int]] = [Counter() for _ in self._pages.pool.classes]
         written = [self._to_fill(reservation) for reservation in self._reservations.values()]
         rows = [part for parts in written for part in parts]
@@ -114,7 +114,7 @@ class PagesInTransfer:
     # -- reservations ---------------------------------------------------------------------------
 
     def add(self, reservation: Reservation) -> None:
-        """Register a reservation, before its own pages are allocated: compaction may move those it shares."""
+        """Register a reservation before its own pages are allocated, because compaction may then move the pages it shares."""
         self._reservations[id(reservation)] = reservation
 
     def remove(self, reservation: Reservation) -> None:

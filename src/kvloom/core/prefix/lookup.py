@@ -52,13 +52,12 @@ class Miss(NamedTuple):
 class Match:
     """Result of a lookup. It becomes stale when the tree changes; `open` then repeats the lookup.
 
-    | tokens       | meaning                                    |
-    |--------------|--------------------------------------------|
-    | [0, resume)  | need not be computed: the hit              |
-    | [0, matched) | are in the tree, perhaps without all pages |
-    | [0, limit)   | were looked up                             |
-    | [0, length)  | the prompt                                 |
-    """
+    | tokens       | meaning                                           |
+    |--------------|---------------------------------------------------|
+    | [0, resume)  | the hit: need not be computed                     |
+    | [0, matched) | are in the tree, but some pages may be missing    |
+    | [0, limit)   | were looked up                                    |
+    | [0, length)  | the prompt                                        |"""
 
     root_hash: bytes
     data: bytes
@@ -76,7 +75,7 @@ class Match:
 
 
 class Lookup:
-    """Looks prompts up in one tree. Cost: nodes passed and bytes compared."""
+    """Looks prompts up in one tree. Costs in proportion to the nodes passed and the bytes compared."""
 
     def __init__(self, tree: RadixTree, media: MediaCache, ghosts: Ghosts) -> None:
         self._tree = tree
@@ -86,7 +85,7 @@ class Lookup:
     def find(
         self, root_hash: bytes, data: bytes, control: CacheControl, media: Sequence[Media], limit: int
     ) -> Match:
-        """Return the match of `data` (token bytes) at or below `limit` tokens."""
+        """Return the match of `data` (token bytes), at most `limit` tokens long."""
         tree = self._tree
         root = tree.roots.get(root_hash) if control.read else None
         path, matched = ([], 0) if root is None else tree.walk(root, data, limit)
@@ -140,7 +139,7 @@ class Lookup:
     def _resume(
         self, path: list[Node], limit: int, rows: Ids, reason: str
     ) -> tuple[Ids, int, Checkpoint | None, str]:
-        """Rows, longest resumable length, its checkpoint, and the reason why it is not `limit`."""
+        """Return the rows of page ids, the longest resumable length, its checkpoint, and the reason why it is not `limit`."""
         tree = self._tree
         windows = tree.presence(rows)
         found = {c.position: c for c in self._checkpoints(path, limit)} if tree.has_states else None
@@ -153,7 +152,7 @@ class Lookup:
             ):
                 above = above[:-1]
             if above and above[-1].end > resume:
-                # Nodes that share a block: the upper one may have a page that the lower one lost.
+                # If nodes share a block, the upper one may have a page that was evicted from the lower one.
                 upper = self._resume(above, above[-1].end, tree.rows(above, above[-1].end), reason)
                 if upper[1] > resume:
                     return upper
@@ -179,8 +178,9 @@ class Lookup:
         return Miss("never seen", matched)
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
-        """Return the miss, and "other tenant" where another root has the prompt. For operators: the answer reveals
-        another tenant's prompt. O(roots)."""
+        """Return the miss; the reason is "other tenant" if another root has the prompt. O(roots).
+
+        For operators only: the answer reveals another tenant's prompt."""
         if across_tenants and match.miss.reason in NOT_CACHED:
             for root_hash, root in self._tree.roots.items():
                 if root_hash != match.root_hash:
@@ -192,7 +192,7 @@ class Lookup:
     # -- hashes for tiers, peers and routers ----------------------------------------------------
 
     def block_hashes(self, match: Match) -> list[bytes]:
-        """Hashes of every HASH_TOKENS tokens of the prompt. Hashes stored in the tree are not computed again."""
+        """Return the hashes of every HASH_TOKENS tokens of the prompt. Hashes stored in the tree are not computed again."""
         publisher = self._tree.publisher
         known: list[bytes] = []
         for node in match.path:
@@ -204,19 +204,22 @@ class Lookup:
         )
 
     def hash_at(self, match: Match, end: int) -> bytes:
-        """Hash of the prompt's first `end` tokens, a multiple of HASH_TOKENS beyond the matched ones."""
+        """Return the hash of the prompt's first `end` tokens; `end` is a multiple of HASH_TOKENS beyond the matched
+        tokens."""
         publisher, known = self._tree.publisher, match.matched // HASH_TOKENS * HASH_TOKENS
         parent = publisher.hash_at(match.path[-1], known) if match.path else match.root_hash
         more = hash_chain(parent, match.data[known * TOKEN_BYTES : end * TOKEN_BYTES], publisher.resolve)
         return more[-1] if more else parent
 
     def tail_hash(self, match: Match, parent: bytes, start: int, stop: int) -> bytes:
-        """Hash of the prompt's tokens [start, stop) after `parent`, fewer than HASH_TOKENS."""
+        """Return the hash of the prompt's tokens [start, stop) after `parent`, fewer than HASH_TOKENS."""
         text = match.data[start * TOKEN_BYTES : stop * TOKEN_BYTES]
         return tail_hash(parent, text, self._tree.publisher.resolve)
 
     def media_limit(self, match: Match, has_run: Callable[[Media], bool]) -> int:
-        """Tokens of `match.limit` before the first image whose run is needed and, by `has_run`, missing."""
+        """Return the tokens before the first image whose run is needed and missing, at most `match.limit`.
+
+        `has_run` returns whether an image's run is available."""
         limit = match.limit
         if self._media.pages.width and self._media.outlives_prompt:
             for item in match.media:
@@ -225,7 +228,7 @@ class Lookup:
         return limit
 
     def cached_media_limit(self, match: Match) -> int:
-        """`media_limit` by the runs in this cache."""
+        """Return `media_limit` for the runs in this cache."""
         return self.media_limit(match, lambda item: match.root_hash + item.digest in self._media)
 
     def resumable_with(self, match: Match, index: HashIndex) -> int:

@@ -28,7 +28,7 @@ class LookupCounts:
         self._outside_window = [0] * len(windowed)
 
     def opened(self, match: Match) -> None:
-        """Count the tokens and the miss of a match that a sequence was opened with."""
+        """Count the tokens and the miss of the match with which a sequence was opened."""
         self.looked_up_tokens += match.length
         self.hit_tokens += match.resume
         self.misses[match.miss.reason] += 1

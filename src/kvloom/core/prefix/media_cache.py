@@ -1,6 +1,7 @@
 """Media cache: the pages of images in media layers, found by root hash and content digest.
 
-A media run is the pages of one image. Sequences and pins retain runs; a run without users is queued for eviction.
+A media run is the pages of one image. Sequences and pins retain runs. A run that is not retained is queued for
+eviction.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["MediaCache"]
 
 
 class MediaCache:
-    """Cached media runs by key (root hash + digest). `outlives_prompt`: tokens behind an image read its run too."""
+    """Cached media runs by key (root hash + digest). `outlives_prompt`: tokens after an image read its run too."""
 
     def __init__(self, pages: BlockPages, publisher: EventPublisher, outlives_prompt: bool) -> None:
         self.pages = pages
@@ -63,7 +64,7 @@ class MediaCache:
         return run
 
     def retain(self, run: MediaRun, now: float) -> None:
-        """Add one user of a run; it cannot be evicted."""
+        """Add one user of a run; it cannot be evicted until all users release it."""
         run.account.retain(self.pages.retain(run.rows))
         run.users += 1
         run.hits += 1

@@ -1,8 +1,8 @@
-"""Images and other media: ids for their placeholder tokens, and the media run, an image's own pages.
+"""Images and other media: ids for their placeholder tokens, and media runs (an image's own pages).
 
 Each content digest gets a negative id, valid in this process; block hashes use the digest itself. Layers on the media
-axis have one run of pages per image. Cross attention reads it while the sequence is open, embeddings are read until
-the image's tokens are computed; both stay cached for the next prompt.
+axis have one run of pages per image. Cross attention reads the run while the sequence is open. Embeddings are read
+until the image's tokens are computed. Both stay cached for the next prompt.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ __all__ = ["Media", "MediaIds", "MediaRun"]
 class Media:
     """Placeholder tokens [start, stop) of a prompt and the digest of their content.
 
-    `tokens` is the count of tokens on the media axis, where the model has such layers.
-    """
+    `tokens` is the number of tokens on the media axis, if the model has such layers."""
 
     start: int
     stop: int
@@ -77,7 +76,7 @@ class MediaRun(Entry):
 
 
 class MediaIds:
-    """Maps digests to negative ids and back. Bounded: a dropped digest gets a new id, so its old pages miss."""
+    """Maps digests to negative ids and back. Bounded: a digest that was dropped gets a new id, so its old pages miss."""
 
     LIMIT = 1 << 18
 
@@ -102,7 +101,7 @@ class MediaIds:
         return new
 
     def digest_of(self, media_id: int) -> bytes:
-        """Return the digest of an id; for a dropped one a digest that matches nothing."""
+        """Return the digest of an id; for a dropped one, a digest that matches nothing."""
         return self._digests.get(media_id) or b"forgotten media " + str(media_id).encode()
 
     def place(self, tokens: npt.NDArray[np.int32], media: Sequence[Media]) -> npt.NDArray[np.int32]:

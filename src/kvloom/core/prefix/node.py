@@ -1,4 +1,4 @@
-"""Entries of the radix tree: nodes, roots and checkpoints. Data; the tree changes them."""
+"""Entries of the radix tree: nodes, roots and checkpoints. Data only; the tree modifies them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Checkpoint", "Node", "OffloadMarks", "Root", "nodes_sharing_block"]
 
 
 class OffloadMarks:
-    """What an offload source records of a node. Absent while no tier is attached."""
+    """Records of the offload source about a node. Absent while no tier is attached."""
 
     __slots__ = ("grown", "offloaded_tokens", "settled")
 
     def __init__(self, settled: int, grown: int = 0, offloaded_tokens: int = 0) -> None:
-        self.offloaded_tokens = offloaded_tokens  # end of the tokens whose pages were offered
-        self.grown = grown  # step marks set before the node got its last pages
+        self.offloaded_tokens = offloaded_tokens  # end of the tokens whose pages were passed to the listener
+        self.grown = grown  # number of step marks before the node got its last pages
         self.settled = settled  # end of the node at that mark
 
 
@@ -118,7 +118,7 @@ class Checkpoint(Entry):
         self.states = states
         self.row_bytes = 0
         self.locks = 0  # pins of this checkpoint
-        self.is_offloaded = False  # its states were offered to the offload listener
+        self.is_offloaded = False  # its states were passed to the offload listener
 
     @property
     def history(self) -> ReuseHistory | None:
@@ -149,7 +149,7 @@ class Checkpoint(Entry):
 
 
 def nodes_sharing_block(node: Node, block: int) -> Iterator[Node]:
-    """Nodes that share the first or the last block of `node`; a page may be in the rows of several of them."""
+    """Yield the nodes that share the first or the last block of `node`. A page may be in the rows of several of them."""
     current, first = node, node.start // block * block
     while current.start > first and current.parent is not None and current.parent.parent is not None:
         current = current.parent

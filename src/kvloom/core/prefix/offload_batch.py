@@ -1,6 +1,6 @@
-"""Offload batches: pages with their hashes, offered to the offload listener when they are evicted or a sequence closes.
+"""Offload batches: pages with their hashes, passed to the offload listener when they are evicted or a sequence closes.
 
-The hash of a page is that of the prefix which ends where its tokens do. Without a listener nothing is hashed.
+The hash of a page is the hash of the prefix that ends with its last token. Without a listener nothing is hashed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ __all__ = ["OffloadBatch", "OffloadSource"]
 
 
 class OffloadBatch(NamedTuple):
-    """Rows of page ids, one per hash, of one numbering ("token" or "state"); 0 for no page.
+    """Rows of page ids, one per hash, of one kind of group ("token" or "state"); 0 for no page.
 
-    | field   | meaning                                                                                    |
-    |---------|--------------------------------------------------------------------------------------------|
-    | pages   | pages that have the bytes of `rows` until the next `take_copies`; 0 where unknown          |
-    | evicted | the bytes will be overwritten soon; else their sequence closed and they stay cached        |
-    | was_hit | a later request hit them                                                                   |
-    | tenant  | owner of the pages; `root` is the root of their hashes                                     |
-    | age     | step marks since the pages are in the tree at this place: 0, 1 or 2 (2 also if unknown)    |
+        | field   | meaning                                                                                    |
+        |---------|--------------------------------------------------------------------------------------------|
+        | pages   | pages that contain the bytes of `rows` until the next `take_copies`; 0 if unknown          |
+        | evicted | the bytes will be overwritten soon; else their sequence closed and they stay cached        |
+        | was_hit | a later request hit them                                                                   |
+        | tenant  | owner of the pages; `root` is the root of their hashes                                     |
+        | age     | step marks since the pages entered the tree or moved: 0, 1 or 2 (2 also if unknown)        |
 
-    A page of age 1 was written by a step launched before the last mark, age 2 before the mark before that.
-    """
+    A page of age 1 was written by a step launched before the last mark, a page of age 2 before the mark before that."""
 
     numbering: str
     hashes: list[bytes]
@@ -57,13 +56,13 @@ class OffloadSource:
         self._publisher, self._block = publisher, block
         self._current_pages, self._listener = current_pages, listener
         self.on_close = on_close
-        """Whether pages of closed sequences are offered, too."""
+        """Whether pages of closed sequences are passed to the listener, too."""
         self._marks = 0
         self._before = 0
         self._marked = -math.inf, -math.inf
 
     def mark_step(self, now: float, moved: bool) -> None:
-        """Increment the age of everything in the tree. `moved`: pages moved since the last mark, which is void."""
+        """Increase the age of everything in the tree. `moved`: pages moved since the last mark, which is therefore void."""
         self._before = self._marks + moved
         self._marks += 1
         self._marked = now, now if moved else self._marked[0]
@@ -71,7 +70,7 @@ class OffloadSource:
     # -- notifications of the tree --------------------------------------------------------------
 
     def on_grow(self, node: Node, end: int) -> None:
-        """A node gets pages from token `end` on."""
+        """Record that a node gets pages from token `end` on."""
         marks = node.offload
         if marks is None:
             marks = node.offload = OffloadMarks(node.start)
@@ -80,22 +79,24 @@ class OffloadSource:
 
     @staticmethod
     def on_split(upper: Node, lower: Node, at: int) -> None:
-        """A node was cut at token `at`; `lower` is the original."""
+        """Record that a node was split at token `at`; `lower` is the original."""
         marks = lower.offload
         if marks is not None:
             upper.offload = OffloadMarks(min(marks.settled, at), marks.grown, marks.offloaded_tokens)
             marks.settled = max(marks.settled, at)
 
     def on_trim(self, node: Node, end: int) -> None:
-        """The pages of a node from `end` on will be evicted; a block cut by `end` is offered whole."""
+        """Pass the pages of a node from `end` on to the listener before they are evicted. A block that `end` cuts is
+        passed whole."""
         first = max(end, node.start) // self._block - node.start // self._block
         self._collect(node, first, node.count, evicted=True)
         if node.offload is not None:
             node.offload.offloaded_tokens = min(node.offload.offloaded_tokens, end)
 
     def on_checkpoint_dropped(self, checkpoint: Checkpoint, windows: list[tuple[slice, int]]) -> None:
-        """A checkpoint will be dropped: offer its states, its partial block and its window pages. `windows` has the
-        columns of each window and the first block it sees."""
+        """Pass the states, the partial block and the window pages of a checkpoint to the listener before it is dropped.
+
+        `windows` has the columns of each window and the first block that it sees."""
         node, position = checkpoint.node, checkpoint.position
         self._collect_states(checkpoint, evicted=True)
         if position % self._block:
@@ -112,7 +113,7 @@ class OffloadSource:
                 current = current.parent
 
     def on_sequence_closed(self, node: Node) -> None:
-        """A sequence closed at `node`: offer the pages of its path that were not offered before."""
+        """Pass the pages on the path of a closed sequence to the listener, except those it got before."""
         if not self.on_close:
             return
         current: Node | None = node
@@ -159,7 +160,7 @@ class OffloadSource:
             self._emit("token", hashes[cut:], rows[cut:], node, evicted, age)
 
     def _age(self, node: Node) -> int:
-        """Age of the last pages that a node got."""
+        """Return the age of the pages that a node got last."""
         grown = 0 if node.offload is None else node.offload.grown
         return 2 if grown < self._before else int(grown < self._marks)
 
@@ -186,7 +187,7 @@ class OffloadSource:
         )
 
     def _row_hashes(self, node: Node, first: int, last: int) -> list[bytes]:
-        """Hashes of the prefixes that end where rows [first, last) of a node end."""
+        """Return the hashes of the prefixes that end with rows [first, last) of a node."""
         base, each = node.start // self._block, self._block // HASH_TOKENS
         full = max(first, min(last, node.end // self._block - base))  # rows that end with a full block
         start = (base + first + 1) * each - node.start // HASH_TOKENS - 1

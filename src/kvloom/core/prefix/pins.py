@@ -53,7 +53,7 @@ class Pin:
 
 
 class QueuedPrefix:
-    """Cached entries that a waiting request will hit. `turn` orders waiting requests and is unique."""
+    """Cached entries that a waiting request will hit. `turn` is the request's unique place in the queue."""
 
     __slots__ = ("entries", "turn")
 
@@ -154,7 +154,7 @@ class Pins:
         entries: list[Node | Checkpoint] = []
         for node in [node for node in match.path if node.start < match.resume][-1:]:
             entries.append(node)
-            if node.checkpoints:  # a checkpoint protects window pages, also those of resuming elsewhere
+            if node.checkpoints:  # a checkpoint protects window pages, also if the request resumes elsewhere
                 entries.append(min(node.checkpoints, key=lambda c: abs(c.position - match.resume)))
         for entry in entries:
             entry.wanted_by = tuple(sorted((*entry.wanted_by, turn)))
@@ -180,7 +180,7 @@ class Pins:
             self._sessions.popitem(last=False)
 
     def end_session(self, session: str) -> int:
-        """Evict first what only this session used. Returns the tokens concerned."""
+        """Make the entries that only this session used the first to be evicted. Returns their tokens."""
         node: Node | None = self._sessions.pop(session, None)
         now = self._clock.now()
         tokens = 0

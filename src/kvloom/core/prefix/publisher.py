@@ -51,7 +51,7 @@ class EventPublisher:
         """Return the hashes of the HASH_TOKENS units that end in `node`. Computed once."""
         unhashed = []
         current = node
-        while current.parent is not None:  # up to the first node with a hash
+        while current.parent is not None:  # upwards to the first node with a hash
             if self._unhashed_tokens(current):
                 unhashed.append(current)
             if current.hashes:
@@ -113,7 +113,7 @@ class EventPublisher:
         block_hash = self.hash_at(node, position)
         before = (position - 1) // HASH_TOKENS * HASH_TOKENS
         parent = self.hash_at(node, before) if before > node.start else self.hash_before(node)
-        # A tail inside a longer run has pages, but only a snapshot makes its hash resumable.
+        # A tail inside a longer run has pages, but its hash is resumable only with a snapshot.
         groups = self.state_groups + (self.token_groups if position % HASH_TOKENS else ())
         self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, position % HASH_TOKENS))
 
@@ -131,7 +131,7 @@ class EventPublisher:
             self.events.emit(BlockRemoved(hashes, (group,), MEDIUM, reason))
 
     def _row_hashes(self, node: Node, rows: npt.NDArray[np.intp]) -> list[tuple[bytes, bytes]]:
-        """(hash, parent) of the HASH_TOKENS units in some rows that end in the node."""
+        """Return (hash, parent) of the HASH_TOKENS units in some rows that end in the node."""
         hashes = self.hashes(node)
         per_block = self.block // HASH_TOKENS
         skipped = node.start // HASH_TOKENS - node.start // self.block * per_block
@@ -160,7 +160,7 @@ class EventPublisher:
         self.events.emit(BlockRemoved((media_hash(root, digest),), self.media_groups, MEDIUM, reason))
 
     def grown(self, node: Node) -> None:
-        """Publish that the hash of a partial tail ends: the tail grows. A checkpoint there keeps it."""
+        """Publish the removal of a partial tail's hash, because the tail grows. A checkpoint there keeps the hash."""
         if node.end % HASH_TOKENS and all(c.position != node.end for c in node.checkpoints):
             self.events.emit(
                 BlockRemoved((self.hash_at(node, node.end),), self.token_groups, MEDIUM, "grown")

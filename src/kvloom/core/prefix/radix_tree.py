@@ -1,11 +1,11 @@
 """Radix tree: the prefixes that this process computed, found by comparing tokens.
 
-    root ── [0,37) ──┬── [37,80)         a node is a run of tokens of any length, cut where prompts diverge
+    root ── [0,37) ──┬── [37,80)         a node is a run of tokens of any length, split where prompts diverge
                      └── [37,64)         a node has a row of page ids for every block it touches
 
-Where prompts diverge inside a block, the nodes share it: each has a row for it, valid for its own tokens. A row has 0
-for an evicted window page. Resumable positions are in `checkpoints`. The tree evicts on request; when and what is
-decided by the allocator.
+If prompts diverge inside a block, the nodes share it: each has a row for it, valid for its own tokens. A row has 0
+for an evicted window page. `checkpoints` handles resumable positions. The tree evicts on request; the allocator
+decides when and what.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Retention = tuple[int, float | None]
 
 
 class RadixTree(Checkpoints):
-    """See the module. A walk costs nodes passed and bytes compared; a split or trim costs the size of the node."""
+    """See the module. A walk costs nodes passed and bytes compared; a split or trim costs in proportion to the node's
+    size."""
 
     def __init__(
         self, layout: PoolLayout, pages: BlockPages, states: BlockPages, publisher: EventPublisher
@@ -38,7 +39,7 @@ class RadixTree(Checkpoints):
         self.roots: dict[bytes, Root] = {}
         self.nodes = 0
         self.locked: set[Node] = set()
-        """Nodes with locks: those that sequences, pins and loads end at."""
+        """Nodes with locks: the ends of sequences, pins and loads."""
         self._no_rows: Ids = np.empty((0, pages.width), np.int32)
 
     # -- finding --------------------------------------------------------------------------------
@@ -119,14 +120,14 @@ class RadixTree(Checkpoints):
         lock: bool = False,
     ) -> tuple[Node, bool]:
         """Add the tokens `data` and their pages after `cursor`, which ends at a block boundary. The tree takes over
-        `rows`: the caller must not change them afterwards.
+        `rows`.
 
-        Where the tree already has a page, `rows` is changed to it: the caller must use the tree's page instead of
-        its own. Returns the node that ends where `data` ends, and whether the tree had any of the tokens before.
+        If the tree already has a page, it is written into `rows`, and the caller must use it instead of its own. The
+        caller must not change `rows` afterwards. Returns the node that ends where `data` ends, and whether the tree
+        had any of the tokens before.
 
         `locked` is the node that the caller has locked, by default `cursor`. `last`: the caller will unlock it next,
-        so the node may grow by a partial block. `lock` moves the caller's lock to the returned node.
-        """
+        so the node may grow by a partial block. `lock` moves the caller's lock to the returned node."""
         node, start = cursor, cursor.end
         locked = locked or cursor
         at, stop = start, start + len(data) // TOKEN_BYTES
@@ -161,8 +162,9 @@ class RadixTree(Checkpoints):
         return node, at > start
 
     def _adopt(self, node: Node, rows: Ids, stop: int) -> None:
-        """Take pages that the tree lacks from `rows` (which starts at the node's first block), and write the tree's
-        pages into `rows` for the rest."""
+        """Add pages that the tree lacks from `rows`, and write the tree's pages into `rows` for the others.
+
+        `rows` starts at the node's first block."""
         whole = node.end // self.block - node.start // self.block
         ours, theirs = node.pages[:whole], rows[:whole]
         if self.windows:
@@ -176,7 +178,7 @@ class RadixTree(Checkpoints):
                     self.publisher.adopted(node, missing)
             np.copyto(theirs, ours, where=theirs != 0)
             if node.end == stop and node.end % self.block:
-                # The data ends where the node ends, inside this block: a missing page may be taken.
+                # The data ends inside this block, where the node ends: a missing page may be added.
                 tail, given = node.pages[whole], rows[whole]
                 lacking = (tail == 0) & (given != 0)
                 if lacking.any():
@@ -197,8 +199,9 @@ class RadixTree(Checkpoints):
         )
 
     def _loses(self, node: Node, rows: Ids) -> bool:
-        """Whether growing by `rows` would lose a window page that a checkpoint may need: the fuller page of the partial
-        block lacks it."""
+        """Return whether growing by `rows` would lose a window page that a checkpoint may need.
+
+        The page with more tokens replaces that of the partial block, but may lack it."""
         if not self.windows or not node.end % self.block:
             return False
         return bool(((node.pages[node.count - 1] > 0) & (rows[0] == 0)).any())
@@ -244,7 +247,7 @@ class RadixTree(Checkpoints):
         self._note_growth(node, node.end)
         self.pages.add_cached(rows, node)
         have = node.count
-        if node.end % self.block:  # the page of the partial block is replaced by the fuller one
+        if node.end % self.block:  # the fuller page replaces that of the partial block
             if self.events.listening:
                 self.publisher.grown(node)
             have -= 1
@@ -291,7 +294,7 @@ class RadixTree(Checkpoints):
         return node
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut a node at token `at` and return the new upper node. `node` becomes the lower one and keeps its locks."""
+        """Split a node at token `at` and return the new upper node. `node` becomes the lower one and keeps its locks."""
         self.version += 1
         first, cut = node.start // self.block, at // self.block
         offset = (at - node.start) * TOKEN_BYTES
@@ -380,7 +383,8 @@ class RadixTree(Checkpoints):
         """Record a hit of a node; the policy still sees the previous `last_used`."""
         node.hits += 1
         if node.hits == 1 and node.offload is not None:
-            node.offload.offloaded_tokens = 0  # offer it again: listeners for reused pages want it now
+            # Pass it to the listener again: write policies for reused pages want it now.
+            node.offload.offloaded_tokens = 0
         node.ended = False
         node.root.account.queue.policy.on_hit(node, now)
         node.last_used = now

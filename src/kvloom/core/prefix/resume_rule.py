@@ -1,8 +1,8 @@
 """The resume rule: positions at which a prompt may resume. Shared by radix tree, hash index and load plan.
 
 Position p is valid if every windowed group has its units over [first_visible(p), p), and every state group has a
-snapshot at p. Full groups have a page wherever the text matches. A unit is a block in the tree, and HASH_TOKENS
-tokens in the hash index.
+snapshot at p. Full groups have a page for every matched token. A unit is a block in the tree, and HASH_TOKENS tokens
+in the hash index.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ def longest_resume(
 ) -> tuple[int, int | None]:
     """Return the longest valid position at or below `limit`, and the window that made it shorter, if any.
 
-    `snapshots` are the positions with a state snapshot, deepest first; None in models without states. Jumps from
-    missing unit to missing unit: positions that a missing unit excludes are not tried.
-    """
+    `snapshots` are the positions with a state snapshot, deepest first; None in models without states. Skips from one
+    missing unit to the next: positions that a missing unit excludes are not tried."""
     stopped = None
     if snapshots is not None:
         for position in snapshots:
@@ -63,7 +62,7 @@ def longest_resume(
         if missing is None:
             break
         stopped = missing[0]
-        # Every position above the missing unit needs it too; the next candidate ends a run of present units.
+        # Every position above the missing unit needs it too. The next candidate ends a run of present units.
         before = np.flatnonzero(windows[missing[0]][1][: missing[1]])
         position = min(missing[1] * unit, (int(before[-1]) + 1) * unit if before.size else 0)
         # A query that sees only itself (the start of a chunk) needs no unit.

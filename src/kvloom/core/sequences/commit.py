@@ -93,7 +93,7 @@ def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
 
 
 def _publish_many(state: CacheState, rows: Rows) -> None:
-    """Publish a full block of each row; rows that only grow their own node are published together."""
+    """Publish a full block of each row. Rows that only extend their own node are published together."""
     table, tree = state.block_tables, state.tree
     plain: list[Sequence] = []
     rest: list[Sequence] = []
@@ -132,7 +132,7 @@ def _publish_blocks(state: CacheState, seq: Sequence, data: bytes) -> None:
 
 
 def _retention_cuts(state: CacheState, seq: Sequence, start: int, stop: int) -> list[int]:
-    """Block boundaries inside (start, stop) at which the retention changes."""
+    """Return the block boundaries inside (start, stop) at which the retention changes."""
     block = state.block_tokens
     edges = {r.start // block * block for r in seq.control.retain}
     edges |= {-(-r.stop // block) * block for r in seq.control.retain if r.stop is not None}
@@ -140,7 +140,7 @@ def _retention_cuts(state: CacheState, seq: Sequence, start: int, stop: int) -> 
 
 
 def _is_ready(state: CacheState, seq: Sequence, stop: int) -> bool:
-    """Whether tokens up to `stop` could be written: tail copied, states and media runs allocated."""
+    """Return whether tokens up to `stop` could be written: the tail is copied, states and media runs are allocated."""
     if seq.shared_tail or (state.has_states and not state.block_tables.states[0, seq.row]):
         return False
     return not seq.media or all(
@@ -160,7 +160,7 @@ def _with_media_ids(state: CacheState, seq: Sequence, data: bytes, start: int) -
 
 
 def _commit_media(state: CacheState, seq: Sequence, length: int) -> None:
-    """Cache the runs of images whose placeholders are computed; release those that later tokens do not read."""
+    """Cache the runs of images whose placeholders are computed. Release runs that later tokens do not read."""
     account, now, cache = seq.root.account, state.clock.now(), state.media_cache
     for item in seq.media:
         key = seq.root.hash + item.digest
@@ -181,7 +181,7 @@ def _commit_media(state: CacheState, seq: Sequence, length: int) -> None:
 
 
 def _leave_windows(state: CacheState, seq: Sequence) -> None:
-    """Release a sequence's pages that are outside a window: cached if published, else free."""
+    """Release a sequence's pages that are now outside a window. They stay cached if published, else they become free."""
     row, table, tree = seq.row, state.block_tables, state.tree
     length = int(table.length[row])
     for window, (visibility, columns) in enumerate(zip(tree.windows, tree.window_columns, strict=True)):
@@ -199,7 +199,7 @@ def _leave_windows(state: CacheState, seq: Sequence) -> None:
 
 
 def _leave_window_many(state: CacheState, window: int, rows: Rows) -> None:
-    """`_leave_windows` of one block for each of many rows; one by one if they share a page or have several accounts."""
+    """Call `_leave_windows` for one block of each of many rows; one by one if they share a page or have several accounts."""
     table, columns = state.block_tables, state.tree.window_columns[window]
     if not rows.size:
         return

@@ -120,7 +120,7 @@ def _extend_each(state: CacheState, rows: Rows, n: int) -> int:
 
 
 def give_states(state: CacheState, seq: Sequence) -> None:
-    """Allocate live states, charged before, and queue the copy of the snapshot."""
+    """Allocate live states, which are already charged, and queue the copy of the snapshot."""
     live = state.states.allocate(1)
     state.block_tables.states[:, seq.row] = live[0]
     if seq.state_source is not None:
@@ -129,7 +129,7 @@ def give_states(state: CacheState, seq: Sequence) -> None:
 
 
 def _needs(state: CacheState, seq: Sequence, n: int) -> list[int]:
-    """Pages of each size class that `n` more tokens need."""
+    """Return the pages of each size class that `n` more tokens need."""
     length = int(state.block_tables.length[seq.row])
     blocks, copy_tail, states = _wants(state, seq, length, n)
     media = sum(-(-item.tokens // state.block_tokens) for item in _new_runs(state, seq, length + n))
@@ -137,7 +137,7 @@ def _needs(state: CacheState, seq: Sequence, n: int) -> list[int]:
 
 
 def _wants(state: CacheState, seq: Sequence, length: int, n: int) -> tuple[int, int, int]:
-    """Blocks to reserve, 1 if the tail must be copied, 1 if states are needed."""
+    """Return the blocks to reserve, 1 if the tail must be copied, and 1 if states are needed."""
     blocks = -(-(length + n) // state.block_tokens) - state.block_tables.blocks.item(seq.row)
     copy_tail = int(n > 0 and seq.shared_tail)
     states = int(n > 0 and state.has_states and not state.block_tables.states[0, seq.row])
@@ -145,7 +145,7 @@ def _wants(state: CacheState, seq: Sequence, length: int, n: int) -> tuple[int, 
 
 
 def _reserve(state: CacheState, seq: Sequence, blocks: int) -> None:
-    """Allocate blocks, charged before."""
+    """Allocate blocks, which are already charged."""
     row, table = seq.row, state.block_tables
     have = table.blocks.item(row)
     near = table.tables[:, row, have - 1] if have and state.pages.owners else None
@@ -183,7 +183,9 @@ def _retain_cached_runs(state: CacheState, seq: Sequence, stop: int) -> list[Med
 
 
 def _new_runs(state: CacheState, seq: Sequence, stop: int) -> list[Media]:
-    """Media before `stop` whose runs must be allocated: neither the sequence has them nor, if it reads, the cache."""
+    """Return the media before `stop` whose runs must be allocated.
+
+    These are not in the sequence nor, if the request reads the cache, cached."""
     new: dict[bytes, Media] = {}
     for item in seq.media:
         key = seq.root.hash + item.digest

@@ -79,7 +79,7 @@ def retain_media(state: CacheState, seq: Sequence, run: MediaRun, now: float) ->
 
 
 def _media_runs(state: CacheState, match: Match) -> list[MediaRun]:
-    """The media runs that tokens after the hit read."""
+    """Return the media runs that tokens after the hit read."""
     cache = state.media_cache
     return [
         cache[match.root_hash + item.digest]
@@ -89,7 +89,7 @@ def _media_runs(state: CacheState, match: Match) -> list[MediaRun]:
 
 
 def _ghost_history(state: CacheState, match: Match) -> ReuseHistory | None:
-    """The policy's history of the evicted run that would follow the match."""
+    """Return the policy's history of the evicted run that would follow the match."""
     if match.miss.reason != "evicted":
         return None
     place = match.path[-1].serial if match.path else match.root_hash
@@ -147,7 +147,7 @@ def _fill_row(state: CacheState, seq: Sequence, resume: int, rows: Ids, data: by
 
 
 def _descend(node: Node, data: bytes, position: int) -> Node:
-    """The node that contains `position`, at or below `node` on the path of `data`."""
+    """Return the node that contains `position`, at or below `node` on the path of `data`."""
     ids = memoryview(data).cast("i")
     while node.end < position:
         node = node.children[ids[node.end]]
@@ -155,7 +155,7 @@ def _descend(node: Node, data: bytes, position: int) -> Node:
 
 
 def _checkpoint_positions(state: CacheState, match: Match) -> tuple[int, ...]:
-    """Positions at which a sequence should take checkpoints."""
+    """Return the positions at which a sequence should take checkpoints."""
     if not match.control.store:
         return ()
     positions = set()
@@ -163,7 +163,7 @@ def _checkpoint_positions(state: CacheState, match: Match) -> tuple[int, ...]:
         early = state.snapshots.before_last and match.length > state.block_tokens
         positions.add(match.length - early)
     if state.snapshots.branch:
-        # The tree has these tokens, but they are not resumable: make them so for the next prompt.
+        # The tree has these tokens, but cannot resume there: take a checkpoint for the next prompt.
         positions.add(match.matched // state.block_tokens * state.block_tokens)
     return tuple(sorted(p for p in positions if p > match.resume))
 

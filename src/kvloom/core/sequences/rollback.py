@@ -19,7 +19,7 @@ __all__ = ["rollback"]
 
 
 def rollback(state: CacheState, seq: Sequence, n: int) -> int:
-    """Discard the last `n` tokens; returns the length reached, perhaps less."""
+    """Discard the last `n` tokens. Returns the new length, which may be shorter than requested."""
     ensure_open(state, seq)
     table, tree = state.block_tables, state.tree
     length = int(table.length[seq.row])
@@ -45,7 +45,7 @@ def rollback(state: CacheState, seq: Sequence, n: int) -> int:
 def _resumable_below(
     state: CacheState, seq: Sequence, path: list[Node], rows: Ids, target: int, length: int
 ) -> tuple[int, Checkpoint | None]:
-    """The longest resumable position at or below `target`, and its checkpoint if states must be restored."""
+    """Return the longest resumable position at or below `target`, and its checkpoint if states must be restored."""
     table, tree = state.block_tables, state.tree
     if target == length or not tree.needs_checkpoints:
         return target, None
@@ -55,7 +55,7 @@ def _resumable_below(
         if not state.has_states or resume >= table.state_length[seq.row]:
             return resume, None
     candidates, reach = list(path), seq.node.end
-    if target > seq.published == seq.node.end:  # a snapshot in its own partial tail
+    if target > seq.published == seq.node.end:  # a snapshot in the sequence's own partial tail
         ids = table.tail[seq.row, : target - seq.published].tobytes()
         below, matched = tree.walk(seq.node, ids, target - seq.published)
         candidates += below
@@ -94,7 +94,7 @@ def _shorten(state: CacheState, seq: Sequence, resume: int, rows: Ids, path: lis
 def _unpublish(
     state: CacheState, seq: Sequence, path: list[Node], boundary: int, resume: int, now: float
 ) -> None:
-    """Move the sequence's lock up to an earlier block boundary; the tokens from there to `resume` become its tail."""
+    """Move the sequence's lock up to an earlier block boundary. The tokens from there to `resume` become its tail."""
     tail, tree = resume - boundary, state.tree
     if not seq.control.store and boundary >= seq.node.end:
         seq.published = boundary  # the tokens are not in the tree

@@ -1,6 +1,7 @@
 """Sequence: a request's handle on one row of the block tables.
 
-Numbers are in the arrays of `BlockTables`; a sequence has its row, its place in the radix tree and its options.
+Lengths and page ids are in the arrays of `BlockTables`. A sequence has its row, its node in the radix tree and its
+options.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Sequence", "SequenceOwner", "ensure_open", "mark_special", "sequence
 
 
 class SequenceOwner(Protocol):
-    """The cache, as a sequence uses it."""
+    """The part of the cache that a sequence calls."""
 
     layout: PoolLayout
     block_tokens: int
@@ -96,7 +97,7 @@ class Sequence:
         return f"<Sequence {state}>"
 
     def retained(self) -> Iterator[tuple[BlockPages, Ids]]:
-        """Rows of page ids in use outside the block tables."""
+        """Yield the rows of page ids in use outside the block tables."""
         state = self.cache.state
         if self.state_source is not None:
             yield state.states, self.state_source
@@ -113,8 +114,9 @@ class Sequence:
 
     @property
     def state_length(self) -> int:
-        """Tokens that the live states cover: `length`, or fewer while drafts are verified. The recurrent layers must
-        compute the tokens between again."""
+        """Tokens that the live states cover: `length`, or fewer while drafts are verified.
+
+        The recurrent layers must compute the tokens between `state_length` and `length` again."""
         return int(self.cache.block_tables.state_length[self._open_row()])
 
     @property
@@ -148,12 +150,12 @@ class Sequence:
         return self.cache.block_tables.states[groups[group].columns, self._open_row()]
 
     def media_rows(self, digest: bytes) -> Ids:
-        """Rows of page ids of an image's run: [blocks, columns]."""
+        """Return the page ids of an image's media run: [blocks, columns]."""
         run = self.media_runs[self.root.hash + digest]
         return run.rows if isinstance(run, MediaRun) else run
 
     def media_is_cached(self, digest: bytes) -> bool:
-        """Whether an image's run is cached, so its pages are written."""
+        """Return whether an image's media run is cached: then its pages are already written."""
         return isinstance(self.media_runs[self.root.hash + digest], MediaRun)
 
     def extend(self, n: int) -> int:
@@ -196,7 +198,7 @@ def ensure_open(state: CacheState, seq: Sequence) -> None:
 
 
 def mark_special(state: CacheState, seq: Sequence) -> None:
-    """Set the `special` flag of a row: it has a page to copy, lacks its states, or has images ahead."""
+    """Set the `special` flag of a row if it has a page to copy, lacks its states, or has images not computed yet."""
     row = seq.row
     special = seq.shared_tail or (state.has_states and not state.block_tables.states[0, row])
     if seq.media and not special:

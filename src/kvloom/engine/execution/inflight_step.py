@@ -29,7 +29,7 @@ class InflightStep:
     prompts: tuple[PromptLogprobs, ...]
     event: torch.cuda.Event | None
     prompt_tokens: int
-    """Prompt tokens of the step; decoding requests add one token each beside them."""
+    """Prompt tokens of the step. Decoding requests add one token each."""
 
     @classmethod
     def create(
@@ -67,7 +67,7 @@ class InflightStep:
         return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
 
     def results(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Return the tokens, and log-probabilities by place. Adds those of prompts to their requests.
+        """Return the tokens, and the log-probabilities by place. Adds prompt log-probabilities to their requests.
 
         Waits until they have arrived."""
         if self.event is not None:

@@ -25,7 +25,7 @@ from .memory_budget import MemoryBudget, measure_budget
 __all__ = ["KVMemory", "allocate_kv_memory"]
 
 MAX_TOKENS = 131072
-"""Longest sequence if the model names no limit."""
+"""Longest sequence if the model states no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class KVMemory:
 def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
     """Allocate the pool of a model on its device, and make its attention read pages.
 
-    `config` must have `token_budget` and `max_running`. Without `pool_bytes`, a GPU runs a trial step to measure them, which
-    takes seconds. Raises ValueError for settings that cannot work."""
+    `config` must have `token_budget` and `max_running`. Without `pool_bytes`, a GPU runs a trial step to measure the
+    free memory, which takes seconds. Raises ValueError for settings that cannot work."""
     assert config.token_budget is not None
     assert config.max_running is not None
     weight = next(model.parameters())
@@ -118,7 +118,7 @@ def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
 
 
 def _limit(model_limit: int | None, asked: int | None) -> int | None:
-    """Return the most tokens of a sequence: `asked`, or the model's limit."""
+    """Return the most tokens of a sequence: `asked`, or the model's limit. Raises ValueError if `asked` exceeds the limit."""
     if asked is None:
         return model_limit
     most = model_limit or MAX_TOKENS

@@ -1,7 +1,8 @@
-"""Default step sizes, and the memory budget of the pool: the device's memory less what the model needs to run.
+"""Default step sizes, and the memory budget of the pool: the device's memory minus what the model needs to run.
 
-On a GPU a trial measures it: the largest step runs on a pool of just its pages, after a step of single tokens and, for vision
-models, an image. The peak stays free, plus the memory of graphs. On a CPU the pool has a fixed default size.
+On a GPU a trial measures it: the largest step runs on a pool with only the pages of that step, after a decode step
+and, for vision models, an image. The peak memory of the trial stays free, and the memory of CUDA graphs. On a CPU the
+pool has a fixed default size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TOKEN_BUDGET = {False: 2048, True: 8192}
 OFFLINE_TOKEN_BUDGET, LARGE_DEVICE_BYTES = 16384, 60 << 30
 """Prompt tokens of a step for offline batches, on a device with at least LARGE_DEVICE_BYTES bytes."""
 MAX_RUNNING = {False: 256, True: 512}
-"""Default running requests, by whether there is a GPU. More of them share pages, which are then read less often."""
+"""Default running requests, by whether there is a GPU. In larger batches more sequences share pages, which are read once."""
 SLACK_BYTES = 256 << 20
 """Bytes for libraries, and for work that the trial does not cover."""
 CPU_POOL = 1 << 30
@@ -35,7 +36,7 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes of a device: total, usable, taken (weights and other processes), for the largest step, and for graphs."""
+    """Bytes of a device: in total, usable, taken by weights and other processes, for the largest step, and for graphs."""
 
     total: int
     usable: int
@@ -67,9 +68,10 @@ def measure_budget(
     invariant: bool = False,
     vision: Vision | None = None,
 ) -> MemoryBudget:
-    """Measure what a `fraction` of the device's memory leaves for the pool. Takes seconds on a GPU.
+    """Measure the bytes that a `fraction` of the device's memory leaves for the pool. Takes seconds on a GPU.
 
-    Steps have up to `rows` sequences and `tokens` prompt tokens; sequences up to `longest` tokens. Raises ValueError if nothing is left."""
+    Steps have up to `rows` sequences and `tokens` prompt tokens; sequences have up to `longest` tokens. Raises
+    ValueError if no memory is left."""
     if not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction {fraction} must be above 0 and at most 1")
     device = next(model.parameters()).device
@@ -80,7 +82,7 @@ def measure_budget(
     free, total = torch.cuda.mem_get_info(device)
     step, logits = _trial(model, layout, tokens, rows, scales, longest, invariant, vision)
     logits_bytes = sum(graph_sizes(rows)) * logits // rows if graphs else 0
-    pieces = step if graphs else 0  # memory between the pieces of a prompt step
+    pieces = step if graphs else 0  # memory of the tensors between piecewise graphs
     budget = MemoryBudget(
         total,
         int(total * fraction),

@@ -39,7 +39,7 @@ __all__ = ["ModelRunner", "graph_sizes"]
 
 
 MIN_SHARERS = 4
-"""Sequences of a step from which a search for shared pages pays."""
+"""Smallest number of sequences for which the search for shared pages is worth its cost."""
 
 
 def graph_sizes(rows: int) -> list[int]:
@@ -151,9 +151,10 @@ class ModelRunner:
         return self._forward(self.stage.lay_out(works, self.chosen), None)
 
     def warm_up(self, choose: Callable[[torch.Tensor], object]) -> tuple[int, float]:
-        """Run typical steps on temporary pages and `choose` from their logits, so that kernels are compiled before requests arrive.
+        """Run typical steps on temporary pages, and call `choose` with their logits, so that kernels are compiled before
+        requests arrive.
 
-        Returns the prompt tokens of the last step and its seconds. Does nothing on a CPU."""
+        Returns the prompt tokens and the seconds of the last step. Does nothing on a CPU."""
         if self.device.type != "cuda":
             return 0, 0.0
         for stride in {group.page_stride for group in self._cache.layout.groups}:
@@ -164,16 +165,16 @@ class ModelRunner:
         )
         if self.tokens >= 2 * limit:  # a prompt cannot fill a step alone
             self._run_steps([[limit] * (self.tokens // limit)], limit)
-        self._run_steps([[limit // 16], [limit // 4], [20]], limit)  # small enough that attention is split
+        self._run_steps([[limit // 16], [limit // 4], [20]], limit)  # small: attention splits its work
         self._run_steps(
             [[limit // 3, limit // 3]], limit
         )  # short prompts, of sizes that libraries do not support
-        self._run_steps([[limit], [limit]], limit)  # like the chunks of a long prompt
+        self._run_steps([[limit], [limit]], limit)  # the same shape as chunks of a long prompt
         torch.cuda.synchronize(self.device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began = time.perf_counter()
         begin.record()
-        tokens = self._run_steps([[limit]], limit)  # once more: everything is compiled
+        tokens = self._run_steps([[limit]], limit)  # run again, now that everything is compiled
         host = time.perf_counter() - began
         end.record()
         end.synchronize()
@@ -187,7 +188,7 @@ class ModelRunner:
         limit: int,
         choose: Callable[[torch.Tensor], object] | None = None,
     ) -> int:
-        """Run steps of the same sequences, each with the given token counts, within the room of a step and the pool.
+        """Run steps of the same sequences with the given token counts, within the limits of a step and the pool.
 
         Returns the number of tokens. `limit` is the prompt length for the match."""
         open_: dict[int, Sequence] = {}
@@ -221,7 +222,7 @@ class ModelRunner:
         return done
 
     def try_replay(self) -> None:
-        """Run the largest step of single tokens without a graph, on padding rows."""
+        """Run the largest decode step on padding rows, without a graph."""
         if self.pages.is_replayable:
             self.stage.send_singles([], self.rows)
             self._forward(self.stage.replayed(self.rows, self.chosen), None)

@@ -1,4 +1,4 @@
-"""Applies a step's tokens to their requests: finish, stop text, grammar, next depth of beams.
+"""Applies a step's tokens to their requests: finishes, stop texts, grammars, beams.
 
 Reports each finish, and the beams that continue, to the scheduler. Does not use the model or the device.
 """
@@ -131,7 +131,8 @@ class OutputProcessor:
         return False
 
     def _advance(self, beams: BeamSearch[Request]) -> None:
-        """All beams of a depth have offered: continue with the best, or end the search."""
+        """Continue a beam search with its best beams, or end it. Called when all beams of a depth have offered their
+        tokens."""
         successors = beams.decide()
         if successors:
             beams.live = self.scheduler.advance_beams(beams.slots, successors)

@@ -2,9 +2,9 @@
 
     graph │ attention of layer 0 │ graph │ attention of layer 1 │ … │ graph → logits
 
-The work of attention changes from step to step, so it is launched normally; the rest depends only on the number of tokens and is
-captured once for some sizes. Padding tokens are computed and written to page 0; attention skips them. All graphs share their
-memory: no tensor of one run may be used after it.
+The work of attention changes from step to step, so it is launched normally. The rest depends only on the number of
+tokens, and is captured once for each of some sizes. Padding tokens are computed and written to page 0; attention
+skips them. All graphs share their memory, so no tensor of one run may be used after it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Work
 __all__ = ["PiecewiseGraphs", "piece_sizes", "uncollected"]
 
 MARGIN = 1.5
-"""Piecewise graphs pay for steps up to this many times the tokens for which host and device take equally long."""
+"""Graphs are used up to this many times the number of tokens for which host and device take equally long."""
 
 
 @contextmanager
@@ -76,7 +76,8 @@ class PiecewiseGraphs:
         self._side: torch.cuda.Stream | None = None
 
     def limit(self, tokens: int, host: float, device: float) -> None:
-        """Use graphs only where the host is the bottleneck: a step of `tokens` took these seconds on `host` and `device`."""
+        """Use graphs only where the host is the bottleneck. `host` and `device` are the seconds that a step of `tokens`
+        took on each."""
         self._most = min(self._most, int(MARGIN * tokens * host / device))
 
     @property
@@ -124,7 +125,7 @@ class PiecewiseGraphs:
         side = self._side
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            # Compile, and let libraries allocate memory; attention is skipped.
+            # Compile kernels, and let libraries allocate memory; attention is skipped.
             idle = _Recording(size, self._results)
             self._forward(stage.packed(size, self._chosen), self._last, idle)
             torch.cuda.synchronize(device)
@@ -136,7 +137,7 @@ class PiecewiseGraphs:
                     logits = self._forward(batch, self._last, recording)
                     recording.close()
                 except BaseException:
-                    with suppress(RuntimeError):  # the failure may have ended the capture
+                    with suppress(RuntimeError):  # the failure may have ended the capture already
                         recording.close()
                     raise
         torch.cuda.current_stream(device).wait_stream(side)
@@ -145,7 +146,8 @@ class PiecewiseGraphs:
 
 
 class _Recording:
-    """A run of the model that is cut at every attention, one graph for each part. Without a `pool`, captures nothing."""
+    """A run of the model that is split at every attention call, with one graph for each part. Without a `pool`, captures
+    nothing."""
 
     def __init__(self, size: int, results: dict[tuple[Any, ...], torch.Tensor], pool: Any = None) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -181,7 +183,7 @@ class _Recording:
         return result
 
     def _result(self, shape: tuple[int, int], query: torch.Tensor) -> torch.Tensor:
-        """Return the buffer for attention's output, which the next graph reads: one for all layers and sizes."""
+        """Return the buffer for the output of attention, which the next graph reads. All layers and sizes share it."""
         key = *shape, query.dtype
         if key not in self._results or len(self._results[key]) < self._size:
             self._results[key] = torch.zeros((self._size, *shape), dtype=query.dtype, device=query.device)

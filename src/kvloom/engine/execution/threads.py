@@ -6,7 +6,7 @@
 | KVLOOM_THREADS, OMP_NUM_THREADS     | that many                                          |
 | neither                             | one less than the usable cores, at least 1         |
 
-Threads synchronise after every operation: if one shares its core with the server or a tokenizer, all run at half speed.
+Torch's threads synchronise after every operation: if one of them shares its core with the server or a tokenizer, all are slow.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ The life of a load job, with what its request does (`Phase`):
         v                     │ (and once    │ request computes      │ there; the request    the job ends,
     the job ends              │ COPYING_HEAD)│ its head meanwhile ───┘ is queued again       the request resumes
 
-A late, missing or damaged page, or no room in the pool, ends a stage early: the request computes the rest.
+A late, missing or damaged page, or a pool without free pages, ends a stage early: the request computes the rest.
 
 The life of an offload:
 

@@ -1,9 +1,9 @@
 """Copies of pages between the pool and host memory.
 
-    pool, pages of one stride  <── Copier ──>  arena, rows of that stride  <── tier queues ──>  disk, stores, peers
+    pool, pages of one stride  <── Copier ──>  arena, slots of that stride  <── tier queues ──>  disk, stores, peers
 
-On a GPU the arena is pinned and copies run on their own streams; on a CPU they are done when the call returns.
-Sees page ids and offsets in the arena; not hashes or requests.
+On a GPU the arena is pinned, and copies run on their own streams. On a CPU they are done when the call returns. Works
+on page ids and offsets in the arena; does not see hashes or requests.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ def form_of(group: PageGroup, run: int) -> Form:
 def open_host(
     layout: PoolLayout, capacity: int, checked: bool, device: torch.device, shared: bool = False
 ) -> tuple[HostTier, SharedMemory | None]:
-    """Open a host tier with the slab sizes of the pool; pinned where a GPU copies from it.
+    """Open a host tier with the slab sizes of the pool; its memory is pinned for a GPU.
 
-    `shared`: other processes on this host may map it to read it. Returns that memory, or None where the system has none."""
+    `shared`: other processes on this host may map the memory and read it. Returns that memory, or None if the system
+    does not support it."""
     unit = math.lcm(layout.slab_bytes, mmap.PAGESIZE)
     if capacity < unit:
         raise ValueError(
@@ -74,7 +75,7 @@ def open_host(
                 f"the system cannot pin {capacity:,} bytes of host memory (CUDA error {int(code)}); configure a smaller host tier"
             )
         address = int(arena.ctypes.data)
-        _pinned[address] = weakref.finalize(tier, _unpin, address)  # if the tier is never closed
+        _pinned[address] = weakref.finalize(tier, _unpin, address)  # for a tier that is never closed
         _pinned[address].atexit = False
     return tier, memory
 
@@ -83,7 +84,7 @@ _pinned: dict[int, weakref.finalize[[int], HostTier]] = {}
 
 
 def _unpin(address: int) -> None:
-    """Unpin memory before it is freed: the system could not pin the same addresses again."""
+    """Unpin memory before it is freed. Otherwise the system could not pin the same addresses again."""
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
@@ -135,9 +136,9 @@ class HostPages:
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
     def mark(self, moved: bool = False) -> None:
-        """Mark the current stream: copies of pages that were written before the mark wait only for the work before it.
+        """Mark the current stream. A copy of pages written before the mark waits only for the work before it.
 
-        `moved`: pages of any age were written since the previous mark, so that mark is dropped."""
+        `moved`: pages of any age were written since the previous mark, so the older marks are dropped."""
         if self._pool is None:
             event = self._marks.pop() if len(self._marks) == 2 else torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.buffer.device))
@@ -156,7 +157,7 @@ class HostPages:
         )
 
     def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> LoadEvent | FinishedEvent:
-        """Copy offsets in the arena to pages, after the work of the current stream. Does not block on a GPU."""
+        """Copy from offsets in the arena to pages, after the work of the current stream. Does not block on a GPU."""
         if self._pool is not None:
             copy_pages(self._pool, np.asarray(pages, np.int64) * stride, self._arena, offsets, stride)
             return FinishedEvent()

@@ -37,7 +37,7 @@ class Phase(Enum):
     COMPUTING = "computing"
     """The request runs: it computes the head of its prompt while the tail loads."""
     RESUMING = "resuming"
-    """The tail is in host memory. The request waits for its copy, and resumes behind it."""
+    """The tail is in host memory. The request waits for the copy into the pool, and resumes after the tail."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,7 @@ class PoolCopy:
     started: float
     leases: list[Lease]
     loaded: np.ndarray
-    """[row, column]: pages of the reservation that are copied."""
+    """[row, column of the block table]: pages of the reservation that are copied."""
     states_loaded: bool = True
     events: list[LoadEvent | FinishedEvent] = field(default_factory=list)
 
@@ -103,7 +103,7 @@ class PoolCopy:
         return all(event.query() for event in self.events)
 
     def seconds(self, now: float) -> float:
-        """Duration of the finished copies: on a device, by its own clock."""
+        """Seconds that the finished copies took; on a GPU, by the device's clock."""
         loads = [event for event in self.events if isinstance(event, LoadEvent)]
         if not loads:
             return now - self.started
@@ -118,11 +118,12 @@ class PoolCopy:
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """A request's pages in transfer. A `is_prefetch` job belongs to no queued request and ends in host memory.
+    """A request's pages in transfer. An `is_prefetch` job belongs to no queued request, and ends when its pages are in
+    host memory.
 
-        0 ──computed──> computed_to ···> compute_until ··· loaded_from <──loaded── plan.resume
+            0 ──computed──> computed_to ···> compute_until ··· loaded_from <──loaded── plan.resume
 
-    `can_wait`: other requests are scheduled first, so that waiting costs nothing."""
+    `can_wait`: other requests are scheduled first, so waiting costs nothing."""
 
     request: Request
     is_prefetch: bool = False
@@ -145,7 +146,7 @@ class LoadJob:
         return self.request.control.tenant
 
     def record_on_request(self, copy: PoolCopy, tokens: int, now: float, tier_names: list[str]) -> None:
-        """Add loaded tokens to the request's `loads`, shared out over the tiers by their pages.
+        """Add loaded tokens to the request's `loads`, divided among the tiers in proportion to their pages.
 
         `tier_names` starts with host memory."""
         left, request = tokens, self.request
@@ -159,5 +160,5 @@ class LoadJob:
             request.loads.append((tier_names[0], copy.started, now, left))
         if request.cached_tokens is None or (self.phase is Phase.RESUMING and not request.preemptions):
             request.first_loads = len(request.loads)
-            if request.cached_tokens is not None:  # the request started with its head
+            if request.cached_tokens is not None:  # it started with its head
                 request.cached_tokens += tokens

@@ -2,9 +2,9 @@
 
     0 ──computed──> computed_to ········ gap ········ loaded_from <──loaded── resume
 
-The request computes from the front while the tail loads from the end. Where both meet, it resumes behind the loaded tail. The
-result does not depend on the estimates: they choose the size of the next step, and whether waiting is faster. A wrong wait
-costs a bounded time. Arithmetic of seconds and tokens; does not read a clock.
+The request computes from the start of the prompt while its pages load from the end. When both meet, it resumes after
+the loaded tail. The output does not depend on the estimates: they only choose the size of the next step, and whether
+to wait. A wrong wait costs a bounded time. This module computes with seconds and tokens; it does not read a clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Progress:
     end: int
     block_tokens: int
     min_step: int
-    """A step of fewer tokens takes as long as one of this size."""
+    """A smaller step takes as long as one of this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Estimates:
     load_seconds: Callable[[int], float] | None
     """Seconds until all pages from a token on are loaded."""
     inflight_seconds: float | None
-    """Seconds left of the request's in-flight step, during which waiting is free; None without one."""
+    """Seconds left of the request's in-flight step, in which waiting costs nothing; None without such a step."""
     max_lost_seconds: float
     """Seconds that the request may lose by waiting."""
 
@@ -46,7 +46,7 @@ class Estimates:
 class LoadOrRecompute:
     """The decisions for one request.
 
-    `seconds_lost` is its waiting time beyond the time to compute the tokens that were loaded meanwhile."""
+    `seconds_lost` is the time it waited, minus the time to compute the tokens that were loaded in that time."""
 
     def __init__(self) -> None:
         self.seconds_lost = 0.0
@@ -57,7 +57,7 @@ class LoadOrRecompute:
     def tokens_to_compute(self, at: Progress, estimates: Estimates, now: float) -> int:
         """Return how many tokens to compute before the next decision; 0: wait.
 
-        Returns all tokens to the end of the prompt where resuming behind the loaded tail costs more than it saves."""
+        Returns all tokens to the end of the prompt if resuming after the loaded tail costs more than it saves."""
         gap = at.loaded_from - at.computed_to
         compute, load = estimates.compute_seconds, estimates.load_seconds
         tokens: int | None = None
@@ -88,7 +88,7 @@ class LoadOrRecompute:
     def may_wait(
         self, loaded_from: int, compute_seconds: Callable[[int], float] | None, max_lost: float, now: float
     ) -> bool:
-        """Start or continue to wait. Return whether the waiting so far lost at most `max_lost` seconds."""
+        """Start or continue to wait. Return whether the time lost so far is at most `max_lost` seconds."""
         if self._waiting_since is not None and loaded_from > self._loaded_at_wait:
             self._end_wait(self._loaded_at_wait, compute_seconds, now)  # that wait was for the lookup
         if self._waiting_since is None:
@@ -98,7 +98,7 @@ class LoadOrRecompute:
     def _corrected(
         self, loaded_from: int, next_tokens: int, load: Callable[[int], float], now: float
     ) -> Callable[[int], float]:
-        """`load`, slowed by how late the loads are so far; the `next_tokens` need not have arrived."""
+        """Return `load`, scaled by how late the loads are so far. The `next_tokens` may still be in transfer."""
         first_time, first_loaded = self._first = self._first or (now, loaded_from)
         soon = load(loaded_from - next_tokens)
         expected = soon + soon / next_tokens * (first_loaded - loaded_from)
@@ -107,7 +107,7 @@ class LoadOrRecompute:
 
     @staticmethod
     def _whole_blocks(gap: int, tokens: int, block: int) -> int:
-        """`tokens`, rounded up so that the rest of the gap is whole blocks."""
+        """Return `tokens`, rounded up so that the rest of the gap is a whole number of blocks."""
         return gap - max(0, gap - tokens) // block * block
 
     def _end_wait(self, loaded_from: int, compute_seconds: Callable[[int], float] | None, now: float) -> None:

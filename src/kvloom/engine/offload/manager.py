@@ -34,16 +34,16 @@ from .tier_loader import TierLoader
 __all__ = ["OffloadManager", "Step"]
 
 MAX_PREFETCH_JOBS = 64
-"""Load jobs up to which queued requests are prefetched."""
+"""Number of load jobs from which queued requests are not prefetched any more."""
 IDLE_WAIT_SECONDS = 0.002
 """Longest sleep of a step without work."""
 COPY_WAIT_SECONDS = 0.0002
-"""Longest sleep while copies run: nothing signals their end."""
+"""Longest sleep while copies run. Their end sends no signal, so it is polled."""
 _COMPUTE = Decision(Action.COMPUTE)
 
 
 class Step(Protocol):
-    """A launched step, as far as the offload manager reads it."""
+    """The part of a launched step that the offload manager reads."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -53,9 +53,9 @@ class Step(Protocol):
 
 
 class OffloadManager:
-    """Offloads and loads the pages of one cache. Not thread safe: the engine's thread calls.
+    """Offloads and loads the pages of one cache. Not thread safe: only the engine's thread may call it.
 
-    `host_write` is the write policy of host memory; `apply_copies` makes the copies inside the pool that the cache decided."""
+    `host_write` is the write policy of host memory. `apply_copies` makes the pending copies inside the pool."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class OffloadManager:
     def prefetch(self, request: Request, find_match: Callable[[Request], Match], can_wait: bool) -> None:
         """Start to load a queued request's pages from tiers into host memory. Does not touch the pool.
 
-        `can_wait`: other requests are scheduled first. Costs a match and a load plan; nothing without tiers below host
-        memory, or beyond MAX_PREFETCH_JOBS."""
+        `can_wait`: other requests are scheduled first. Costs a match and a load plan. Does nothing if host memory is
+        the only tier, or beyond MAX_PREFETCH_JOBS."""
         if not self._can_prefetch:
             return
         match = find_match(request)
@@ -121,8 +121,9 @@ class OffloadManager:
     def before_admission(self, request: Request, match: Match) -> Decision:
         """Decide what the next waiting request does; `match` must be current. May start a load job, or finish one.
 
-        Returns WAIT while pages are in transfer, NO_ROOM where the pool cannot take them, and COMPUTE otherwise. Loaded
-        pages may have entered the cache: match again if `tree.version` changed. Costs a dictionary lookup without a hit."""
+        Returns WAIT while pages are in transfer, NO_ROOM if the pool has no pages for them, and COMPUTE otherwise.
+        Loaded pages may have entered the cache: match again if `tree.version` changed. Costs a dictionary lookup if
+        no tier has a page."""
         self._store.note_root(request.control.lossy, match.root_hash)
         if self._must_wait(request, match):
             return Decision(Action.WAIT)
@@ -150,7 +151,7 @@ class OffloadManager:
         return Decision(Action.COMPUTE, job.compute_until if request in self._jobs else None)
 
     def is_pending(self, request: Request, has_followers: bool) -> bool:
-        """Return whether a request that waits for pages has to wait on.
+        """Return whether a request that waits for pages must continue to wait.
 
         If others wait for the same pages (`has_followers`), copied pages enter the cache at once."""
         job = self._jobs.get(request)
@@ -168,7 +169,7 @@ class OffloadManager:
         return job is not None and job.copy is not None
 
     def copying_requests(self) -> list[tuple[Request, int]]:
-        """Return the requests that wait only for copies, and the length that each has reserved pages for. O(jobs)."""
+        """Return the requests that wait only for copies, and the length for which each has reserved pages. O(jobs)."""
         return [
             (job.request, 0 if job.copy is None else job.copy.reservation.end)
             for job in self._jobs.values()
@@ -176,18 +177,18 @@ class OffloadManager:
         ]
 
     def publish_loaded(self) -> None:
-        """Publish all copied pages before their requests are scheduled: another request lacks room now."""
+        """Publish all copied pages before their requests are scheduled, because another request needs pages now."""
         for job in list(self._jobs.values()):
             if job.copy is not None:
                 self._finish_copy(job)
 
     @property
     def is_retaining_pages(self) -> bool:
-        """Whether copies retain pages of the pool, which become free when the copies are done."""
+        """Whether copies retain pages of the pool. The pages are released when the copies are done."""
         return self._pool.has_cancelled_copies or self._store.busy or self._is_copying
 
     def request_started(self, request: Request) -> None:
-        """Note that a request has started to compute. Ends its load job, unless its tail still loads."""
+        """Record that a request has started to compute. Ends its load job, unless the tail of its prompt is still loading."""
         request.looked_in_tiers = request.computed
         if (job := self._jobs.get(request)) is not None and job.phase is not Phase.COMPUTING:
             self.cancel(request)
@@ -201,7 +202,7 @@ class OffloadManager:
                 self._pool.cancel(job.copy)
 
     def poll(self) -> None:
-        """Advance all load jobs and offloads. Call once a step, and now and then while idle. Does not block. O(jobs)."""
+        """Advance all load jobs and offloads. Call it once a step, and regularly while idle. Does not block. O(jobs)."""
         self._pool.poll()
         self._store.poll()
         for job in list(self._jobs.values()):
@@ -215,7 +216,7 @@ class OffloadManager:
     # -- the engine's interface -------------------------------------------------------------------
 
     def prefetch_session(self, request: Request, match: Match) -> bool:
-        """Load the pages of a request that may follow into host memory. Return whether any lookup started.
+        """Load the pages of a request that may follow into host memory. Return whether a lookup started.
 
         `request` is never scheduled. Does not touch the pool."""
         if not self._can_prefetch or not self._may_load(request, match):
@@ -231,7 +232,7 @@ class OffloadManager:
         return any(job.is_prefetch for job in self._jobs.values())
 
     def flush(self) -> None:
-        """Start the copies of offered pages to host memory. Call before copies inside the pool are made."""
+        """Start the copies of queued pages to host memory. Call it before copies inside the pool are made."""
         self._store.flush()
 
     def before_step(self, pages_moved: bool = False) -> None:
@@ -239,16 +240,17 @@ class OffloadManager:
         self._store.before_step(pages_moved)
 
     def during_step(self, is_busy: Callable[[], bool]) -> None:
-        """Offload pages ahead of need while the device `is_busy` and the engine would wait for it."""
+        """Offload pages early while the device `is_busy` and the engine would wait for it."""
         self._store.offload_ahead(is_busy)
 
     def after_step(
         self, started: float, finished: Step | None, inflight: Step | None, is_waiting: bool
     ) -> None:
-        """Start offered copies, measure the `finished` step since `started`, and note the step `inflight`.
+        """Start queued copies, record the duration of the `finished` step since `started`, and remember the step
+        `inflight`.
 
-        Where there is neither and requests wait for pages (`is_waiting`), sleeps until one may have arrived."""
-        self.flush()  # the next step may be long after this one
+        If there is no step and requests wait for pages (`is_waiting`), sleeps until a page may have arrived."""
+        self.flush()  # the next step may start long after this one
         if finished is not None:
             self.observe_prefill(finished.prompt_tokens, time.perf_counter() - started)
         elif inflight is None and (is_waiting or self.is_prefetching):
@@ -274,7 +276,8 @@ class OffloadManager:
             self.transfers.wait(timeout)
 
     def close(self, timeout: float = 10.0, keep: bool = True) -> None:
-        """Offload what was offered (unless `keep` is False), store it in the tiers, and close them, within `timeout`."""
+        """Offload queued pages (unless `keep` is False), store them in the tiers, and close the tiers, within `timeout`
+        seconds."""
         deadline = time.monotonic() + timeout
         if keep:
             self.flush()
@@ -324,7 +327,7 @@ class OffloadManager:
         return self._copy_to_pool(job, match) if job.copy is None else self._finish_copy(job)
 
     def _new_job(self, request: Request, match: Match) -> LoadJob | None:
-        """Create the load job of a waiting request; None where no tier can have pages for it."""
+        """Create the load job of a waiting request; None if no tier can have pages for it."""
         if not self._may_load(request, match):
             return None
         query = self.cache.loading.first_query(match)
@@ -340,7 +343,7 @@ class OffloadManager:
         return job
 
     def _can_resume(self, job: LoadJob) -> bool:
-        """Return whether the loaded tail reaches what a running request has computed. Then ends its transfers."""
+        """Return whether the loaded tail meets the tokens that a running request has computed. If so, ends its transfers."""
         request, transfer = job.request, job.transfer
         if job.phase is not Phase.COMPUTING or (
             self._tiers.advance(job, None) and transfer.loaded_from > request.computed
@@ -366,7 +369,7 @@ class OffloadManager:
         )
 
     def _copy_head(self, job: LoadJob, match: Match) -> bool:
-        """Copy what host memory has of a prompt's head while tiers load its tail. Return whether it has any."""
+        """Copy the head of a prompt from host memory while tiers load its tail. Return whether host memory has any of it."""
         job.head_copied, job.phase = True, Phase.COPYING_HEAD
         if self._copy_to_pool(job, match):
             return True
@@ -379,7 +382,7 @@ class OffloadManager:
             outcome = self._pool.start(job, match)
         except BaseException:
             if job.copy is not None:
-                self.cancel(job.request)  # else unfilled pages would be published
+                self.cancel(job.request)  # otherwise pages without data would be published
             raise
         if outcome is CopyStart.COPYING:
             return self._finish_copy(job)
@@ -396,8 +399,8 @@ class OffloadManager:
         return False
 
     def _end_job(self, job: LoadJob, resume: int) -> None:
-        """End a job: its request can resume at `resume`, and looks in tiers again only if that is evicted."""
-        if job.phase is Phase.COPYING_HEAD:  # the tail still loads
+        """End a job: its request can resume at `resume`, and looks in tiers again only if that prefix is evicted."""
+        if job.phase is Phase.COPYING_HEAD:  # the tail is still loading
             job.phase = Phase.WAITING
             return
         self._jobs.pop(job.request, None)

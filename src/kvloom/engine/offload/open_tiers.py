@@ -1,6 +1,6 @@
-"""Opens the configured tiers under one cache: host memory first, then the tiers below it.
+"""Opens the configured tiers of one cache: host memory first, then the others.
 
-A text that is not a tier is refused before any tier is opened. A tier that cannot be opened is logged and left out; the
+An invalid tier text is refused before any tier is opened. A tier that cannot be opened is logged and left out; the
 engine retries it in the background.
 """
 
@@ -39,7 +39,7 @@ __all__ = ["open_offload"]
 
 log = logging.getLogger("kvloom.tiers")
 STAGING_BYTES = {False: 256 << 20, True: 4 << 30}
-"""Host memory without a configured host tier, by whether there is a GPU: every page passes host memory."""
+"""Bytes of host memory without a configured host tier, by whether there is a GPU: every transfer passes host memory."""
 
 
 def open_offload(
@@ -66,7 +66,7 @@ def open_offload(
     )
     tenants = (account.tenant for account in cache.inspect.accounts.values())
     shares = tenant_shares(tenants, cache.usable_slabs * layout.slab_bytes)
-    if hosts:  # staging memory has no shares
+    if hosts:  # staging memory has no tenant shares
         host.set_shares(shares)
     places: list[OpenTier] = []
     unavailable: list[tuple[str, str]] = []
@@ -120,12 +120,12 @@ def _serve_host(host: HostTier, config: PeerConfig, memory: SharedMemory | None)
 
 
 def _should_retry(text: str, error: TierError) -> bool:
-    """Return whether opening a tier again may succeed: not for a missing package or a re-encoding tier."""
+    """Return whether opening a tier may succeed later. False for a missing package or a re-encoding tier."""
     return not isinstance(error.__cause__, ImportError) and scheme_of(text) not in CODINGS
 
 
 def _unavailable_place(text: str, shares: Shares, reason: str) -> OpenTier:
-    """Return a place that retries to open its tier in the background."""
+    """Return a tier that is unavailable now, and is opened again in the background."""
     _, write = split_write_policy(text)
     return OpenTier(
         UnavailableTier(url_label(text), lambda: open_with_policy(text, shares).tier, reason), write
@@ -133,7 +133,7 @@ def _unavailable_place(text: str, shares: Shares, reason: str) -> OpenTier:
 
 
 def _checked(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """Return the place if its tier can store the layout's pages; else close it and raise TierError."""
+    """Return `place` if its tier can store the layout's pages; else close it and raise TierError."""
     coding = place.tier.coding if isinstance(place.tier, LossyTier) else None
     if coding is not None:
         try:

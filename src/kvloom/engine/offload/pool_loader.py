@@ -1,7 +1,7 @@
 """Copies pages of a load job from host memory into reserved pages of the pool, and publishes them in the prefix cache.
 
-start: load plan → hold pages in host memory → reserve pages of the pool → copies
-finish: copies done → pages enter the prefix cache
+start: load plan → lease pages in host memory → reserve pages of the pool → copies finish: copies done → pages enter
+the prefix cache
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CopyStart(Enum):
 
 
 class PoolLoader:
-    """Copies from one host tier into one pool. `apply_copies` makes the copies inside the pool that the cache decided."""
+    """Copies from one host tier into one pool. `apply_copies` makes the pending copies inside the pool."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class PoolLoader:
         self._cancelled: list[PoolCopy] = []
 
     def start(self, job: LoadJob, match: Match) -> CopyStart:
-        """Reserve pages for what host memory has of a request's pages, and start the copies.
+        """Reserve pool pages for the pages that host memory has of a request, and start the copies.
 
-        Sets `job.copy` as soon as pages are reserved; if it raises after that, the caller cancels the copy."""
+        Sets `job.copy` as soon as pages are reserved. If it raises after that, the caller cancels the copy."""
         plan, request, is_head = self.cache.loading.plan(match), job.request, job.phase is Phase.COPYING_HEAD
         offloading: list[bytes] = []
         while queries := plan.next_queries():
@@ -86,7 +86,7 @@ class PoolLoader:
             return CopyStart.NOT_WORTH
         started, count = time.monotonic(), sum(len(pages.hashes) for pages in missing)
         leases = []
-        for pages in missing:  # evicted pages are offloaded to host memory, and must not replace these
+        for pages in missing:  # the reservation may evict pages to host memory, which must not replace these
             for form in self._tiers.forms_of(request)[pages.group.index]:
                 leases.append(self.host.acquire(Objects(pages.hashes, pages.group.index, form)))
         reservation = self.cache.loading.reserve(plan)
@@ -97,7 +97,7 @@ class PoolLoader:
             return CopyStart.NO_ROOM
         loaded = np.zeros_like(reservation.to_load)
         job.copy = PoolCopy(reservation, match.resume, size, count, started, leases, loaded)
-        self._apply_copies()  # evicted pages are read, and moved ones moved, before they are overwritten
+        self._apply_copies()  # first read evicted pages and move compacted ones: the copies overwrite them
         for pages in missing:
             self._copy_group(job, job.copy, pages.group)
         self._stats.load_jobs += 1

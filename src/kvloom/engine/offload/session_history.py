@@ -1,6 +1,8 @@
-"""Tokens of past sessions, so that their pages can be prefetched before the next request. Bounded; does not use the cache.
+"""Tokens of past sessions, so that their pages can be prefetched before the next request. Bounded; does not use the
+cache.
 
-The prefix cache drops the tokens of evicted pages, and tiers store only hashes: a prefetch by session needs its tokens.
+The prefix cache drops the tokens of evicted pages, and tiers store only hashes. A prefetch by session needs the
+tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Offloads pages: copies the cache's offload batches from the pool to host memory, and passes them on to the other tiers.
+"""Offloads pages: copies the cache's offload batches from the pool to host memory, and passes them on to the other
+tiers.
 
     the cache emits a batch → queued → flush: reserve host memory, start copies → poll: copies done, tiers get the pages
 
-Nothing waits for a copy on the host. While a copy reads a page, the page is retained; where the page was evicted, later steps
-wait on the device. Copies of evicted pages overlap the in-flight step, unless that step may have written the page. The cache
-decides which pages are offered, and when.
+The host never waits for a copy. While a copy reads a page, the page is retained; if the page was already evicted,
+later steps wait on the device. Copies of evicted pages overlap the in-flight step, unless that step may have written
+the page. The cache decides which pages are offloaded, and when.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class _PendingOffload:
 
 
 class HostStore:
-    """Offloads the pages of one cache. `writes` unites the write policies of all tiers: every page passes host memory."""
+    """Offloads the pages of one cache. `writes` is the union of all tiers' write policies, because every page passes
+    host memory."""
 
     def __init__(
         self,
@@ -80,7 +82,8 @@ class HostStore:
         cache.loading.set_listener(self._on_offload, on_close=bool(writes & {"through", "second-use"}))
 
     def note_root(self, lossy: bool, root: bytes) -> None:
-        """Record whether hashes from `root` on belong to requests that accept lossy pages. Call before they compute."""
+        """Record whether block hashes under `root` belong to requests that accept lossy pages. Call it before they
+        compute."""
         if lossy:
             if len(self._lossy_roots) > MAX_LOSSY_ROOTS:
                 self._lossy_roots &= self.cache.roots
@@ -98,25 +101,25 @@ class HostStore:
     def before_step(self, moved: bool = False) -> None:
         """Mark the device's stream before a step, or after copies inside the pool (`moved`).
 
-        Pages that are cached at a mark are written by the work before it."""
+        Pages that are cached at a mark were written by work before it."""
         self._pages.mark(moved)
         self.cache.loading.mark_step(moved)
 
     def offload_ahead(self, is_busy: Callable[[], bool]) -> None:
-        """Evict and offload pages before the pool needs their room, as long as the device `is_busy`."""
+        """Evict and offload pages before the pool runs out of free pages, as long as the device `is_busy`."""
         if "back" in self._writes:
             while is_busy() and self.cache.loading.evict_ahead():
                 self.flush()
 
     def flush(self) -> None:
-        """Start the copies of all queued batches. Call before copies inside the pool: they overwrite the pages."""
+        """Start the copies of all queued batches. Call it before copies inside the pool, which overwrite the pages."""
         if self._queued:
             queued, is_unchanged = self._queued, self._queued_at == self._pool_version()
             self._queued, self._queued_at, self._queued_hashes = {}, None, set()
             batches = [alike[0] if len(alike) == 1 else _joined(alike) for alike in queued.values()]
             for batch in sorted(
                 batches, key=self._age, reverse=True
-            ):  # older pages need not wait for younger
+            ):  # older pages must not wait for younger ones
                 self._offload(batch, is_unchanged)
         self.poll()
 
@@ -133,7 +136,7 @@ class HostStore:
         self._pending = pending
 
     def _on_offload(self, batch: OffloadBatch) -> None:
-        """Queue a batch of the cache, if a write policy wants it."""
+        """Queue a batch of the cache if a write policy asks for it."""
         wanted = "through" in self._writes or (batch.was_hit and "second-use" in self._writes)
         if wanted or (batch.evicted and "back" in self._writes):
             lossy = batch.root in self._lossy_roots
@@ -143,15 +146,15 @@ class HostStore:
             self._queued_at = self._queued_at or self._pool_version()
 
     def _age(self, batch: OffloadBatch) -> int:
-        """Return by which mark evicted pages were written: 1 the last, 2 the one before, 0 neither.
+        """Return the mark before which evicted pages were written: 1 the last, 2 the one before, 0 neither.
 
-        A cached page was written before the marks since it entered the tree: a step's pages enter it after the launch, loaded
-        pages after their copy, and a mark follows copies inside the pool. Only the unused rest of a partial block is
-        written later."""
+        A cached page was written before every mark since it entered the tree. A step's pages enter the tree after its
+        launch, loaded pages after their copy, and a mark follows copies inside the pool. Only the unused rest of a
+        partial block is written later."""
         return batch.age if batch.evicted else 0
 
     def _pool_version(self) -> PoolVersion:
-        """Return a value that changes with every eviction, move or replacement of a page."""
+        """Return a value that changes whenever a page is evicted, moved or replaced."""
         return self.cache.loading.page_changes()
 
     def _offload(self, batch: OffloadBatch, is_unchanged: bool) -> None:
@@ -205,7 +208,7 @@ class HostStore:
         if not self.transfers.queues:
             return
         is_second_use = offload.was_hit and "second-use" in self._writes
-        if new is not None and not is_second_use:  # the tiers got the other pages before
+        if new is not None and not is_second_use:  # the tiers already have the other pages
             hashes = [objects.block_hashes[i] for i in np.flatnonzero(new).tolist()]
             objects = Objects(hashes, objects.group, objects.form, objects.tenant)
         if len(objects):

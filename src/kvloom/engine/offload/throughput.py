@@ -8,9 +8,10 @@ __all__ = ["TimeModel", "meeting_point"]
 
 
 class TimeModel:
-    """seconds = base + slope * amount, by least squares over measurements; older ones fade. Base and slope are at least 0.
+    """seconds = base + slope * amount, fitted by least squares; older measurements count less. Base and slope are at
+    least 0.
 
-    Where a measurement of amount 0 exists, it is the base: amounts that hardly differ determine the base badly."""
+    If amount 0 was measured, its seconds are the base: similar amounts alone determine the base badly."""
 
     FADE = 0.9
     ENOUGH = 2.7
@@ -32,14 +33,15 @@ class TimeModel:
         return self._n >= self.ENOUGH
 
     def doubt(self) -> None:
-        """Lower the estimate by a tenth after work was refused because of it.
+        """Lower the estimate by a tenth after it caused a refusal.
 
-        Refused work is not measured, so one slow measurement would count for ever."""
+        Refused work is not measured, so one slow measurement would otherwise count for ever."""
         self._y *= self.FADE
         self._xy *= self.FADE
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Add a measurement, clipped to four times the estimate: a disturbed machine counts little, a slower one soon."""
+        """Add a measurement, clipped to four times the estimate. One outlier changes little; a lasting slowdown is
+        learnt quickly."""
         fade = self.FADE
         if self.is_trusted and (expected := self.seconds(amount)):
             seconds = min(seconds, 4 * expected)

@@ -35,15 +35,15 @@ Forms = dict[int, list[Form]]
 MIN_GAIN = 0.05
 """Load a tail only if it saves at least this share of computing everything."""
 MIN_CHUNKS = 32
-"""Least number of chunks of a prompt: a request can use each chunk as soon as it arrives."""
+"""Least number of chunks of a prompt: a request can use a chunk as soon as it arrives."""
 MIN_STEP_SHARE = 32
-"""A step computes at least one part in this many of a prompt: smaller ones take as long."""
+"""A step computes at least this fraction (1 / MIN_STEP_SHARE) of a prompt: smaller steps take as long."""
 MAX_HOST_SHARE = 0.9
-"""Most of host memory that one prompt may fill."""
+"""Most of host memory that one prompt may fill, as a share."""
 MIN_WAIT_SECONDS = 0.002
-"""Shortest useful wait: threads take turns within it."""
+"""Shortest useful wait: thread switches take about as long."""
 MAX_SHORT_WAIT_SECONDS = 0.01
-"""Longest wait of a short prompt whose `wait_share` is less."""
+"""Longest wait of a short prompt, if its `wait_share` allows less."""
 
 
 class TierLoader:
@@ -64,7 +64,7 @@ class TierLoader:
         self.lossy_forms: Forms = {
             group: [replace(form, exact=False) for form in forms] for group, forms in self.forms.items()
         }
-        """Forms for requests that accept lossy pages: their hashes and pages are separate."""
+        """Forms for requests that accept lossy pages. Their hashes and pages are separate."""
         self._fetching: dict[bytes, FetchJob] = {}
 
     def forms_of(self, request: Request) -> Forms:
@@ -119,7 +119,7 @@ class TierLoader:
         job.transfer.chunks.clear()
 
     def is_worth_loading(self, tokens: int, all_tokens: int, seconds: float | None) -> bool:
-        """Return whether `seconds` of loading beat computing `tokens` of the `all_tokens` that are missing."""
+        """Return whether loading for `seconds` is faster than computing `tokens` of the `all_tokens` that are missing."""
         if self.config.load == "always" or seconds is None or not self.prefill_time.is_known:
             return True
         return seconds < self.prefill_time.seconds(all_tokens) - self.prefill_time.seconds(
@@ -129,7 +129,8 @@ class TierLoader:
     def tokens_to_compute(self, job: LoadJob, inflight_seconds: float | None, now: float) -> int | None:
         """Return how many tokens the request computes from `computed_to` before the next decision.
 
-        0: it waits for pages. None: no more pages arrive that it lacks. `inflight_seconds` are left of its in-flight step."""
+        0: it waits for pages. None: no more pages that it lacks will arrive. `inflight_seconds` are left of its
+        in-flight step."""
         if job.copy is not None or not self.transfers.queues:
             return None
         is_loading = self.advance(job, None)
@@ -147,7 +148,7 @@ class TierLoader:
             return loaded_from - job.computed_to
         load, max_lost = self._load_seconds(job), self._max_lost_seconds(job)
         if not plan.match.control.store:
-            # Computed pages do not stay cached: the request cannot resume behind a loaded tail.
+            # Computed pages do not stay cached, so the request cannot resume after a loaded tail.
             is_faster = (
                 not compute or not load or load(job.computed_to) < compute(loaded_from - job.computed_to)
             )
@@ -162,7 +163,7 @@ class TierLoader:
         )
 
     def _collect(self, job: LoadJob) -> None:
-        """Record arrived chunks in order. An incomplete chunk cancels the chunks behind it."""
+        """Record arrived chunks in order. An incomplete chunk cancels the chunks after it."""
         plan, transfer = job.lookup.plan, job.transfer
         assert plan is not None
         while transfer.chunks and all(fetch.done for fetch in transfer.chunks[0].fetches):
@@ -180,7 +181,7 @@ class TierLoader:
         match, resume = plan.match, plan.resume
         transfer.loaded_from, matched_blocks, blocks = resume, match.matched // block, -(-resume // block)
         missing = plan.missing_pages()
-        # Pages before the unmatched part, and states, are needed at the end: they load with the last block.
+        # Window pages before the unmatched part, and states, are needed at the end: they load with the last block.
         by_block: dict[int, list[tuple[int, int]]] = {}
         sizes = np.zeros((len(self.transfers.queues), blocks + 1), np.int64)
         for number, pages in enumerate(missing):
@@ -242,7 +243,8 @@ class TierLoader:
         return match.resume + met // 2 * block
 
     def _load_seconds(self, job: LoadJob) -> Callable[[int], float] | None:
-        """Return a function: seconds until all missing pages from a token on are loaded. None without a measured rate."""
+        """Return a function of a token: seconds until all missing pages from it on are loaded. None without a measured
+        rate."""
         transfer, block = job.transfer, self.cache.block_tokens
         bytes_from, chunks = transfer.bytes_from, transfer.chunks
         assert bytes_from is not None
@@ -250,7 +252,7 @@ class TierLoader:
         loaded = bytes_from[:, loaded_block]
         lowest = chunks[-1].first // block if chunks else loaded_block
         requested = lowest if chunks else 0  # pages before this block are never loaded
-        queues = []  # of each tier that has pages: number, seconds before the job's turn, bytes per second
+        queues = []  # each tier that has pages: its number, the seconds before this job's turn, its bytes per second
         for number, queue in enumerate(self.transfers.queues):
             if bytes_from[number, 0]:
                 rate = queue.throughput.bytes_per_second

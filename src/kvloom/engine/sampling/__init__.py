@@ -1,6 +1,6 @@
-"""Sampling: from logits to tokens, text and beams. Does not see pages, and of requests only what `SamplingRequest` names.
+"""Sampling: from logits to tokens, text and beams. Does not see pages; sees only the `SamplingRequest` part of a request.
 
-    params.py            SamplingParams: what a request asks for
+    params.py            SamplingParams: sampling parameters of a request
     sampler.py           Sampler: one token for each row of logits
     logit_processors.py  penalties, biases and masks
     noise.py             random noise that depends on the request's seed only

@@ -43,7 +43,7 @@ S = TypeVar("S", bound=Slot)
 
 @dataclass(frozen=True, slots=True)
 class Successor(Generic[S]):
-    """A beam that continues `slot` with one more token, of its `candidates`."""
+    """A beam that continues `slot` with one more token, which is one of its `candidates`."""
 
     slot: S
     token: int
@@ -52,7 +52,7 @@ class Successor(Generic[S]):
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """The slot's log-probabilities with this token's; empty if not requested."""
+        """The slot's log-probabilities, followed by this token's; empty if not requested."""
         wanted = self.slot.params.logprobs
         if wanted is None:
             return []
@@ -102,7 +102,7 @@ class BeamSearch(Generic[S]):
 
     @staticmethod
     def candidates_needed(width: int, ends: int) -> int:
-        """Return how many of a beam's most likely tokens to offer: enough that `width` of them finish nothing."""
+        """Return how many of a beam's most likely tokens to offer, so that at least `width` of them are not end tokens."""
         return width + max(width, ends)
 
     def offer(self, slot: S, candidates: TokenLogprobs) -> bool:

@@ -1,7 +1,7 @@
 """Tokens to text, one token at a time: whole characters, and stop texts that span tokens.
 
-tokens  … already decoded | context | new, maybe part of a character |
-text    … returned | held: may be the start of a stop text |
+tokens  … already decoded | context | new, maybe part of a character | text    … returned | waiting: may be the start
+of a stop text |
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ __all__ = ["Detokenizer", "TextStream"]
 CONTEXT = 6
 """Prompt tokens that are decoded with the first new one: some decoders drop a leading space."""
 CHARACTER_PARTS = 3
-"""Most tokens of a character besides its last: a character has up to four bytes."""
+"""Most tokens of a character before its last one: a character has up to four bytes."""
 MAX_HELD_TOKENS = 16
-"""Most tokens that wait for the rest of a character; longer runs are not a character."""
+"""Most tokens that wait for the rest of a character. A longer run is not a character, and is returned."""
 BROKEN = "\ufffd"
 
 
@@ -35,7 +35,7 @@ class Detokenizer:
             self._align(prompt)
 
     def _align(self, prompt: Sequence[int]) -> None:
-        """Start at a whole character of the prompt, and return an unfinished one once it is whole."""
+        """Start at a whole character of the prompt. If the prompt ends inside a character, return it once it is complete."""
         for left, extra in product(range(CHARACTER_PARTS + 1), range(CHARACTER_PARTS + 1)):
             ids = list(prompt[-CONTEXT - extra :])
             before = max(len(ids) - left, 0)
@@ -45,7 +45,7 @@ class Detokenizer:
                 return
 
     def add(self, token: int) -> str:
-        """Add a token and return the text that is now certain: empty while a character is incomplete."""
+        """Add a token. Return the text that cannot change any more; empty while a character is incomplete."""
         self._ids.append(token)
         text = self._decode(self._ids)
         if text.endswith(BROKEN) and len(self._ids) - self._before < MAX_HELD_TOKENS:
@@ -53,12 +53,12 @@ class Detokenizer:
         return self._advance(text)
 
     def add_all(self, tokens: Sequence[int]) -> str:
-        """Add the last tokens and return their text, with broken characters. Costs one decode."""
+        """Add the last tokens and return their text, incomplete characters included. Costs one decode."""
         self._ids += tokens
         return self.flush()
 
     def flush(self) -> str:
-        """Return the remaining text, with broken characters."""
+        """Return the remaining text, incomplete characters included."""
         return self._advance(self._decode(self._ids)) if len(self._ids) > self._before else ""
 
     def _advance(self, text: str) -> str:
@@ -78,9 +78,9 @@ class Detokenizer:
 
 
 class TextStream:
-    """An output's text as it grows, up to the first of `stops`, which is removed unless `include_stop`.
+    """The growing text of an output, up to the first of `stops`, which is removed unless `include_stop`.
 
-    `take` returns text that can no longer change; a possible start of a stop text is held back."""
+    `take` returns text that cannot change any more. Text that may be the start of a stop text waits."""
 
     __slots__ = ("_detokenizer", "_held", "_include", "_parts", "_stops", "_taken", "stopped")
 
@@ -109,7 +109,7 @@ class TextStream:
         return self._grow(self._detokenizer.add(token), may_stop)
 
     def finish(self, may_stop: bool = True) -> bool:
-        """End the text: nothing is held back any longer. Return whether the rest completed a stop text."""
+        """End the text and release what waits. Return whether the rest completed a stop text."""
         if self.stopped is None:
             self._grow(self._detokenizer.flush(), may_stop)
         self._parts.append(self._held)
@@ -117,7 +117,7 @@ class TextStream:
         return self.stopped is not None
 
     def take(self) -> str:
-        """Return the certain text since the last `take`."""
+        """Return the text that became final since the last `take`."""
         new = "".join(self._parts[self._taken :])
         self._taken = len(self._parts)
         return new
@@ -136,7 +136,7 @@ class TextStream:
         return bool(found)
 
     def _possible_stop(self, window: str) -> str:
-        """Return the longest end of `window` that a stop text could start with."""
+        """Return the longest end of `window` that may be the start of a stop text."""
         longest = max(map(len, self._stops), default=0)
         for size in range(min(longest - 1, len(window)), 0, -1):
             if any(len(stop) > size and stop.startswith(window[-size:]) for stop in self._stops):

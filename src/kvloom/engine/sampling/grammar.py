@@ -1,11 +1,12 @@
-"""Text of a given form: which tokens may come next, by a JSON schema, a regular expression or a grammar.
+"""Structured output: the tokens that a JSON schema, a regular expression or a grammar allows next.
 
-    Grammars (a tokenizer) ── begin ──▶ Grammar: queued, compiling, ready or failed ── start ──▶ GrammarState
-                                                       GrammarState: advance, fork; collect ──▶ fill: one bit a token
+    Grammars (one tokenizer) ── begin ──▶ Grammar: queued, compiling, ready or failed ── start ──▶ GrammarState
+                                                GrammarState: advance, fork; collect ──▶ fill: masks, one bit a token
 
-llguidance (the extra "grammar") does the work, and does it in other processes (grammar_process.py): a small grammar can take
-minutes and gigabytes. A grammar that exceeds a limit loses its process and fails with a reason; nothing else waits for it.
-This file knows neither logits nor requests.
+llguidance (the extra "grammar") compiles grammars and computes masks. It runs in other processes
+(grammar_process.py), because a small grammar can take minutes and gigabytes. A grammar that exceeds a limit fails
+with a reason, and its process is killed; other requests do not wait for it. This file does not see logits or
+requests.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ from .params import StructureKind
 __all__ = ["Grammar", "GrammarBusyError", "GrammarLimits", "GrammarState", "Grammars", "collect", "fill"]
 
 FAST_COMPILES = 2
-"""Grammars that compile at once, at the engine's own priority."""
+"""Most grammars that compile at the same time at the engine's own priority."""
 FAST_SECONDS = 0.5
-"""After so long a compilation makes place for the next one and goes on at the lowest priority."""
+"""A compilation that takes longer continues at the lowest priority, and the next one starts."""
 SLOW_COMPILES = 4
-"""Compilations that may go on so; one more is refused."""
+"""Most compilations that continue at the lowest priority. One more is refused."""
 LATE_SECONDS = 0.1
-"""After so long a mask is computed at the lowest priority."""
+"""A mask that takes longer is computed at the lowest priority."""
 PROCESS_BYTES = 4 << 20
-"""What a process takes beside its grammar."""
+"""Bytes of a process besides its grammar."""
 MOST_GRAMMARS = 512
-"""Processes at once. Those without a request end first, the least recently used one first."""
+"""Most processes at a time. Grammars without a request end first, the least recently used one first."""
 UNUSED_SECONDS = 1.0
-"""How long a grammar without a request stays: its request may be about to start."""
+"""Seconds that an unused grammar stays compiled: its request may be about to start."""
 TOTAL_MEMORY = 8
-"""All grammars together may take so many times the memory of one."""
+"""Memory limit of all grammars together, as a multiple of the limit of one."""
 QUEUE_SECONDS = 30.0
 START_SECONDS = 120.0
 MOST_REFUSED = 1024
-"""Grammars that failed and are refused at once when they come again."""
+"""Number of remembered failures: a grammar that failed is refused at once the next time."""
 QUIET = {
     "MALLOC_ARENA_MAX": "2",
     "RAYON_NUM_THREADS": "1",
@@ -71,8 +72,9 @@ class GrammarBusyError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """What one grammar may take: CPU `seconds` to compile and for each step's masks, and bytes of `memory`. `waiting` grammars
-    may wait to be compiled, a quarter of them from one tenant."""
+    """Limits of one grammar: CPU `seconds` to compile it and for the masks of each step, and bytes of `memory`.
+
+    At most `waiting` grammars may wait to be compiled, at most a quarter of them from one tenant."""
 
     seconds: float = 2.0
     memory: int = 256 << 20
@@ -84,17 +86,19 @@ class GrammarLimits:
         if self.memory < 1 << 24:
             raise ValueError(f"grammar_memory {self.memory:,} must be at least 16 MiB ({1 << 24:,} bytes)")
         if self.waiting < 1:
-            raise ValueError(f"waiting {self.waiting} must be at least 1")
+            raise ValueError(f"GrammarLimits.waiting {self.waiting} must be at least 1")
 
     @property
     def wall(self) -> float:
-        """Seconds by the clock after which a process that has not answered is killed: it may get little of a CPU."""
+        """Wall-clock seconds after which a process without an answer is killed. More than `seconds`: the CPU may be busy."""
         return 5 * self.seconds + 5
 
 
 class GrammarState:
-    """Where one text stands in its grammar. Not thread safe. After `advance` the next mask is `pending` until its process
-    answers: `collect` waits for several, every other property and method waits for this one."""
+    """The position of one output in its grammar. Not thread safe.
+
+    After `advance`, the next mask is `pending` until the grammar's process has computed it. `collect` waits for the
+    masks of several states; every other property and method waits for this one."""
 
     __slots__ = ("__weakref__", "_accepts", "_done", "_error", "grammar", "key", "mask", "pending")
 
@@ -110,8 +114,9 @@ class GrammarState:
         self.grammar.forget(self.key)
 
     def advance(self, token: int) -> bool:
-        """Take in the next token; False where the grammar does not allow it, and then for ever. Does not wait for the mask
-        that follows."""
+        """Advance by one token. Returns False if the grammar does not allow it; then the state has failed for good.
+
+        Does not wait for the next mask."""
         self._settle()
         if not self.error and not self._allows(token):
             self._error = (
@@ -125,28 +130,27 @@ class GrammarState:
 
     @property
     def error(self) -> str:
-        """Why no text of this grammar goes on from here; empty while one does."""
+        """Why no token is allowed any more; empty if the output can continue."""
         self._settle()
         return self._error or self.grammar.error
 
     @property
     def failed(self) -> bool:
-        """No text of this grammar goes on from here: a token was not allowed, none of the vocabulary is, or the grammar
-        exceeded a limit."""
+        """Whether the output cannot continue: a token was refused, no token is allowed, or the grammar exceeded a limit."""
         return bool(self.error)
 
     @property
     def done(self) -> bool:
-        """Nothing but the end can follow, or nothing at all."""
+        """Whether no token except end-of-sequence is allowed."""
         return self.failed or self._done
 
     @property
     def accepts(self) -> bool:
-        """The text could end here."""
+        """Whether the output is complete and may end here."""
         return not self.failed and self._accepts
 
     def fork(self) -> GrammarState:
-        """A second state that goes its own way from here."""
+        """Return an independent copy of this state."""
         self._settle()
         other = GrammarState(self.grammar, self.grammar.next_key(), self.mask, self._done, self._accepts)
         other._error = self._error
@@ -154,7 +158,7 @@ class GrammarState:
         return other
 
     def answer(self, error: str, done: bool, accepts: bool, mask: npt.NDArray[np.int32]) -> None:
-        """The process computed what follows the last token."""
+        """Store the process's answer: the mask after the last token, and whether the output may or must end."""
         self.pending = False
         self.mask, self._error, self._done, self._accepts = mask, error, done, accepts
 
@@ -168,28 +172,28 @@ class GrammarState:
 
 
 class Grammar:
-    """A form and the process that compiles it. `ready`: it has compiled, or failed with an `error`. `start` is cheap."""
+    """A compiled grammar and its process. `ready`: it is compiled, or it failed with an `error`. `start` is cheap."""
 
     def __init__(
         self, grammars: Grammars, kind: StructureKind, text: str, digest: bytes, tenant: str
     ) -> None:
         self.grammars, self.kind, self.digest, self.tenant = grammars, kind, digest, tenant
         self.text: str | None = text
-        """What is to be compiled, until a process has it."""
+        """The source, until a process receives it."""
         self.ready = False
         self.error = ""
         self.busy = False
-        """Whether it failed because others took what it needed: it may be tried again."""
+        """Whether it failed because others used the memory or the processes: it may succeed later."""
         self.users = 0
         self.bytes = PROCESS_BYTES
         self.link: socket.socket | None = None
         self.buffer, self.unsent = bytearray(), bytearray()
         self.sent: deque[tuple[float, list[GrammarState]]] = deque()
-        """Frames that are not answered: when they went, and whose masks they asked for."""
+        """Frames without an answer: the time of sending, and the states whose masks they request."""
         self.late = False
         self.key = -1
         self.queued = self.wanted = time.monotonic()
-        """When it was asked for first, and last, or became ready."""
+        """`queued`: time of the first request for it. `wanted`: time of the last one, or when it became ready."""
         self._operations: list[list[Any]] = []
         self._asking: list[GrammarState] = []
         self._dropped: list[int] = []
@@ -197,13 +201,13 @@ class Grammar:
         self._count = 0
 
     def start(self) -> GrammarState:
-        """A state before the first token. Raises ValueError where the grammar failed."""
+        """Return a state before the first token. Raises ValueError if the grammar failed."""
         self.check()
         assert self._first is not None
         return GrammarState(self, self.next_key(), *self._first)
 
     def check(self) -> None:
-        """Raise what went wrong, if anything did."""
+        """Raise ValueError if the grammar failed; GrammarBusyError if it may succeed later."""
         if self.error:
             raise (GrammarBusyError if self.busy else ValueError)(self.error)
 
@@ -212,18 +216,18 @@ class Grammar:
         return self._count
 
     def post(self, operation: list[Any], asking: GrammarState | None) -> None:
-        """Queue an operation; `flush` sends all at once."""
+        """Queue an operation; `flush` sends all queued operations in one frame."""
         self._operations.append(operation)
         if asking is not None:
             self._asking.append(asking)
 
     def forget(self, key: int) -> None:
-        """A state is gone. Sends nothing: may run wherever the collector does."""
+        """Queue the removal of a state. Sends nothing, because the garbage collector may call it at any time."""
         self.users -= 1
         self._dropped.append(key)
 
     def flush(self) -> None:
-        """Send what was queued. Does not block."""
+        """Send the queued operations. Does not block."""
         if not self._operations and (self.sent or not self._dropped or not self.ready):
             return
         operations = [*self._operations, *(["d", key] for key in self._dropped)]
@@ -232,14 +236,14 @@ class Grammar:
             self.send({"do": operations}, asking)
 
     def send(self, asked: dict[str, Any], asking: list[GrammarState]) -> None:
-        """Send a frame, as far as the socket takes it; `write` sends the rest."""
-        said = json.dumps(asked).encode()
+        """Send a frame. `write` sends later what the socket does not accept now."""
+        body = json.dumps(asked).encode()
         self.sent.append((time.monotonic(), asking))
-        self.unsent += FRAME.pack(len(said), 0) + said
+        self.unsent += FRAME.pack(len(body), 0) + body
         self.write()
 
     def write(self) -> None:
-        """Send what the socket takes of what is left. Does not block."""
+        """Send queued bytes until the socket is full. Does not block."""
         assert self.link is not None
         try:
             while self.unsent:
@@ -250,7 +254,7 @@ class Grammar:
             self.unsent.clear()  # the process has ended, and its parent reports why
 
     def receive(self) -> bool:
-        """Read what has come; False where the process closed its end."""
+        """Read and apply the answers that have arrived. Returns False if the process closed the socket."""
         assert self.link is not None
         open_ = False
         try:
@@ -265,14 +269,14 @@ class Grammar:
             end = FRAME.size + length + masks
             if len(self.buffer) < end:
                 break
-            told = json.loads(self.buffer[FRAME.size : FRAME.size + length])
+            reply = json.loads(self.buffer[FRAME.size : FRAME.size + length])
             data = np.frombuffer(bytes(self.buffer[FRAME.size + length : end]), np.int32)
             del self.buffer[:end]
-            self._take(told, data)
+            self._take(reply, data)
         return open_
 
     def fail(self, why: str, busy: bool = False) -> None:
-        """Nothing more comes of it: each state that waits has its answer."""
+        """Fail the grammar with the reason `why`. No state waits for it any more."""
         self.ready, self.text = True, None
         self.error, self.busy = self.error or why, busy
         waiting = [*self._asking, *(state for _, asking in self.sent for state in asking)]
@@ -288,26 +292,27 @@ class Grammar:
             self.link.close()
             self.link = None
 
-    def _take(self, told: dict[str, Any], data: npt.NDArray[np.int32]) -> None:
+    def _take(self, reply: dict[str, Any], data: npt.NDArray[np.int32]) -> None:
         _, asking = self.sent.popleft()
-        self.bytes = PROCESS_BYTES + told["bytes"]
-        masks = data.reshape(len(told["about"]), -1) if told["about"] else data
+        self.bytes = PROCESS_BYTES + reply["bytes"]
+        masks = data.reshape(len(reply["about"]), -1) if reply["about"] else data
         if not self.ready:
-            if told["error"]:
-                self.fail(f"{self.kind}: {told['error']}")
+            if reply["error"]:
+                self.fail(f"{self.kind}: {reply['error']}")
                 return
-            _, done, accepts = told["about"][0]
+            _, done, accepts = reply["about"][0]
             self._first, self.ready = (masks[0], done, accepts), True
             self.wanted = time.monotonic()
             return
-        for state, about, mask in zip(asking, told["about"], masks, strict=True):
+        for state, about, mask in zip(asking, reply["about"], masks, strict=True):
             error, done, accepts = about
             state.answer(error, done, accepts, mask)
 
 
 class Grammars:
-    """The grammars of one tokenizer (a fast Hugging Face one). `eos` are the tokens that end a text. A process starts with
-    the first grammar. Not thread safe."""
+    """The grammars of one tokenizer, which must be a fast Hugging Face one. Not thread safe.
+
+    `eos` are the end-of-sequence tokens. The first grammar starts the processes."""
 
     def __init__(self, tokenizer: Any, eos: Iterable[int] = (), limits: GrammarLimits | None = None) -> None:
         try:
@@ -332,8 +337,9 @@ class Grammars:
         self._count = 0
 
     def compile(self, kind: StructureKind, text: str) -> Grammar:
-        """The form that `text` describes, cached for the next time. Waits until it is compiled. Raises ValueError where it
-        makes no sense, asks for what the library cannot hold a text to, or exceeds a limit."""
+        """Return the compiled grammar of `text`, cached for later requests. Waits until it is compiled.
+
+        Raises ValueError if the text is invalid, uses a feature that the library cannot enforce, or exceeds a limit."""
         grammar = self.begin(kind, text)
         while not grammar.ready:
             self.poll(None)
@@ -341,7 +347,9 @@ class Grammars:
         return grammar
 
     def begin(self, kind: StructureKind, text: str, tenant: str = "") -> Grammar:
-        """As `compile`, without waiting: `poll` until the grammar is ready. Raises GrammarBusyError where too many wait."""
+        """Like `compile`, but does not wait: call `poll` until the grammar is ready.
+
+        Raises GrammarBusyError if too many grammars wait."""
         digest = hashlib.sha256(f"{kind}:{text}".encode("utf-8", "surrogatepass")).digest()
         found = self._known.get(digest)
         if found is not None and not found.busy:
@@ -356,8 +364,8 @@ class Grammars:
         most = max(1, self.limits.waiting // 4)
         if waiting >= self.limits.waiting or mine >= most:
             raise GrammarBusyError(
-                f"{kind}: {waiting} grammars wait to be compiled, {mine} of them of this tenant; "
-                f"{self.limits.waiting} and {most} may: send it again later"
+                f"{kind}: {waiting} grammars wait to be compiled, {mine} of them of this tenant; the limits are "
+                f"{self.limits.waiting} and {most}: send it again later"
             )
         grammar = self._known[digest] = Grammar(self, kind, text, digest, tenant)
         self._queues.setdefault(tenant, deque()).append(grammar)
@@ -365,8 +373,9 @@ class Grammars:
         return grammar
 
     def poll(self, seconds: float | None = 0.0) -> None:
-        """Send what is queued, take in what has come, end what exceeds a limit. Waits so long for something to come; None:
-        until the next limit could be exceeded."""
+        """Send queued operations, read answers, and fail grammars that exceed a limit.
+
+        Waits up to `seconds` for an answer; None: until a limit could be exceeded."""
         for grammar in list(self._live.values()):
             grammar.flush()
         if self._parent is not None:
@@ -380,23 +389,23 @@ class Grammars:
                 more = one is not None and one.unsent
                 asked.register(fd, select.POLLIN | select.POLLOUT if more else select.POLLIN)
             for fd, _ in asked.poll(1000 * pause):
-                heard = by_fd[fd]
-                if heard is None:
-                    self._hear_parent()
+                sender = by_fd[fd]
+                if sender is None:
+                    self._read_parent()
                     continue
-                if heard.link is not None:
-                    heard.write()
-                if heard.link is not None and not heard.receive():
-                    heard.hang_up()  # its parent reports why
+                if sender.link is not None:
+                    sender.write()
+                if sender.link is not None and not sender.receive():
+                    sender.hang_up()  # the parent process reports the reason
         self._watch()
         self._begin_next()
 
     def close(self) -> None:
-        """End every process. States that are left fail."""
+        """Kill all processes. Remaining states fail."""
         self._lose_parent("the engine closed")
 
     def _lose_parent(self, why: str) -> None:
-        """End every process; every grammar fails, and the next one starts new processes."""
+        """Kill all processes and fail all grammars. The next grammar starts new processes."""
         parent, self._parent = self._parent, None
         for grammar in self._all():
             grammar.fail(f"{grammar.kind}: {why}", busy=True)
@@ -412,7 +421,7 @@ class Grammars:
         return [*queued, *self._live.values()]
 
     def _begin_next(self) -> None:
-        """Give queued grammars a process each, tenants in turn."""
+        """Start a process for each queued grammar, within the limits, tenants in turn."""
         self._fast = [grammar for grammar in self._fast if not grammar.ready]
         self._slow = [grammar for grammar in self._slow if not grammar.ready]
         while self._queues and len(self._fast) < FAST_COMPILES and self._make_place():
@@ -431,7 +440,7 @@ class Grammars:
             grammar.text = None
 
     def _make_place(self) -> bool:
-        """End grammars without a request while there are too many processes or too much memory; whether one more may come."""
+        """End unused grammars while there are too many processes or too much memory. Return whether one more may start."""
         now = time.monotonic()
         used = sum(grammar.bytes for grammar in self._live.values())
         most = TOTAL_MEMORY * self.limits.memory
@@ -446,7 +455,7 @@ class Grammars:
         return len(self._live) < MOST_GRAMMARS and used <= most
 
     def _watch(self) -> None:
-        """Hold grammars to the limits that their processes do not."""
+        """Fail grammars that exceed a limit of time or total memory. The operating system enforces the other limits."""
         now = time.monotonic()
         if self._parent is None:
             return
@@ -455,24 +464,24 @@ class Grammars:
                 grammar = queue.popleft()
                 self._known.pop(grammar.digest, None)
                 grammar.fail(
-                    f"{grammar.kind}: it waited {QUEUE_SECONDS:g} s for {len(self._live)} other grammars: send it again later",
+                    f"{grammar.kind}: it waited {QUEUE_SECONDS:g} s behind {len(self._live)} other grammars: send it again later",
                     busy=True,
                 )
         self._queues = OrderedDict((tenant, queue) for tenant, queue in self._queues.items() if queue)
-        if self._parent.words is None:  # the tokenizer loads, and its time does not count
+        if self._parent.words is None:  # the tokenizer is loading: this time does not count
             if now > self._parent.ready_at + START_SECONDS:
                 self._lose_parent(f"the tokenizer for grammars has not loaded within {START_SECONDS:g} s")
             return
         for grammar in list(self._live.values()):
             waited = now - max(grammar.sent[0][0], self._parent.ready_at) if grammar.sent else 0.0
             if waited > self.limits.wall:
-                self._end(grammar, f"it has no answer after {waited:.0f} s; {self._said()}")
+                self._end(grammar, f"its process has not answered for {waited:.0f} s; {self._limits_text()}")
             elif not grammar.ready and waited > FAST_SECONDS and grammar in self._fast:
                 self._fast.remove(grammar)
                 if len(self._slow) >= SLOW_COMPILES:
                     self._end(
                         grammar,
-                        f"{SLOW_COMPILES} slow grammars compile already: send it again later",
+                        f"{SLOW_COMPILES} slow grammars are compiling: send it again later",
                         busy=True,
                     )
                 else:
@@ -484,7 +493,7 @@ class Grammars:
             if not self._make_place() and self._live:
                 largest = max(self._live.values(), key=lambda grammar: (not grammar.users, grammar.bytes))
                 self._end(
-                    largest, f"it takes {largest.bytes:,} bytes, and all grammars more than they may: send it again later", busy=True
+                    largest, f"it uses {largest.bytes:,} bytes, and all grammars together exceed their memory limit: send it again later", busy=True
                 )  # fmt: skip
 
     def _lower_priority(self, grammar: Grammar) -> None:
@@ -493,7 +502,7 @@ class Grammars:
             self._parent.command(b"N", grammar.key)
 
     def _end(self, grammar: Grammar, why: str, busy: bool = False) -> None:
-        """Kill a grammar's process; it fails."""
+        """Kill a grammar's process and fail the grammar."""
         if self._parent is not None:
             self._parent.command(b"K", grammar.key)
         self._lose(grammar, why, busy)
@@ -508,17 +517,17 @@ class Grammars:
             while len(self._refused) > MOST_REFUSED:
                 self._refused.popitem(last=False)
 
-    def _said(self) -> str:
+    def _limits_text(self) -> str:
         memory = f"{self.limits.memory / (1 << 20):,.0f} MiB"
         return (
             f"the limits are {self.limits.seconds:g} s of CPU time (--grammar-seconds) and {memory} (--grammar-memory): "
             "give a simpler one"
         )
 
-    def _hear_parent(self) -> None:
+    def _read_parent(self) -> None:
         assert self._parent is not None
         try:
-            news = self._parent.hear()
+            news = self._parent.read_exits()
         except ValueError as error:
             self._lose_parent(str(error))
             return
@@ -526,7 +535,7 @@ class Grammars:
             grammar = self._live.get(key)
             if grammar is not None:
                 if grammar.link is not None:
-                    grammar.receive()  # what it said last
+                    grammar.receive()  # the last answer before it ended
                 killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
                 self._lose(grammar, self._explained(status), busy=killed and not grammar.error)
 
@@ -534,23 +543,23 @@ class Grammars:
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
             if number == signal.SIGKILL:
-                return "the system killed its process, which happens where memory runs out: send it again"
+                return "the system killed its process, perhaps because memory ran out: send it again"
             if number == signal.SIGPROF:
-                return f"it needs more time than a grammar may take; {self._said()}"
+                return f"it exceeds the time limit; {self._limits_text()}"
             if number in (signal.SIGSEGV, signal.SIGBUS):
-                return f"it is nested too deeply, or broke the compiler (signal {number}); {self._said()}"
-        return f"it needs more memory than a grammar may take, or broke the compiler; {self._said()}"
+                return f"it is nested too deeply, or the compiler crashed (signal {number}); {self._limits_text()}"
+        return f"it exceeds the memory limit, or the compiler crashed; {self._limits_text()}"
 
 
 class _Parent:
-    """The process that has the tokenizer and forks one for each grammar."""
+    """The parent process: loads the tokenizer once, and forks a child for each grammar."""
 
     def __init__(self, tokenizer: Any, eos: tuple[int, ...], limits: GrammarLimits) -> None:
         ends = eos or (() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),))
         self.words: int | None = None
         self.pid = 0
         self.ready_at = time.monotonic()
-        """When the tokenizer was loaded; until then, when that began."""
+        """When the tokenizer was loaded; before that, when loading began."""
         self._buffer = bytearray()
         self.control, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as source:
@@ -574,9 +583,9 @@ class _Parent:
         self.close = weakref.finalize(self, _ended, self.control, process)
 
     def fork(self, key: int) -> socket.socket:
-        """A new child's socket."""
+        """Fork a child and return the socket to it."""
         ours, theirs = socket.socketpair()
-        with theirs, contextlib.suppress(OSError):  # where the parent is gone, `hear` says so
+        with theirs, contextlib.suppress(OSError):  # if the parent has ended, `read_exits` raises
             socket.send_fds(self.control, [COMMAND.pack(b"F", key)], [theirs.fileno()])
         ours.setblocking(False)
         return ours
@@ -585,8 +594,9 @@ class _Parent:
         with contextlib.suppress(OSError):
             self.control.sendall(COMMAND.pack(verb, key))
 
-    def hear(self) -> list[tuple[int, int]]:
-        """Children that ended, with their wait status. Raises ValueError where the parent has ended or cannot start."""
+    def read_exits(self) -> list[tuple[int, int]]:
+        """Return the children that ended, with their wait status. Raises ValueError if the parent has ended or cannot
+        start."""
         data = self.control.recv(1 << 16)
         self._buffer += data
         ended: list[tuple[int, int]] = []
@@ -617,7 +627,7 @@ def _ended(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def collect(states: Sequence[GrammarState], seconds: float) -> None:
-    """Wait up to so long until no state is pending."""
+    """Wait up to `seconds` until no state is pending."""
     deadline = time.monotonic() + seconds
     while late := [state for state in states if state.pending]:
         left = deadline - time.monotonic()
@@ -628,8 +638,9 @@ def collect(states: Sequence[GrammarState], seconds: float) -> None:
 
 
 def fill(states: Sequence[GrammarState]) -> npt.NDArray[np.int32]:
-    """Which tokens may come next: [states, words], bit i of word j for token 32 j + i. Waits for masks that are pending.
-    Where a state has failed, no bit is set."""
+    """Return the masks of the next tokens: [states, words], bit i of word j for token 32 j + i.
+
+    Waits for pending masks. A failed state has no bit set."""
     for state in states:
         _ = state.failed
     bits = np.zeros((len(states), max(len(state.mask) for state in states)), dtype=np.int32)

@@ -32,19 +32,20 @@ __all__ = ["COMMAND", "FRAME", "NEWS", "memory_used"]
 COMMAND = struct.Struct("<cq")
 """Engine to parent: F (fork; carries the child's socket), K (kill) or N (nice 19), and the child's key."""
 NEWS = struct.Struct("<cqi")
-"""Parent to engine: R (ready; words of a mask), X (cannot start; a text of that many bytes follows), or E (a child's key, and
-its wait status)."""
+"""Parent to engine: R (ready; words of a mask), X (cannot start; an error text of that many bytes follows), or E (the
+key of an ended child, and its wait status).
+"""
 FRAME = struct.Struct("<II")
-"""Before each frame of a child's socket: bytes of JSON, bytes of masks."""
+"""Header of each frame on a child's socket: bytes of JSON, bytes of masks."""
 
 ERROR_CHARACTERS = 2000
 PARALLEL_MASKS = 8
-"""From so many masks in one frame on, threads share the work."""
+"""Masks of one frame from which threads share the work."""
 THREADS = 4
 SHARED_LIMIT = 32
-"""So many states share the CPU limit of one; more get more."""
+"""Number of operations in a frame that one CPU limit covers; larger frames get proportionally more time."""
 JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Where spaces stand in JSON, unless a schema says otherwise: a small model that may put them anywhere puts nothing else."""
+"""Spaces in JSON, unless the schema sets them. With free spacing, a small model may generate nothing but spaces."""
 
 
 def memory_used() -> int:
@@ -57,8 +58,8 @@ def memory_used() -> int:
 
 
 def main(control_fd: int, source_fd: int) -> None:
-    """Load the tokenizer, then fork a child for each grammar until the engine closes its end."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the engine may drain; when it ends, so does this
+    """Load the tokenizer, then fork a child for each grammar until the engine closes the socket."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # it ends when the engine has drained
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
     with os.fdopen(source_fd, "rb") as file:
@@ -67,8 +68,8 @@ def main(control_fd: int, source_fd: int) -> None:
     try:
         tokenizer = _tokenizer(given["tokenizer"], given["eos"])
     except Exception as error:  # noqa: BLE001 - whatever the library raises is the answer
-        said = str(error).encode()
-        control.sendall(NEWS.pack(b"X", len(said), 0) + said)
+        body = str(error).encode()
+        control.sendall(NEWS.pack(b"X", len(body), 0) + body)
         return
     words = -(-tokenizer.vocab_size // 32)
     control.sendall(NEWS.pack(b"R", words, 0))
@@ -87,7 +88,7 @@ def _tokenizer(source: str, eos: list[int]) -> LLTokenizer:
 
 
 def _parent(control: socket.socket, serve: Callable[[socket.socket], None]) -> None:
-    """Do what the engine asks, and report children that ended."""
+    """Execute the engine's commands, and report children that ended."""
     wake, woken = socket.socketpair()
     for end in (wake, woken):
         end.setblocking(False)
@@ -113,7 +114,7 @@ def _parent(control: socket.socket, serve: Callable[[socket.socket], None]) -> N
                 if verb == b"F":
                     try:
                         pid = os.fork()
-                    except OSError:  # too many processes: as if the system had killed it
+                    except OSError:  # too many processes: report it like a kill by the system
                         os.close(fds[0])
                         control.sendall(NEWS.pack(b"E", key, signal.SIGKILL))
                         continue
@@ -142,7 +143,7 @@ def _parent(control: socket.socket, serve: Callable[[socket.socket], None]) -> N
 
 
 class _Child:
-    """One grammar, and the states of the texts that follow it."""
+    """A child process: one grammar, and one matcher for each state."""
 
     def __init__(
         self, link: socket.socket, tokenizer: LLTokenizer, words: int, seconds: float, memory: int
@@ -152,19 +153,19 @@ class _Child:
         self._states: dict[int, LLMatcher] = {}
         self._executor: LLExecutor | None = None
         quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 2)  # what a dying allocator prints; the status says it all
+        os.dup2(quiet, 2)  # drop the allocator's message before it aborts; the exit status is enough
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         self._base = memory_used()
         if self._base:
             resource.setrlimit(resource.RLIMIT_DATA, (self._base + memory, self._base + memory))
 
     def serve(self) -> None:
-        """Compile the first frame's grammar, then answer frames of operations until the other end closes."""
-        asked = self._receive()
-        if asked is None:
+        """Compile the grammar of the first frame, then answer frames of operations until the socket is closed."""
+        frame = self._receive()
+        if frame is None:
             return
         self._limit(self._seconds)
-        self._first, error = self._compiled(asked["kind"], asked["text"])
+        self._first, error = self._compiled(frame["kind"], frame["text"])
         masks = b""
         if not error:
             masks = self._masks([self._first])
@@ -172,14 +173,16 @@ class _Child:
         self._limit(0)
         about = [self._about(self._first)] if not error else []
         self._send({"error": error[:ERROR_CHARACTERS], "about": about, "bytes": self._grown()}, masks)
-        while not error and (asked := self._receive()) is not None:
-            self._limit(self._seconds * max(1.0, len(asked["do"]) / SHARED_LIMIT))
-            about, masks = self._operate(asked["do"])
+        while not error and (frame := self._receive()) is not None:
+            self._limit(self._seconds * max(1.0, len(frame["do"]) / SHARED_LIMIT))
+            about, masks = self._operate(frame["do"])
             self._limit(0)
             self._send({"about": about, "bytes": self._grown()}, masks)
 
     def _operate(self, operations: list[list[Any]]) -> tuple[list[list[Any]], bytes]:
-        """["a", state, token]: advance. ["c", state, other]: copy to a new state. ["d", state]: drop."""
+        """Apply operations; return the results and the masks of the states that advanced.
+
+        ["a", state, token]: advance. ["c", state, other]: copy to a new state. ["d", state]: drop."""
         moved = []
         for verb, key, *more in operations:
             if verb == "d":
@@ -201,7 +204,7 @@ class _Child:
         return [error[:ERROR_CHARACTERS], matcher.is_stopped(), not error and matcher.is_accepting()]
 
     def _masks(self, matchers: list[LLMatcher]) -> bytes:
-        """One bit a token for each matcher; none where it failed."""
+        """Return a mask for each matcher, one bit a token; no bit is set if it failed."""
         size = self._mask_bytes
         masks = (ctypes.c_char * (size * len(matchers)))()
         start = ctypes.addressof(masks)
@@ -225,7 +228,8 @@ class _Child:
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }
-        # The CPU limit is what bounds a mask: objects of several hundred optional properties exceed the library's defaults.
+        # The CPU limit bounds a mask, so the library's own limits are raised: objects with several hundred optional
+        # properties exceed them.
         limits = LLParserLimits(max_items_in_row=10_000, step_max_items=200_000, verbose_errors=False)
         try:
             matcher = LLMatcher(self._tokenizer, makers[kind](text), log_level=0, limits=limits)
@@ -234,7 +238,7 @@ class _Child:
         return matcher, matcher.get_error()
 
     def _limit(self, seconds: float) -> None:
-        """SIGPROF ends the process after so many CPU seconds of all its threads; 0: never."""
+        """Let SIGPROF end the process after `seconds` of CPU time of all its threads; 0: no limit."""
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
     def _grown(self) -> int:
@@ -253,9 +257,9 @@ class _Child:
             data += part
         return data
 
-    def _send(self, told: dict[str, Any], masks: bytes) -> None:
-        said = json.dumps(told).encode()
-        self._link.sendall(FRAME.pack(len(said), len(masks)) + said + masks)
+    def _send(self, reply: dict[str, Any], masks: bytes) -> None:
+        body = json.dumps(reply).encode()
+        self._link.sendall(FRAME.pack(len(body), len(masks)) + body + masks)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens by the model, computed on the device and read on the host."""
+"""Log-probabilities of tokens under the model, computed on the device and read on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Logprob", "Logprobs", "TokenLogprobs"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's log-probability, its rank (1: most likely), and its text where there is a tokenizer."""
+    """A token's log-probability, its rank (1: most likely), and its text if there is a tokenizer."""
 
     logprob: float
     rank: int
@@ -52,7 +52,7 @@ class Logprobs:
         )
 
     def to_host(self) -> Logprobs:
-        """Return a copy on the host, valid once the device has passed this point; `self` if it is there already."""
+        """Return a copy on the host, valid once the device has passed this point; `self` if it is on the host already."""
         if not self.values.is_cuda:
             return self
 

@@ -23,7 +23,7 @@ MASK = (1 << 64) - 1
 def row_words(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.int32]:
     """Return two words for each row ([rows, 2]) from its seed (any integer) and its number of sampled tokens."""
     state = np.array([seed & MASK for seed in seeds], dtype=np.uint64)
-    # A seed of zero must change; the second word is a factor, so it must be odd.
+    # A seed of zero must have an effect; the second word is a factor, so it must be odd.
     state = _mix64(_mix64(state + GOLDEN) + np.array(counts, dtype=np.uint64) * GOLDEN)
     words = np.stack([state >> np.uint64(32), state | np.uint64(1)], 1)
     return words.astype(np.uint32).view(np.int32)
@@ -38,13 +38,13 @@ def index_words(vocabulary: int, device: torch.device) -> torch.Tensor:
 def gumbel(rows: torch.Tensor, indexes: torch.Tensor) -> torch.Tensor:
     """Return finite Gumbel noise ([rows, indexes], float32) from `row_words` and `index_words`.
 
-    `indexes` are the same for all rows, or one row of them for each."""
+    `indexes` is one row for all, or one for each."""
     words = (indexes ^ rows[:, :1]).mul_(rows[:, 1:])  # int32 products wrap
     for shift, factor in ((16, 0x7FEB352D), (15, 0x2C1B3C6D)):
         words ^= (words >> shift).bitwise_and_((1 << (32 - shift)) - 1)
         words *= factor
     words ^= (words >> 16).bitwise_and_(0xFFFF)
-    # 31 bits, small values with full precision: the largest noise comes from them.
+    # 31 bits; small values have full precision, because the largest noise comes from them.
     share = words.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return share.neg_().log1p_().neg_().log_().neg_()
 

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, in the field's words. Data and checks; the sampler applies them."""
+"""Sampling parameters of a request, named as in vLLM and the OpenAI API. Data and checks; the sampler applies them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ INTEGERS = (
 """Parameters that are integers, or None."""
 
 Finish = Literal["stop", "length", "cancelled", "no_room", "grammar"]
-"""Why a request finished. "no_room": the pool cannot hold it even alone.
+"""Why a request finished. "no_room": the whole pool is too small for it.
 
-"grammar": the grammar allows no token of the vocabulary, or exceeds its limits of time or memory."""
+"grammar": the grammar allows no token of the vocabulary, or exceeds its limits of time or memory.
+"""
 
 StructureKind = Literal["json_schema", "regex", "grammar"]
 

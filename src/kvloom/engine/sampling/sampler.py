@@ -35,11 +35,13 @@ from .params import SamplingParams
 __all__ = ["SampledTokens", "Sampler", "SamplingRequest"]
 
 WIDTHS = (64, 256, 1024)
-"""How many of the most likely tokens are sorted, for a `top_k` of up to half of them: ties with the last one fit too."""
+"""How many of the most likely tokens are sorted. The smallest that is at least twice `top_k` is used, so ties with the
+last fit.
+"""
 
 
 class SamplingRequest(Protocol):
-    """A request, as far as the sampler reads and writes it."""
+    """The part of a request that the sampler reads and writes."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -63,14 +65,14 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Rows that are sampled alike: from the `width` most likely tokens, or from all without sorting (None).
+    """Rows that are sampled in the same way: from the `width` most likely tokens, or from all without sorting (None).
 
-    A row's own parameters determine its draw, so that sums round the same in any batch."""
+    A row's own parameters determine its draw, so sums round the same way in any batch."""
 
     width: int | None
     places: list[int]
     rows: torch.Tensor | None  # None: all
-    temperature: torch.Tensor  # this and the next: [rows, 1]
+    temperature: torch.Tensor  # this and the next two: [rows, 1]
     k: torch.Tensor
     p: torch.Tensor
     min_p: torch.Tensor | None  # logarithms
@@ -78,7 +80,7 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a set of requests needs in every step."""
+    """The tensors and rows that a set of requests needs in every step."""
 
     requests: list[SamplingRequest]
     vocabulary: int
@@ -205,7 +207,7 @@ def _floor(ordered: torch.Tensor, draw: _Draw) -> torch.Tensor:
     """Return the least logit of a row that may be sampled ([rows, 1]), from sorted logits. Ties may be sampled too."""
     outside = torch.arange(ordered.shape[1], device=ordered.device) >= draw.k
     share = ordered.masked_fill(outside, -math.inf).softmax(-1)
-    before = share.cumsum(-1) - share  # the first token beyond top_p stays
+    before = share.cumsum(-1) - share  # the token that crosses top_p stays
     kept = ((before < draw.p) & ~outside).sum(-1, keepdim=True).clamp_(min=1)
     floor = ordered.gather(1, kept - 1)
     return floor if draw.min_p is None else torch.maximum(floor, ordered[:, :1] + draw.min_p)

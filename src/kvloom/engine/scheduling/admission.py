@@ -1,11 +1,12 @@
-"""Admission: whether a request fits the pool beside the projected growth of running requests.
+"""Admission: whether a request fits the pool, given the projected growth of running requests.
 
     pool  >=  pages in use and missing for prompts  +  growth of all until a time  -  pages of requests finished before it
 
 must hold at every time at which a running request is expected to finish.
 
-Admission by free room alone is worse: when pages run out, a request is preempted and recomputes. The length of an output is
-unknown: it is estimated from recent outputs, within the limit. Where the estimate is too low, the scheduler preempts.
+Admission by free pages alone is worse: when pages run out, a request is preempted and recomputes. The length of an
+output is unknown, so it is estimated from recent outputs, within the request's limit. If the estimate is too low, the
+scheduler preempts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MEMORY = 32
 """Number of recent outputs in the estimate."""
 HAVE, END, _, LEFT = range(4)
 LAG = 2
-"""Steps after its last in which a finished request may still hold its pages."""
+"""Number of steps after its last one in which a finished request may still use its pages."""
 
 
 class Admission:
@@ -59,10 +60,10 @@ class Admission:
         running: Iterable[Request],
         loading: Iterable[tuple[Request, int]] = (),
     ) -> bool:
-        """Return whether a request with `cached` tokens fits beside the running ones and those that are `loading`.
+        """Return whether a request with `cached` tokens fits beside the running requests and the `loading` ones.
 
-        `loading` names requests and the tokens they have reserved pages for. Costs about 20 µs if all fit at their ends, else 200 µs;
-        the first call of a step adds 1 µs for each running request."""
+        `loading` has requests, and the tokens for which they have reserved pages. Costs about 20 µs if the pool holds
+        all requests at their full lengths, else 200 µs. The first call of a step adds 1 µs for each running request."""
         if self._courses is None:
             self._courses, self._promised, self._lacked = self._courses_of(
                 [*self._pages_of(running), *((one, have, 0) for one, have in loading)]
@@ -76,8 +77,9 @@ class Admission:
         have, ends, shared, left = courses[:, np.argsort(courses[LEFT])]
         more, kept = self._pages(have, ends), self._pages(shared, have) + self._states
         rates, alive = more / left, len(left) - np.arange(len(left))
-        # When the k-th request finishes: the first k are fully grown, the others have grown as long, by blocks. Requests that
-        # finished before it are gone, except within the last LAG steps.
+        # When the k-th request finishes, the first k have all their tokens; the others have grown for as long, in
+        # blocks.
+        # Requests that finished earlier have released their pages, except those of the last LAG steps.
         grown = (
             more.cumsum(1) + left * (rates.sum(1, keepdims=True) - rates.cumsum(1)) + self._block * alive / 2
         )
@@ -93,15 +95,17 @@ class Admission:
             self._promised, self._lacked = self._promised + promised, self._lacked + lacked
 
     def _pages_of(self, running: Iterable[Request]) -> list[tuple[Request, int, int]]:
-        """Return running requests, the tokens that each has pages for, and its cached tokens."""
+        """Return running requests, the tokens for which each has pages, and its cached tokens."""
         some = [(request, request.sequence) for request in running if request.sequence is not None]
         have = self._cache.reserved_blocks[[sequence.row for _, sequence in some]] * self._cache.block_tokens
         return [(one, n, sequence.resumed) for (one, sequence), n in zip(some, have.tolist(), strict=True)]
 
     def _courses_of(self, requests: list[tuple[Request, int, int]]) -> tuple[Ints, Ints, Ints]:
-        """Return courses ([4, requests], tokens), pages until the ends by class, and pages that prompts lack now.
+        """Return the projected growth of requests ([4, requests]), the pages they still add by class, and the pages that
+        prompts lack now.
 
-        A course: tokens with pages once the prompt is computed, expected end, cached tokens that may be shared, tokens to decode."""
+        The four rows, in tokens: length once the prompt is computed, expected final length, cached tokens that may be
+        shared, tokens left to decode."""
         rest = []
         for request, have, found in requests:
             size, end = len(request.tokens), self.end_of(request)
@@ -111,17 +115,18 @@ class Admission:
         return np.stack((sizes, ends, shared, left)), taken, lacked
 
     def _fits(self, pages: Ints) -> bool:
-        """Return whether the pool holds so many pages of each class ([classes, times]) at every time."""
+        """Return whether the pool has enough slabs for `pages` of each class ([classes, times]) at every time."""
         slabs = (-(-pages // self._per_slab)).sum(0)
         return int(slabs.max()) <= self._cache.usable_slabs
 
     def end_of(self, request: Request) -> int:
-        """Return the expected number of tokens at the end of a request."""
+        """Return the expected final length of a request in tokens."""
         sampled = request.sampled_tokens
         return min(request.limit, len(request.prompt) + max(int(self._typical), sampled + sampled // 4 + 1))
 
     def _pages(self, first: Ints, ends: Ints) -> Ints:
-        """Return the pages of each class ([classes, requests]) for growth from `first` to `ends` tokens. Windows count at their widest."""
+        """Return the pages of each class ([classes, requests]) that growth from `first` to `ends` tokens needs. Windows
+        count as full."""
         block, total = self._cache.block_tokens, np.zeros((len(self._per_slab), len(ends)), np.int64)
         more = -(-ends // block) - -(-first // block)
         for group in self._cache.layout.of("token"):

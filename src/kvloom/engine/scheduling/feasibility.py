@@ -17,7 +17,7 @@ __all__ = ["Feasibility"]
 
 
 class Feasibility:
-    """The most room that a request needs in one pool, in steps of up to `token_budget` prompt tokens."""
+    """The largest memory that a request needs in one pool, in steps of up to `token_budget` prompt tokens."""
 
     def __init__(self, cache: KVCache, token_budget: int) -> None:
         self.cache, self.token_budget = cache, token_budget
@@ -43,7 +43,7 @@ class Feasibility:
             )
 
     def _slabs_of(self, request: Request) -> int:
-        """Return the most slabs of a request: at its end, or while it computes its largest image."""
+        """Return the largest number of slabs that a request uses: at its end, or while it computes its largest image."""
         slabs = self._slabs_for(request.limit)
         if request.images is None:
             return slabs
@@ -55,7 +55,7 @@ class Feasibility:
         return max(slabs, self._slabs_for(length) + image_slabs)
 
     def _bytes_of(self, request: Request) -> int:
-        """Return the most bytes of a request's pages."""
+        """Return the largest number of bytes that a request's pages use."""
         layout, classes = self.cache.layout, self.cache.inspect.size_classes
         pages = self._pages_for(request.limit)
         each = [count * (layout.slab_bytes / cls.per_slab) for cls, count in zip(classes, pages, strict=True)]
@@ -64,9 +64,10 @@ class Feasibility:
         return max(needed, layout.slab_bytes_for(length, media)) if media else needed
 
     def _image_peak(self, request: Request) -> tuple[int, list[int]]:
-        """Return the length at which a request holds the most image pages, and the tokens of those images.
+        """Return the length at which a request uses the most image pages, and the tokens of those images.
 
-        All images at the end of the request if their pages outlive the prompt; otherwise the largest, while it is computed."""
+        If image pages outlive the prompt, these are all images at the end of the request; otherwise the largest one,
+        while it is computed."""
         images = request.images
         if images is None:
             return 0, []
@@ -75,7 +76,8 @@ class Feasibility:
         return images.media[-1].stop, [max(item.tokens for item in images.media)]
 
     def _most_slabs(self, length: int) -> int:
-        """Return the most slabs of a sequence on its way to `length` tokens. Costs milliseconds with windows."""
+        """Return the largest number of slabs of a sequence while it grows to `length` tokens. Costs milliseconds with
+        windows."""
         pages = self._pages_for(length)
         slabs = [
             -(-count // cls.per_slab)
@@ -86,7 +88,7 @@ class Feasibility:
     def _pages_for(self, length: int) -> list[npt.NDArray[np.int64]]:
         """Return the pages of each class at every length up to `length`; without windows, at `length` only.
 
-        Windows are widest before the end."""
+        With windows, a sequence may use the most pages before its end."""
         layout = self.cache.layout
         windowed = any(group.spec.visibility.windowed for group in layout.of("token"))
         ends = np.arange(1 if windowed else length, length + 1)

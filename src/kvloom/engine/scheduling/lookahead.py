@@ -1,4 +1,4 @@
-"""Lookahead: protects cached pages of queued requests, and requests checkpoints where they will resume.
+"""Lookahead: protects cached pages of queued requests, and takes checkpoints where they will resume.
 
 Reads the waiting queue and calls the cache; does not admit requests.
 """
@@ -18,11 +18,11 @@ __all__ = ["Lookahead"]
 MAX_PROTECTED = 256
 """Next requests in the queue whose pages are protected."""
 SHORT_SHARE = 16
-"""The pool is short of room if less than one slab in this many is free."""
+"""Pages are protected while less than this fraction (1 / SHORT_SHARE) of the slabs is free."""
 MAX_COMPARED = 16
 """Next requests in the queue that are compared with a starting one, if resuming needs a checkpoint."""
 MAX_CHECKPOINTS = 4
-"""Most checkpoints that a prompt takes for queued requests: with states, each ends a step."""
+"""Most checkpoints that a prompt takes for queued requests: in models with states, each ends a step."""
 
 
 class Lookahead:
@@ -32,7 +32,7 @@ class Lookahead:
         self._cache, self._queue, self._match = cache, queue, match
 
     def protect_queued(self) -> None:
-        """Where the pool is short of room, make the cache evict pages of queued requests last."""
+        """If few slabs are free, make the cache evict pages of queued requests last."""
         if self._cache.free_slabs * SHORT_SHARE > self._cache.usable_slabs:
             return
         for request in self._queue.nearest(MAX_PROTECTED):
@@ -46,7 +46,7 @@ class Lookahead:
             request.queued_prefix = None
 
     def request_checkpoints(self, request: Request) -> None:
-        """Make a starting request take checkpoints where queued requests diverge from it.
+        """Make a starting request take checkpoints at the positions where queued requests diverge from it.
 
         Does nothing for models without windows and states, which resume anywhere."""
         sequence, cache = request.sequence, self._cache

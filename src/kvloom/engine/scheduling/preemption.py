@@ -1,4 +1,4 @@
-"""Preemption: chooses the running request that releases its pages when another needs room. The scheduler acts."""
+"""Preemption: chooses the running request that releases its pages when another needs them. The scheduler preempts it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def choose_victim(
 ) -> Request | None:
     """Return the running request to preempt so that `request` gets pages for `count` tokens; None if there is none.
 
-    Candidates have no work in this step. Of the same tenant: requests of lower rank, and parked ones. Of other tenants, unless
-    the tenant's own quota is short: requests of tenants above their share that arrived later, or are parked.
+    Requests with work in this step are never chosen. Candidates of the same tenant have a lower rank, or are parked
+    beams. Candidates of other tenants are above their share, and arrived later or are parked. If the tenant's own
+    quota is short, only its own requests are candidates.
 
-    `excess(request)` is how far a tenant is above its fair share of the pool. A tenant within its share preempts tenants above
-    theirs whatever their rank, the largest excess first."""
+    `excess(request)` is how far a tenant is above its fair share of the pool. A tenant within its share preempts
+    tenants above theirs, the largest excess first, whatever the ranks."""
     assert request.sequence is not None
     busy = {id(other) for other, _ in picked} | {id(request)}
     others = [r for r in running if id(r) not in busy]

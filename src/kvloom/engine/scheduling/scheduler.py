@@ -1,13 +1,13 @@
 """The scheduler: picks the tokens of each step. Every decode, then chunks of prompts, within a token budget.
 
-    waiting   by rank; admitted within the budget, below `max_running`, and if projected growth leaves room
-    running   holds pages; where there is no room, the request of lowest rank is preempted and waits again
+    waiting   by rank; admitted within the budget, below `max_running`, and if the projected growth fits the pool
+    running   has pages; if pages run out, the request of lowest rank is preempted and waits again
 
-Tenants share steps, running places and pages fairly (see `waiting_queue.py`): requests of a tenant above its share are preempted
-for a waiting tenant below its share. A single tenant is not affected.
+Tenants share steps, running requests and pages fairly (see `waiting_queue.py`): requests of a tenant above its share
+are preempted for a waiting tenant below its share. A single tenant is not affected.
 
-A step may be scheduled while the previous one is in flight: its tokens count, and finished requests are left out. Preempted
-requests recompute; most of their blocks stay cached. Does not use the model.
+A step may be scheduled while the previous one is in flight: its tokens are counted, and finished requests are
+skipped. Preempted requests recompute, but most of their blocks stay cached. Does not use the model.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ __all__ = ["Scheduled", "Scheduler"]
 
 UNKNOWN = np.array([-1])
 MAX_ROOTS = 64
-"""Roots (tenants and adapters) up to which a miss is explained by other tenants: each costs a walk."""
+"""Largest number of roots (tenants and adapters) for which a miss is compared with other tenants: each costs a tree walk."""
 MAX_PROMPT_LOGPROBS = 256
 """Prompt tokens of a step with log-probabilities: each needs its own logits."""
 MAX_DEFERRED = 32
-"""Requests that a step defers because others compute their next block: each costs a match."""
+"""Most requests that a step defers because others compute their next block: each costs a match."""
 SHARED_STEPS = 4
-"""With several tenants, a step computes one part in this many of the token budget."""
+"""With several tenants, a step computes at most this fraction (1 / SHARED_STEPS) of the token budget."""
 MAX_PREEMPTED = 16
-"""Requests that a step preempts for other tenants, at most."""
+"""Most requests that a step preempts for other tenants."""
 
 
 class Scheduler:
-    """Schedules requests on one cache: up to `token_budget` prompt tokens a step beside one token of each decoding request.
+    """Schedules requests on one cache: up to `token_budget` prompt tokens a step, plus one token of each decoding
+    request.
 
-    Not thread safe: one owner adds, schedules and commits."""
+    Not thread safe: one thread adds, schedules and commits."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Scheduler:
         self.cache, self.token_budget, self.max_running = cache, token_budget, max_running
         self.running: list[Request] = []
         self.rejected: list[Request] = []
-        """Requests that finished without room, until the engine returns them."""
+        """Requests that finished because the pool is too small, until the engine returns them."""
         self.started_requests: list[Request] = []
         """Requests that got their first work in the last step."""
         self.decoding = 0
@@ -73,7 +74,7 @@ class Scheduler:
         self.offload = offload
         """Loads pages from tiers; None without tiers."""
         self.admission: Admission | None = Admission(cache)
-        """Projects the growth of running requests; None admits every request that has room now."""
+        """Projects the growth of running requests; None admits every request for which pages are free now."""
         self._queue = WaitingQueue(cache.inspect.accounts)
         self._several = len(cache.inspect.accounts) > 1
         self._shares: dict[TenantQueue, float] = {}  # of active tenants, if there are several
@@ -148,7 +149,7 @@ class Scheduler:
             budget = self._admit_waiting(budget, picked, places, next_blocks, empty, least)
         for request in prompts:
             if request.sequence is None:
-                continue  # preempted for a request before it
+                continue  # preempted for a request before it in this step
             until: int | None = None
             if self.offload is not None:
                 decision = self.offload.before_prefill(request)
@@ -179,11 +180,13 @@ class Scheduler:
         empty: bool,
         below: float = inf,
     ) -> int:
-        """Admit waiting requests within the budget, of tenants with less service than `below`. Return the rest of the budget.
+        """Admit waiting requests within the budget, from tenants with less service than `below`. Return the rest of the
+        budget.
 
-        Requests whose next block is computed or loaded by others (`next_blocks`) wait for it, so that no page is loaded twice."""
-        deferred: list[Request] = []  # queued again below, after an exception too
-        passed: set[TenantQueue] = set()  # tenants whose next request has no room
+        Requests whose next block is being computed or loaded by others (`next_blocks`) wait for it, so that no page
+        is loaded twice."""
+        deferred: list[Request] = []  # queued again at the end, also after an exception
+        passed: set[TenantQueue] = set()  # tenants whose next request lacks pages
         if self.admission is not None:
             self.admission.refresh()
         try:
@@ -214,7 +217,7 @@ class Scheduler:
                             self.admission.refresh()  # the projection includes it now
                         continue
                     if (picked or places) and decision.action is Action.NO_ROOM:
-                        # Computing needs as much room as loading: wait for a request to finish.
+                        # Computing needs as many pages as loading: wait for a request to finish.
                         if self._pass_over(waiting, passed, picked):
                             continue
                         break
@@ -223,7 +226,7 @@ class Scheduler:
                 if self.admission is not None and picked and not self._within_share(waiting):
                     coming = () if self.offload is None else self.offload.copying_requests()
                     if not self.admission.fits(waiting, match.resume, self.running, coming):
-                        # Running requests would be preempted for it sooner or later.
+                        # Otherwise running requests would soon be preempted for it.
                         if self._pass_over(waiting, passed, picked):
                             continue
                         break
@@ -238,8 +241,8 @@ class Scheduler:
                         self.admission.request_admitted(waiting)
                 elif self.running or picked or not empty or self._freeing:
                     if self.offload is not None and not picked:
-                        self.offload.publish_loaded()  # else requests behind it would keep their pages reserved
-                    # Preempted requests may hold pages until their copies are made.
+                        self.offload.publish_loaded()  # otherwise requests after it would keep their pages reserved
+                    # Preempted requests may retain pages until their copies are made.
                     if self._pass_over(waiting, passed, picked):
                         continue
                     break
@@ -278,7 +281,7 @@ class Scheduler:
             free = max(0, free - max(0, wanted))
 
     def _shared_budget(self, prompts: list[Request]) -> int:
-        """Return the prompt tokens of a step with several tenants: fewer, so that a new tenant waits for a short step.
+        """Return the prompt tokens of a step with several tenants. Shorter steps let a new tenant start sooner.
 
         An image that must stay whole may need a whole step."""
         heads = (tenant.heap[0][1] for tenant in self._queue.active() if tenant.heap)
@@ -304,7 +307,7 @@ class Scheduler:
         return max(1, int(self.max_running * self._shares[tenant]))
 
     def _excess(self, tenant: TenantQueue) -> float:
-        """Return the bytes that a tenant uses beyond its share of the pool; negative below it."""
+        """Return the bytes that a tenant uses beyond its share of the pool; negative if it uses less."""
         return tenant.account.in_use - self._shares.get(tenant, 1.0) * self._pool_bytes
 
     @property
@@ -329,9 +332,10 @@ class Scheduler:
         return (tenant.running + 1) * each <= self._shares.get(tenant, 1.0) * self._pool_bytes
 
     def _pass_over(self, request: Request, passed: set[TenantQueue], picked: list[Scheduled]) -> bool:
-        """Pass over a tenant without room in this step. Return whether other tenants are left.
+        """Skip a tenant for which no pages are free in this step. Return whether other tenants are left.
 
-        If the step has work, tenants above their share are passed over too, so that they do not take the pages that become free."""
+        If the step has work, also skips tenants above their share, so that they do not take the pages that become
+        free."""
         tenant = self._queue.tenant_queue(request)
         if not self._shares:
             return False
@@ -345,7 +349,7 @@ class Scheduler:
         return any(one not in passed for one in self._shares)
 
     def _is_copying(self, request: Request) -> bool:
-        """Return whether pages are reserved for a request: it takes them before it waits for others."""
+        """Return whether pages are reserved for a request: it gets them before it waits for others."""
         return self.offload is not None and self.offload.is_copying(request)
 
     @property
@@ -354,14 +358,15 @@ class Scheduler:
         return self.offload is not None and self.offload.is_retaining_pages
 
     def _prefetch(self) -> set[NextBlock | None]:
-        """Advance load jobs, and queue requests whose pages have arrived. Return the next blocks that others load."""
+        """Advance load jobs, and queue requests whose pages have arrived. Return the next blocks that other requests load."""
         if self.offload is None:
             return set()
         self.offload.poll()
         return self._queue.requeue_ready(self.offload.is_pending)
 
     def step_launched(self, work: Many[Scheduled]) -> None:
-        """Commit the known tokens of launched work. A request at the end of its tokens gets an in-flight one."""
+        """Commit the tokens of launched work that are on the host. A request at the end of its tokens gets an in-flight
+        one."""
         rows, tokens = [], []
         for request, part in work:
             count = len(part.tokens)
@@ -381,7 +386,7 @@ class Scheduler:
         self._commit(rows, tokens)
 
     def commit_tokens(self, requests: Many[Request], tokens: Many[int], after: Many[Scheduled]) -> None:
-        """Add a step's tokens to their requests, and commit what the step after it (`after`) computed of them."""
+        """Add a step's tokens to their requests. Commit those that the following step (`after`) has computed."""
         for request, token in zip(requests, tokens, strict=True):
             if request.finish_reason is None:
                 request.inflight_tokens -= 1
@@ -391,7 +396,8 @@ class Scheduler:
         self._commit([part.sequence.row for _, part in mine], [tokens[part.source] for _, part in mine])
 
     def discard_step(self, places: dict[int, int] | None = None) -> None:
-        """Discard a failed step: its requests wait, and recompute what is not cached. Their states may be ahead of their tokens."""
+        """Discard a failed step: its requests wait, and recompute what is not cached. Their states may be ahead of their
+        tokens."""
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
             request.sequence.control = replace(request.sequence.control, store=False)
@@ -414,7 +420,7 @@ class Scheduler:
                     self._release(one)
 
     def fork(self, request: Request, child: Request) -> None:
-        """Let `child` continue `request` on the same pages. Without a row, or room for states, it waits and recomputes."""
+        """Let `child` continue `request` on the same pages. If no row or state page is free, it waits and recomputes."""
         if request.sequence is not None and len(self.running) < self.max_running:
             child.sequence = request.sequence.fork()
         if child.sequence is None:
@@ -460,7 +466,7 @@ class Scheduler:
         self._queue.tenant_queue(request).running += 1
 
     def _start(self, request: Request, match: Match, looked_up: float) -> None:
-        """Record the cache hit of a request that got its first work, and why there was not more."""
+        """Record the cache hit of a request that got its first work, and the miss reason."""
         if request.cached_tokens is None:
             request.count_cached(request.computed)
             request.pool_miss = match.miss
@@ -479,9 +485,9 @@ class Scheduler:
             self.offload.request_started(request)
 
     def _decode(self, requests: list[Request], picked: list[Scheduled], places: dict[int, int]) -> None:
-        """Give one token to each decoding request, all at once if there is room.
+        """Give one token to each decoding request, all at once if enough pages are free.
 
-        Decodes do not count against the budget, so that prompt chunks keep the sizes that kernels are prepared for."""
+        Decodes do not count against the budget, so prompt chunks keep the sizes for which kernels are prepared."""
         rows = np.array([request.sequence.row for request in requests if request.sequence is not None])
         if requests and not self.cache.extend_many(rows):
             for request in requests:
@@ -506,7 +512,8 @@ class Scheduler:
     ) -> int:
         """Reserve pages for as many tokens as the budget allows, and return the number. Preempts requests of lower rank.
 
-        `until` bounds the tokens of a request whose tail loads. Without room, the request itself is preempted."""
+        `until` limits the tokens of a request whose tail is loading. If no pages become free, the request itself is
+        preempted."""
         sequence = request.sequence
         assert sequence is not None
         most, telling = min(request.pending, budget), request.computes_prompt_logprobs
@@ -518,7 +525,7 @@ class Scheduler:
             if sequence.next_checkpoint is None
             else min(near, sequence.next_checkpoint - sequence.length)
         )
-        # Checkpoints and loads inside an image that must stay whole are skipped.
+        # Checkpoints and load limits inside an image that must stay whole are skipped.
         count = _fitting(request, count) or _fitting(request, near) or _fitting(request, most)
         if not count:
             return 0  # an image that must stay whole waits for a larger step
@@ -527,7 +534,7 @@ class Scheduler:
             if preempt:
                 victim = choose_victim(self.cache, self.running, request, count, picked, self._excess_of)
             if victim is None:
-                # A shorter chunk may fit: beside the picked work, or because windows free pages step by step.
+                # A shorter chunk may fit beside the picked work, or because windows free pages step by step.
                 shorter = _fitting(request, (count + 1) // 2)
                 if count == 1 or not shorter:
                     self._preempt(request)
@@ -547,16 +554,16 @@ class Scheduler:
         return Work(request.sequence, tokens, images=request.images)
 
     def _unpark(self) -> bool:
-        """Preempt a parked beam if parked beams hold every row and requests wait. Return whether that is so."""
+        """Preempt a parked beam if parked beams use every row and requests wait. Return whether one was preempted."""
         parked = [request for request in self.running if request.parked]
         if parked and self.waiting:
             self._preempt(max(parked, key=lambda request: request.rank))
         return bool(parked and self.waiting)
 
     def _reject(self, request: Request) -> None:
-        """Finish a request that has no room in an otherwise empty pool.
+        """Finish a request that does not fit the pool even alone.
 
-        The first time, it retries without the cache: pages it shares with the cache may be the reason."""
+        The first time, it retries without the cache: pages that it shares with the cache may be the reason."""
         if request.uncached:
             self.rejected += [one for one in request.finishes_with if one.finish_reason is None]
             self.finish(request, "no_room")

@@ -1,7 +1,8 @@
-"""The waiting queue: requests by tenant and rank, requests that wait for pages, and requests behind those for the same pages.
+"""The waiting queue: requests by tenant and rank, requests that wait for pages, and requests that wait for the same
+pages.
 
-Each tenant has a queue; ranks count inside it. The tenant with the least service is next. Service is computed tokens over the
-tenant's weight; a tenant without waiting requests earns no credit. Does not use the cache.
+Each tenant has a queue, ordered by rank. The tenant with the least service is next. Service is computed tokens
+divided by the tenant's weight. A tenant without waiting requests earns no credit. Does not use the cache.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ UNWEIGHTED = 1 / 16
 
 
 class TenantQueue:
-    """The waiting requests of one tenant by rank, and what the scheduler gave it.
+    """The waiting requests of one tenant by rank, and the service that the scheduler gave it.
 
-    `running`: requests; `service`: computed tokens over `weight`; `short`: bytes that its next request lacked in the last step."""
+    `running`: its running requests; `service`: computed tokens over `weight`; `short`: bytes that its next request
+    lacked in the last step."""
 
     __slots__ = ("account", "heap", "running", "service", "short", "weight")
 
@@ -39,11 +41,11 @@ class TenantQueue:
 
     @property
     def turn(self) -> tuple[float, float]:
-        """Sort key: the smallest tenant is next."""
+        """Sort key: the tenant with the smallest key is next."""
         return self.service, self.running / self.weight
 
     def head(self) -> Request | None:
-        """Return the next request; None if none waits, or its last token has not arrived. Drops finished requests."""
+        """Return the next request; None if none waits, or if its last token has not arrived. Drops finished requests."""
         while self.heap:
             request = self.heap[0][1]
             if request.finish_reason is None:
@@ -98,7 +100,8 @@ class WaitingQueue:
         return active
 
     def push(self, request: Request) -> None:
-        """Queue a request. A tenant that had none starts at the level of the others: unused service is lost."""
+        """Queue a request. A tenant without waiting requests starts at the service level of the others, so idle time
+        earns no credit."""
         tenant = self.tenant_queue(request)
         if len(self._tenants) > 1 and not tenant.heap:
             others = [other.service for other in self.active() if other is not tenant]
@@ -113,15 +116,15 @@ class WaitingQueue:
         heapq.heappush(tenant.heap, (request.rank, request))
 
     def pop(self, passed: Container[TenantQueue] = (), below: float = inf) -> Request | None:
-        """Return the next request of the tenants that are not `passed` and have less service than `below`.
+        """Return the next request of tenants that are not in `passed` and have less service than `below`.
 
-        None if there is none, or the last token of each tenant's next request has not arrived."""
+        None if there is none, or if the last token of each tenant's next request has not arrived."""
         tenants = [tenant for tenant in self._active if tenant not in passed and tenant.service < below]
         ready = [tenant for tenant in tenants if tenant.head() is not None]
         return heapq.heappop(min(ready, key=_turn).heap)[1] if ready else None
 
     def nearest(self, most: int) -> list[Request]:
-        """Return up to `most` requests that are about next, equally many of each tenant."""
+        """Return up to `most` requests that are scheduled soon, equally many of each tenant."""
         heaps = [tenant.heap for tenant in self._active if tenant.heap]
         each = -(-most // max(1, len(heaps)))
         return [
@@ -129,7 +132,7 @@ class WaitingQueue:
         ]
 
     def set_loading(self, request: Request, next_block: NextBlock | None) -> None:
-        """Let a request wait for pages, those of `next_block` among them."""
+        """Let a request wait for pages, including those of `next_block`."""
         self._loading.append((request, next_block))
         self._loading_blocks.add(next_block)
 
@@ -141,9 +144,10 @@ class WaitingQueue:
         return True
 
     def requeue_ready(self, is_pending: Callable[[Request, bool], bool]) -> set[NextBlock | None]:
-        """Queue the requests whose pages have arrived, and those behind them. Return the next blocks of the others.
+        """Queue the requests whose pages have arrived, and those that wait for them. Return the next blocks of the
+        others.
 
-        `is_pending(request, has_followers)` returns whether a request has to wait on."""
+        `is_pending(request, has_followers)` returns whether a request must continue to wait."""
         waiting, self._loading = self._loading, []
         for request, next_block in waiting:
             if request.finish_reason is None and is_pending(request, next_block in self._behind):
@@ -178,7 +182,8 @@ def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
 
 
 def common_prefix(one: Request, other: Request, start: int, block: int) -> int:
-    """Return where `other` could resume on what `one` computes from `start` on, in whole blocks; 0 for nowhere."""
+    """Return the length at which `other` could resume on what `one` computes from `start` on, in whole blocks; 0 if
+    nowhere."""
     end = (start // block + 1) * block
     if min(len(one.tokens), len(other.tokens) - 1) < end or one.tokens[end - 1] != other.tokens[end - 1]:
         return 0  # the usual case

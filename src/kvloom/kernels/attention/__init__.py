@@ -1,6 +1,6 @@
 """Attention over pages: a plan made once a step, run by every layer.
 
-| files                                        | hold                                                                       |
+| files                                        | content                                                                    |
 |----------------------------------------------|----------------------------------------------------------------------------|
 | plan, cpu_plan                               | the interface `Plan`, the choice of an implementation, plans on a CPU      |
 | mask, shape, reference                       | visible tokens, supported shapes, the oracle in plain torch                |
@@ -13,7 +13,7 @@
 
 A new layer kind (`core.Visibility`) adds one mask rule here: its number in `mask.SPANS`, and the first token that a query sees in
 `triton_mask.first_visible`. The oracle and the host's lists read `Visibility.first_visible_each`. `QueryRows.count_pairs`
-estimates the work of a kind; `prefill_libraries` refuse kinds that they do not name.
+estimates the work of a kind; `prefill_libraries` refuses kinds that it does not list.
 """
 
 from __future__ import annotations

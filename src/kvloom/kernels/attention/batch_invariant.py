@@ -5,7 +5,7 @@
 | `BatchInvariantPrefillPlan` | chunks of prompts           | its query and visible tokens, summed by `piece` tokens       |
 | `BatchInvariantDecodePlan`  | single tokens, CUDA graphs  | the same: both plans give the same bits                      |
 
-Slower than the other plans, which divide work by its amount. Knows no models.
+Slower than the other plans, which split work to fill the device. Does not depend on models.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .shape import Shape, check_call, check_outputs, split_dim
 __all__ = ["BatchInvariantDecodePlan", "BatchInvariantPrefillPlan"]
 
 LANES = 8
-"""Programs on a processor for each KV head, at most, that process a step's pieces in turn."""
+"""Most programs per multiprocessor and KV head. They process a step's pieces in turn."""
 
 
 class _BatchInvariantPlan:
-    """Common parts of both plans: shape, span, and `piece`, the tokens that are summed separately."""
+    """Common parts of both plans: shape, span, and `piece`, the number of tokens that are summed separately."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class _BatchInvariantPlan:
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
     ) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Check the call; return how pages are scaled, and the output buffers."""
+        """Check the call. Return how pages are scaled (0, 1 or 2, see `check_call`), and the output buffers."""
         if mask.span != self.span:
             raise ValueError(
                 f"the plan is for {self.span}, the mask has {mask.span}: make a plan for the mask's span"
@@ -143,7 +143,8 @@ class BatchInvariantPrefillPlan(_BatchInvariantPlan):
 
 
 class BatchInvariantDecodePlan(_BatchInvariantPlan):
-    """Attention of up to `rows` rows of one query over up to `longest` tokens, one program per piece. Can be captured."""
+    """Attention of up to `rows` rows of one query over up to `longest` tokens, one program per piece. Fits in a CUDA
+    graph."""
 
     def __init__(
         self,
@@ -215,7 +216,7 @@ class BatchInvariantDecodePlan(_BatchInvariantPlan):
 
 
 def _strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Of scales a page, token and head, or of one a head."""
+    """Return the strides of scales: per page, token and head; or per head only."""
     if scale is None:
         return 0, 0, 0
     return (
@@ -225,5 +226,5 @@ def _strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 1  # the interpreter: lanes that take several pieces each
+        return 1  # Triton's interpreter: few lanes, which process several pieces each
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,12 +1,13 @@
-"""Cascade attention: runs of pages that several sequences share, so that decode reads them once. Plain arrays, no kernels.
+"""Cascade attention: runs of pages that several sequences share, so that decode reads them once. Plain arrays, no
+kernels.
 
     sequence 0   [ system prompt | document | own … ]
     sequence 1   [ system prompt | document | own … ]       level 0: the system prompt, three members
     sequence 2   [ system prompt | other    | own … ]       level 1: the document, two members
 
-The prefix cache gives sequences the same pages for equal tokens, so equal page ids in equal blocks are shared. Runs change
-when sequences join or leave the batch, not while they decode. A windowed layer shares the visible part of a run
-(`visible_shared_runs`), which shrinks every step; the device computes it from positions.
+The prefix cache gives sequences the same pages for equal tokens, so equal page ids in equal blocks are shared. Runs
+change when sequences join or leave the batch, not while they decode. A windowed layer shares the visible part of a
+run (`visible_shared_runs`). That part shrinks every step; the device computes it from positions.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from kvloom.kernels.device import upload
 __all__ = ["SharedRun", "SharedRuns", "find_shared_runs", "is_worth_sharing", "visible_shared_runs"]
 
 MIN_SAVED_TOKENS = 1024
-"""Tokens that sharing a run must save; below that, merging costs more than it saves."""
+"""Least number of tokens that a shared run must save. Below that, merging costs more than it saves."""
 MIN_RUN_TOKENS = 128
-"""Tokens of a run with a level of its own; a shorter run is read by the groups below it."""
+"""Least number of tokens of a run with its own level. A shorter run is read by the groups of the next level."""
 MIN_WINDOW_TOKENS = 512
-"""Smallest window that shares runs: in a shorter one, own tokens soon fill the window."""
+"""Smallest window that shares runs. In a shorter one, a sequence's own tokens soon fill the window."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRun:
-    """Tokens [lo, hi) that all `members` (rows of the batch) have in the same pages; `level` runs lie before it."""
+    """Tokens [lo, hi) that all `members` (rows of the batch) have in the same pages; `level` is the number of runs
+    before it."""
 
     lo: int
     hi: int
@@ -76,17 +78,17 @@ def find_shared_runs(
 
 
 def is_worth_sharing(span: Visibility) -> bool:
-    """Whether layers of this span read shared runs once."""
+    """Return whether layers of this span read shared runs once."""
     return not span.windowed or span.size >= MIN_WINDOW_TOKENS
 
 
 def visible_shared_runs(
     runs: list[SharedRun], tables: npt.NDArray[np.int32], first: npt.NDArray[np.int64], block_tokens: int
 ) -> list[SharedRun]:
-    """Return those `runs` whose pages a windowed group's `tables` share too, from each row's first visible token `first` on.
+    """Return those `runs` whose pages are also shared in the `tables` of a windowed group.
 
-    Members whose pages differ read that run, and all below it, on their own.
-    """
+    `first` is each row's first visible token. Members whose pages differ read that run, and all deeper runs, on their
+    own."""
     kept: list[SharedRun] = []
     out: set[int] = set()
     for run in sorted(runs, key=lambda run: run.level):
@@ -94,7 +96,7 @@ def visible_shared_runs(
         seen = first[rows] // block_tokens
         begin, end = max(run.lo // block_tokens, int(seen.min())), run.hi // block_tokens
         part = tables[rows, begin:end]
-        held = part[seen.argmin()]  # the row that sees furthest back has all pages
+        held = part[seen.argmin()]  # the row whose window begins first has all pages
         looks = np.arange(begin, end) >= seen[:, None]
         if out.intersection(run.members) or not held.all() or (looks & (part != held)).any():
             out.update(run.members)
@@ -126,8 +128,7 @@ def _end_of_agreement(
 class SharedRuns:
     """Shared runs in fixed device buffers, for plans captured in CUDA graphs.
 
-    Capacity: `segments` runs, nested up to `depth` levels, of up to `sequences` rows of `queries` query tokens.
-    """
+    Capacity: `segments` runs, nested up to `depth` levels, for up to `sequences` rows of `queries` query tokens."""
 
     def __init__(
         self,
@@ -142,17 +143,16 @@ class SharedRuns:
 
         self.sequences, self.queries, self.segments, self.depth = sequences, queries, segments, depth
         self.run_count = 0
-        """Runs shared now, as the host knows it: graphs with and without shared runs differ."""
+        """Number of shared runs. The host needs it, because graphs with and without shared runs differ."""
         self.begin = ints(sequences)
         self.run_table, self.run_total = ints(segments, 5), ints(1)
         self.members = ints(depth * sequences * queries)
         self.levels = torch.full((depth, sequences, 2), -1, dtype=torch.int32, device=device)
 
     def set_runs(self, runs: list[SharedRun], starts: npt.NDArray[np.int64]) -> list[SharedRun]:
-        """Copy the runs to the device, ordered on the current stream, without waiting; return the runs that fit.
+        """Copy the runs to the device, in order on the current stream, without waiting. Return the runs that fit.
 
-        A run is left out only together with all runs below it, which are then read per sequence.
-        """
+        If a run does not fit, all deeper runs are skipped too; they are then read per sequence."""
         starts = np.asarray(starts, dtype=np.int64)
         begin = np.zeros(self.sequences, dtype=np.int32)
         given = np.zeros((self.segments, 5), dtype=np.int32)

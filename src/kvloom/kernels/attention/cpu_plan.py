@@ -1,6 +1,6 @@
 """Attention plans on a CPU: the oracle as a plan, and faster paths for plain float32 attention.
 
-Knows no cache. Whatever a faster path does not support goes to the oracle.
+Calls that no faster path supports run on the oracle. Does not depend on the cache.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ReferencePlan:
 
 
 MAX_NATIVE_PRODUCTS = 1 << 21
-"""Multiplications of a row's attention up to which its queries run one by one in native code, instead of one torch call."""
+"""Most multiplications of a row for which its queries run one by one in native code; more run as one torch call."""
 
 
 class CpuPlan(ReferencePlan):
@@ -142,7 +142,7 @@ class CpuPlan(ReferencePlan):
     def _attend_gathered(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attend single queries over their visible pages, gathered."""
+        """Attend single queries over their visible pages, which are gathered first."""
         if tables.data_ptr() not in self._seen:
             self._seen[tables.data_ptr()] = self._gather_plan(tables, k.shape[1])
         ids, hidden, unseen = self._seen[tables.data_ptr()]
@@ -162,7 +162,7 @@ class CpuPlan(ReferencePlan):
     def _attend_mixed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attend prompts, and few queries beside them, with full attention."""
+        """Attend prompts, and rows of few queries, with full attention."""
         out = q.new_zeros(len(q), q.shape[1], v.shape[3])
         if self._native is not None:
             rows, at = torch.from_numpy(self._owners), torch.from_numpy(self._queries)
@@ -177,7 +177,8 @@ class CpuPlan(ReferencePlan):
     def _gather_plan(
         self, tables: torch.Tensor, block: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the rows' visible pages, padded to one count; the mask added to scores; and the tokens hidden from every row."""
+        """Return the rows' visible pages, padded to the same number; the mask added to scores; and the tokens that no
+        row sees."""
         last = self._lengths - 1
         first = self.span.first_visible_each(last)
         begin = first // block
@@ -195,10 +196,11 @@ class CpuPlan(ReferencePlan):
 
 
 def _attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of q [queries, heads, dim] over k and v [tokens, kv_heads, dim], whose last tokens are the queries'.
+    """Return causal attention of q [queries, heads, dim] over k and v [tokens, kv_heads, dim]; the queries are the last
+    tokens.
 
-    Torch's CPU kernel aligns beginnings, so the context before the queries is a second call.
-    """
+    Torch's CPU kernel aligns the first query with the first token, so the context before the queries is a second
+    call."""
     queries, tokens, kv_heads = len(q), *k.shape[:2]
     before, group = tokens - queries, q.shape[1] // kv_heads
     asked = q.reshape(queries, kv_heads, group, -1).permute(1, 2, 0, 3)

@@ -4,8 +4,8 @@
     plan.make(starts, lengths)                     # one small launch; the host reads no length
     out, lse = plan.attend(q, k, v, tables)        # every layer
 
-Both calls can be captured in a CUDA graph: buffers are fixed, and no grid depends on lengths. Knows no cache; shared pages
-are given by `cascade.SharedRuns`.
+Both calls can be captured in a CUDA graph: buffers are fixed, and no grid depends on lengths. `cascade.SharedRuns`
+describes shared pages. Does not depend on the cache.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from .work_list import LayerCall, Tile, WorkList, choose_tile, uses_single_tile_
 __all__ = ["MAX_QUERIES", "DecodePlan"]
 
 MAX_QUERIES = 64
-"""Queries of one sequence in one step, at most: a draft tree. Longer rows are prefill."""
+"""Most queries of one sequence in one step, for example a draft tree. Longer rows are prefill."""
 
 
 class DecodePlan:
     """Attention of up to `sequences` rows of up to `queries` query tokens each, under one span.
 
-    With `sharing`, pages shared by several sequences are read once; its runs at the time of `make` count. Without runs this is
-    plain decode. `tile` and `shared_tile` replace the choice of tiles.
-    """
+    With `sharing`, pages shared by several sequences are read once; its runs at the time of `make` are used. Without
+    runs this is plain decode. `tile` and `shared_tile` replace the choice of tiles."""
 
     def __init__(
         self,
@@ -49,10 +48,10 @@ class DecodePlan:
         if not 1 <= queries <= MAX_QUERIES:
             raise ValueError(f"a decode row has 1 to {MAX_QUERIES} queries, got {queries}; longer is prefill")
         if sequences < 1:
-            raise ValueError(f"a plan needs room for at least one sequence, got {sequences}")
+            raise ValueError(f"a plan needs at least one sequence, got {sequences}")
         if sharing is not None and (sharing.sequences, sharing.queries) != (sequences, queries):
             raise ValueError(
-                f"sharing has room for {sharing.sequences} sequences of {sharing.queries} queries, "
+                f"sharing is for {sharing.sequences} sequences of {sharing.queries} queries, "
                 f"the plan for {sequences} of {queries}"
             )
         self.shape, self.sequences, self.queries, self.span = shape, sequences, queries, span
@@ -140,7 +139,7 @@ class DecodePlan:
         new_k: torch.Tensor | None = None,
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `reference.attend` of the rows of the last `make`, in `out` and `lse` if given."""
+        """Compute `reference.attend` of the rows of the last `make`; write to `out` and `lse` if given."""
         mask = mask or Mask(self.span)
         if mask.span != self.span:
             raise ValueError(
@@ -152,7 +151,7 @@ class DecodePlan:
             raise ValueError("no step is planned: call make(starts, lengths) before attend")
         if q.shape[0] > self.sequences * self.queries:
             raise ValueError(
-                f"{q.shape[0]} queries, but the plan has room for {self.sequences * self.queries}"
+                f"{q.shape[0]} queries, but the plan is for at most {self.sequences * self.queries}"
             )
         if tables.shape[0] < self._starts.numel() - 1:
             raise ValueError(f"{tables.shape[0]} table rows for {self._starts.numel() - 1} sequences")
@@ -172,7 +171,8 @@ class DecodePlan:
         layer = LayerCall(
             self.shape, q, k, v, tables, self.tokens, mask, scale, k_scale, v_scale, scales, out, lse
         )
-        # A single query sees its whole segment; several see different ends and, in windows, beginnings, as members do.
+        # A single query sees its whole segment. Several queries see different ends and, in windows, different
+        # beginnings.
         several = self.queries > 1
         bounds = (3 if self.span.windowed else 1) if several else 0
         if self.sharing is None or not self._shares:

@@ -1,4 +1,4 @@
-"""What a query may see: `Mask`, and the numbers by which kernels know layer kinds. Knows no shapes."""
+"""`Mask`: the tokens that a query may see; and the numbers of layer kinds inside kernels."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ __all__ = ["FULL", "SPAN_NUMBERS", "Mask"]
 
 FULL = Visibility("full")
 SPAN_NUMBERS = {"full": 0, "sliding": 1, "chunked": 2}
-"""Numbers of layer kinds inside kernels (`triton_mask.first_visible`); above 0 a query may not see every earlier token."""
+"""Numbers of layer kinds inside kernels (`triton_mask.first_visible`). Above 0, a query may not see every earlier token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
     """Visible tokens of a query, and changes to its scores.
 
-    `sinks` ([heads]) are logits that take part in the softmax and have no value. `trees` ([queries, longest]) marks the draft
-    tokens that each query sees among its sequence's queries. `spans` ([queries]) joins the queries of an image, which see
-    each other in both directions: equal ids, -1 for text.
-    """
+    `sinks` ([heads]) are logits that take part in the softmax and have no value. `trees` ([queries, longest]) marks
+    the draft tokens that each query sees among its sequence's queries. `spans` ([queries]) are image ids, -1 for
+    text: queries of the same image see each other in both directions."""
 
     span: Visibility = FULL
     softcap: float | None = None

@@ -5,7 +5,7 @@
 | 1 to 64 queries each  | `decode.DecodePlan`, in CUDA graphs | `ReferencePlan` |
 | any number of queries | `prefill.PrefillPlan`               | `CpuPlan`       |
 
-Every plan returns what `reference.attend` returns. Knows no cache and no models.
+Every plan returns what `reference.attend` returns. Independent of the cache and models.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ __all__ = ["Plan", "decode_plan", "prefill_plan"]
 
 
 class Plan(Protocol):
-    """Attention of one step, as a layer sees it."""
+    """Attention of one step, as layers call it."""
 
     shape: Shape
     span: Visibility
 
     def make(self, starts: Any, lengths: Any) -> None:
-        """Set the step's rows: `starts` of their queries in q ([rows + 1]), and their `lengths`, queries included."""
+        """Set the step's rows: the `starts` of their queries in q ([rows + 1]), and their `lengths`, including the
+        queries."""
 
     def attend(
         self,

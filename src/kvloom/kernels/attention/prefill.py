@@ -4,9 +4,9 @@
     plan.make(starts, lengths)                     # host arrays; lists are built and uploaded when first needed
     out, lse = plan.attend(q, k, v, tables)        # every layer; the new tokens are in their pages already
 
-Rows of any number of queries may be mixed, 1 and 0 included. `prefill_backends.choose_backend` selects the kernels; many
-leading rows of one query run on decode's kernels. Knows no cache. A call of `attend` can be captured in a CUDA graph
-after an equal one has run.
+Rows of any number of queries may be mixed, including 1 and 0. `prefill_backends.choose_backend` selects the kernels.
+If a step begins with many rows of one query, decode's kernels compute those. A call of `attend` can be captured in a
+CUDA graph after an equal one has run. Does not depend on the cache.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from .shape import PLAN_CAPACITIES, Shape, check_call, check_outputs, plan_capac
 __all__ = ["PrefillPlan"]
 
 MIN_LIBRARY_PAIRS = MIN_GATHERED_PAIRS
-"""Pairs of query and key, over all heads, from which libraries are measured at all."""
+"""Smallest number of query-key pairs, over all heads, for which libraries are measured."""
 
 
 MIN_DECODE_ROWS = 16
-"""Leading rows of one query from which decode's kernels compute them; a mixed step has its decoding rows first."""
+"""Smallest number of leading rows of one query that run on decode's kernels. A mixed step has its decoding rows first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class _Blocks:
 class PrefillPlan:
     """Attention of packed rows under one span.
 
-    `backend`, `tile` (over pages) and `gathered_tile` (over gathered K and V) replace the rules that choose them. `libraries`
-    may compute a step where they are measured to be faster; by default those installed, unless a backend or tile is given.
-    """
+    `backend`, `tile` (over pages) and `gathered_tile` (over gathered K and V) replace the rules that choose them.
+    `libraries` may compute a step if they are measured to be faster; the default is the installed ones, unless a
+    backend or tile is given."""
 
     def __init__(
         self,
@@ -129,10 +129,9 @@ class PrefillPlan:
         lengths: Sequence[int] | Ints,
         spans: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """Set the step's rows: `starts` ([rows + 1]) of their queries and `lengths`, queries included, on the host.
+        """Set the step's rows on the host: `starts` ([rows + 1]) of their queries, and `lengths`, including the queries.
 
-        `spans` are the masks' image spans, if any; without them `attend` fetches the spans from the device and waits.
-        """
+        `spans` are the masks' image spans, if any. Without them `attend` reads the spans from the device and waits."""
         rows = self._rows = QueryRows.from_lists(starts, lengths)
         self._span = FULL if rows.sees_all_context(self.span) else self.span
         self._reset()
@@ -154,11 +153,10 @@ class PrefillPlan:
         new_k: torch.Tensor | None = None,
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `reference.attend` of the rows of the last `make`, in `out` and `lse` if given.
+        """Compute `reference.attend` of the rows of the last `make`; write to `out` and `lse` if given.
 
-        `new_k` and `new_v` ([tokens, kv_heads, dim], packed as q) are the new tokens' keys and values as written to the pages;
-        with them the new tokens need not be gathered.
-        """
+        `new_k` and `new_v` ([tokens, kv_heads, dim], packed like q) are the new tokens' keys and values as written to
+        the pages; with them the new tokens need not be gathered."""
         mask = mask or Mask(self.span)
         rows = self._check(q, mask, tables, scale)
         scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
@@ -175,7 +173,7 @@ class PrefillPlan:
     def _choose_library(
         self, rows: QueryRows, call: PrefillCall, ours: Callable[[], Result]
     ) -> Library | None:
-        """Return the library that computes such layers in this step, or None for our kernels."""
+        """Return the library that computes such layers in this step; None for our own kernels."""
         mask, dtype = call.mask, call.q.dtype
         if not self.libraries or mask.sinks is not None or mask.spans is not None or self.shape.latent:
             return None
@@ -193,7 +191,7 @@ class PrefillPlan:
             return None
         if (
             rows.context_lengths < 0
-        ).any():  # queries without a token: only the kernel over pages supports them
+        ).any():  # rows with more queries than tokens: only the kernel over pages supports them
             return None
         able = {x.name: x for x in self.libraries if x.supports(shape, dtype, self._span, softcap)}
         if not able:
@@ -294,7 +292,7 @@ class PrefillPlan:
         return self._chosen[key]
 
     def _set_image_spans(self, host: npt.NDArray[np.int32], spans: torch.Tensor) -> None:
-        """Keep the image ids and, by query, the last token of its image, where blocks end."""
+        """Store the image ids and, for each query, the last token of its image, where blocks end."""
         rows = self._rows
         assert rows is not None
         ids = host.astype(np.int64)
@@ -319,7 +317,7 @@ class PrefillPlan:
         scales: int,
     ) -> None:
         out, lse = call.outputs()
-        key = (call.q.dtype, len(chosen))  # all rows of the step, or the short ones
+        key = (call.q.dtype, len(chosen))  # all rows of the step, or those with few queries
         if key not in self._pages:
             self._pages[key] = self._plan_blocks(rows, chosen, call.q.dtype)
         ids = None if call.mask.spans is None else self._ids
@@ -336,7 +334,7 @@ class PrefillPlan:
     def _decode_leading_rows(
         self, rows: QueryRows, call: PrefillCall, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
     ) -> int:
-        """Run leading rows of one query on decode's kernels if they are many; return how many."""
+        """Run leading rows of one query on decode's kernels if there are many. Return how many were run."""
         if call.mask.spans is not None:
             return 0
         if self._decode is None:
@@ -362,7 +360,7 @@ class PrefillPlan:
         return count
 
     def _plan_blocks(self, rows: QueryRows, chosen: Ints, dtype: torch.dtype) -> list[_Blocks]:
-        """Return the blocks of rows with few query rows, and those of the others."""
+        """Return the blocks of rows with few query rows, and the blocks of the others."""
         shape, heights = self.shape, rows.queries[chosen] * self.shape.group
         found = []
         for mine in (heights <= SMALL_ROWS, heights > SMALL_ROWS):
@@ -393,5 +391,5 @@ class PrefillPlan:
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 16  # the interpreter: enough to split long rows
+        return 16  # Triton's interpreter: enough programs to split long rows
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -6,8 +6,9 @@
 | descriptors | pages gathered to one run a row    | half precision; windows, chunks and sinks; any mix of lengths     |
 | cudnn       | the same, in batches of equal size | half precision; sinks; torch's cuDNN operator, fastest for large batches |
 
-Of a windowed row only tokens visible to the step are gathered. A span that cuts no row of a step counts as full. cuDNN
-plans every new size for 40 milliseconds on the host, so it gets even sizes only: chunks of long prompts repeat them.
+For a windowed row only tokens visible in the step are gathered. If no row of a step exceeds the window, attention
+counts as full. cuDNN needs 40 milliseconds on the host to plan a new size, so it gets even sizes only: chunks of long
+prompts repeat them.
 """
 
 from __future__ import annotations
@@ -46,31 +47,33 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 GATHERED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Dims of keys and values that the kernels over gathered tokens support."""
 MIN_CUDNN_TILES = 512
-"""Tiles of 128 queries by a head in each cuDNN batch, at least: fewer leave processors idle."""
+"""Least number of tiles (128 queries of one head) in each cuDNN batch: fewer leave multiprocessors idle."""
 MIN_CUDNN_PAIRS = 1 << 26
-"""Pairs of query and key, over all heads, from which cuDNN is worth its plan for a new size."""
+"""Smallest number of query-key pairs, over all heads, for which a cuDNN plan for a new size pays."""
 MAX_CUDNN_BATCHES = 4
-"""cuDNN batches of a step, at most; more and smaller batches run faster as one list."""
+"""Most cuDNN batches of a step. More and smaller batches run faster as one list."""
 MIN_GATHERED_PAIRS = 1 << 26
-"""Pairs of query and key, over all heads, from which gathering pays; below, launches cost more."""
+"""Smallest number of query-key pairs, over all heads, for which gathering pays. Below, its launches cost more."""
 MIN_GATHERED_PAIRS_WIDE = 1 << 24
 """The same for heads of more than 128 dims, which are slower over pages."""
 MANY_VISIBLE_TOKENS = 2048
-"""Mean visible tokens of a query from which descriptors are faster than cuDNN for heads of up to 64 dims."""
+"""Mean number of visible tokens per query from which descriptors are faster than cuDNN, for heads of up to 64 dims."""
 NARROW_WINDOW = 128
-"""Largest window that is processed in short steps."""
+"""Largest window for which attention takes short steps over tokens."""
 MIN_GATHERED_QUERIES = 64
-"""Rows of fewer queries are computed over pages: gathering would cost more than their attention."""
+"""Rows with fewer queries are computed over pages: gathering would cost more than their attention."""
 COPY_TOKENS = 64
 MIN_PIECE_UNITS = 4
-"""Steps over tokens of a piece of a block, at least."""
+"""Least number of steps over tokens in a piece of a split block."""
 SMALL_ROWS = 16
-"""Query rows a KV head up to which a sequence gets short blocks, beside the long ones of others."""
+"""Most query rows per KV head for which a sequence gets short blocks, while others have long ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryRows:
-    """A step's sequences on the host: starts of their queries in q, and their lengths. `context_lengths` come before the queries."""
+    """A step's sequences on the host: the starts of their queries in q, and their lengths.
+
+    `context_lengths` are the tokens before the queries."""
 
     starts: Ints
     lengths: Ints
@@ -95,23 +98,24 @@ class QueryRows:
         return self.lengths - self.queries
 
     def count_pairs(self, span: Visibility, chosen: Ints | slice = slice(None)) -> int:
-        """Pairs of a query of the `chosen` rows and a token it sees, of one head."""
+        """Return the number of pairs of a query of the `chosen` rows and a token that it sees, for one head."""
         lengths, context_lengths = self.lengths[chosen], np.maximum(self.context_lengths[chosen], 0)
         return int((_count_visible_pairs(span, lengths) - _count_visible_pairs(span, context_lengths)).sum())
 
     def mean_visible(self, span: Visibility, chosen: Ints | slice = slice(None)) -> float:
-        """Mean number of tokens that a query of the `chosen` rows sees."""
+        """Return the mean number of tokens that a query of the `chosen` rows sees."""
         return self.count_pairs(span, chosen) / max(1, int(self.queries[chosen].sum()))
 
     def sees_all_context(self, span: Visibility) -> bool:
-        """Whether every query sees all earlier tokens: the span is full, or no sequence exceeds it."""
+        """Return whether every query sees all earlier tokens: the span is full, or no sequence exceeds it."""
         last = self.lengths[self.queries > 0]
         return not bool((span.first_visible_each(np.maximum(last - 1, 0)) > 0).any())
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTile:
-    """A block's query rows, tokens of a step, warps, stages, programs on a processor, and a register limit if needed."""
+    """Size of a block: query rows, tokens per step, warps, stages, programs per multiprocessor, and a register limit if
+    needed."""
 
     rows: int
     tokens: int
@@ -124,7 +128,7 @@ class BlockTile:
 def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) -> BlockTile:
     """Return the tile over pages for sequences of `rows` query rows a KV head."""
     wide = max(shape.k_dim, shape.v_dim)
-    if dtype == torch.float32:  # multiplied without tensor cores, out of registers
+    if dtype == torch.float32:  # multiplied without tensor cores, from registers
         return BlockTile(16, 16, 4, 2, 2)
     if wide > 256:
         return BlockTile(16 if rows <= SMALL_ROWS else 64, 32, 8, 2, 1)
@@ -138,8 +142,8 @@ def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) ->
 def choose_gathered_tile(k_dim: int, span: Visibility, seen: float = 0.0) -> BlockTile:
     """Return the tile over gathered tokens, of which a query sees `seen` on average.
 
-    8 warps where 4 could not hold a block's outputs. Small heads take wide steps over many tokens, short ones in a window.
-    """
+    Uses 8 warps if 4 have too few registers for a block's outputs. Small heads take wide steps over many tokens,
+    short ones in a window."""
     if k_dim <= 64 and span.windowed and span.size <= NARROW_WINDOW:
         return BlockTile(64, 32, 4, 3, 3)
     if k_dim <= 64 and seen >= MANY_VISIBLE_TOKENS:
@@ -160,8 +164,8 @@ def choose_backend(
 ) -> Backend:
     """Return the backend for the `chosen` rows, those with many queries; the others run over pages.
 
-    `span` is the layer's, or full if no row exceeds it. `plain`: no softcap, images or scales. `cudnn`: whether it is available.
-    """
+    `span` is the layer's, or full if no row exceeds it. `plain`: no softcap, images or scales. `cudnn`: whether cuDNN
+    is available."""
     gathers = (
         plain
         and (shape.k_dim, shape.v_dim) in GATHERED_DIMS
@@ -194,10 +198,11 @@ def block_list(
     programs: int,
     reach: Ints | None,
 ) -> tuple[Lists, Lists, int]:
-    """Return the blocks of the `chosen` sequences for `attend_blocks`, long ones first; the joins of split blocks; their slots.
+    """Return the blocks of the `chosen` sequences for `attend_blocks`, long ones first; the joins of split blocks; their
+    slots.
 
-    Blocks are split so that `programs` run at once. `reach` is, by query, the last token of its image.
-    """
+    Blocks are split so that about `programs` programs run at the same time. `reach` is, for each query, the last
+    token of its image."""
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     times = -(-queries * group // tile.rows)
     row = chosen.repeat(times)
@@ -213,7 +218,8 @@ def block_list(
     lo = np.minimum(span.first_visible_each(np.maximum(own + begin, 0)), hi)
     units = -(-(hi - lo // 16 * 16) // tile.tokens)
     limit = max(MIN_PIECE_UNITS, int(-(-units.sum() * heads // programs)))
-    per = -(-units // np.maximum((units + limit // 2) // limit, 1))  # a block a little too long stays whole
+    # a block that is only a little too long stays whole
+    per = -(-units // np.maximum((units + limit // 2) // limit, 1))
     pieces = np.maximum(-(-units // np.maximum(per, 1)), 1)
     slots = np.where(pieces > 1, np.cumsum(np.where(pieces > 1, pieces, 0)) - pieces, -1)
     joins = np.stack((slots, pieces, row0, rows.starts[row], count), 1)[pieces > 1]
@@ -240,7 +246,9 @@ def span_list(
     causal: bool,
     span: Visibility,
 ) -> Lists:
-    """Return the blocks of `attend_gathered`, long ones first. A sequence's K and V begin at `bases`; `context_lengths` of its `tokens` precede its queries."""
+    """Return the blocks of `attend_gathered`, long ones first.
+
+    A sequence's K and V begin at `bases`; `context_lengths` of its `tokens` precede its queries."""
     times = -(-queries * group // rows)
     row0 = _index_within(times) * rows
     columns = (row0, *(x.repeat(times) for x in (firsts, queries, context_lengths, bases, tokens)))
@@ -278,7 +286,7 @@ class CudnnBatch:
 
 
 def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
-    """Return the chosen rows batched by size; none if a size is not even."""
+    """Return the chosen rows in batches of equal size; none if a size is not even."""
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     if (context_lengths % _even_size(context_lengths, 16)).any() or (queries % _even_size(queries, 32)).any():
         return []
@@ -292,19 +300,20 @@ def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
 
 
 def _even_size(tokens: Ints, parts: int) -> Ints:
-    """Return the step of even sizes: the largest power of two below `tokens`, over `parts`; 128 at least."""
+    """Return the granularity of even sizes: the largest power of two below `tokens`, divided by `parts`; at least 128."""
     exponents = np.log2(np.maximum(tokens, 1)).astype(np.int64)  # exact for powers of two up to 2**52
     return np.asarray(np.maximum((1 << exponents) // parts, 128), dtype=np.int64)
 
 
 def _index_within(times: Ints) -> Ints:
-    """0, 1, … for each of `times`, one after the other."""
+    """Return 0, 1, … up to each of `times`, concatenated."""
     found: Ints = np.arange(times.sum()) - (np.cumsum(times) - times).repeat(times)
     return found
 
 
 def _count_visible_pairs(span: Visibility, tokens: Ints) -> Ints:
-    """Pairs of a query and a token it sees, if each of `tokens` tokens from a sequence's first on is a query."""
+    """Return the number of pairs of a query and a token that it sees, if a sequence has `tokens` tokens and all are
+    queries."""
     if span.kind == "chunked":
         rest = tokens % span.size
         return tokens // span.size * (span.size * (span.size + 1) // 2) + rest * (rest + 1) // 2

@@ -1,6 +1,6 @@
 """Prefill by cuDNN: pages gathered into batches of equal rows; causal part and context part joined by log-sum-exp.
 
-`prefill_backends.cudnn_batches` forms the batches. Knows no plans and no other backends.
+`prefill_backends.cudnn_batches` forms the batches. Does not depend on plans or other backends.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Batch:
 
 
 class CudnnPrefill:
-    """A step's batches, built when first needed."""
+    """The batches of a step, built when first needed."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -141,7 +141,7 @@ def gather_buffers(shape: Shape, q: torch.Tensor, tokens: int) -> tuple[torch.Te
 def _batched(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cuDNN over [batch, tokens, heads, dim], back in that order."""
+    """Call cuDNN over [batch, tokens, heads, dim], and return outputs in that order."""
     out, lse = cudnn_attend(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, scale=scale
     )
@@ -149,5 +149,5 @@ def _batched(
 
 
 def _split(x: torch.Tensor, number: int, tokens: int) -> torch.Tensor:
-    """Packed tokens as a batch of equal rows; a view."""
+    """Return packed tokens as a batch of equal rows; a view."""
     return x.view(number, tokens, *x.shape[1:])

@@ -1,9 +1,10 @@
-"""Prefill by tensor descriptors: each row's tokens as one run, gathered out of pages or read from the new tokens in place.
+"""Prefill by tensor descriptors: each row's tokens are one run, gathered from pages or, without context, read from the
+new tokens.
 
     tokens of a row    |-- outside every window --|-- context, visible --|---- new ----|
     its run                                       |-------------- a run, copied -------|    |---- new ----|
                                                                                             no context: not copied
-Knows no plans and no other backends.
+Does not depend on plans or other backends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["GatheredPrefill"]
 
 @dataclass(frozen=True, slots=True)
 class _GatherPlan:
-    """Copies out of pages, their tokens, and the blocks over the copy by their tile."""
+    """Copies from pages, their tokens, and the blocks over the copy by their tile."""
 
     copies: torch.Tensor
     tokens: int
@@ -40,7 +41,7 @@ class GatheredPrefill:
     def __init__(self, shape: Shape, span: Visibility, tile: BlockTile | None, device: torch.device) -> None:
         self.shape, self.span, self.tile, self.device = shape, span, tile, device
         self._listed: dict[bool, _GatherPlan] = {}
-        self._fresh: bool | None = None  # whether no row has anything cached
+        self._fresh: bool | None = None  # whether no row has cached tokens
 
     def attend(
         self,

@@ -1,4 +1,4 @@
-"""Launches of prefill's kernels: tensors in, one launch each. Imports Triton; knows no plans and no choices."""
+"""Launches of prefill's kernels: one launch per function. Imports Triton; makes no choices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 MERGE_ROWS = 32
 JOIN_ROWS = 16
 FEW_TILES = 4
-"""Tiles of a window up to which every tile is checked: separate loops of one or two tiles would be slower."""
+"""Most tiles of a window for which every tile is checked. Separate loops of one or two tiles would be slower."""
 
 
 def attend_blocks(
@@ -48,7 +48,9 @@ def attend_blocks(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attend every block over its pages, into `out`, or into `parts` for pieces. `span` is the mask's, or full if no row exceeds it."""
+    """Attend every block over its pages. Writes to `out`; pieces of split blocks go to `parts`.
+
+    `span` is the mask's, or full if no row exceeds it."""
     dk0, dk1 = split_dim(shape.k_dim)
     dv0, dv1 = split_dim(shape.v_dim)
     kernels.attend_blocks[(blocks.shape[0] * shape.kv_heads,)](
@@ -116,7 +118,7 @@ def attend_gathered(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attend over K and V ([tokens, heads, dim] that `fits_descriptor`), under a span only if causal."""
+    """Attend over K and V ([tokens, heads, dim] that `fits_descriptor`). The span applies only to causal attention."""
     heads, k_dim, v_dim = k.shape[1], k.shape[2], v.shape[2]
     dk0, dk1 = split_dim(k_dim)
     flat_k, flat_v = k.view(-1, heads * k_dim), v.view(-1, heads * v_dim)
@@ -141,7 +143,9 @@ def merge_parts(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Join parts [batch, tokens, heads, dim] with log-sum-exps [batch, tokens, heads] into packed `out` and `lse`; dense in dim."""
+    """Join parts [batch, tokens, heads, dim] with log-sum-exps [batch, tokens, heads] into packed `out` and `lse`.
+
+    The last dimension must be dense."""
     other, other_lse = (a, a_lse) if b is None or b_lse is None else (b, b_lse)
     gathered.merge_parts[(triton.cdiv(longest * a.shape[2], MERGE_ROWS), places.shape[0])](
         a, a_lse, other, other_lse, out, lse, places, a if sinks is None else sinks,
@@ -153,7 +157,7 @@ def merge_parts(
 
 
 def fits_descriptor(x: torch.Tensor) -> bool:
-    """Whether tensor descriptors can read these keys or values in place: each token contiguous and aligned."""
+    """Return whether tensor descriptors can read these keys or values in place: each token contiguous and aligned."""
     return (
         x.stride(2) == 1
         and x.stride(1) == x.shape[2]
@@ -167,7 +171,7 @@ def _descriptor(flat: torch.Tensor, tokens: int, columns: int) -> TensorDescript
 
 
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Of scales a page, token and head, or of one a head."""
+    """Return the strides of scales: per page, token and head; or per head only."""
     if scale is None:
         return 0, 0, 0
     return (

@@ -6,8 +6,8 @@
 | FlashInfer       | `flashinfer`                                             | full attention; dims 64, 128, 256                |
 
 No library is required. The fastest is measured once for each class of sizes, on that step's tensors, in some
-milliseconds; the process remembers it. `KVLOOM_ATTENTION_LIBRARIES` lists the allowed modules, separated by commas; empty
-for none. Knows no plans and no kernels of ours.
+milliseconds; the process remembers it. `KVLOOM_ATTENTION_LIBRARIES` lists the allowed modules, separated by commas;
+empty for none. Does not depend on our plans and kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WORKSPACE = 384 << 20
 MEASURED_RUNS = 3
 """Timed runs of each candidate, after one warm-up."""
 MAX_ERROR = 0.02
-"""Largest relative difference of a library's outputs from ours: roundings of half precision."""
+"""Largest relative difference between a library's outputs and ours: rounding in half precision."""
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -81,21 +81,21 @@ class LibraryStep:
 
 
 class Library(Protocol):
-    """Causal attention of packed rows over pages, ends aligned: a row's last query sees all of its tokens."""
+    """A library: causal attention of packed rows over pages. Ends are aligned: a row's last query sees all of its tokens."""
 
     name: str
 
     def supports(self, shape: Shape, dtype: torch.dtype, span: Visibility, softcap: float | None) -> bool:
-        """Whether it computes such layers on this machine."""
+        """Return whether it computes such layers on this machine."""
         ...
 
     def attend(self, step: LibraryStep, call: PagedCall) -> Result:
-        """Outputs [queries, heads, v_dim] and natural log-sum-exps [queries, heads]."""
+        """Return outputs [queries, heads, v_dim] and natural log-sum-exps [queries, heads]."""
         ...
 
 
 class FlashAttention3:
-    """FlashAttention-3 for Hopper, from any of its packages: they differ in names only."""
+    """FlashAttention-3 for Hopper, from any of its packages, which differ in names only."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.name = module, "FlashAttention-3"
@@ -126,7 +126,7 @@ class FlashAttention3:
                 return_softmax_lse=True, **options,
             )  # fmt: skip
             if not isinstance(found, tuple):  # another package of that name
-                raise TypeError("flash_attn_interface gave no log-sum-exps though it was asked for them")
+                raise TypeError("flash_attn_interface returned no log-sum-exps although they were requested")
             return found[0] if call.out is None else call.out.copy_(found[0]), found[1].transpose(0, 1)
         options |= {"max_seqlen_k": step.most_tokens, "seqused_k": step.lengths, "out": call.out}
         if module.__name__ == "fa3":
@@ -139,7 +139,7 @@ class FlashAttention3:
 
 
 class FlashInfer:
-    """FlashInfer's prefill over pages; it is planned once a step."""
+    """FlashInfer's prefill over pages, planned once a step."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.name = module, "FlashInfer"
@@ -197,7 +197,7 @@ MODULES: dict[str, Callable[[Any], Library]] = {
 
 @lru_cache(maxsize=1)
 def installed_libraries() -> tuple[Library, ...]:
-    """Return the allowed libraries that import, one of each kind. Takes seconds, once."""
+    """Return the allowed libraries that can be imported, one of each kind. Takes seconds the first time."""
     wanted = os.environ.get(ENVIRONMENT_VARIABLE)
     names = list(MODULES) if wanted is None else [name.strip() for name in wanted.split(",") if name.strip()]
     unknown = [name for name in names if name not in MODULES]
@@ -209,7 +209,8 @@ def installed_libraries() -> tuple[Library, ...]:
             library = MODULES[name](import_module(name))
         except ModuleNotFoundError:
             continue
-        except (ImportError, OSError, RuntimeError, AttributeError) as error:  # made for another torch or GPU
+        # built for another torch or GPU
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:
             warnings.warn(f"{name} is installed but cannot be used: {error}", RuntimeWarning, stacklevel=2)
             continue
         found.setdefault(library.name, library)
@@ -238,9 +239,8 @@ def measure_fastest(
 ) -> str:
     """Return the fastest candidate for `key`, measured on the first call and remembered.
 
-    A candidate that fails or differs from the first is excluded with a warning. During graph capture nothing can be measured:
-    the first candidate is returned and nothing is remembered.
-    """
+    A candidate that fails, or differs from the first one, is excluded with a warning. Nothing can be measured during
+    graph capture: then the first candidate is returned and nothing is remembered."""
     if key in _FASTEST and _FASTEST[key] in candidates:
         return _FASTEST[key]
     first, *others = candidates

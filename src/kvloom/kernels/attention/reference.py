@@ -1,6 +1,6 @@
 """Attention over pages in plain torch: the oracle that defines what every kernel computes, in float32 or float64.
 
-Rows are packed: a sequence's queries are `starts[i]` to `starts[i + 1]` of q, and its last tokens. Knows no models, no pool.
+Rows are packed: a sequence's queries are `starts[i]` to `starts[i + 1]` of q, and its last tokens. Independent of models and the pool.
 
 | argument   | shape               | meaning                                                              |
 |------------|---------------------|----------------------------------------------------------------------|
@@ -33,11 +33,13 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 MAX_BATCH_BYTES = 32 << 20
-"""Bytes that one batched step of `attend` gathers and scores; one long row may take more. A long row is scored in pieces of half."""
+"""Bytes that one batched step of `attend` gathers and scores. One long row may take more; it is scored in pieces of half
+the size.
+"""
 SMALL_PADDING_BYTES = 2 << 20
 """Padding below this many bytes is cheaper than another round of calls."""
 MIN_PIECE_QUERIES = 16
-"""Queries of a piece of a long row, at least."""
+"""Least number of queries in a piece of a long row."""
 LOG2E = 1 / math.log(2)
 
 
@@ -94,8 +96,7 @@ class _Layer:
 class _Scratch(threading.local):
     """Buffers that each thread reuses between calls: on a CPU, new memory costs more than the copy that fills it.
 
-    No returned tensor may lie here. Buffers above MAX_BATCH_BYTES are not kept.
-    """
+    A returned tensor must not use them. Buffers above MAX_BATCH_BYTES are not kept."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, torch.Tensor] = {}
@@ -117,7 +118,7 @@ _SCRATCH = _Scratch()
 
 
 class _Rows:
-    """The sequences of a call: where their queries begin, how many, and at which token."""
+    """The sequences of a call: where their queries begin, their number, and the position of the first."""
 
     __slots__ = ("begins", "context_lengths", "lengths", "queries")
 
@@ -128,7 +129,7 @@ class _Rows:
 
 
 class _Pieces(NamedTuple):
-    """Runs of queries, each of one sequence, as columns; `block` is the first block that a run sees."""
+    """Runs of queries, each of one sequence, as parallel arrays; `block` is the first block that a run sees."""
 
     row: Ints
     query: Ints
@@ -139,7 +140,7 @@ class _Pieces(NamedTuple):
 
 
 def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
-    """Return every row with work; a row whose scores exceed the budget becomes several pieces."""
+    """Split every row with work into pieces; a row whose scores fit the budget is one piece."""
     row = ((rows.queries > 0) & (rows.lengths > 0)).nonzero()[0]
     count, position, query = rows.queries[row], rows.context_lengths[row], rows.begins[row]
     most = (
@@ -152,7 +153,7 @@ def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
         offset = np.concatenate([np.arange(n) for n in times]) * most
         count = np.minimum(count - offset, most)
         position, query = rows.context_lengths[row] + offset, rows.begins[row] + offset
-    # Trees and images let a query see later ones, so only without them do pieces end at their last query.
+    # Trees and images let a query see later ones. Only without them does a piece end at its last query.
     free = layer.mask.trees is None and layer.mask.spans is None
     end = position + count if free else rows.lengths[row]
     block_tokens = layer.k.shape[1]
@@ -181,13 +182,13 @@ def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
 
 
 def _select(pieces: _Pieces, chosen: npt.NDArray[np.intp]) -> _Pieces:
-    """Return the chosen pieces in query order, so that a batch of all pieces needs no sorting back."""
+    """Return the chosen pieces in query order, so that a batch of all pieces need not be reordered."""
     chosen = np.sort(chosen)
     return _Pieces(*(column[chosen] for column in pieces))
 
 
 def _places(pieces: _Pieces) -> tuple[Ints, Bools]:
-    """Where the queries of each piece stand in q, and which are real: [n, c], padded to the longest piece."""
+    """Return where the queries of each piece are in q, and which are real: [n, c], padded to the longest piece."""
     step = np.arange(pieces.queries.max())
     real = step < pieces.queries[:, None]
     return np.where(real, pieces.query[:, None] + step, 0), real
@@ -196,7 +197,7 @@ def _places(pieces: _Pieces) -> tuple[Ints, Bools]:
 def _attend(
     layer: _Layer, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One batch of n pieces, padded to c queries and t tokens: outputs [n * c, heads, dim] and lse."""
+    """Compute one batch of n pieces, padded to c queries and t tokens. Return outputs [n * c, heads, dim] and lse."""
     q, k, v, mask = layer.q, layer.k, layer.v, layer.mask
     n, c = query.shape
     kv, group, device = k.shape[2], q.shape[1] // k.shape[2], q.device
@@ -216,7 +217,7 @@ def _attend(
             paged.view(kv, n * t).index_fill_(1, unseen, 0.0)
 
     asked = q if real.size == len(q) and real.all() else q[torch.as_tensor(query, device=device).flatten()]
-    # Scores are kept as powers of two: the exp of masked scores takes a CPU's slow path, their exp2 does not.
+    # Scores are powers of two: on a CPU the exp of masked scores is slow, their exp2 is not.
     scale = layer.scale * (LOG2E if mask.softcap is None else 1 / mask.softcap)
     grouped = (asked.to(keys.dtype) * scale).view(n, c, kv, group, -1).permute(2, 0, 1, 3, 4)
     grouped = grouped.reshape(kv, n, c * group, -1)
@@ -252,20 +253,20 @@ def _attend(
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """One product per head ([kv, n, …] each): gathered heads are interleaved, and one product would copy them first."""
+    """Multiply per head ([kv, n, …] each). Gathered heads are interleaved, so a single product would copy them first."""
     for a, b, target in zip(left.unbind(), right.unbind(), out.unbind(), strict=True):
         torch.bmm(a, b, out=target)
 
 
 def _visible(mask: Mask, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools, block_tokens: int) -> Bools:
-    """What each query of each piece sees of the tokens from the piece's first block on: [n, c, t]."""
+    """Return which tokens each query of each piece sees, from the piece's first block on: [n, c, t]."""
     position = np.where(real, pieces.position[:, None] + np.arange(real.shape[1]), -1)[:, :, None]
     token = (pieces.block * block_tokens)[:, None, None] + np.arange(pieces.blocks.max() * block_tokens)
     seen: Bools = token <= position
     if mask.trees is not None or mask.spans is not None:
         own = (
             token - rows.context_lengths[pieces.row][:, None, None]
-        )  # the token's place among its row's queries
+        )  # the token's index among its row's queries
         inside = (own >= 0) & (own < rows.queries[pieces.row][:, None, None]) & (position >= 0)
         if mask.trees is not None:
             trees = mask.trees.cpu().numpy().astype(bool)
@@ -282,14 +283,15 @@ def _visible(mask: Mask, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools,
 
 
 def _page_ids(tables: torch.Tensor, pieces: _Pieces) -> torch.Tensor:
-    """The pages of each piece's blocks, one after the other; a shorter piece repeats its last page."""
+    """Return the pages of each piece's blocks, concatenated. A shorter piece repeats its last page."""
     column = pieces.block[:, None] + np.minimum(np.arange(pieces.blocks.max()), pieces.blocks[:, None] - 1)
     ids = tables.cpu().numpy()[pieces.row[:, None], column]
     return torch.as_tensor(ids, device=tables.device).flatten()
 
 
 def _gather(name: str, pages: torch.Tensor, ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A copy of the pages in the accumulator's dtype. Bytes are moved as bytes: not every index takes fp8."""
+    """Return a copy of the pages in the accumulator's dtype. Pages are copied as bytes, because indexing may not support
+    fp8."""
     kept = torch.uint8 if pages.dtype == torch.float8_e4m3fn else pages.dtype
     shape, dtype = (len(ids), *pages.shape[1:]), accumulator_dtype(like)
     found = _SCRATCH.empty(name if kept == dtype else "raw", shape, pages, kept)
@@ -300,7 +302,7 @@ def _gather(name: str, pages: torch.Tensor, ids: torch.Tensor, like: torch.Tenso
 
 
 def _scales(scales: torch.Tensor | None, ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-    """[kv, n, 1, t], or [kv or 1, 1, 1, 1] where they are static; they belong to scores and weights."""
+    """Return scales as [kv, n, 1, t], or [kv or 1, 1, 1, 1] if static. They are applied to scores and weights."""
     if scales is None:
         return None
     if scales.dim() < 3:
@@ -311,7 +313,7 @@ def _scales(scales: torch.Tensor | None, ids: torch.Tensor, like: torch.Tensor) 
 
 
 def _empty_outputs(q: torch.Tensor, v: torch.Tensor, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of queries that see no token: only sinks take part in their softmax."""
+    """Return the results of queries that see no token: only sinks take part in their softmax."""
     lse = torch.full(q.shape[:2], -math.inf, dtype=accumulator_dtype(q), device=q.device)
     if mask.sinks is not None:
         lse[:] = mask.sinks.to(lse.dtype)

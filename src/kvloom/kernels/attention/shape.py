@@ -30,7 +30,7 @@ SUPPORTED_BLOCK_TOKENS = (16, 32, 64, 128)
 
 
 PLAN_CAPACITIES = (16, 64, 256, 512, 1024, 4096)
-"""Row capacities of decode plans: one plan serves several step sizes and is compiled once."""
+"""Row capacities of decode plans. A plan serves all step sizes up to its capacity and is compiled once."""
 
 
 def plan_capacity(rows: int) -> int:
@@ -93,7 +93,7 @@ class Shape:
 
     @property
     def latent(self) -> bool:
-        """Whether values are the beginning of keys (MLA)."""
+        """Whether values are the first part of keys (MLA)."""
         return self.k_dim > 256
 
 
@@ -107,7 +107,7 @@ def check_call(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> int:
-    """Raise ValueError for an unsupported call; return how pages are scaled: 0 not, 1 by head, 2 by token and head."""
+    """Raise ValueError for an unsupported call. Return how pages are scaled: 0 not, 1 by head, 2 by token and head."""
     if q.dim() != 3 or q.shape[1:] != (shape.heads, shape.k_dim):
         raise ValueError(f"q {tuple(q.shape)} is not [queries, {shape.heads}, {shape.k_dim}]")
     if q.dtype not in FLOAT_DTYPES:
@@ -127,7 +127,9 @@ def check_call(
     if shape.dtype in FLOAT_DTYPES and q.dtype != shape.dtype:
         raise ValueError(f"queries are {q.dtype} and pages {shape.dtype}; they must agree")
     if shape.latent and (v.data_ptr() != k.data_ptr() or v.stride() != k.stride()):
-        raise ValueError(f"with keys of {shape.k_dim}, values must be a view of the keys' beginning")
+        raise ValueError(
+            f"with keys of {shape.k_dim} dims, values must be a view of the first part of the keys"
+        )
     if v.stride(3) != 1 and v.stride(0) % 16:
         raise ValueError(
             f"v pages with dense tokens begin every {v.stride(0)} elements; it must be a multiple of 16"

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """Batch-invariant attention kernels: what a result sums, and in which order, depends on its own row only.
 
-Tiles have one size for every call. Attention runs over pieces of PIECE tokens that begin at multiples of PIECE, in steps at
-multiples of BN; each piece is summed separately and folded into those before it:
+Tiles have one size for every call. Attention runs over pieces of PIECE tokens that begin at multiples of PIECE, in
+steps at multiples of BN. Each piece is summed separately and folded into those before it:
 
     tokens   |— piece 0 —|— piece 1 —|— piece 2 …      prompts: one program folds all pieces of a block
                                                         decode: one program a piece, `join_pieces` folds them
 
-Both use the same fold (`_fold`), so a token's attention has the same bits either way. Hidden tokens add zeros. Knows no plans.
+Both use the same fold (`_fold`), so a token's attention has the same bits in both. Hidden tokens add zeros.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _piece(
     BN: tl.constexpr, PIECE: tl.constexpr, SPAN: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The softmax over one piece's tokens in [lo, hi): its peak, its weight and its sums of values."""
+    """Return the softmax over one piece's tokens in [lo, hi): its peak, its weight and its sums of values."""
     peak = tl.full([BM], float("-inf"), tl.float32)
     weight = tl.zeros([BM], tl.float32)
     acc0 = tl.zeros([BM, DV0], tl.float32)
@@ -78,7 +78,7 @@ def _finish(
     OUT, LSE, SINKS, VS, head_scale, token, head, mine, peak, weight, acc0, acc1, out_token, out_head, lse_token, lse_head,
     DV0: tl.constexpr, DV1: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Rows' sums to their outputs; `head_scale` is the place of the values' size where there is one a head."""
+    """Write the sums of rows to their outputs. `head_scale` is the index of the values' scale, if there is one per head."""
     log = tl.where(weight > 0, peak + tl.log2(weight), float("-inf"))
     norm = tl.where(weight > 0, 1.0 / weight, 0.0)
     if SCALES == 1:
@@ -105,7 +105,7 @@ def attend_by_piece(
     SIZE: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr,
     LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A block of BM query rows over all of its pieces, of one KV head: grid (items * HEADS)."""
+    """Attend a block of BM query rows of one KV head over all of its pieces: grid (items * HEADS)."""
     kv_head = tl.program_id(0) % HEADS
     item = ITEMS + tl.program_id(0) // HEADS * ITEM_WIDTH
     table = TABLES + tl.load(item).to(tl.int64) * table_row
@@ -162,7 +162,7 @@ def attend_by_piece(
 def plan_pieces(
     LENGTHS, ENDS, rows, PIECE: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr
 ):
-    """For rows of one query each, how many pieces there are up to each row's end: ENDS [CAPACITY]. One program."""
+    """Count the pieces up to the end of each row, for rows of one query: ENDS [CAPACITY]. One program."""
     at = tl.arange(0, CAPACITY)
     length = tl.load(LENGTHS + at, mask=at < rows, other=0)
     first = first_visible(tl.maximum(length - 1, 0), SPAN, SIZE) // PIECE
@@ -180,8 +180,10 @@ def attend_pieces(
     SIZE: tl.constexpr, SOFTCAP: tl.constexpr, SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr,
     EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one query each, a piece at a time: grid (lanes, HEADS, blocks of BM of a KV head's query heads). A piece's sums go
-    to PARTS [pieces, query heads, dim] and SUMS [pieces, query heads, 2: peak, weight]."""
+    """Attend rows of one query each, piece by piece: grid (lanes, HEADS, blocks of BM query heads of a KV head).
+
+    The sums of a piece are written to PARTS [pieces, query heads, dim] and SUMS [pieces, query heads, 2: peak,
+    weight]."""
     kv_head = tl.program_id(1)
     row = tl.program_id(2) * BM + tl.arange(0, BM)
     mine = row < GROUP
@@ -193,7 +195,7 @@ def attend_pieces(
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         sequence = total * 0
         beyond = sequence + rows
-        for _ in range(ROUNDS):  # the first row that ends behind the item
+        for _ in range(ROUNDS):  # the first row that ends after the item
             middle = (sequence + beyond) // 2
             passed = tl.load(ENDS + tl.minimum(middle, rows - 1)) <= item
             sequence = tl.where(passed, middle + 1, sequence)
@@ -234,7 +236,7 @@ def join_pieces(
     OUT, LSE, PARTS, SUMS, ENDS, SINKS, VS, vs_head, out_token, out_head, lse_token, lse_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Fold each row's pieces, in their order: grid (rows, query heads). Rows that saw nothing get zeros."""
+    """Fold the pieces of each row, in order: grid (rows, query heads). Rows that saw no token get zeros."""
     sequence = tl.program_id(0)
     head = tl.program_id(1) + tl.zeros([1], tl.int64)
     before = tl.load(ENDS + tl.maximum(sequence - 1, 0))

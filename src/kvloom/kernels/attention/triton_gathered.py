@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """Prefill over gathered K and V: copies out of pages, attention by tensor descriptors, and merging of batches.
 
-Rows and blocks are those of `triton_prefill`; the host's int32 lists define copies and visible tokens. Knows no plans.
+Rows and blocks are those of `triton_prefill`; the host's int32 lists define copies and visible tokens. Independent of plans.
 
 | list    | fields                                                                                      |
 |---------|---------------------------------------------------------------------------------------------|
@@ -33,8 +33,9 @@ def gather_pages(
     DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of pages, one after the other: K and V to [tokens, heads, dim]. Grid (copies, heads / EACH, 2: K, V).
-    The tokens of a copy that are not there become 0, so that a weight of 0 finds nothing to spread."""
+    """Copy tokens of pages to contiguous K and V, [tokens, heads, dim]. Grid (copies, heads / EACH, 2: K, V).
+
+    Tokens of a copy without a page become 0, because a weight of 0 would not remove a NaN."""
     copy = COPIES + tl.program_id(0) * COPY_WIDTH
     table = TABLES + tl.load(copy).to(tl.int64) * table_row
     t = tl.load(copy + 1) + tl.arange(0, TOKENS)
@@ -67,8 +68,9 @@ def _gathered_step(
     i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
     DK0: tl.constexpr, DK1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, CHECK: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """BN tokens at `i` against the block: with CHECK not every row sees every one, and the LAST ones of a sequence may be
-    followed by others within their tile."""
+    """Attend BN tokens at `i` for the block. CHECK: some rows do not see every token.
+
+    LAST: the sequence may end inside the tile, which then contains tokens of the next sequence."""
     scores = tl.dot(q0, K0.load([t0 + i, k_at]).T, tl.zeros([BM, BN], tl.float32))
     if DK1 > 0:
         scores = tl.dot(q1, K1.load([t0 + i, k_at + DK0]).T, scores)
@@ -82,7 +84,7 @@ def _gathered_step(
     weight += tl.sum(p, 1)
     values = V.load([t0 + i, v_at])
     if LAST:
-        # What follows a sequence is another's, or nothing: a weight of 0 does not silence a NaN.
+        # Tokens after the sequence belong to another one, or are unwritten: a weight of 0 would not remove a NaN.
         values = tl.where((t < end)[:, None], values, 0.0)
     acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None])
     return peak, weight, acc
@@ -95,9 +97,10 @@ def attend_gathered(
     CAUSAL: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, FEW: tl.constexpr, SINK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Blocks over K and V that lie as [tokens, heads * dim], read by tensor descriptors: grid (blocks * HEADS). Positions count
-    from a sequence's first token in K: under a window its first query's first visible one. A window of FEW tiles is one
-    loop, in which each is checked."""
+    """Attend blocks over K and V, stored as [tokens, heads * dim] and read by tensor descriptors: grid (blocks * HEADS).
+
+    Positions count from a sequence's first token in K; under a window, that is the first visible token of its first
+    query. A window of FEW tiles is one loop in which every tile is checked."""
     head = tl.program_id(0) % HEADS
     block = LIST + tl.program_id(0) // HEADS * SPAN_WIDTH
     row0 = tl.load(block)
@@ -120,7 +123,7 @@ def attend_gathered(
     last = own + at
     first = first_visible(last, SPAN, SIZE)
     begin = 0
-    all_from = 0  # the tokens in [all_from, all_to) every row of the block sees
+    all_from = 0  # every row of the block sees the tokens in [all_from, all_to)
     all_to = end
     if CAUSAL:
         final = own + tl.minimum((row0 + BM - 1) // GROUP, queries - 1)
@@ -148,7 +151,7 @@ def attend_gathered(
                 i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
                 DK0, DK1, BM, BN, True, True, False,
             )  # fmt: skip
-    # The last tile by itself leaves the loops before it fewer registers to hold, where those are scarce; else it is one of them.
+    # If registers are scarce, the last tile is processed separately, so that the loops before it need fewer of them.
     APART: tl.constexpr = FEW or DV > 128
     if not FEW:
         for i in tl.range(clear_from, clear_to, BN, num_stages=STAGES):
@@ -184,7 +187,9 @@ def merge_parts(
     HEADS: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BOTH: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     """Join attention over two sets of tokens by their natural log-sum-exps, from batches to packed queries: grid
-    (longest, places). Without BOTH there is one set, which is only put in place (and meets its sinks)."""
+    (longest, places).
+
+    Without BOTH there is one set, which is only copied to its place (and combined with its sinks)."""
     place = PLACES + tl.program_id(1) * PLACE_WIDTH
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = row // HEADS

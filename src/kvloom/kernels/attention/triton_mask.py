@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""The mask rule of every layer kind, as kernels compute it. A new kind adds one branch, and its number to `mask.SPANS`."""
+"""The mask rule of every layer kind for kernels. A new kind adds one branch here, and its number to `mask.SPANS`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNKED: tl.constexpr = tl.constexpr(SPAN_NUMBERS["chunked"])
 
 @triton.jit
 def first_visible(position, SPAN: tl.constexpr, SIZE: tl.constexpr):
-    """The first token that the query at `position` sees: `core.Visibility.first_visible`."""
+    """Return the first token that the query at `position` sees: `core.Visibility.first_visible`."""
     if SPAN == SLIDING:
         return tl.maximum(position - (SIZE - 1), 0)
     elif SPAN == CHUNKED:

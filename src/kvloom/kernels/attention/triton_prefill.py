@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """Prefill over pages: attention of blocks of query rows, and joining of split blocks.
 
-A row is one query head of one query token; the rows of a sequence that read one KV head are ordered by token (row
-= token * GROUP + head in group), and a block is BM of them. Which blocks there are, which tokens each sees, and
-which are split, is given by int32 lists of the host. Knows no plans and no choice between the kernels.
+A row is one query head of one query token. The rows of a sequence that read one KV head are ordered by token (row =
+token * GROUP + head in group), and a block is BM of them. Lists of int32 from the host define the blocks, the tokens
+each sees, and which blocks are split.
 
 | list    | fields                                                                                      |
 |---------|---------------------------------------------------------------------------------------------|
@@ -28,8 +28,10 @@ JOIN_WIDTH: tl.constexpr = tl.constexpr(5)
 
 @triton.jit
 def softmax_step(scores, factor, peak, weight, SCALED: tl.constexpr, CHECK: tl.constexpr):
-    """One step of a running softmax in powers of two: weights, the old sums' fade, the new peak and sum. `factor`
-    (positive) is laid over the scores here, as part of the exponent's subtraction, unless SCALED."""
+    """One step of a running softmax in powers of two. Return the weights, the factor for the old sums, the new peak and
+    the new sum.
+
+    `factor` (positive) is applied to the scores here, as part of the exponent's subtraction, unless SCALED."""
     if SCALED:
         top = tl.maximum(peak, tl.max(scores, 1))
     else:
@@ -54,7 +56,8 @@ def page_step(
     BN: tl.constexpr, WINDOW: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr, SCALES: tl.constexpr,
     LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """BN tokens at `t` of one table row against the block, those in [lo, hi); without CHECK every row sees every token."""
+    """Attend BN tokens at `t` of one table row for the block, if they are in [lo, hi). Without CHECK every row sees
+    every token."""
     ok = (t >= lo) & (t < hi)
     page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE
@@ -82,7 +85,7 @@ def page_step(
             seen = seen & (t[None, :] >= first[:, None])
         scores = tl.where(seen & ok[None, :], scores, float("-inf"))
     if SCALES == 2:
-        # Sizes of values enter the exponent, so that weights stay within [0, 1] whatever the sizes.
+        # The scales of values are part of the exponent, so that weights stay within [0, 1] for any scale.
         v_size = tl.maximum(load_sizes(VS, page, slot, vs_page, vs_token, ok, CHECK), SMALLEST)
         scores = scores + tl.log2(v_size)[None, :]
     p, fade, peak, weight = softmax_step(scores, qk_scale, peak, weight, SOFTCAP or SCALES == 2, CHECK)
@@ -120,7 +123,7 @@ def attend_blocks(
     SOFTCAP: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr,
     EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One block, or one piece of it, of one KV head: grid (blocks * HEADS). Pieces go to their slots."""
+    """Attend one block, or one piece of it, for one KV head: grid (blocks * HEADS). Pieces are written to their slots."""
     head = tl.program_id(0) % HEADS
     block = BLOCKS + tl.program_id(0) // HEADS * BLOCK_WIDTH
     table = TABLES + tl.load(block).to(tl.int64) * table_row
@@ -226,7 +229,7 @@ def join_blocks(
     OUT, LSE, PART, PART_LSE, JOINS, SINKS, out_token, out_head, lse_token, lse_head, BM,
     GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """Join the pieces of the blocks that were cut: grid (KV heads, joins, BM / ROWS)."""
+    """Join the pieces of split blocks: grid (KV heads, joins, BM / ROWS)."""
     head = tl.program_id(0)
     join = JOINS + tl.program_id(1) * JOIN_WIDTH
     slot = tl.load(join)

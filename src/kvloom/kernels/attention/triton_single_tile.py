@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """Attention of few query rows over pages: a lane's part of the work list in one loop over tiles.
 
-Starting and ending a tile dominates short sequences. Here queries are loaded with every unit, so the next tile's loads
-overlap the end of the current one. For lists whose segments are one tile each, pages of 16 and 32 bits. Knows no shared runs.
+For short sequences most time is spent starting and ending tiles. Here queries are loaded with every unit, so the next
+tile's loads overlap the end of the current one. For lists whose segments are one tile each, and pages of 16 and 32
+bits. Does not support shared runs.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ from .triton_work_list import (
 __all__ = ["READ_AHEAD", "attend_single_tiles"]
 
 READ_AHEAD = 8
-"""Segments beyond the last that are read (and not used): so many stages a loop may have."""
+"""Segments that are read, but not used, after the last one. A loop may have at most this many stages."""
 
 
 @triton.jit
 def _peek(pointer):
-    """An int32 of the list. By hand on a GPU: a value that `tl.load` brings in a pipelined loop is fetched stages ahead, which
-    cannot be where the next address comes of it."""
+    """Return an int32 of the list, read by inline assembly on a GPU.
+
+    In a pipelined loop `tl.load` would fetch the value stages ahead, which is impossible if the next address depends
+    on it."""
     if INTERPRETED:
         return tl.load(pointer)
     else:
@@ -51,8 +54,10 @@ def _peek(pointer):
 
 @triton.jit
 def _store_here(pointers, values, ok):
-    """Stores from the registers that hold the values, a few bytes each: a tile ends with little to store, and bringing it in
-    order through shared memory would cost barriers, and room that the loop's buffers need."""
+    """Store values directly from registers, a few bytes each.
+
+    A tile ends with little to store. Ordering it through shared memory would cost barriers, and memory that the
+    loop's buffers need."""
     if INTERPRETED:
         tl.store(pointers, values, mask=ok)
     elif values.dtype == tl.float32:
@@ -70,7 +75,7 @@ def _store_here(pointers, values, ok):
 
 @triton.jit
 def _store_columns(into, values, mine, SIZE: tl.constexpr):
-    """`values` [SIZE, rows], each row's to where it begins (`into`), of the rows that are `mine`."""
+    """Store `values` [SIZE, rows]: each row that is `mine` at its address in `into`."""
     column = tl.arange(0, SIZE)
     _store_here(into[None, :] + column[:, None], values, mine[None, :] & (column >= 0)[:, None])
 
@@ -85,11 +90,12 @@ def attend_single_tiles(
     SINGLE: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
     TURNED: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One head's part of a lane's stretch. `SINGLE`: every segment has one query. Whole tiles go to OUT, pieces of others to
-    PART, as `attend_tiles` has them."""
+    """Attend one head's part of a lane's stretch. `SINGLE`: every segment has one query.
+
+    Whole tiles are written to OUT, pieces of others to PART, like in `attend_tiles`."""
     if OVERLAP:
         launch_dependents()
-        wait_for_launcher()  # of it, only the launch runs beside the one ahead
+        wait_for_launcher()  # only its launch overlaps the previous kernel
     head = tl.program_id(0) % HEADS
     lane = tl.program_id(0) // HEADS
     stretch = tl.load(TOTALS + 1)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """Attention over pages by tiles of the work list: decode, draft trees and shared runs.
 
-One program processes its stretch of the line (`triton_work_list`), tile by tile, unit by unit (`triton_units`), with a
-running softmax. Knows no cache and no choice between kernels.
+One program processes its stretch of the work list (`triton_work_list`), tile by tile, unit by unit (`triton_units`),
+with a running softmax.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _run(
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Units from `begin` to `end`, one after the other."""
+    """Process the units from `begin` to `end` in order."""
     for i in tl.range(begin, end, BN, num_stages=STAGES):
         t = i + tl.arange(0, BN)
         ok = (t >= lo) & (t < right)
@@ -80,11 +80,11 @@ def attend_tiles(
     PHASES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, SMALL: tl.constexpr,
     BESIDE: tl.constexpr, NATIVE: tl.constexpr, TOLL: tl.constexpr,
 ):  # fmt: skip
-    """One head's part of a lane's stretch. `SHARED`: queries are listed in MEMBERS, else they are consecutive in q.
+    """Attend one head's part of a lane's stretch. `SHARED`: queries are listed in MEMBERS, else they are consecutive in
+    q.
 
-    `SCALES`: 0 none, 1 one a head, 2 one a token and head. `DIRECT`: whole tiles go to OUT. `PHASES`: units that every row sees
-    run unmasked, which pays where masking unwritten values costs arithmetic.
-    """
+    `SCALES`: 0 none, 1 one a head, 2 one a token and head. `DIRECT`: whole tiles are written to OUT. `PHASES`: units
+    that every row sees run unmasked, which pays if masking unwritten values costs arithmetic."""
     if OVERLAP:
         launch_dependents()
     head = tl.program_id(0) % HEADS
@@ -121,7 +121,7 @@ def attend_tiles(
             q1 = q1.to(tl.float16)
         q_size = scale * LOG2E
         if NATIVE:
-            # One scale for all rows: a score's absolute error matters, not its relative error.
+            # One scale for all rows: the absolute error of a score matters, not the relative error.
             MOST: tl.constexpr = 127.0 if K.dtype.element_ty == tl.int8 else 256.0
             LOW: tl.constexpr = LOW_INT8 if K.dtype.element_ty == tl.int8 else 1.0
             f0 = q0.to(tl.float32)
@@ -247,5 +247,5 @@ def attend_tiles(
         unit += stop - here
         at += (unit == base + units * tl.cdiv(count * GROUP, BM)).to(tl.int32)
     if BESIDE:
-        # A launch that waits for this one must find the overlapped one ended, too.
+        # A launch that waits for this one relies on the overlapped one to have ended, too.
         wait_for_launcher()

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""One unit of attention: some tokens of a table row against a tile's query rows, added to a running softmax.
+"""One unit of attention: some tokens of a table row for a tile's query rows, added to a running softmax.
 
-`step` is for pages of 16 and 32 bits (and of 8, converted to 16 in registers), `step_8bit` for 8-bit pages that go to the
-tensor cores directly. Knows no segments, no lanes and no outputs.
+`step` is for pages of 16 and 32 bits (and of 8, converted to 16 in registers). `step_8bit` is for 8-bit pages that
+the tensor cores read directly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "two_parts",
 ]
 
-MAGIC: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and taking it rounds half to even
+MAGIC: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds half to even
 LOW_INT8: tl.constexpr = tl.constexpr(254.0)
 LOW_FP8: tl.constexpr = tl.constexpr(16.0)
 LOG2_127: tl.constexpr = tl.constexpr(6.988684686772166)
@@ -34,7 +34,7 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def _log2(x):
-    """The logarithm of normal numbers to 2^-22: one instruction, where `tl.log2` is twenty that wait for each other."""
+    """Return the logarithm of normal numbers to 2^-22: one instruction, while `tl.log2` is twenty dependent ones."""
     if INTERPRETED:
         return tl.log2(x)
     else:
@@ -45,9 +45,10 @@ def _log2(x):
 
 @triton.jit
 def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHECK: tl.constexpr):
-    """The page of each of a unit's tokens; 0 where it is not `ok`, that is outside [lo, hi). With RUNS, 16 tokens that stand
-    side by side have one page if any of them is inside: a load of their values in one piece starts where the first
-    is, be it inside or not. Any page of tokens is whole runs."""
+    """Return the page of each token of a unit; 0 for tokens outside [lo, hi), which are not `ok`.
+
+    With RUNS, 16 adjacent tokens have one page if any of them is inside, because one load reads all their values from
+    the first one's address. A page contains whole runs of 16."""
     if CHECK:
         if RUNS:
             run = t // 16 * 16
@@ -59,7 +60,7 @@ def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHE
 
 @triton.jit
 def load_sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr):
-    """The scales of a unit's tokens; 1 where there is none."""
+    """Return the scales of a unit's tokens; 1 if there is none."""
     if CHECK:
         return tl.load(S + page * page_stride + slot * token_stride, mask=ok, other=1.0)
     else:
@@ -68,7 +69,7 @@ def load_sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr
 
 @triton.jit
 def load_rows(base, offsets, ok, WIDTH_: tl.constexpr, START: tl.constexpr, CHECK: tl.constexpr):
-    """[rows, WIDTH_] of columns from START on."""
+    """Load [rows, WIDTH_] from column START on."""
     column = START + tl.arange(0, WIDTH_)
     if CHECK:
         return tl.load(base + offsets[:, None] + column[None, :], mask=ok[:, None], other=0.0)
@@ -78,8 +79,10 @@ def load_rows(base, offsets, ok, WIDTH_: tl.constexpr, START: tl.constexpr, CHEC
 
 @triton.jit
 def _load_turned(base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, CHECK: tl.constexpr):
-    """[WIDTH_, tokens] of values whose tokens are dense in memory. No mask is laid over the load, so that runs of
-    tokens go as one; what was not written and may be no number is put aside after it."""
+    """Load [WIDTH_, tokens] of values whose tokens are dense in memory.
+
+    The load has no mask, so that runs of tokens are loaded together. Unwritten values, which may be NaN, are replaced
+    afterwards."""
     column = START + tl.arange(0, WIDTH_)
     turned = tl.load(base + column[:, None] * v_column + offsets[None, :])
     if CHECK and turned.dtype != tl.int8:
@@ -92,7 +95,7 @@ def load_values(
     base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, TURNED: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Values of a unit, [WIDTH_, tokens] where SMALL, else [tokens, WIDTH_]. TURNED: tokens are dense in memory."""
+    """Return the values of a unit: [WIDTH_, tokens] if SMALL, else [tokens, WIDTH_]. TURNED: tokens are dense in memory."""
     if TURNED:
         turned = _load_turned(base, offsets, ok, v_column, WIDTH_, START, CHECK).to(DTYPE)
         return turned if SMALL else tl.trans(turned)
@@ -105,7 +108,7 @@ def load_values(
 def _seen(
     t, ok, first, last, own, tree_rows, TREES, BOUNDS: tl.constexpr, TREE: tl.constexpr, SMALL: tl.constexpr
 ):
-    """Which of the unit's tokens each row sees, [tokens, rows] where SMALL, else [rows, tokens]."""
+    """Return which of the unit's tokens each row sees: [tokens, rows] if SMALL, else [rows, tokens]."""
     t = t[:, None] if SMALL else t[None, :]
     seen = ok[:, None] if SMALL else ok[None, :]
     end = last[None, :] if SMALL else last[:, None]
@@ -140,12 +143,11 @@ def step(
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr,
 ):  # fmt: skip
-    """One unit: `BN` tokens at `t` against the tile's rows. `ok` are the tokens that exist, in [lo, hi).
+    """Process one unit: `BN` tokens at `t` for the tile's rows. `ok` are the tokens that exist, in [lo, hi).
 
-    `BOUNDS` selects which of a row's bounds to check (1 last token, 2 first token); without CHECK every row sees every token.
-    Few rows (SMALL) are columns, with scores [tokens, rows]: tokens fill the tall side of the tensor cores, which then read K
-    and V from shared memory without registers.
-    """
+    `BOUNDS` selects which bounds of a row to check (1 last token, 2 first token); without CHECK every row sees every
+    token. With few rows (SMALL), scores are [tokens, rows]: tokens fill the long side of the tensor cores, which then
+    read K and V from shared memory without registers."""
     page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE
     k_at = page * k_page + slot * k_token
@@ -174,7 +176,7 @@ def step(
             _seen(t, ok, first, last, own, tree_rows, TREES, BOUNDS, TREE, SMALL), scores, float("-inf")
         )
     if SCALES == 2:
-        # Sizes of values enter the exponent, so that weights stay within [0, 1] whatever the sizes.
+        # The scales of values are part of the exponent, so that weights stay within [0, 1] for any scale.
         v_size = load_sizes(VS, page, slot, vs_page, vs_token, ok, CHECK)
         v_size = _log2(tl.maximum(v_size, SMALLEST))
         scores = scores + tl.expand_dims(v_size, 1 - AXIS)
@@ -188,7 +190,7 @@ def step(
     if SCALES == 2:
         share = p * tl.expand_dims(tl.exp2(-v_size), 1 - AXIS)
     if SMALL:
-        # Summed over tokens when all units are done: no exchange between warps for it here.
+        # Summed over tokens after the last unit, so that warps need not exchange data here.
         weight = weight * fade[None, :] + share
     else:
         weight = weight * fade + tl.sum(share, 1)
@@ -202,7 +204,7 @@ def step(
     else:
         v_at = page * v_page + slot * v_token
         if TURNED:
-            # A unit begins with a page, so tokens stand in runs of 16.
+            # A unit begins with a page, so tokens are in runs of 16.
             v_at = tl.max_contiguous(tl.multiple_of(v_at, 16), 16)
         v0 = load_values(V, v_at, ok, v_column, DV0, 0, TURNED, CHECK, SMALL, q0.dtype)
         if SMALL:
@@ -220,10 +222,12 @@ def step(
 
 @triton.jit
 def two_parts(x, DTYPE: tl.constexpr):
-    """`x` of at most MOST as two numbers of 8 bits, [..., 2], still to be cut to DTYPE: x = high + low / LOW, which leaves
-    no more error than 16 bits do."""
+    """Return `x` (at most MOST) as two numbers that fit 8 bits, [..., 2], before conversion to DTYPE: x = high + low /
+    LOW.
+
+    The error is no larger than with 16 bits."""
     if DTYPE == tl.int8:
-        # What is added last leaves the integer in the sum's lowest bits: cutting it out is no conversion.
+        # Adding this constant last leaves the integer in the lowest bits of the sum, so that no conversion is needed.
         high = x + MAGIC
         low = (x - (high - MAGIC)) * LOW_INT8 + MAGIC
         return tl.join(high.to(tl.int32, bitcast=True), low.to(tl.int32, bitcast=True))
@@ -234,8 +238,9 @@ def two_parts(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _one_part(x, DTYPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """What products with both parts ([A, 2 * B], side by side) come to, times `LOW_INT8` in int8: there the sum is one of
-    integers, within 31 bits for 256 products."""
+    """Return the sum of the products with both parts ([A, 2 * B], side by side).
+
+    In int8 the result is multiplied by `LOW_INT8`: a sum of integers, within 31 bits for 256 products."""
     high, low = tl.split(tl.reshape(x, [A, B, 2]))
     if DTYPE == tl.int8:
         return (high * 254 + low).to(tl.float32)
@@ -248,8 +253,10 @@ def _load_unit(
     V, TABLE, begin, t, page, ok, right, v_page, v_token, v_column, WIDTH_: tl.constexpr, START: tl.constexpr,
     PAGE: tl.constexpr, BN: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """[WIDTH_, tokens] of a unit's values whose tokens are dense in memory. Short pages are read one by one, so that
-    threads follow the bytes of a page and not the tokens across pages."""
+    """Load [WIDTH_, tokens] of a unit's values whose tokens are dense in memory.
+
+    Short pages are read one by one, so that threads read consecutive bytes of a page instead of tokens in different
+    pages."""
     if PAGE < 64:
         block = begin // PAGE + tl.arange(0, BN // PAGE)
         each = tl.load(TABLE + block, mask=block * PAGE < right, other=0).to(tl.int64)
@@ -275,9 +282,8 @@ def step_8bit(
 ):  # fmt: skip
     """`step` for few rows over 8-bit pages whose tokens are dense in V: the tensor cores read K and V directly.
 
-    Queries and weights are two 8-bit parts each, so no precision is lost. `q_size` scales the products of queries and keys;
-    `weight` is MOST times too large, the sums MOST * LOW times.
-    """
+    Queries and weights are split into two 8-bit parts, so no precision is lost. `q_size` scales the products of
+    queries and keys; `weight` is MOST times too large, the sums MOST * LOW times."""
     page = load_pages(TABLE, t, ok, lo, right, PAGE, PAGE >= 64, CHECK)
     slot = t % PAGE
     k_at = page * k_page + slot * k_token
@@ -304,7 +310,7 @@ def step_8bit(
     if CHECK:
         safe = tl.where(top == float("-inf"), 0.0, top)
     fade = tl.exp2(peak - safe)
-    # Weights come out times MOST, as their parts want them.
+    # Weights are multiplied by MOST, the range of their parts.
     p = tl.exp2(scores - (safe - (LOG2_127 if DTYPE == tl.int8 else 8.0))[None, :])
     if SCALES == 2:
         weight = weight * fade[None, :] + p * tl.exp2(-v_size)[:, None]

@@ -1,18 +1,18 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """The work list on the device: segments divided into tiles and units, distributed evenly, and partial results joined.
 
-A segment is a run of tokens [lo, hi) of one table row and the queries that read it. It is divided into tiles of `BM` query
-rows (a row is one query head of one query token), and each tile into units of `BN` tokens. All units of all tiles form one
-line; every lane takes an equal stretch of it, with one program per KV head:
+A segment is a run of tokens [lo, hi) of one table row, and the queries that read it. It is divided into tiles of `BM`
+query rows (a row is one query head of one query token), and each tile into units of `BN` tokens. The units of all
+tiles are numbered in one sequence. Every lane processes an equal stretch of it, with one program per KV head:
 
     segment 0          segment 1                    segment 2
     |tile 0 |tile 1 |  |tile 0        |tile 1    …
     |---- lane 0 ---|---- lane 1 ---|---- lane 2 ---|        stretch = ceil(units / lanes)
 
-The heads of a lane run together, so that pages are read whole. A tile counts TOLL units more than it has, the cost of
-starting it. A tile inside one lane is written to the output; parts of other tiles go to `slot = tile + lane` (both grow
-along the line, so slots are distinct), and a merge joins them by log-sum-exp. The list is made on the device from lengths,
-so a captured graph fits any lengths.
+The heads of a lane run at the same time, so that pages are read whole. A tile counts TOLL units more than it has,
+which is the cost of starting it. A tile inside one lane is written to the output. Parts of other tiles are written to
+`slot = tile + lane` (both grow along the sequence, so slots are distinct), and a merge joins them by log-sum-exp. The
+list is made on the device from lengths, so a captured graph works for any lengths.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ __all__ = [
     "with_sink",
 ]
 
-# What a segment is, as int32: one sector, read at once.
+# Fields of a segment (int32): one memory sector, read at once.
 ROW: tl.constexpr = tl.constexpr(0)  # table row
 LO: tl.constexpr = tl.constexpr(1)  # first token
 HI: tl.constexpr = tl.constexpr(2)  # end of tokens
-UNITS: tl.constexpr = tl.constexpr(3)  # units of each tile, its toll included
+UNITS: tl.constexpr = tl.constexpr(3)  # units of each tile, including its toll
 BASE: tl.constexpr = tl.constexpr(4)  # units before this segment
 TILE: tl.constexpr = tl.constexpr(5)  # tiles before this segment
 COUNT: tl.constexpr = tl.constexpr(6)  # query tokens
-FIRST: tl.constexpr = tl.constexpr(7)  # where they begin, in q or in the list of members
+FIRST: tl.constexpr = tl.constexpr(7)  # index of its first query token, in q or in the list of members
 WIDTH: tl.constexpr = tl.constexpr(8)
 
-# What a query token is, as int32.
+# Fields of a query token (int32).
 POSITION: tl.constexpr = tl.constexpr(0)
 OWN: tl.constexpr = tl.constexpr(1)  # position of its sequence's first query
 SEQUENCE: tl.constexpr = tl.constexpr(2)
 TOKEN_WIDTH: tl.constexpr = tl.constexpr(4)
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # a value's size, below which it counts as this small
+SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # scales below this are treated as this
 
 
 @triton.jit
 def with_sink(norm, log, SINKS, head, mine):
-    """The softmax's norm and logarithm (of two) once a logit without a value takes part."""
+    """Return the softmax's norm and base-2 logarithm after adding the sink, a logit without a value."""
     sink = tl.load(SINKS + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
     top = tl.maximum(log, sink)
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -70,7 +70,8 @@ def _lay_out(
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Order the segments that have work (`places`: index of each, -1 for none), and find the segment where each lane begins."""
+    """Order the segments that have work (`places`: index of each, -1 for none), and find the segment where each lane
+    begins."""
     some = ok & (hi > lo) & (count > 0)
     units = tl.where(some, tl.cdiv(hi - lo // PAGE * PAGE, BN) + TOLL, 0)
     tiles = tl.where(some, tl.cdiv(count * GROUP, BM), 0)
@@ -105,7 +106,8 @@ def plan_rows(
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
     SIZE: tl.constexpr, QUERIES: tl.constexpr, ROOM: tl.constexpr, BEGIN: tl.constexpr,
 ):  # fmt: skip
-    """One segment a sequence: the tokens its queries see, from `begin` on where shared segments hold the rest.
+    """Make one segment per sequence: the tokens that its queries see, from `begin` on if shared segments cover the rest.
+
     Run by one program, once a step."""
     at = tl.arange(0, CAPACITY)
     ok = at < sequences
@@ -132,8 +134,9 @@ def plan_rows(
 def plan_visible_runs(
     given, number, members, tokens, seen, SPAN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """What windows see of `given` segments: from the first token that any member sees on, by the table of that member, which
-    holds its pages the longest. One program a segment."""
+    """Compute the part of the `given` segments that windows see: from the first token that any member sees.
+
+    Uses the block table of that member, which keeps its pages longest. One program per segment."""
     at = tl.program_id(0)
     if at < tl.load(number):
         source = given + at * 5
@@ -163,7 +166,8 @@ def plan_segments(
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Segments as given ([capacity, 5]: row, lo, hi, count, first), `number` of them (on the device)."""
+    """Make the list from given segments ([capacity, 5]: row, lo, hi, count, first); `number`, on the device, is their
+    count."""
     at = tl.arange(0, CAPACITY)
     ok = at < tl.load(number)
     source = given + at * 5
@@ -229,9 +233,11 @@ def merge_split(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     SINK: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Join the tiles that were cut, one program for each cut, head and row: the first cut of a tile does it, others
-    leave at once. Sequences that saw nothing get zeros. Programs are small, so that all of them can wait beside the launch
-    whose pieces they join."""
+    """Join the pieces of split tiles: one program for each split, head and row. The first split of a tile joins; others
+    return.
+
+    Sequences that saw no token get zeros. Programs are small, so that all of them can wait while the launch whose
+    pieces they join runs."""
     cut = tl.program_id(0) + 1
     head = tl.program_id(1)
     place = tl.program_id(2)
@@ -274,7 +280,7 @@ def merge_split(
                 out_token, out_head, lse_token, SINK,
             )  # fmt: skip
     if OVERLAP:
-        # Also where nothing was to join: what follows this launch counts on the one before it to have ended.
+        # Also if there is nothing to join: the next launch relies on the previous one to have ended.
         wait_for_launcher()
 
 
@@ -283,13 +289,15 @@ def plan_sources(
     SEGMENTS, PLACES, S_SEGMENTS, S_PLACES, LEVELS, TOKENS, STARTS, SOURCES, sequences, rows, count,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each query token, where its results come from: SOURCES ([tokens, 1 + depth, 4]: units or 0 for nothing, units
-    and tiles before the segment, and the token's place in it), its own segment first. LEVELS ([depth, sequences, 2])
-    names a shared segment (-1: none) and the place of the sequence's first query in it."""
+    """Find the sources of each query token's results, its own segment first.
+
+    SOURCES is [tokens, 1 + depth, 4]: units (0 for none), units and tiles before the segment, and the token's index
+    in it. LEVELS ([depth, sequences, 2]) has a shared segment (-1: none) and the index of the sequence's first query
+    in it."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = token < count
     s = tl.load(TOKENS + token * TOKEN_WIDTH + SEQUENCE, mask=ok, other=0)
-    # Tokens beyond the step's are what an earlier step left: they have no source.
+    # Tokens beyond this step's are left over from an earlier step: they have no source.
     known = ok & (s < rows)
     i = token - tl.load(STARTS + s, mask=known, other=0)
     known = known & (i >= 0) & (token < tl.load(STARTS + s + 1, mask=known, other=0))

@@ -1,6 +1,6 @@
 """The decode work list: the choice of tiles, the list's device memory, and one layer's launches over it.
 
-The tile is one function of shape and rows; nothing is searched at run time. Knows no batches.
+The tile is a function of shape and rows; nothing is searched at run time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from .triton_work_list import merge_levels, merge_split
 __all__ = ["LayerCall", "Tile", "WorkList", "choose_tile", "uses_single_tile_kernel"]
 
 UNIT_BYTES = 36 * 1024
-"""Keys and values of one unit, at most."""
+"""Most bytes of keys and values of one unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a launch divides its work: query `rows` by `tokens`, warps and stages of a program, programs that run at once.
+    """How a launch divides its work: query `rows` by `tokens`, warps and stages of a program, programs that run at the
+    same time.
 
-    A program takes `min_units` units at least. A tile costs `overhead_units` more than its units (0: the single-tile kernel).
-    """
+    A program takes at least `min_units` units. A tile costs `overhead_units` more than its units (0: the single-tile
+    kernel)."""
 
     rows: int
     tokens: int
@@ -43,14 +44,13 @@ class Tile:
 
 
 def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = False) -> Tile:
-    """Return the tile for `rows` query rows a KV head; the rule was measured on an H200.
+    """Return the tile for `rows` query rows a KV head. The rule was measured on an H200.
 
-    Few rows are bound by memory: units of about 32 KiB, three in flight, two programs on a processor. 8-bit values in long
-    pages run faster with three programs of two units, which hides arithmetic. Many rows are bound by arithmetic: tall tiles.
-    `beside`: two launches share the processors, so each leaves room for the other.
-    """
+    Few rows are bound by memory: units of about 32 KiB, three in flight, two programs on a multiprocessor. 8-bit
+    values in long pages run faster with three programs of two units, which hides arithmetic. Many rows are bound by
+    arithmetic: tall tiles. `beside`: two launches share the multiprocessors, so each uses fewer programs."""
     if device.type != "cuda":
-        # The interpreter: small, so that everything is split.
+        # Triton's interpreter: small tiles, so that everything is split.
         height = min(64, max(16, triton.next_power_of_2(rows)))
         toll = 0 if uses_single_tile_kernel(shape, height) and not beside else 1
         return Tile(height, 32 if shape.dtype in QUANTISED_DTYPES else 16, 4, 2, 8, 1, toll)
@@ -65,7 +65,7 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
                 height, 64 if shape.latent and shape.dtype.itemsize == 2 else 32, 8, 2, processors, 2, 1
             )
         if beside and rows <= 128 and shape.dtype.itemsize == 2:
-            # One tile reads everything: bytes in flight decide.
+            # One tile reads all tokens: the number of bytes in flight decides.
             return Tile(height, height // 2, height // 16, 5, processors, 2, 1, 168)
         return Tile(height, 64, height // 16, 3, processors, 2, 1, 168)
     if shape.dtype in QUANTISED_DTYPES:
@@ -84,10 +84,9 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
 
 
 def uses_single_tile_kernel(shape: Shape, rows: int) -> bool:
-    """Whether tiles of `rows` rows run in the single-tile kernel, which loads queries with every unit.
+    """Return whether tiles of `rows` rows run in the single-tile kernel, which loads queries with every unit.
 
-    That pays for small queries, and leaves shared memory for two programs.
-    """
+    That pays for small queries, and leaves shared memory for two programs."""
     return rows <= 16 and max(shape.k_dim, shape.v_dim) <= 128 and shape.dtype not in QUANTISED_DTYPES
 
 
@@ -121,7 +120,7 @@ class WorkList:
             "BM": self.tile.rows,
             "BN": self.tile.tokens,
             "CAPACITY": triton.next_power_of_2(self.capacity),
-            # A comparison of lanes with segments at a time, kept within registers.
+            # Lanes compared with segments at a time, limited by registers.
             "STEP": max(1, min(128, 8192 // triton.next_power_of_2(self.capacity))),
         }
 
@@ -163,7 +162,7 @@ class LayerCall:
         dk0, dk1 = split_dim(shape.k_dim)
         dv0, dv1 = split_dim(shape.v_dim)
         turned, small = v.stride(3) != 1, tile.rows < 64
-        # Tall tiles are bound by arithmetic, of which masks are a part.
+        # Tall tiles are bound by arithmetic, which includes masks.
         clear = turned or (members is not None and not small and max(shape.k_dim, shape.v_dim) <= 128)
         # Tensor cores read 8-bit values directly, 32 at a time along the summed axis.
         native = (
@@ -195,7 +194,7 @@ class LayerCall:
         )  # fmt: skip
 
     def attend_single_tiles(self, work: WorkList, queries: int, bounds: int) -> None:
-        """`attend_tiles` for a list whose segments are one tile each, in one loop; whole tiles go to `out`."""
+        """Like `attend_tiles`, for a list whose segments are one tile each, in one loop. Whole tiles are written to `out`."""
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         dk0, dk1 = split_dim(shape.k_dim)
         dv0, dv1 = split_dim(shape.v_dim)
@@ -217,7 +216,7 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_split(self, work: WorkList, starts: torch.Tensor, queries: int) -> None:
-        """Join the partial results of split tiles. On a GPU it starts while `attend_tiles` still runs, and waits in place."""
+        """Join the partial results of split tiles. On a GPU it starts while `attend_tiles` still runs, and waits for it."""
         shape, tile = self.shape, work.tile
         columns = triton.next_power_of_2(shape.v_dim)
         merge_split[(work.lanes, shape.kv_heads, min(tile.rows, queries * shape.group))](

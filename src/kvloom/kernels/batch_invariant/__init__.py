@@ -1,6 +1,6 @@
-"""Torch operations whose results for a row do not depend on the rest of the batch, for runs that must repeat bit by bit.
+"""Torch operations whose results for a row do not depend on the rest of the batch, for bit-exact repetition of runs.
 
-`mode` replaces torch's operations while it is entered, `products` are the matrix products and sums it puts in their place,
+`mode` replaces torch's operations while it is entered. `products` has the matrix products and sums that replace them,
 `triton_products` their kernels. Batch-invariant attention is `attention.batch_invariant`.
 """
 

@@ -3,9 +3,9 @@
     with BatchInvariant():
         model(...)
 
-Matrix products and sums along rows become those of `products`. Element-wise and row-wise operations and data movement stay
-torch's. Any other operation is refused by name. Our own kernels are not seen by the mode. Dispatch costs microseconds per
-operation; a captured graph has none of it.
+Matrix products and sums along rows are replaced by those of `products`. Element-wise and row-wise operations and data
+movement are still torch's. Any other operation raises ValueError with its name. The mode does not intercept our own
+kernels. Dispatch costs microseconds per operation, but nothing in a captured graph.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _grouped(
     out_dtype: Any = None,
 ) -> torch.Tensor:
     if offs is None or bias is not None or a.dim() != 2 or b.dim() != 3 or out_dtype not in (None, a.dtype):
-        raise ValueError("batch_invariant: a grouped product of a form that is not known here")
+        raise ValueError("batch_invariant: this form of a grouped product is not supported")
     return grouped_product(a, b, offs)
 
 

@@ -1,7 +1,7 @@
 """Matrix products and sums whose results for a row do not depend on other rows, bit by bit: CUDA tensors, Triton.
 
-Tiles have one size for one row and for many. Larger tiles serve large products only if they gave the same bits on random
-input on this device. Knows no models.
+Tiles have the same size for one row and for many. Larger tiles are used for large products only if they gave the same
+bits on random input on this device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _large_tile_agrees: dict[tuple[Any, ...], bool] = {}
 
 def _small_tile(columns: int, dtype: torch.dtype) -> _Tile:
     """Return the tile for a weight of `columns` outputs: few columns, so that one row alone occupies the whole device."""
-    if dtype == torch.float32:  # multiplied without tensor cores, out of registers
+    if dtype == torch.float32:  # multiplied without tensor cores, from registers
         return _Tile(16, 32, 32, 4, 2)
     return _Tile(64, 128 if columns >= 32768 else 64 if columns >= 8192 else 32, 64, 4, 4)
 
@@ -44,10 +44,10 @@ def _small_tile(columns: int, dtype: torch.dtype) -> _Tile:
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return a [m, k] b [k, n] (+ bias [n]), or [batch, m, k] [batch, k, n], of any strides; summed along k in float32, rounded once."""
     if a.shape[-1] != b.shape[-2] or a.dim() != b.dim() or (a.dim() == 3 and len(a) != len(b)):
-        raise ValueError(f"a product of {tuple(a.shape)} and {tuple(b.shape)} has no meaning")
+        raise ValueError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
     if a.shape[-1] == 1 and bias is None:
         return a * b  # nothing is summed
-    # In a batched product b's columns may be the step's tokens: the tile must not depend on them.
+    # In a batched product the columns of b may be the step's tokens: the tile must not depend on them.
     small = _small_tile(b.shape[-1] if b.dim() == 2 else 0, a.dtype)
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     large = -(-m // LARGE_TILE.rows) * -(-n // LARGE_TILE.columns) * (len(a) if a.dim() == 3 else 1)
@@ -65,7 +65,7 @@ def grouped_product(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> 
 
 
 def _tiles_agree(small: _Tile, b: torch.Tensor) -> bool:
-    """Whether the large tile gives the small tile's bits on this device for such a weight."""
+    """Return whether the large tile gives the same bits as the small tile for such a weight on this device."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(300, b.shape[0], generator=generator).to(b.device, b.dtype)
     return torch.equal(_launch(a, b, None, small), _launch(a, b, None, LARGE_TILE))
@@ -93,7 +93,7 @@ def _launch(
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """The sum along the last dimension, in float32."""
+    """Return the sum along the last dimension, in float32."""
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty(len(rows), dtype=torch.float32, device=x.device)
@@ -104,7 +104,7 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def row_cumsum(x: torch.Tensor) -> torch.Tensor:
-    """Running sums along the last dimension, in float32."""
+    """Return running sums along the last dimension, in float32."""
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty(rows.shape, dtype=torch.float32, device=x.device)
@@ -118,5 +118,5 @@ def row_cumsum(x: torch.Tensor) -> torch.Tensor:
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 1  # the interpreter: lanes that take several pieces each
+        return 1  # Triton's interpreter: few lanes, which process several pieces each
     return torch.cuda.get_device_properties(device).multi_processor_count

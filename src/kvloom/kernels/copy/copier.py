@@ -11,7 +11,7 @@ Three methods reach the host; all give the same bytes:
 | staged | a kernel packs pages into a buffer, large engine copies | engines, short kernels | small, in consecutive rows |
 | kernel | a kernel reads or writes host memory directly           | a few multiprocessors  | small, in any rows         |
 
-A CPU pool is copied immediately by indexing. Knows no block tables and no tiers, and decides nothing about what moves.
+A CPU pool is copied immediately by indexing. Does not depend on block tables or tiers; the caller decides what is copied.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ALIGN = 16
 _BATCH_BYTES = 512 * 1024
 """Page size from which a page is worth its own engine copy."""
 _STAGE_BYTES = 16 * 1024 * 1024
-"""Size of each of the two staging buffers per direction: long enough to reach link speed."""
+"""Size of each of the two staging buffers per direction: large enough to reach link speed."""
 _LINK_PROGRAMS = 32
 """Programs that saturate the link; more would only take multiprocessors from the model."""
 _PROGRAMS_PER_SM = 8
@@ -243,7 +243,7 @@ class _StagedLane:
     """The streams of one direction and its two staging buffers: one fills while the other empties."""
 
     def __init__(self, device: torch.device) -> None:
-        # Higher priority than the model's kernels: copying needs few multiprocessors, but without delay.
+        # Higher priority than the model's kernels: a copy needs few multiprocessors, but must start at once.
         self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._packer = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._device = device
@@ -254,7 +254,7 @@ class _StagedLane:
         """Pack on one stream, copy on the other."""
         self._packer.wait_stream(stream)
         with torch.cuda.stream(self._packer):
-            # In one upload: copying from pageable memory waits for all earlier work of the stream.
+            # In one upload: a copy from pageable memory waits for all earlier work of the stream.
             ids = _upload(source.ids, self._device)
         for part, stage, free in self._parts(len(source.ids), source.rows.shape[1]):
             with torch.cuda.stream(self._packer):
@@ -369,8 +369,7 @@ def merge_adjacent(
 ) -> tuple[Addresses, Addresses, Addresses]:
     """Merge copies of `size` bytes whose sources and targets are adjacent; return targets, sources and bytes.
 
-    Driver and copy engine pay per copy, however short.
-    """
+    The driver and the copy engine have a cost per copy, however short it is."""
     if not len(targets):
         return targets, sources, targets
     step = np.uint64(size)
@@ -385,7 +384,7 @@ def merge_adjacent(
 
 
 def _upload(ids: Ids, device: torch.device) -> torch.Tensor:
-    """Copy ids to the device without waiting: pinned first, freed in stream order."""
+    """Copy ids to the device without waiting: they are pinned first, and freed in stream order."""
     if isinstance(ids, torch.Tensor) and ids.is_cuda:
         return ids.to(torch.int32)
     return torch.from_numpy(np.asarray(ids, np.int32)).pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 """One Triton kernel that copies rows of bytes, 16 at a time, between device memory and pinned host memory.
 
-Knows strides and ids, no pages; launches on the current stream.
+Works on strides and ids; launches on the current stream.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 __all__ = ["TILE_BYTES", "move"]
 
 TILE_BYTES = 16384
-"""What one program moves at a time: with 8 warps, four accesses of 16 bytes a thread in flight."""
+"""Bytes that one program copies at a time: with 8 warps, four accesses of 16 bytes per thread are in flight."""
 
 
 @triton.jit(do_not_specialize=["items", "tiles", "units", "source_stride", "target_stride"])
@@ -29,7 +29,8 @@ def _move(
     target_stride,
     tile: tl.constexpr,
 ):
-    # Strides and lengths count 16 bytes: the factor of 4 words lets the compiler see that accesses are aligned.
+    # Strides and lengths are in units of 16 bytes: the factor of 4 words lets the compiler see that accesses are
+    # aligned.
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         row = item // tiles
         word = item % tiles * tile + tl.arange(0, tile)
@@ -54,9 +55,9 @@ def move(
 ) -> None:
     """Copy `count` rows of `row_bytes`: row `source_ids[i]` of `source` to row `target_ids[i]` of `target`.
 
-    Without ids, row i is meant. Row r begins `r * stride` bytes behind the tensor's first byte. Addresses,
-    strides and `row_bytes` are multiples of 16; nothing is checked here. At most `programs` programs run at once.
-    """
+    Without ids, row i is copied. Row r begins `r * stride` bytes after the tensor's first byte. Addresses, strides
+    and `row_bytes` must be multiples of 16; nothing is checked here. At most `programs` programs run at the same
+    time."""
     tiles = -(-row_bytes // TILE_BYTES)
     items = count * tiles
     if not items:
@@ -77,5 +78,5 @@ def move(
 
 
 def _words(bytes_: torch.Tensor) -> torch.Tensor:
-    """The same address as a pointer to words; the kernel needs no more than that."""
+    """Return a tensor of words at the same address: the kernel needs only the pointer."""
     return bytes_.as_strided((16,), (1,)).view(torch.int32)

@@ -1,6 +1,6 @@
 """Small operations between a model's matrix products, one launch each.
 
-| file        | holds                                                                      | kernels                            |
+| file        | content                                                                    | kernels                            |
 |-------------|----------------------------------------------------------------------------|------------------------------------|
 | operations  | RMS norms, gated activations, rotary embedding, products of a single row   | triton_operations, triton_linear   |
 | argmax      | the position of each row's largest value: greedy sampling                  | triton_argmax                      |

@@ -1,4 +1,6 @@
-"""Argmax of each row: greedy sampling at the speed of reading logits. CPU tensors run in torch, the oracle; CUDA tensors in Triton."""
+"""Argmax of each row: greedy sampling as fast as the logits can be read. CPU tensors run in torch, the oracle; CUDA
+tensors in Triton.
+"""
 
 from __future__ import annotations
 

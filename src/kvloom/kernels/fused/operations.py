@@ -1,7 +1,7 @@
 """Small operations between a model's matrix products, one launch each: norms, gated activations, rotary embedding.
 
-Results are rounded where modeling code rounds, so they are the same bits. CPU tensors run in torch, the oracle, or natively
-(`cpu`); CUDA tensors in Triton. Knows no modules: `models/fusion` puts these in place.
+Results are rounded where modeling code rounds, so they have the same bits. CPU tensors run in torch, the oracle, or natively
+(`cpu`); CUDA tensors in Triton. `models/fusion` replaces modules by these functions.
 
 | function       | takes                                             | returns                  |
 |----------------|---------------------------------------------------|--------------------------|
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 NormForm = Literal["llama", "gemma"]
-"""How the weight comes in: `llama` rounds before multiplying by it, `gemma` multiplies by 1 + weight in float32."""
+"""How the weight is applied: `llama` rounds before multiplying by it, `gemma` multiplies by 1 + weight in float32."""
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -56,7 +56,7 @@ class RMSNorm:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm = "llama") -> torch.Tensor:
-    """Return x over the root of its mean square along the last dimension, times the weight."""
+    """Return x divided by its root mean square along the last dimension, times the weight."""
     if x.shape[-1:] != weight.shape:
         raise ValueError(
             f"a weight of {tuple(weight.shape)} does not fit x {tuple(x.shape)} in its last dimension"
@@ -128,9 +128,9 @@ def linear(
     bias: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x times the weight, plus a bias; or add it to `into` in place. Sums are rounded once."""
+    """Return x times the weight, plus a bias; with `into`, add the product to it in place. Sums are rounded once."""
     if into is not None and bias is not None:
-        raise ValueError("a product with a bias is added to nothing: leave bias or into out")
+        raise ValueError("a product with a bias cannot be added to another tensor: give either bias or into")
     if _get_current_dispatch_mode() is not None:  # a dispatch mode must see every operation
         found = functional.linear(x, weight, bias)
         return found if into is None else into.add_(found)
@@ -153,7 +153,9 @@ def apply_rotary(
     sin: torch.Tensor,
     norms: tuple[RMSNorm, RMSNorm] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q and k, or their norms if given, by angles per token; pairs are half a head apart (`cos`, `sin` cover every dim)."""
+    """Rotate q and k, or their norms if given, by angles per token.
+
+    The members of a pair are half a head apart; `cos` and `sin` have a value for every dim."""
     if cos.shape != sin.shape or cos.shape[-1] != q.shape[-1] or cos.shape[-2] != q.shape[-2]:
         raise ValueError(
             f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit q {tuple(q.shape)}: one angle for each "

@@ -3,8 +3,9 @@
     sent [fields, rows] int32    | token | position | source | table row | length | patched | new pages … | states … | shift |
     tables [columns, sequences, blocks]    the device's block tables; a row's `patched` block gets its new pages
 
-A row has at most one new block in a step (-1: none). `source` is the row's index among the tokens sampled before (-1: use
-`token`). CPU tensors run in torch, the oracle; CUDA tensors in Triton, so that a graph can hold it. Knows no cache.
+A row has at most one new block in a step (-1: none). `source` is the row's index among the tokens sampled before (-1:
+use `token`). CPU tensors run in torch, the oracle; CUDA tensors in Triton, so that the step can be captured in a
+graph.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class StepLayout:
 
 
 def field_count(columns: int, states: int, shifted: bool) -> int:
-    """Return the numbers of a row in the uploaded block."""
+    """Return how many numbers each row has in the uploaded block."""
     return ROW_FIELDS + columns + states + shifted
 
 

@@ -1,4 +1,6 @@
-"""Triton kernels of `argmax.py`: every row in parts that fill the device, then the best part of each row."""
+"""Triton kernels of `argmax.py`: each row is split into parts that fill the device; then the best part of each row is
+found.
+"""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -13,7 +15,7 @@ __all__ = ["row_argmax"]
 TILE = 2048
 MOST_PARTS = 64
 PROGRAMS = 1024
-"""Enough to keep an H200's memory busy."""
+"""Number of programs that keep an H200's memory busy."""
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -26,7 +28,7 @@ def _parts_kernel(rows, values, places, s_row, columns, tiles, TILE: tl.constexp
     for tile in range(part * tiles, tl.minimum((part + 1) * tiles, tl.cdiv(columns, TILE))):
         at = tile * TILE + lane
         value = tl.load(line + at, mask=at < columns, other=float("-inf")).to(tl.float32)
-        place = tl.where(value > best, at, place)  # of equal ones the first stays
+        place = tl.where(value > best, at, place)  # of equal values, the first one
         best = tl.maximum(best, value)
     top = tl.max(best, 0)
     where = tl.min(tl.where(best == top, place, 2147483647), 0)
@@ -42,7 +44,7 @@ def _best_kernel(values, places, out, parts, columns, PARTS: tl.constexpr):
     where = tl.min(tl.where(value == tl.max(value, 0), place, 2147483647), 0)
     tl.store(
         out + row, tl.minimum(where, columns - 1).to(tl.int64)
-    )  # without any number, some place in the row
+    )  # if no value is a number, any valid position
 
 
 def row_argmax(rows: torch.Tensor) -> torch.Tensor:

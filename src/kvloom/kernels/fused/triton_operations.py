@@ -30,7 +30,7 @@ def _norm_kernel(
     DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, GEMMA: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Where FIRST is not 0, heads from that one on are weighed by the other weight."""
+    """Normalise rows. If FIRST is not 0, heads from that one on use the other weight."""
     if OVERLAP:
         launch_dependents()
         wait_for_launcher()
@@ -106,7 +106,7 @@ def _gated_kernel(
 
 @triton.jit
 def act(gate, TANH: tl.constexpr):
-    """SiLU, or tanh's GELU."""
+    """Return SiLU, or GELU by tanh."""
     if TANH:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         # tanh by the exponential of a non-positive value, which cannot overflow
@@ -165,8 +165,10 @@ def _norm_rotate_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     RUN: tl.constexpr, GEMMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Heads are whole rows here, which are summed as in `_norm_kernel`; the other of each pair is read a second time, from
-    the cache and in runs of RUN, rather than moved between threads."""
+    """Normalise and rotate q and k. A row is a whole head, summed as in `_norm_kernel`.
+
+    The other member of each pair is read a second time, from the cache in runs of RUN, rather than moved between
+    threads."""
     if OVERLAP:
         launch_dependents()
         wait_for_launcher()
@@ -211,7 +213,7 @@ def _norm_turn(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> torch.Tensor:
-    """See `fused.rms_norm`. Copies x first where its leading dimensions are no plain walk over tokens and heads."""
+    """See `fused.rms_norm`. Copies x first if its leading dimensions are not regular strides over tokens and heads."""
     tokens = _walk(x)
     if tokens is None:
         x = x.contiguous()
@@ -221,7 +223,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> 
 
 
 def rms_norms(x: torch.Tensor, first: int, norms: Any) -> torch.Tensor:
-    """See `fused.rms_norms`; both norms have one eps and form."""
+    """See `fused.rms_norms`; both norms must have the same eps and form."""
     weights, norm = (norms[0].weight, norms[1].weight), norms[0]
     return _norm_rows(x, weights, norm.eps, norm.form == "gemma", first, x.shape[1], *x.stride()[:2])
 
@@ -245,7 +247,7 @@ def _norm_rows(
 
 
 def add_norm(x: torch.Tensor, y: torch.Tensor, post: Any, pre: Any) -> torch.Tensor | None:
-    """See `fused.add_norm`; both dense."""
+    """See `fused.add_norm`; both tensors must be dense."""
     dim = x.shape[-1]
     out = x if pre is None else torch.empty_like(x)
     columns = triton.next_power_of_2(dim)
@@ -260,10 +262,10 @@ def add_norm(x: torch.Tensor, y: torch.Tensor, post: Any, pre: Any) -> torch.Ten
 
 
 def _walk(x: torch.Tensor) -> tuple[int, int, int] | None:
-    """x [..., dim] as tokens of heads: how many heads, and the strides of both; None where it is not one."""
+    """Return x [..., dim] as tokens of heads: the number of heads, and the strides of both; None if it has no such layout."""
     shape, strides = x.shape[:-1], x.stride()[:-1]
     dims = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size != 1]
-    while len(dims) > 1 and dims[0][1] == dims[1][0] * dims[1][1]:  # one walk, as they lie
+    while len(dims) > 1 and dims[0][1] == dims[1][0] * dims[1][1]:  # all leading dimensions are one stride
         dims[:2] = [(dims[0][0] * dims[1][0], dims[1][1])]
     if len(dims) > 2:
         return None
@@ -287,8 +289,10 @@ def act_and_mul(x: torch.Tensor, activation: Any) -> torch.Tensor:
 def apply_rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One batch row: [1, heads, tokens, dim] in, the same out, as [tokens, heads, dim] lies. Both norms, where there are any,
-    have one eps and form."""
+    """See `fused.apply_rotary`, for one batch row: [1, heads, tokens, dim] in and out. Outputs are stored as [tokens,
+    heads, dim].
+
+    Norms, if given, must have the same eps and form."""
     _, heads, tokens, dim = q.shape
     kv_heads, half = k.shape[1], dim // 2
     cos, sin = cos.reshape(-1, dim), sin.reshape(-1, dim)
@@ -303,7 +307,8 @@ def apply_rotary(
             num_warps=4, enable_fp_fusion=False, **pdl_options(q.device),
         )  # fmt: skip
     elif tokens:
-        rows = max(rows, 512 // columns)  # else more threads would share a row than where it is normed alone
+        # otherwise a row would have more threads than in `rms_norm`, and sums would differ
+        rows = max(rows, 512 // columns)
         _norm_rotate_kernel[(tokens,)](
             q, k, cos, sin, norms[0].weight, norms[1].weight, *turned, *strides, norms[0].eps,
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, COLUMNS=2 * columns, ROWS=rows, RUN=gcd(half, 8),

@@ -1,8 +1,8 @@
 """The pool's memory: views of layers over it, elastic backing, and the CUDA driver's calls for both.
 
-`views` allocates a pool and shows its bytes as pages of every layer, `elastic` maps and unmaps slabs while serving,
-`cuda_driver` binds the driver calls that torch does not offer. Names that need torch are imported on first use, so that a
-check of the driver loads no torch.
+`views` allocates a pool and returns views of its bytes as pages of every layer. `elastic` maps and unmaps slabs while serving.
+`cuda_driver` binds the driver calls that torch does not offer. Names that need torch are imported on first use, so that
+checking the driver does not load torch.
 """
 
 from __future__ import annotations

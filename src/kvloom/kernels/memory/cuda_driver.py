@@ -1,7 +1,7 @@
 """The CUDA driver calls that torch does not offer: address ranges and batches of copies.
 
-Binds libcuda.so.1 by ctypes at first use, so importing needs no GPU. Knows no pages: addresses and bytes in, integers out,
-`CudaError` on failure.
+Binds libcuda.so.1 by ctypes at first use, so importing needs no GPU. Works on addresses and bytes; raises `CudaError`
+on failure.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class CudaDriver:
-    """libcuda. Every call raises CudaError on failure and is as thread safe as the driver's."""
+    """The driver, libcuda. Every call raises CudaError on failure, and is as thread safe as the driver's."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -100,7 +100,7 @@ class CudaDriver:
             self._call("cuCtxSetCurrent", context)
 
     def granularity(self, device: int) -> int:
-        """Return the bytes that every mapping is a multiple of (2 MiB on current devices)."""
+        """Return the granularity of mappings in bytes (2 MiB on current devices)."""
         size = c_size_t()
         allocation = self._allocation(device)
         self._call("cuMemGetAllocationGranularity", byref(size), byref(allocation), c_int(_MINIMUM))
@@ -164,9 +164,8 @@ class CudaDriver:
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
         """Enqueue copies of `sizes[i]` bytes from `sources[i]` to `targets[i]`, in one driver call, in no defined order.
 
-        `stream` is neither the default stream nor being captured. The arrays are read before it returns; the memory must stay
-        valid until the stream has passed.
-        """
+        `stream` must be neither the default stream nor being captured. The arrays are read before the call returns;
+        the memory must stay valid until the copies are done."""
         if self._batch is None:
             raise RuntimeError("this driver has no cuMemcpyBatchAsync: it is older than CUDA 12.8")
         if not targets.size:

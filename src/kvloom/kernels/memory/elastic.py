@@ -3,8 +3,8 @@
     addresses  |slab 0|slab 1|slab 2|slab 3|…    reserved once: no page moves, no captured graph becomes invalid
     memory     |######|######|      |######|     mapped and unmapped slab by slab
 
-CUDA: a reserved address range of the driver, one allocation a slab. CPU: an anonymous mapping, backed at the first write.
-Knows no pages, and not which slabs are in use: the page pool does.
+CUDA: a reserved address range of the driver, one allocation a slab. CPU: an anonymous mapping, backed at the first
+write. The page pool decides which slabs are in use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def granularity(device: torch.device | str = "cpu") -> int:
-    """Return the bytes that a slab's size must be a multiple of; pass it to `PoolLayout.build`."""
+    """Return the granularity of slab sizes in bytes; pass it to `PoolLayout.build`."""
     device = _indexed(torch.device(device))
     if device.type == "cuda":
         return load_cuda_driver().granularity(device.index)
@@ -47,14 +47,13 @@ def elastic_buffer(
 
 
 class ElasticBuffer:
-    """Addresses for `slabs` slabs, of which the first `mapped` have memory at the start.
+    """Addresses for `slabs` slabs; the first `mapped` of them have memory at the start.
 
-    `tensor` is one row of uint8 over all slabs; only mapped slabs may be accessed. Elsewhere a GPU faults, which destroys the
-    process's context; a CPU reads zeros. Slab 0 always has memory: padding points at page 0. Memory is uninitialised. Not
-    thread safe: one owner maps and unmaps.
+    `tensor` is one row of uint8 over all slabs; only mapped slabs may be accessed. Access elsewhere faults on a GPU,
+    which destroys the process's context; on a CPU it reads zeros. Slab 0 always has memory, because padding points at
+    page 0. Memory is uninitialised. Not thread safe: one thread maps and unmaps.
 
-    Views keep the addresses alive; `close` frees everything at once and invalidates remaining views.
-    """
+    Views keep the addresses alive. `close` frees everything at once and invalidates remaining views."""
 
     def __init__(
         self, slab_bytes: int, slabs: int, device: torch.device | str = "cpu", mapped: int = 1
@@ -191,15 +190,14 @@ class _HostRange:
             self._memory.madvise(mmap.MADV_DONTNEED, first * self._slab_bytes, count * self._slab_bytes)
 
     def close(self) -> None:
-        # The mapping is freed with the last tensor that views it: closing it here would leave dangling views.
+        # The mapping is freed with the last tensor that views it. Closing it here would leave dangling views.
         self._memory.madvise(mmap.MADV_DONTNEED)
 
 
 class _CudaRange:
     """A reserved range of device addresses. Torch keeps it alive from `view` on; it frees itself.
 
-    A handle is released once mapped: the mapping alone holds the memory, and unmapping frees it.
-    """
+    A handle is released once it is mapped: the mapping alone keeps the memory, and unmapping frees it."""
 
     def __init__(self, driver: CudaDriver, device: torch.device, slab_bytes: int, mapped: Flags) -> None:
         self._driver = driver

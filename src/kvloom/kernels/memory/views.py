@@ -2,8 +2,8 @@
 
     page   [layer 0 | layer 1 | …]            layer   [field 0: tokens by shape | field 1: … ]
 
-A view is a strided tensor over the pool: page `p` of a group begins at byte `p * page_stride`. Views copy nothing and know
-no block tables. The order of axes inside a field is the layout's choice; views hide it:
+A view is a strided tensor over the pool: page `p` of a group begins at byte `p * page_stride`. Views copy nothing and do not
+depend on block tables. The layout chooses the order of axes inside a field; views hide it:
 
 | order | keys, values          | scales        | 8-bit values          | for                                     |
 |-------|-----------------------|---------------|-----------------------|-----------------------------------------|
@@ -44,7 +44,7 @@ class LayerView:
 def allocate(layout: PoolLayout, slabs: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Allocate the pool's bytes. Uninitialised: only written bytes are ever read."""
     if slabs < 2:
-        raise ValueError(f"a pool of {slabs} slabs cannot lend any: slab 0 is reserved, so give it 2 or more")
+        raise ValueError(f"a pool of {slabs} slabs has none to use: slab 0 is reserved, so give it 2 or more")
     return torch.empty(slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
 
 
@@ -89,7 +89,7 @@ def _layer_view(
 
 
 def _axes(field: Field, order: Order) -> tuple[int, ...]:
-    """The axes of (tokens, *field.shape) as they lie in memory, outermost first."""
+    """Return the axes of (tokens, *field.shape) in memory order, outermost first."""
     plain = tuple(range(len(field.shape) + 1))
     if order == "NHD" or field.shard_axis != 0:
         return plain

@@ -3,8 +3,8 @@
     fused_moe(x [tokens, dim], index [tokens, picked], weights [tokens, picked], gate_up [experts, 2 * inner, dim],
               down [experts, dim, inner]) → [tokens, dim]
 
-CPU tensors run in torch, the oracle; CUDA tensors in Triton without waiting for the device, so that graphs can hold it.
-Results are rounded where modeling code rounds. Knows no modules: `models/fusion/moe.py` puts these in place.
+CPU tensors run in torch, the oracle; CUDA tensors in Triton without waiting for the device, so that graphs can capture it.
+Results are rounded where modeling code rounds. `models/fusion/moe.py` replaces modules by these functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvloom.kernels.fused import Activation, act_and_mul
 __all__ = ["Tile", "candidate_tiles", "choose_tile", "fused_moe", "topk_softmax"]
 
 SHARED_MEMORY = 200 << 10
-"""Shared memory for a program's tiles: a little less than an H200's 227 KiB."""
+"""Bytes of shared memory for a program's tiles: a little less than an H200's 227 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,9 @@ TILES = (
     (48, Tile(64, 64, 64, 4, 4)),
     (1 << 62, Tile(128, 128, 64, 4, 8)),
 )
-"""Tiles by mean pairs an expert. With few pairs, reading weights dominates: a tile is twice the mean, so that weights are read once."""
+"""Tiles by mean pairs an expert. With few pairs, reading weights takes most of the time: a tile is twice the mean, so
+that weights are read once.
+"""
 CHUNKS = (512, 4096)
 """Pairs that one program sorts."""
 EXACT_TILE = Tile(32, 32, 32, 2, 4, described=False)
@@ -91,7 +93,7 @@ def fused_moe(
         )
     if index.shape != weights.shape or index.ndim != 2 or len(index) != len(x):
         raise ValueError(
-            f"index {tuple(index.shape)} and weights {tuple(weights.shape)}: each of {len(x)} tokens needs as many of both"
+            f"index {tuple(index.shape)} and weights {tuple(weights.shape)}: both must have one row for each of {len(x)} tokens, of equal size"
         )
     if not x.is_cuda:
         return _plain(x, index, weights, gate_up, down, activation)
@@ -141,7 +143,7 @@ def launch(
     rows = torch.empty(most * tile.rows, dtype=torch.int32, device=x.device)
     owners = torch.empty(most, dtype=torch.int32, device=x.device)
     tiles = torch.empty(1, dtype=torch.int32, device=x.device)
-    chunk = CHUNKS[0] if pairs <= CHUNKS[0] else CHUNKS[1]  # few sizes: each is compiled
+    chunk = CHUNKS[0] if pairs <= CHUNKS[0] else CHUNKS[1]  # few sizes, because each is compiled
     bins = max(128, 1 << (count - 1).bit_length())
     counts = torch.empty((-(-pairs // chunk), bins), dtype=torch.int32, device=x.device)
     if len(counts) > 1:
@@ -155,10 +157,10 @@ def launch(
 def topk_softmax(
     logits: torch.Tensor, picked: int, shared: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights ([tokens, picked], in `dtype`) and indices of the `picked` experts with the largest softmax of each row.
+    """Return weights ([tokens, picked], in `dtype`) and indices of the `picked` experts with the largest softmax of each
+    row.
 
-    `shared` weights sum to 1. Of equal values a GPU takes the first.
-    """
+    With `shared`, weights sum to 1. Among equal values a GPU takes the first."""
     if logits.ndim != 2 or not 0 < picked <= logits.shape[1]:
         raise ValueError(f"{picked} experts of logits {tuple(logits.shape)}: at least 1, at most each row's")
     if logits.is_cuda:

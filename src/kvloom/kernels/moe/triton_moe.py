@@ -37,7 +37,7 @@ def _order_kernel(
     index, counts, rows, owners, tiles, pairs, chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Program (expert, chunk): the pairs of one chunk that chose one expert, in the order they come."""
+    """Program (expert, chunk): order the pairs of one chunk that chose one expert, keeping their order."""
     expert, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     there = at < pairs
@@ -74,7 +74,7 @@ def _weight_tile(
     weight, row, rows_left, depth,
     K_DIM: tl.constexpr, N: tl.constexpr, K: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Rows `row` to row + N of the weights, columns `depth` to depth + K, turned: [K, N]."""
+    """Load rows `row` to row + N and columns `depth` to depth + K of the weights, transposed: [K, N]."""
     if DESCRIBED:
         tile = weight.load([row, depth]).T
     else:
@@ -220,7 +220,7 @@ def _choose_kernel(
 
 
 def count_pairs(index: torch.Tensor, counts: torch.Tensor, chunk: int) -> None:
-    """counts [chunks, bins]: how often each expert was chosen in each run of `chunk` pairs."""
+    """Count how often each expert was chosen in each run of `chunk` pairs: counts [chunks, bins]."""
     chunks, bins = counts.shape
     _count_kernel[(chunks,)](index, counts, index.numel(), CHUNK=chunk, BINS=bins, num_warps=4)
 
@@ -229,7 +229,8 @@ def order_pairs(
     index: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     fused_moe: int, chunk: int, tile_rows: int,
 ) -> None:  # fmt: skip
-    """Pairs into tiles of one expert each: `rows` (-1 where a tile has room left), each tile's owner, and how many."""
+    """Sort pairs into tiles of one expert each: `rows` (-1 for unused places of a tile), each tile's expert, and their
+    number."""
     chunks, bins = counts.shape
     _order_kernel[(fused_moe, chunks)](
         index, counts, rows, owners, tiles, index.numel(), chunks,
@@ -247,7 +248,7 @@ def gate_up(
     x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     picked: int, activation: Any, tile: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """act(gate) * up of every row of every tile: [rows, inner]."""
+    """Return act(gate) * up of every row of every tile: [rows, inner]."""
     _, both, dim = weight.shape
     inner = both // 2
     out = torch.empty((len(rows), inner), dtype=x.dtype, device=x.device)
@@ -264,7 +265,7 @@ def down(
     hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     pairs: int, tile: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """The second product of every pair, in the pairs' own order: [pairs, dim]."""
+    """Return the second product of every pair, in the order of pairs: [pairs, dim]."""
     _, dim, inner = weight.shape
     out = torch.empty((pairs, dim), dtype=hidden.dtype, device=hidden.device)
     _down_kernel[(len(owners) * triton.cdiv(dim, tile.columns),)](
@@ -277,7 +278,7 @@ def down(
 
 
 def sum_parts(parts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Each token's parts, weighted and summed: [tokens, dim]."""
+    """Return the weighted sum of each token's parts: [tokens, dim]."""
     tokens, picked = weights.shape
     dim = parts.shape[1]
     out = torch.empty((tokens, dim), dtype=parts.dtype, device=parts.device)

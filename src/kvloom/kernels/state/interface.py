@@ -1,11 +1,10 @@
 """Recurrent layers over packed rows: their states are read from pages and written back to pages, in one call.
 
-Each function takes tokens packed as [tokens, …], a view of the pages that hold this layer's states ([pages, *shape],
-any page stride) and `StateRows`, which locate each sequence's tokens and pages. It returns the outputs and
-writes the last states to their pages. Rows of up to STEP_TOKENS tokens take the decode path, longer ones the
-chunked one; the caller chooses by `StateRows.longest`, so nothing waits for the device. CPU tensors (and float64
-ones anywhere) run in plain torch, CUDA tensors in Triton, and so do rows that are `batch_invariant`. Projections, norms and
-models are not known here.
+Each function takes tokens packed as [tokens, …], a view of the pages with this layer's states ([pages, *shape], any
+page stride) and `StateRows`, which locate each sequence's tokens and pages. It returns the outputs and writes the
+last states to their pages. Rows of up to STEP_TOKENS tokens take the decode path, longer ones the chunked one; the
+caller chooses by `StateRows.longest`, so nothing waits for the device. CPU tensors (and float64 ones anywhere) run in
+plain torch. CUDA tensors run in Triton, and so do rows that are `batch_invariant`.
 
 | function      | one token does                                                | state of a page             |
 |---------------|---------------------------------------------------------------|-----------------------------|
@@ -15,9 +14,10 @@ models are not known here.
 | mamba2_scan   | h = exp(dt a) h + dt x bᵀ; y = h c + d x   (per head)         | [heads, p, n]               |
 | delta_rule    | S = exp(g) S; S += beta k (v - Sᵀk)ᵀ; y = Sᵀq   (per head)    | [value heads, k dim, v dim] |
 
-Sums are kept in float32 (float64 for float64 inputs) whatever the inputs' dtype; a state is rounded to its page's
-dtype once a call, of batch-invariant rows once a token. Lightning attention (linear attention with a fixed decay) is
-`mamba2_scan` with x = v, b = k, c = q, dt = None and a = -slope; its page then holds [heads, v dim, k dim]. RG-LRU is `linear_scan` over gated inputs.
+Sums are in float32 (float64 for float64 inputs) whatever the inputs' dtype. A state is rounded to its page's dtype
+once a call; for batch-invariant rows once a token. Lightning attention (linear attention with a fixed decay) is
+`mamba2_scan` with x = v, b = k, c = q, dt = None and a = -slope; its page is then [heads, v dim, k dim]. RG-LRU is
+`linear_scan` over gated inputs.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ def causal_conv(
 ) -> torch.Tensor:
     """Depthwise convolution over each row's past: x [tokens, channels], weight [channels, taps] → like x.
 
-    A state is the last inputs, newest in the last column; it has `taps - 1` columns or more (Hugging Face
-    keeps `taps`). Columns from before a sequence began are zeros.
-    """
+    A state has the last inputs, newest in the last column, in at least `taps - 1` columns (Hugging Face keeps
+    `taps`). Columns before the start of a sequence are zeros."""
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(
             f"x is [tokens, channels] and weight [channels, taps], got {tuple(x.shape)} and {tuple(weight.shape)}"
@@ -85,8 +84,7 @@ def linear_scan(
 ) -> torch.Tensor:
     """h = exp(log_decay) h + x for every channel: x and log_decay [tokens, channels] → the h of every token.
 
-    The last h goes to the page. `log_decay` is at most 0.
-    """
+    The last h is written to the page. `log_decay` is at most 0."""
     if x.dim() != 2:
         raise ValueError(f"x is [tokens, channels], got {tuple(x.shape)}")
     check_states(states, (x.shape[1],), "states")
@@ -237,12 +235,12 @@ def delta_rule(
 
 
 def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Only where the pages lie is checked: their shape has been."""
+    """Check only the strides of the pages: their shape is already checked."""
     return states, tuple(states.shape)
 
 
 def _plain(x: torch.Tensor, rows: StateRows, states: torch.Tensor) -> bool:
-    """Whether plain torch computes this call. Values of rows are checked only on a CPU, where reading them is free."""
+    """Return whether plain torch computes this call. Values of rows are checked only on a CPU, where reading them is free."""
     if x.device.type == "cpu":
         _check_values(x.shape[0], rows, states.shape[0])
     if rows.batch_invariant:

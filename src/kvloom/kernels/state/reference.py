@@ -1,7 +1,7 @@
 """Recurrent layers over packed rows, in plain torch: the oracle (in float64) and the CPU path.
 
-Defines what a kernel must compute; `interface` checks shapes. Time runs in a loop only where the recurrence
-leaves no choice, and then by blocks: everything else is one operation over rows, heads and channels.
+Defines what a kernel must compute; `interface` checks shapes. Only the recurrences that need it run in a loop over
+time, and then by blocks. Everything else is one operation over rows, heads and channels.
 
     rows of about one length   →  one dense batch [rows, longest, …], short rows padded with tokens that change nothing
     a mix of long and short    →  one row at a time
@@ -22,26 +22,28 @@ from .rows import StateRows
 __all__ = ["causal_conv", "delta_rule", "linear_scan", "mamba1_scan", "mamba2_scan", "time_steps"]
 
 CHUNK = 64
-"""Tokens that the chunked forms take at once."""
+"""Tokens that the chunked forms process at once."""
 
 _CHANNEL_CHUNK = 16
-"""The same where every channel decays on its own, and pairs of tokens cost a whole vector."""
+"""The same if every channel has its own decay, so that each pair of tokens costs a whole vector."""
 
 _BLOCK_ELEMENTS = 1 << 21
-"""How many states the loops over time hold before they are read out together."""
+"""Number of states that the loops over time collect before they are read out together."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Rows of one dense batch: `rows` [b] of the call's rows (all of them: a slice, which copies nothing), `tokens`
-    [b, longest] of its tokens, `real` likewise."""
+    """Rows of one dense batch: `rows` [b] are indices of the call's rows, `tokens` [b, longest] of its tokens, `real`
+    likewise.
+
+    If the batch has all rows, `rows` is a slice, which copies nothing."""
 
     rows: torch.Tensor | slice
     tokens: torch.Tensor
     real: torch.Tensor
 
     def take(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[tokens, …] → [b, longest, …], zeros where a row has ended."""
+        """Return [tokens, …] as [b, longest, …], with zeros after the end of a row."""
         dense = packed[self.tokens].to(dtype)
         mask = self.real.view(*self.real.shape, *[1] * (dense.dim() - 2))
         return torch.where(mask, dense, torch.zeros((), dtype=dtype, device=dense.device))
@@ -75,7 +77,7 @@ def causal_conv(
         acc[before] += old[row[before], :, columns + place[before] - shift] * tap
     if bias is not None:
         acc += bias.to(dtype)
-    # Column c of the new state is the input at `length - columns + c`, or still an old column where that is negative.
+    # Column c of the new state is the input at `length - columns + c`; if that is negative, it is an old column.
     at = lengths[:, None] - columns + torch.arange(columns, device=x.device)
     new = old.gather(2, (at + columns).clamp(max=columns - 1)[:, None].expand_as(old))
     if tokens:
@@ -222,7 +224,7 @@ def time_steps(
     softplus: bool,
     limits: tuple[float, float] = (0.0, float("inf")),
 ) -> torch.Tensor:
-    """The length of each token's step: biased, made positive, clamped."""
+    """Return the length of each token's step: with bias, made positive, clamped."""
     if bias is not None:
         dt = dt + bias.to(dt.dtype)
     if softplus:
@@ -231,7 +233,7 @@ def time_steps(
 
 
 def _recur(decay: torch.Tensor, drive: torch.Tensor, state: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """state = decay * state + drive along dimension 1, every state into `seen`; the last one is returned."""
+    """Compute state = decay * state + drive along dimension 1. Write every state to `seen` and return the last one."""
     for t in range(seen.shape[1]):
         state = torch.addcmul(drive[:, t], decay[:, t], state, out=seen[:, t])
     return state.clone()
@@ -245,7 +247,7 @@ def _chunked_scan(
     read: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """Mamba-2 on [b, length, heads, p], b and c as [b, heads, length, n]; `state` is brought up to date."""
+    """Compute Mamba-2 on [b, length, heads, p], with b and c as [b, heads, length, n]. Updates `state`."""
     y = torch.empty_like(x)
     for first in range(0, x.shape[1], CHUNK):
         part = slice(first, first + CHUNK)
@@ -269,11 +271,10 @@ def _chunked_delta(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """Everything [b, heads, length, …]; `state` is brought up to date.
+    """Compute the delta rule; all arguments are [b, heads, length, …]. Updates `state`.
 
-    Inside a chunk the corrected values u solve a unit lower triangular system, with D the decay between tokens:
-    (1 + strictly lower(beta k kᵀ D)) u = beta (v - decayed k S).
-    """
+    Inside a chunk the corrected values u solve a unit lower triangular system, with D the decay between tokens: (1 +
+    strictly lower(beta k kᵀ D)) u = beta (v - decayed k S)."""
     y = torch.empty_like(v)
     single = g.dim() == 3
     chunk = CHUNK if single else _CHANNEL_CHUNK
@@ -298,20 +299,21 @@ def _chunked_delta(
 
 
 def _decay_and_add(state: torch.Tensor, decay: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """state = decay * state + left @ right in place: a decode step is bound by passes over the states."""
+    """Compute state = decay * state + left @ right in place, because passes over the states bound the time of a decode
+    step."""
     state.mul_(decay)
     state.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
 
 
 def _decay_between(cum: torch.Tensor) -> torch.Tensor:
-    """exp(cum_i - cum_j) where j <= i, else 0: masked before the exponential, which would overflow above."""
+    """Return exp(cum_i - cum_j) if j <= i, else 0. Masked before the exponential, which would overflow otherwise."""
     gap = cum[..., :, None] - cum[..., None, :]
     above = torch.ones(gap.shape[-2:], dtype=torch.bool, device=gap.device).triu(1)
     return gap.masked_fill(above, -torch.inf).exp()
 
 
 def _heads_first(part: torch.Tensor, repeat: int = 1) -> torch.Tensor:
-    """[b, length, heads, …] → [b, heads * repeat, length, …], each head `repeat` times in a row."""
+    """Return [b, length, heads, …] as [b, heads * repeat, length, …], with each head `repeat` times in a row."""
     turned = part.transpose(1, 2)
     return turned if repeat == 1 else turned.repeat_interleave(repeat, 1)
 
@@ -325,7 +327,9 @@ def _skip_and_gate(
 
 
 def _initial(rows: StateRows, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Every row's first state, a copy; set to zeros, not multiplied by them, as an unwritten page may hold anything."""
+    """Return a copy of every row's first state.
+
+    Fresh states are set to zeros instead of multiplied by zero, because an unwritten page may contain NaN."""
     blank = rows.read == 0
     if rows.fresh is not None:
         blank = blank | rows.fresh.bool()
@@ -340,7 +344,7 @@ def _finish(rows: StateRows, states: torch.Tensor, last: torch.Tensor) -> None:
 
 
 def _batches(rows: StateRows) -> Iterator[_Batch]:
-    """Dense batches that cover every row with tokens, with at most as much padding as content."""
+    """Yield dense batches that cover every row with tokens, with at most as much padding as content."""
     starts = rows.starts.long()
     lengths = starts.diff()
     filled = (lengths > 0).nonzero()[:, 0]

@@ -1,20 +1,20 @@
-"""The packed rows of one step of recurrent layers, and their checks. Knows nothing of a state's contents.
+"""The packed rows of one step of recurrent layers, and their checks. Independent of a state's contents.
 
-Rows are built once a step and read by every layer of one table.
+Rows are built once a step and read by every layer of one block table.
 
 | field           | shape           | meaning                                                                       |
 |-----------------|-----------------|-------------------------------------------------------------------------------|
 | starts          | [sequences + 1] | where each row's tokens begin, from 0 on; equal bounds: an empty row          |
-| read            | [sequences]     | the page of a row's first state; 0: it begins from zeros                      |
-| write           | [sequences]     | the page of its last state; 0: it is not kept. May be the read page           |
+| read            | [sequences]     | the page of a row's first state; 0: the row begins from zeros                 |
+| write           | [sequences]     | the page of its last state; 0: it is not stored. May be the read page         |
 | fresh           | [sequences]     | true: begins from zeros despite `read` (a page that was never written)        |
 | longest         | host int        | most tokens of a row; up to STEP_TOKENS, rows run as decode steps             |
 | batch_invariant | host bool       | the same bits in any chunks of a sequence, and in any batch                   |
 
-Rows run in parallel, so a page that one row writes must not be read or written by another row of the call: the caller splits
-a prompt at its snapshots, one call for each part. An empty row's last state is its first. Batch-invariant rows run token by
-token, and a state is rounded to its page's dtype after every token. Decode steps run faster in a call of their own than
-beside long rows. Outputs of tokens past the last start are undefined.
+Rows run in parallel, so a page that one row writes must not be read or written by another row of the call. The caller
+therefore splits a prompt at its snapshots, with one call for each part. An empty row's last state is its first.
+Batch-invariant rows run token by token, and a state is rounded to its page's dtype after every token. Decode steps
+run faster in a separate call than together with long rows. Outputs of tokens past the last start are undefined.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class StateRows:
 
     @classmethod
     def decode(cls, slots: torch.Tensor, tokens: int = 1) -> StateRows:
-        """Rows of `tokens` tokens each that read and write the same slots. A row on slot 0 is padding: it
-        computes from zeros and keeps nothing."""
+        """Return rows of `tokens` tokens each that read and write the same slots.
+
+        A row on slot 0 is padding: it computes from zeros and stores nothing."""
         starts = torch.arange(0, (slots.numel() + 1) * tokens, tokens, dtype=torch.int32, device=slots.device)
         return cls(starts, slots, slots, tokens)
 
@@ -93,7 +94,7 @@ def check_states(states: torch.Tensor, shape: tuple[int, ...], name: str) -> Non
 
 
 def check_tokens(rows: StateRows, **parts: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
-    """Raise unless every part has the shape it is given with and lies where the rows lie."""
+    """Raise ValueError unless every part has its given shape and is on the device of the rows."""
     for name, (part, shape) in parts.items():
         if part is None:
             continue

@@ -2,9 +2,9 @@
 
 """The causal convolution in Triton: one program for each chunk of a row and block of channels.
 
-Only the program of a row's first chunk touches the row's page: it reads the old inputs, and writes the new ones
-from x afterwards. So one call can read and write a page, however many chunks run in parallel. An output is
-one thread's sum over the taps: batch-invariant rows need no loop over tokens here, only a fixed order.
+Only the program of a row's first chunk accesses the row's page: it reads the old inputs, and writes the new ones from
+x afterwards. So one call can read and write a page, however many chunks run in parallel. One thread sums an output
+over the taps, so batch-invariant rows need no loop over tokens, only a fixed order of the taps.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def conv_kernel(
     real = column < channels
     page = start_page(read, fresh, row, FRESH)
     old = states + page * page_stride + column * COLUMNS
-    # Inputs before this one (counted from the row's start) are read from the page, if there is one and by the first chunk.
+    # The first chunk reads inputs before this one (counted from the row's start) from the page, if there is one.
     oldest = tl.where((page > 0) & (chunk == 0), 0, -COLUMNS - TAPS)
     at = chunk * TOKENS + tl.arange(0, TOKENS)
     if BIAS:
@@ -85,7 +85,7 @@ def conv_kernel(
             other=0.0,
         ).to(tl.float32)
         if INVARIANT and tap < TAPS - 1:
-            # In the order of the taps, and as a page would give them back, wherever they come from.
+            # In the order of the taps, and rounded to the page's dtype, wherever they are read from.
             stored = tl.load(
                 old[None, :] + (source + COLUMNS)[:, None],
                 mask=(source < oldest)[:, None] & real[None, :],
@@ -114,7 +114,8 @@ def conv_kernel(
     )
     target = tl.load(write + row).to(tl.int64)
     if (chunk == 0) & (target > 0):
-        # Column c of the new state is the input at length - COLUMNS + c; before the row it is an old column.
+        # Column c of the new state is the input at length - COLUMNS + c; if that is before the row, it is an old
+        # column.
         place = tl.arange(0, COLUMNS_UP)
         origin = length - COLUMNS + place
         kept = (place < COLUMNS)[None, :] & real[:, None]
@@ -126,7 +127,7 @@ def conv_kernel(
         shifted = tl.load(
             old[:, None] + (origin + COLUMNS)[None, :], mask=kept & (origin < oldest)[None, :], other=0.0
         ).to(tl.float32)
-        # Threads read columns that others are about to write.
+        # Threads must read these columns before others write them.
         tl.debug_barrier()
         tl.store(
             states + target * page_stride + column[:, None] * COLUMNS + place[None, :],

@@ -4,14 +4,14 @@
 
 Inside a chunk, with D the decay between two of its tokens and e the decay since its start, the corrections to the
 values solve a unit lower triangular system: u = T (beta v) - T (beta e k) S, T = (1 + strictly lower(beta k kᵀ D))⁻¹.
-Both products by T need no state, so they are made for all chunks side by side, and only the rest runs in order.
+Both products by T need no state, so they are computed for all chunks in parallel. Only the rest runs in order.
 
-| kernel        | a program is                         | makes                                                    |
+| kernel        | a program is                         | computes                                                 |
 |---------------|--------------------------------------|----------------------------------------------------------|
 | solve_kernel  | a chunk, a value head                | T (beta v), T (beta e k), decays summed inside the chunk |
 | state_kernel  | a row, a head, some of a state's     | every chunk's first state and corrections, in order; the |
 |               | columns                              | row's last state                                         |
-| output_kernel | a chunk, a head, some columns        | y, all chunks side by side                               |
+| output_kernel | a chunk, a head, some columns        | y, all chunks in parallel                                |
 | decode_kernel | a row, a head, some columns          | y and the last state, token by token                     |
 
 With one decay per channel (Kimi) the pairs of a chunk are not a plain product: such rows run token by token, as do
@@ -45,9 +45,9 @@ __all__ = ["delta_rule"]
 CHUNK = 64
 
 LARGEST_KEY_BYTES = 512
-"""The tiles of a chunk of larger keys would not fit a device's shared memory: they run token by token."""
+"""Largest key in bytes. Tiles of larger keys do not fit shared memory, so their rows run token by token."""
 
-# For a measurement to choose: columns of a state that a program holds, warps, stages of loads in flight.
+# Tuned by measurement: columns of a state per program, warps, stages of loads in flight.
 SOLVE_WARPS = 8  # with 4, Triton 3.6 computes wrong inverses out of short products
 STATE_COLUMNS, STATE_WARPS, STATE_STAGES = 32, 4, 3
 OUTPUT_COLUMNS, OUTPUT_WARPS = 64, 4
@@ -60,7 +60,7 @@ CHANNEL_DECAY: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def _over_length(x):
-    """One over the length of every row of a tile."""
+    """Return the inverse length of every row of a tile."""
     wide = x.to(tl.float32)
     return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
 
@@ -91,7 +91,9 @@ def solve_kernel(
     SEARCH: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """`cum` and `sizes` (one over the keys' lengths) are [heads, tokens]; u and w are [tokens, heads, d]."""
+    """Compute u, w, and the decays of one chunk and value head.
+
+    `cum` and `sizes` (inverse lengths of keys) are [heads, tokens]; u and w are [tokens, heads, d]."""
     row, chunk = locate(starts, sequences, tl.program_id(1), TOKENS, SEARCH)
     start, length = row_of(starts, row)
     if chunk * TOKENS >= length:
@@ -149,7 +151,7 @@ def state_kernel(
     DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr, TOKENS: tl.constexpr,
     DOT: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
-    """Replaces u by the corrections themselves."""
+    """Compute every chunk's first state and the row's last. Replaces u by the corrections."""
     column = tl.program_id(0) * DV_UP + tl.arange(0, DV_UP)
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -244,7 +246,7 @@ def _token(
     q, k, v, g, beta, token, some, lines, columns, line, column, q_stride, k_stride, v_stride, g_stride, beta_stride,
     DECAY: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
-    """What one token brings, as it was given: so many `lines` and `columns`; gates of a head if there are `some`."""
+    """Load one token's inputs: `lines` and `columns` of them; gates of a head if there are `some`."""
     query = tl.load(q + token * q_stride + line, mask=line < lines, other=0.0)
     key = tl.load(k + token * k_stride + line, mask=line < lines, other=0.0)
     value = tl.load(v + token * v_stride + column, mask=column < columns, other=0.0)
@@ -359,7 +361,7 @@ def delta_rule(
     }
     g_in, beta_in = v if g is None else g, v if beta is None else beta
     dot = dot_precision(v.dtype)
-    # Products in float32 hold twice the bytes a factor, or more: they get more warps to hold them.
+    # Factors in float32 need at least twice the registers, so they get more warps.
     kept, more = (torch.bfloat16, 1) if dot == "bf16" else (torch.float32, 2)
     large = sizes_of["DK_UP"] * kept.itemsize > LARGEST_KEY_BYTES
     if rows.steps or rows.batch_invariant or decay == CHANNEL_DECAY.value or large:

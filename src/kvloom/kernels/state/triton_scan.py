@@ -42,19 +42,19 @@ SUMMARY: tl.constexpr = tl.constexpr(1)
 OUTPUTS: tl.constexpr = tl.constexpr(2)
 
 CHUNK = 256
-"""Tokens of a chunk where rows are cut in time."""
+"""Tokens of a chunk, if rows are split in time."""
 
-# States that a program holds and its warps. A walk is bound by arithmetic, a step by how much it has in flight.
+# Channels per program and its warps. A whole row is bound by arithmetic, a decode step by loads in flight.
 WALK_ELEMENTS, WALK_WARPS = 512, 1
 STEP_ELEMENTS, STEP_WARPS = 1024, 2
 
 ENOUGH = 2048
-"""Programs that fill a device: with fewer, and rows of at least two chunks, time is cut."""
+"""Number of programs that fill a device. With fewer, and rows of at least two chunks, rows are split in time."""
 
 
 @triton.jit
 def _rates(a, column, n, channels, N: tl.constexpr, LINEAR: tl.constexpr):
-    """The rate of every channel and state, for exp2."""
+    """Return the rate of every channel and state, for exp2."""
     real = (column < channels)[:, None] & (n < N)[None, :]
     if LINEAR:
         rates = tl.where(real, LOG2E, 0.0)
@@ -65,7 +65,7 @@ def _rates(a, column, n, channels, N: tl.constexpr, LINEAR: tl.constexpr):
 
 @triton.jit
 def _vector(b, offset, column, n, per_group, group_stride, real, N: tl.constexpr, GROUPED: tl.constexpr):
-    """One token's b or c: [1, n] for all channels, or [channels, n] where they fall into groups."""
+    """Load one token's b or c: [1, n] for all channels, or [channels, n] if channels are grouped."""
     if GROUPED:
         place = (column // per_group)[:, None] * group_stride + n[None, :]
         found = tl.load(b + offset + place, mask=real[:, None] & (n < N)[None, :], other=0.0)
@@ -123,7 +123,7 @@ def scan_kernel(
         h = tl.zeros((CHANNELS, N_UP), tl.float32)
     steps = tl.zeros((CHANNELS,), tl.float32)
 
-    # The next token is loaded while this one is computed: only the state has to wait for its turn.
+    # The next token is loaded while this one is computed: only the state depends on the order.
     token = start + first
     some = column < tl.where(first < last, channels, 0)
     step_next = tl.load(dt + token * dt_stride + column, mask=some, other=0.0)

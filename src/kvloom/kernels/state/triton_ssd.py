@@ -2,13 +2,13 @@
 
 """Mamba-2's scan in Triton: chunks as matrix products, and a decode step that moves each state once.
 
-| kernel        | a program is                        | makes                                                     |
+| kernel        | a program is                        | computes                                                  |
 |---------------|-------------------------------------|-----------------------------------------------------------|
 | steps_kernel  | a chunk, some heads                 | steps and their decay summed inside the chunk             |
 | state_kernel  | a row, a head, a block of the state | every chunk's first state, in order; the row's last state |
-| output_kernel | a chunk, a head                     | y, all chunks side by side                                |
+| output_kernel | a chunk, a head                     | y, all chunks in parallel                                 |
 | decode_kernel | a row, a head, a block of the state | y and the last state, token by token: short rows, and     |
-|               |                                     | batch-invariant ones of any length                                 |
+|               |                                     | batch-invariant ones of any length                        |
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["mamba2_scan"]
 
 CHUNK = 64
 
-# For a measurement to choose: the block of a state that a program holds, warps, stages of loads in flight.
+# Tuned by measurement: the block of a state per program, warps, stages of loads in flight.
 STATE_WIDTH, STATE_SIZE, STATE_WARPS, STATE_STAGES = 64, 64, 4, 3
 OUTPUT_WARPS = 4
 DECODE_ELEMENTS, DECODE_WARPS = 4096, 4
@@ -61,7 +61,7 @@ def steps_kernel(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, SEARCH: tl.constexpr, DT: tl.constexpr, BIAS: tl.constexpr,
     SOFTPLUS: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """`steps` and `cum` are [heads, tokens], so that a head's chunk is one run."""
+    """Compute steps and their decay. `steps` and `cum` are [heads, tokens], so that a head's chunk is contiguous."""
     row, chunk = locate(starts, sequences, tl.program_id(1), TOKENS, SEARCH)
     start, length = row_of(starts, row)
     if chunk * TOKENS >= length:
@@ -190,7 +190,7 @@ def output_kernel(
 def _token(
     x, b, c, dt, token, some, width, size, p, n, x_stride, b_stride, c_stride, dt_stride, DT: tl.constexpr
 ):
-    """What one token brings, as it was given: `width` inputs and `size` of the vectors; a step if there are `some`."""
+    """Load one token's inputs: `width` inputs and `size` elements of the vectors; a step if there are `some`."""
     inputs = tl.load(x + token * x_stride + p, mask=p < width, other=0.0)
     into = tl.load(b + token * b_stride + n, mask=n < size, other=0.0)
     seen = tl.load(c + token * c_stride + n, mask=n < size, other=0.0)
@@ -336,7 +336,7 @@ def mamba2_scan(
         sequences=rows.sequences, tokens=tokens, heads=heads, dt_stride=dt_stride, low=low, high=high,
         TOKENS=CHUNK, HEADS=16, SEARCH=search, num_warps=4, **how,
     )  # fmt: skip
-    # Products in float32 hold twice the bytes a factor, or more: they get more warps to hold them.
+    # Factors in float32 need at least twice the registers, so they get more warps.
     more = 1 if dot == "bf16" else 2
     width_up = min(STATE_WIDTH, max(16, triton.next_power_of_2(width)))
     size_up = min(STATE_SIZE, max(16, triton.next_power_of_2(size)))

@@ -1,8 +1,8 @@
 """New K and V into pages: one call a layer that rotates K and q, quantises, and writes.
 
 Pages are views of `memory.views`; a token's slot is `page * block_tokens + offset`. The host reads no value and a GPU
-allocates nothing, so a call can be captured and replayed with other slots. CPU tensors run in torch, CUDA tensors in one
-Triton kernel. Knows no block tables and no models.
+allocates nothing, so a call can be captured, and replayed with other slots. CPU tensors run in torch, CUDA tensors in one
+Triton kernel.
 
 | argument         | shape                        | strides                    |                                   |
 |------------------|------------------------------|----------------------------|-----------------------------------|
@@ -44,15 +44,15 @@ def write(
 ) -> None:
     """Write `k` and `v` to their slots, and rotate `q` by the same rotary embedding.
 
-    Pages of int8 and fp8 are quantised: with pages of scales, each token and head by its largest value (scale = amax / 127 or
-    / 448, in float32, stored beside it); with static scales, clamped to their range. Values are multiplied by the inverse scale
-    in float32 and rounded half to even. Kernel and reference store the same bytes.
+    int8 and fp8 pages are quantised. With pages of scales, each token and head is scaled by its largest value (scale
+    = amax / 127 or / 448, in float32, stored in the page). With static scales, values are clamped to their range.
+    Values are multiplied by the inverse scale in float32 and rounded half to even. Kernel and reference store the
+    same bytes.
 
-    Two tokens with one slot, and slots beyond the last page, are not detected.
-    """
+    Two tokens with one slot, and slots beyond the last page, are not detected."""
     _check("k", k_pages, k, k_scale, slots)
     if (v is None) != (v_pages is None):
-        raise ValueError("v and v_pages come together or not at all")
+        raise ValueError("give both v and v_pages, or neither")
     if v is not None and v_pages is not None:
         _check("v", v_pages, v, v_scale, slots)
         if v_pages.shape[:3] != k_pages.shape[:3]:
@@ -62,9 +62,9 @@ def write(
     if rotary is not None:
         _check_rotary(rotary, k, q)
     elif q is not None or q_out is not None:
-        raise ValueError("q is turned by the rotary embedding alone: give rotary, or leave q out")
+        raise ValueError("q is only rotated: give rotary, or omit q")
     if q_out is not None and (q is None or q_out.shape != q.shape or q_out.stride(-1) != 1):
-        raise ValueError(f"q_out {tuple(q_out.shape)} needs a q of its shape, and dims side by side")
+        raise ValueError(f"q_out {tuple(q_out.shape)} needs a q of its shape, contiguous in its last axis")
     if k.is_cuda and k.dtype != torch.float64:
         from . import triton_write
 

@@ -1,7 +1,4 @@
-"""Writing to pages in plain torch: rotary embedding, quantisation, slots. Defines what the kernel leaves in the pages.
-
-Knows no attention, no models and no pool.
-"""
+"""Writing to pages in plain torch: rotary embedding, quantisation, slots. Defines the bytes that the kernel must write."""
 
 from __future__ import annotations
 
@@ -28,10 +25,9 @@ class Rotary:
     | pairs    | x[2i], x[2i + 1]  | the same places     | GPT-J, Cohere, GLM       |
     | unpaired | x[2i], x[2i + 1]  | x[i], x[i + n]      | DeepSeek's modeling code |
 
-    n pairs rotate 2n dims: a head's first ones, or its last ones with `tail` (latents). Computed in float32 (float64 for
-    float64) and rounded once to the input's dtype; with `rounded`, products are rounded before they are added, as modeling
-    code in that dtype does.
-    """
+    n pairs rotate 2n dims: a head's first ones, or its last ones with `tail` (latents). Computed in float32 (float64
+    for float64) and rounded once to the input's dtype. With `rounded`, products are rounded before they are added,
+    like modeling code in that dtype does."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -48,10 +44,10 @@ class Rotary:
         tail: bool = False,
         repeated: Literal["halves", "pairs"] = "halves",
     ) -> Rotary:
-        """Build from tables [..., tokens, 2n] that hold every angle twice: n apart, or (Cohere) side by side. Views, no copies.
+        """Build from tables [..., tokens, 2n] with every angle twice: n apart, or side by side (Cohere). Views, no
+        copies.
 
-        M-RoPE's tables are such tables; complex ones are `Rotary(f.real, f.imag, "pairs")`.
-        """
+        Tables of M-RoPE have this form; complex ones are `Rotary(f.real, f.imag, "pairs")`."""
         size = cos.shape[-1]
         part = slice(0, size // 2) if repeated == "halves" else slice(0, size, 2)
         return cls(cos.reshape(-1, size)[:, part], sin.reshape(-1, size)[:, part], form, tail)
@@ -83,9 +79,9 @@ def write(
 ) -> None:
     """Write `new` ([tokens, heads, dim]) to `slots` ([tokens]: page * block tokens + offset; negative: skip).
 
-    Pages of int8 and fp8 are quantised. `scales` as pages ([pages, b, heads]): each token and head by its largest value, scale
-    stored in the page. `scales` per head ([heads], or one value): by that, clamped. Fp8 without scales is scaled by 1.
-    """
+    int8 and fp8 pages are quantised. With `scales` as pages ([pages, b, heads]), each token and head is scaled by its
+    largest value, and the scale is stored in the page. With `scales` per head ([heads], or one value), values are
+    scaled by them and clamped. fp8 without scales is scaled by 1."""
     if slots.shape[0] != new.shape[0]:
         raise ValueError(f"{slots.shape[0]} slots for {new.shape[0]} tokens")
     kept = (slots >= 0).nonzero().squeeze(1)

@@ -7,7 +7,7 @@ A row is one head of one token. Programs take `ROWS` (q: `Q_ROWS`) rows each, in
     programs   | K rows …       | V rows …       | q rows …       |      each part: cdiv(tokens * heads, rows)
     a row      | rotated: a, b of each pair (WIDE lanes) | the rest unchanged (REST lanes) |   (reversed with a tail)
 
-The host reads no value, so a captured graph fits any slots. The caller checks shapes.
+The host reads no value, so a captured graph works for any slots. The caller checks shapes.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .reference import SMALLEST_SCALE, Rotary
 
 __all__ = ["write"]
 
-MAGIC: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and taking it rounds half to even
+MAGIC: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds half to even
 SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_SCALE)
 
 TILE = 4096
-"""Elements of a program where there are many: four loads of 16 bytes a thread in bf16."""
+"""Elements of a program if there are many: in bf16, four loads of 16 bytes per thread."""
 SMALL_TILE = 1024
 PROGRAMS = 512
-"""Fewer programs than this do not fill the device, so that smaller ones are quicker."""
+"""Number of programs that fill the device. With fewer, smaller programs are faster."""
 
 
 @triton.jit
 def _load_pairs(x, kept, PAIRS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, ADJACENT: tl.constexpr):
-    """Both members of every pair in float32; adjacent pairs are read in one run and split in registers."""
+    """Return both members of every pair in float32. Adjacent pairs are read together and split in registers."""
     if ADJACENT:
         both_lane = tl.arange(0, 2 * WIDE)[None, :]
         both = tl.load(x[:, None] + both_lane, mask=kept[:, None] & (both_lane < 2 * PAIRS), other=0.0)
@@ -86,7 +86,7 @@ def _rotate(
 
 @triton.jit
 def _stored(x, inverse, pages, MOST: tl.constexpr):
-    """Values as the page keeps them; MOST is 0 where the page is not quantised."""
+    """Return values as stored in the page: quantised, unless MOST is 0."""
     if MOST > 0:
         x = x * inverse[:, None]
         x = tl.minimum(tl.maximum(x, -MOST), MOST)
@@ -148,7 +148,7 @@ def _append(
     ROUNDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Rows of K or V into their pages. SCALES: 0 none, 1 one per head, 2 one per token and head, into the page."""
+    """Write rows of K or V to their pages. SCALES: 0 none, 1 one per head, 2 one per token and head, written to the page."""
     token, head = row // HEADS, row % HEADS
     slot = tl.load(slots + token.to(tl.int64) * slot_stride, mask=token < tokens, other=-1).to(tl.int64)
     kept = slot >= 0
@@ -166,7 +166,7 @@ def _append(
         a, b = _rotate(
             a, b, token, kept, cos, sin, cos_token, cos_pair, sin_token, sin_pair, PAIRS, WIDE, ROUNDED, new.dtype.element_ty
         )  # fmt: skip
-        # Rounded as if rotated before the call: fusing changes no stored value.
+        # Rounded as if rotated before the call, so that fusing changes no stored value.
         a = a.to(new.dtype.element_ty).to(tl.float32)
         b = b.to(new.dtype.element_ty).to(tl.float32)
     inverse = tl.full([ROWS], 1.0, tl.float32)
@@ -232,7 +232,8 @@ def _rotate_rows(
         a, b, token, kept, cos, sin, cos_token, cos_pair, sin_token, sin_pair, PAIRS, WIDE, ROUNDED, q.dtype.element_ty
     )  # fmt: skip
     if IN_PLACE:
-        tl.debug_barrier()  # a thread may hold another's elements too: all are read before any is overwritten
+        # a thread may have another thread's elements too: all are read before any is overwritten
+        tl.debug_barrier()
     a, b = a.to(out.dtype.element_ty), b.to(out.dtype.element_ty)
     _store_pairs(y + turned_at, kept, a, b, PAIRS, WIDE, ROWS, ADJACENT_OUT)
 
@@ -344,7 +345,7 @@ def write(
     q: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
 ) -> None:
-    """One launch; the arguments are those of `kvloom.kernels.write.write`, checked."""
+    """Launch the kernel; the arguments are those of `kvloom.kernels.write.write`, already checked."""
     tokens, heads, k_dim = k.shape
     if tokens == 0:
         return
@@ -362,7 +363,7 @@ def write(
     tile, warps = (TILE, 4) if much else (SMALL_TILE, 2)
     rows, q_rows = max(1, tile // k_width), max(1, tile // q_width)
     programs = triton.cdiv(tokens * heads, rows) * parts + triton.cdiv(tokens * q_heads, q_rows)
-    # Absent tensors are never read: any tensor replaces them.
+    # Absent tensors are never read: any tensor can be passed for them.
     v, v_pages = (k, k_pages) if v is None or v_pages is None else (v, v_pages)
     q_out = q if q_out is None else q_out
     q, q_out = (k, k) if q is None or q_out is None else (q, q_out)
@@ -415,7 +416,7 @@ def write(
         Q_ROWS=q_rows,
         OVERLAP=supports_pdl(k.device),
         num_warps=warps,
-        enable_fp_fusion=False,  # products and sums are rounded one by one, as torch rounds them
+        enable_fp_fusion=False,  # products and sums are rounded separately, as torch rounds them
         **pdl_options(k.device),
     )
 

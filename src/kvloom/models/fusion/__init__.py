@@ -1,4 +1,4 @@
-"""Fewer, larger operations in Hugging Face modules; optional. A module that computes something else is left as it is.
+"""Fewer, larger operations in Hugging Face modules; optional. A module that computes something else is not changed.
 
 | file              | replaces                                                        |
 |-------------------|-----------------------------------------------------------------|

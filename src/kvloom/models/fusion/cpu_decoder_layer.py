@@ -2,8 +2,8 @@
 
     norm, one product, `cpu.attention_step` (rotation, pages, attention), a product added to x;  norm, product, gate, product
 
-Only layers whose parts were all fused before are replaced. A small model's step on a CPU is dominated by call overhead, most
-of it from modules calling modules. Other steps use the layer's previous forward.
+A layer is replaced only if all its parts are already fused. On a CPU, call overhead takes most of a small model's
+step, mainly from modules that call modules. Other steps use the layer's previous forward.
 """
 
 from __future__ import annotations

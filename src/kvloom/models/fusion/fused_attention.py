@@ -1,8 +1,9 @@
 """Attention modules in a few calls: one product for q, k and v, one rotation, then the pages.
 
-On a CPU this saves calls. On a GPU it saves launches of replayed steps, where the write rotates keys and queries, and
-bytes of prompts with q and k norms, which are normed and rotated in one launch. No family is known by name: a module runs
-on random input with recording pages, and one that passes or returns anything else is left as it is.
+On a CPU this saves calls. On a GPU it saves launches in replayed steps, where the launch that writes keys also
+rotates keys and queries. In prompts with q and k norms it saves memory traffic, because one launch norms and rotates.
+No family is selected by name: a module runs on random input with recording pages, and one that passes or returns
+anything else is not changed.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class FusedAttention:
 
     @property
     def plain(self) -> bool:
-        """Whether only a product lies between hidden states and the rotation."""
+        """Whether there is only a matrix product between hidden states and the rotation."""
         return self.bias is None and self.norms == [None, None]
 
     def __call__(self, *given: Any, **named: Any) -> tuple[torch.Tensor, None]:
@@ -92,11 +93,11 @@ class FusedAttention:
         return self._module.o_proj(out.reshape(1, tokens, -1)), None
 
     def supports(self, pages: Any, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        """Whether this forward supports a step on these pages."""
+        """Return whether this forward supports a step on these pages."""
         return self.supports_rotary(cos, sin)
 
     def _adjacent(self, hidden: torch.Tensor) -> torch.Tensor:
-        """q, k and v side by side: [tokens, heads, dim]."""
+        """Return q, k and v side by side: [tokens, heads, dim]."""
         return linear(hidden, self.weight, self.bias).view(len(hidden), self.heads + 2 * self.kv, self.dim)
 
     def _attended(
@@ -116,7 +117,7 @@ class FusedAttention:
         return found
 
     def supports_rotary(self, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        """Whether the native rotation supports these angles."""
+        """Return whether the native rotation supports these angles."""
         return (
             cos.shape[-1] == self.dim
             and cos.is_contiguous()
@@ -169,7 +170,7 @@ class GpuFusedAttention(FusedAttention):
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:
-    """Return [tokens, heads, dim] as modeling code has it: [1, heads, tokens, dim]."""
+    """Return [tokens, heads, dim] in the layout of modeling code: [1, heads, tokens, dim]."""
     return x.transpose(0, 1)[None]
 
 
@@ -184,10 +185,10 @@ KNOWN_ARGUMENTS = IGNORED | {
 
 
 def fuse_attention(module: Any, implementation: type[FusedAttention] | None = None) -> bool:
-    """Replace an attention module's forward if the replacement passes the same to pages and treats their result the same.
+    """Replace an attention module's forward. Returns whether it was replaced.
 
-    Its projections must be joined already. `implementation` is the device's by default. Returns whether it was replaced.
-    """
+    The replacement must pass the same tensors to pages and treat their result in the same way. Its projections must
+    already be joined. `implementation` is the device's by default."""
     layers = [getattr(module, f"{name}_proj", None) for name in "qkvo"]
     dim, config = getattr(module, "head_dim", None), getattr(module, "config", None)
     if not all(type(layer) is nn.Linear for layer in layers) or not isinstance(dim, int):
@@ -264,7 +265,7 @@ def _same(a: RecordedCall, b: RecordedCall) -> bool:
 
 
 def _adjacent(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return one tensor over several that lie side by side in memory; None if they do not."""
+    """Return one tensor over several that are adjacent in memory; None if they are not."""
     first, at = parts[0], parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != at or not part.is_contiguous():

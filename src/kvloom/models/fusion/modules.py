@@ -13,8 +13,8 @@
 |                                       | prompts by the launch that norms q and k                  |
 | experts and routers (`moe`)           | two grouped matrix products, one launch for the routing   |
 
-No family is known by name: each replacement is compared on random input first, and a module that computes something else is
-left as it is. Weights are joined in place: the modules' own become views. A fused decoder layer overwrites its input.
+No family is selected by name: each replacement is compared on random input first, and a module that computes something else is
+not changed. Weights are joined in place: the modules' own become views. A fused decoder layer overwrites its input.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ __all__ = ["fuse"]
 
 
 def fuse(model: Any, limit: int = 0) -> Counter[str]:
-    """Fuse what can be fused; return counts by kind. Can be repeated. The model must be on its device.
+    """Fuse every module that can be fused; return counts by kind. Can be repeated. The model must be on its device.
 
-    Positions given to the model are below `limit` (0: unknown, no rotary cache).
-    """
+    Positions given to the model are below `limit` (0: unknown, no rotary cache)."""
     done: Counter[str] = Counter()
     with torch.no_grad():
         fresh = [module for module in model.modules() if not getattr(module, "is_fused", False)]
@@ -82,7 +81,7 @@ def _random_input(*shape: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two results differ by rounding only."""
+    """Return whether two results differ by rounding only."""
     distance = torch.dist(a.float(), b.float())
     return a.shape == b.shape and bool(distance <= 8 * torch.finfo(a.dtype).eps * a.float().norm())
 
@@ -90,8 +89,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 class _FusedNorm:
     """The forward of a norm. Its weight is looked up at each call, because loading weights later replaces it.
 
-    An input that the weight does not fit (Falcon Mamba) uses the module's own forward.
-    """
+    If the weight does not fit the input (Falcon Mamba), the module's own forward runs."""
 
     def __init__(self, module: Any, eps: float, form: NormForm) -> None:
         self._module, self._eps, self._form, self._own = module, eps, form, module.forward
@@ -118,7 +116,7 @@ def _fuse_norm(module: Any) -> bool:
     own = weight.detach().clone()
     weight.data.copy_(
         _random_input(len(weight), like=weight)
-    )  # a weight of ones would not show whether it is used
+    )  # a weight of ones would not show whether the module uses it
     form: NormForm
     try:
         for form in ("llama", "gemma"):
@@ -182,9 +180,8 @@ class _ResidualOutput:
 class _FusedDecoderLayer:
     """The forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place.
 
-    With `posts`, each addend is normed first, and the last launch also computes the norm `after` it, with which the next layer
-    begins. x itself carries that norm as an attribute, so it lives no longer than x.
-    """
+    With `posts`, each addend is normed first, and the last launch also computes the norm `after` it, with which the
+    next layer begins. That norm is an attribute of x, so it lives no longer than x."""
 
     def __init__(
         self,
@@ -221,14 +218,13 @@ class _FusedDecoderLayer:
 
 
 NORMED_ATTRIBUTE = "_kvloom_normed"
-"""The attribute of hidden states that holds a norm and its result."""
+"""The attribute of hidden states that contains a norm and its result."""
 
 
 def _link_layers(layers: nn.ModuleList) -> None:
-    """Set the norm with which each layer's successor begins; not across hooks, which may change anything.
+    """Set the norm with which the next layer begins, for each layer. Skips layers with hooks, which may change anything.
 
-    Modeling code between such layers passes on its input, or something new.
-    """
+    Modeling code between such layers passes on its input, or a new tensor."""
     for one, other in pairwise(layers):
         here, there, hooks = one.forward, other.forward, (*one._forward_hooks, *other._forward_pre_hooks)
         if (
@@ -272,7 +268,7 @@ def _fuse_layer(module: Any) -> bool:
 
 
 def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
-    """Return the layer in fewer calls if it is on a CPU and of plain parts; else unchanged."""
+    """Return the layer in fewer calls if it is on a CPU and all its parts are plain; else unchanged."""
     attention, mlp = layer._module.self_attn.forward, layer._mlp
     if layer._posts or type(attention) is not FusedAttention or not attention.plain or mlp._bias is not None:
         return layer
@@ -286,7 +282,7 @@ def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
 
 
 def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecoderLayer) -> bool:
-    """Whether a layer computes what `found` computes, whatever its attention is."""
+    """Return whether a layer computes the same as `found`, whatever its attention is."""
     plain = output.forward
 
     def aside(*_: Any, hidden_states: torch.Tensor, **__: Any) -> tuple[torch.Tensor, None]:
@@ -301,7 +297,7 @@ def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecode
         output.forward = found._output
         return isinstance(wanted, torch.Tensor) and _same(found(x.clone()), wanted)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return False  # it needs more than hidden states: leave it
+        return False  # it needs more than hidden states: not changed
     finally:
         output.forward = plain
         if own is None:
@@ -329,7 +325,7 @@ def _fuse_projections(module: Any) -> bool:
                 return functional.linear(x, own.weight, own.bias)
             found = held[0][1][place]
             if place == 2:
-                held.clear()  # else a layer's activations would live until its next run
+                held.clear()  # otherwise a layer's activations would live until its next run
             return found
 
         return forward
@@ -379,7 +375,7 @@ def _fuse_rotary(modeling: Any, model: Any) -> int:
         wanted, found = original(q, k, cos, sin), apply_rotary(q, k, cos, sin)
         same = all(_same(a, b) for a, b in zip(wanted, found, strict=True))
     except (RuntimeError, TypeError, ValueError):
-        return 0  # other arguments or shapes: leave it
+        return 0  # other arguments or shapes: not changed
     if not same:
         return 0
 

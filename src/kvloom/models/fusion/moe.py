@@ -5,7 +5,7 @@
 | experts with `gate_up_proj`, `down_proj` of [expert, out, in] | two grouped products, no wait for the device  |
 | routers: softmax of one product, top-k                       | one launch after the product                  |
 
-A module is compared on random input first; one that computes something else is left as it is.
+A module is compared on random input first; one that computes something else is not changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 
 def fuse_experts(module: Any) -> bool:
-    """Replace a module's experts by grouped products if they compute the same; return whether."""
+    """Replace a module's experts by grouped products if they compute the same. Return whether they were replaced."""
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor) or gate_up.ndim != 3:
         return False
@@ -41,9 +41,9 @@ def fuse_experts(module: Any) -> bool:
     try:
         wanted = module(x, index, weights)
     except (TypeError, RuntimeError):
-        return False  # other arguments: leave it
+        return False  # other arguments: not changed
     for activation in ACTIVATIONS:
-        # Each tile in turn, which also compiles it before serving.
+        # Try every tile, which also compiles it before serving.
         found = (fused_moe(x, index, weights, gate_up, down, activation, tile) for tile in candidate_tiles(x))
         if all(_same_rows(each, wanted) for each in found):
             # Weights are looked up at each call: loading weights later replaces them.
@@ -55,7 +55,7 @@ def fuse_experts(module: Any) -> bool:
 
 
 def fuse_router(module: Any) -> bool:
-    """Replace a router's softmax and top-k by one launch if it selects the same; return whether."""
+    """Replace a router's softmax and top-k by one launch if it selects the same experts. Return whether it was replaced."""
     weight, picked = getattr(module, "weight", None), getattr(module, "top_k", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not isinstance(picked, int):
         return False
@@ -71,7 +71,7 @@ def fuse_router(module: Any) -> bool:
         return False
     for shared in (True, False):
         found, chosen = topk_softmax(functional.linear(x, weight), picked, shared, scores.dtype)
-        # Of equal odds another expert may be selected: compare their logits.
+        # Among equal probabilities another expert may be selected: compare their logits.
         alike = torch.equal(logits.gather(1, index).sort(-1)[0], logits.gather(1, chosen).sort(-1)[0])
         if alike and _same_rows(found.sort(-1)[0], scores.sort(-1)[0]):
             module.forward = _router(module, picked, shared, scores.dtype)
@@ -88,7 +88,7 @@ def _router(module: Any, picked: int, shared: bool, dtype: torch.dtype) -> Any:
 
 
 def _same_rows(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two results differ by rounding only, in every row."""
+    """Return whether two results differ by rounding only, in every row."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     distance = (a.double() - b.double()).norm(dim=-1)

@@ -1,7 +1,7 @@
 """Cos and sin of rotary embeddings from a table: on a GPU, where every launch of a step counts.
 
-The table is filled by the module itself; a step is one gather of rows. No family is known by name: a module whose angles
-depend on more than position and layer kind is left as it is.
+The module itself fills the table; a step gathers rows from it. No family is selected by name: a module whose angles
+depend on more than position and layer kind is not changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RotaryCache:
     """The forward of a rotary embedding, for positions below a limit."""
 
     def __init__(self, module: Any, limit: int, kinds: list[tuple[str, ...]], like: torch.Tensor) -> None:
-        """`kinds` are the arguments of a call beside positions. Costs 2 * head dim * limit numbers for each."""
+        """`kinds` are the arguments of a call besides positions. Costs 2 * head dim * limit numbers for each."""
         self.own, self.limit = module.forward, limit
         self._tables = {kind: self._table(like, kind) for kind in kinds}
 
@@ -74,6 +74,6 @@ def fuse_rotary_embedding(module: Any, limit: int, like: torch.Tensor) -> bool:
             if not all(torch.equal(a, b) for a, b in zip(mine, own, strict=True)):
                 return False
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return False  # other arguments or results: leave it
+        return False  # other arguments or results: not changed
     module.forward = found
     return True

@@ -1,7 +1,7 @@
 """Models from names: checkpoints or random weights, checked before any weight is read.
 
-`loader` reads configs, weights and tokenizers, `probe` runs a model's code without weights to see whether it fits the pages,
-`fingerprint` differs between models that could compute different keys and values.
+`loader` reads configs, weights and tokenizers. `probe` runs a model's code without weights, to check that it can run
+on pages. `fingerprint` distinguishes models that could compute different keys and values.
 """
 
 from .fingerprint import model_fingerprint

@@ -3,8 +3,8 @@
     load("org/name" | "folder")                                    weights (safetensors) and tokenizer
     load("llama-3.1-8b" | "config.json" | "folder", load_format="random")    random weights, made on the device
 
-Config, files and code are checked before any weight is read: `refusal` returns why a config cannot run. Knows files and
-transformers' classes; no pages, no requests.
+Config, files and code are checked before any weight is read: `refusal` returns why a config cannot run. Uses files and
+transformers' classes only; no pages, no requests.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def load(
     stderr. Raises ModelError, before weights are read, if a file is missing or the model cannot run.
     """
     if load_format not in ("auto", "random"):
-        raise ModelError(f"load format {load_format!r} is not known; known: auto, random")
+        raise ModelError(f"unknown load format {load_format!r}; known: auto, random")
     where = choose_device(device)
     config = transformers_config(model, load_format)
     if load_format == "auto":
@@ -132,7 +132,7 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
     kind = fields.get("model_type")
     if kind not in CONFIG_MAPPING:
         why = (
-            "brings code of its own, which is never run"
+            "has its own code, which is never run"
             if fields.get("auto_map")
             else "is not known to transformers"
         )
@@ -152,7 +152,7 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
 
 
 def _class(config: Any) -> tuple[Any, Any]:
-    """Return the class that runs a config as a language model, and the part of the config for it."""
+    """Return the class that runs a config as a language model, and the part of the config that describes it."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     mapping = AutoModelForCausalLM._model_mapping
@@ -245,7 +245,8 @@ def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) ->
         buffer.zero_()
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            vars(module.weight)["_is_hf_initialized"] = True  # transformers does not initialise it again
+            # so that transformers does not initialise it again
+            vars(module.weight)["_is_hf_initialized"] = True
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
         model.init_weights()

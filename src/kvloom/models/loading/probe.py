@@ -1,9 +1,9 @@
-"""A model's code run without its weights: do its layers write and read what their specs say?
+"""Runs a model's code without its weights: do its layers write and read what their specs state?
 
 The model is on the meta device, where tensors have shapes and no data, and runs on a few tokens. A `RecordingCache`
-replaces cache and attention and records the calls. This finds, before any weight is read and for any name, architectures
-that never call the attention registry, use their own mask, or keep something else than their config says. Checks calls and
-shapes, not values.
+replaces cache and attention and records the calls. This finds unsupported architectures of any name before any weight
+is read: those that never call the attention registry, use their own mask, or store something else than their config
+states. Checks calls and shapes, not values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KNOWN_KEYWORDS = IGNORED | set(inspect.signature(attend).parameters)
 
 
 class RecordingCache(EmptyCache):
-    """The cache argument of a probed model: reports no past, and records calls by layer."""
+    """The cache argument of a probed model: returns an empty cache, and records calls by layer."""
 
     def __init__(self) -> None:
         self.written: dict[int, list[torch.Size]] = {}
@@ -36,7 +36,7 @@ class RecordingCache(EmptyCache):
         self.states: dict[int, dict[str, torch.Size]] = {}
         self.faults: list[str] = []
         self.masked = False
-        """Whether windows are left to masks, which do not exist here."""
+        """Whether the model applies windows by masks, which do not exist here."""
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -97,7 +97,7 @@ def _record_run(model: Any) -> RecordingCache:
     cache.masked = getattr(model, "has_mask_names", False)
     ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTENTION, _record_attention)
     model.config._attn_implementation = PROBE_ATTENTION
-    # Experts as one gather: the loop over selected experts needs data, which a meta tensor lacks.
+    # Experts as one gather: the loop over selected experts needs data, which a meta tensor does not have.
     model.config._experts_implementation = "batched_mm"
     ids = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
     extra: dict[str, Any] = {"cache_params": cache}
@@ -131,16 +131,18 @@ def _record_attention(
     """The attention function of a probed model: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
     cache = keywords.pop("pages", None)
     if cache is None:
-        raise ModelError(f"{type(module).__name__} is not handed the keywords that the model was called with")
+        raise ModelError(
+            f"{type(module).__name__} does not receive the keywords that the model was called with"
+        )
     unknown = {word for word, given in keywords.items() if given is not None} - KNOWN_KEYWORDS
     if unknown:
         raise ModelError(
             f"{type(module).__name__} calls attention with {', '.join(sorted(unknown))}, which is not supported"
         )
     if attention_mask is not None:
-        raise ModelError(f"{type(module).__name__} makes an attention mask of its own")
+        raise ModelError(f"{type(module).__name__} makes its own attention mask")
     if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise ModelError(f"{type(module).__name__} is not causal: it attends to tokens that are yet to come")
+        raise ModelError(f"{type(module).__name__} is not causal: it attends to later tokens")
     cache.attended.setdefault(int(module.layer_idx), []).append(keywords.get("sliding_window"))
     return query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1])), None
 
@@ -150,7 +152,7 @@ def _explain(error: Exception) -> str:
     if isinstance(error, AttributeError) and isinstance(error.obj, RecordingCache):
         return f"it calls {error.name} of its cache, which is not supported"
     if "meta" in text:
-        return f"it looks at values while it runs, so that it cannot be examined without weights ({text})"
+        return f"its code depends on values, so it cannot be examined without weights ({text})"
     return f"{type(error).__name__}: {text}"
 
 
@@ -159,7 +161,7 @@ def _differences(cache: RecordingCache, layers: Mapping[str, LayerSpec]) -> list
     specs: dict[str, dict[int, LayerSpec]] = {"token": {}, "state": {}}
     for name, spec in layers.items():
         if spec.axis == "media":
-            continue  # text skips such layers
+            continue  # text skips these layers
         specs[spec.unit][int(name.split(".")[1])] = spec
     tokens, states = specs["token"], specs["state"]
     faults = [
@@ -169,7 +171,7 @@ def _differences(cache: RecordingCache, layers: Mapping[str, LayerSpec]) -> list
     for index, (key, value) in cache.written.items():
         if index in tokens:
             windows = cache.attended.get(index, [])
-            if cache.masked:  # its layers pass no window; their masks would
+            if cache.masked:  # its layers pass no window; their masks would contain it
                 windows = [_window(tokens[index]) for _ in windows]
             faults += _token_faults(index, tokens[index], key, value, windows)
     for index, found in cache.states.items():

@@ -1,6 +1,6 @@
-"""Hugging Face modeling code on the page pool: what a step looks like to a model, and how its layers write and read pages.
+"""Hugging Face modeling code on the page pool: the batch of a step, and how layers write and read pages.
 
-| file              | holds                                                                          |
+| file              | content                                                                        |
 |-------------------|--------------------------------------------------------------------------------|
 | batch             | a step's packed tokens, block tables and slots, in fixed buffers               |
 | pages             | `Pages`, which modeling code finds in `past_key_values`                        |
@@ -8,8 +8,8 @@
 | mixers, scans     | recurrent layers: their states in pages, their functions as kernels            |
 | cross_attention   | layers that attend to images                                                   |
 | image_inputs      | a prompt's images as data                                                      |
-| empty_cache       | the answers of a cache without a past                                          |
-| family_exceptions | what single families need beyond the seams                                     |
+| empty_cache       | the cache interface of an empty cache                                          |
+| family_exceptions | changes for single families                                                    |
 | scales            | static scales of quantised K and V                                             |
 """
 

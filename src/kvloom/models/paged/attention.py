@@ -3,10 +3,10 @@
     modeling code   past_key_values.update(k, v, layer)        attention_interface(module, q, k, v, …, pages=…)
     here            `Pages.update`: remembers new K and V      `attend`: writes them to their slots, reads the pages
 
-Write and read are one call, and for a compiler one opaque operation (`kvloom::attend`) that finds its pages by a number:
-nothing here is traced, and the pool is never copied. A model runs on one packed row of tokens ([1, tokens]) without its own
-cache. State layers are in `mixers`, layers over images in `cross_attention`. Architectures that never call the attention
-registry are refused by name.
+Write and read are one call. For a compiler it is one opaque operation (`kvloom::attend`) that finds its pages by a
+number: nothing here is traced, and the pool is never copied. A model runs on one packed row of tokens ([1, tokens])
+without its own cache. `mixers` handles state layers, `cross_attention` layers over images. Architectures that never
+call the attention registry are refused by name.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ def _operation(
     sinks: torch.Tensor | None,
     latent_values: int,
 ) -> torch.Tensor:
-    """`Pages.attend` as one operation of a compiler's graph. It modifies the pool, which no graph sees.
+    """`Pages.attend` as one operation of a compiler's graph. It modifies the pool, which is not part of the graph.
 
-    It reads only its own writes and those of earlier operations on whose results its queries depend.
-    """
+    It reads only its own writes, and those of earlier operations on whose results its queries depend."""
     found = PAGES_BY_HANDLE[handle].attend(layer, query, key, value, scale, softcap, sinks, latent_values)
     return found.contiguous()
 
@@ -103,7 +102,8 @@ def attend(
 
 
 def _attend_pages(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
-    """Attend through the custom operation while compiling, else directly: the dispatcher costs more than the call."""
+    """Call the custom operation while compiling; otherwise call `attend` directly, because the dispatcher costs more
+    than the call."""
     if torch.compiler.is_compiling():
         out: torch.Tensor = _operation(pages.handle, layer, *rest)
         return out
@@ -131,5 +131,5 @@ def install(model: Any, context: int | None = None) -> None:
     config = model.config
     text = config.get_text_config()
     parts = [name for name in config.sub_configs if getattr(config, name, None) is text]
-    # A vision or audio tower keeps its own attention.
+    # A vision or audio tower uses its own attention.
     config._attn_implementation = {"": ATTENTION, **dict.fromkeys(parts, ATTENTION)} if parts else ATTENTION

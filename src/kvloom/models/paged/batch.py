@@ -3,8 +3,8 @@
     tokens   | sequence 0: a chunk of its prompt | sequence 1: one token | sequence 2: … |
     starts   0                                   7                       8               …
 
-`BatchBuilder` fills fixed buffers: a step uploads one small block of numbers, and only changed entries of the block tables,
-which the device mirrors. The device computes the rest. Knows no model and decides nothing.
+`BatchBuilder` fills fixed buffers: a step uploads one small block of numbers, and only changed entries of the block
+tables, of which the device has a copy. The device computes the rest.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ Ints = npt.NDArray[np.int64]
 class Work(NamedTuple):
     """A sequence's part of a step: the `tokens` that follow its length, for which `extend` reserved pages.
 
-    `source` is the index of its one token among those sampled by the previous step, while the host does not know it (-1: none).
-    `images` are the prompt's images, if any.
-    """
+    `source` is the index of its one token among those sampled by the previous step, if that token is not on the host
+    yet (-1: none). `images` are the prompt's images, if any."""
 
     sequence: Sequence
     tokens: Ints
@@ -124,9 +123,9 @@ class _StepNumbers:
 class BatchBuilder:
     """The buffers of one device for steps of up to `tokens` tokens and `rows` rows.
 
-    A step must be launched before the next is built; building waits if the device is two steps behind. `mirrored`: the device
-    has its own block tables (on a CPU the cache's serve). `shifted`: rotary positions include the images' shifts.
-    """
+    A step must be launched before the next is built; building waits if the device is two steps behind. `mirrored`:
+    the device has its own block tables (a CPU uses those of the cache). `shifted`: rotary positions include the
+    images' shifts."""
 
     def __init__(
         self,
@@ -168,7 +167,8 @@ class BatchBuilder:
         return self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
-        """Upload a step's numbers for a replay of `packed(tokens)`; padding rows fill it, and the last one takes all remaining tokens."""
+        """Upload a step's numbers for a replay of `packed(tokens)`. Padding rows fill it; the last one gets all
+        remaining tokens."""
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)
         padding = _StepNumbers(
@@ -186,7 +186,7 @@ class BatchBuilder:
         if works:
             numbers = self._numbers(works)
             if len(numbers.tokens) != count:
-                raise ValueError("a step of single tokens has works of more")
+                raise ValueError("a step of single tokens has a sequence with more than one")
             patched, pages = self._patches(numbers.rows)
             of_all = numbers.tokens, numbers.positions, numbers.source, numbers.rows, numbers.lengths, patched
             block[:ROW_FIELDS, :count] = of_all
@@ -198,7 +198,7 @@ class BatchBuilder:
         self._copy(block.reshape(-1))
 
     def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False) -> Batch:
-        """Return the batch of any `rows` single tokens, recomputed from the last `send_singles` at every replay."""
+        """Return the batch of any `rows` single tokens. Every replay recomputes it from the last `send_singles`."""
         found = lay_out_step(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
         layout = self.cache.layout
         return Batch(
@@ -221,7 +221,9 @@ class BatchBuilder:
         )
 
     def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
-        """Return the batch of any step of up to `tokens` tokens, recomputed from the last `send`. Its `bounds` and `sizes` are placeholders."""
+        """Return the batch of any step of up to `tokens` tokens. Every replay recomputes it from the last `send`.
+
+        Its `bounds` and `sizes` are placeholders."""
         rows = self.rows + 1
         bounds = (*(0,) * rows, tokens)
         return self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
@@ -269,7 +271,7 @@ class BatchBuilder:
 
     def _copy(self, *parts: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> None:
         """Upload numbers, one part after the other."""
-        turn, self._turn = self._turn, self._turn ^ 1  # the other may still be in transfer
+        turn, self._turn = self._turn, self._turn ^ 1  # the other buffer may still be in transfer
         host, size = self._host[turn], 0
         if self._read:
             self._read[turn].synchronize()
@@ -308,7 +310,7 @@ class BatchBuilder:
         self._tables.view(-1).index_copy_(0, sent[0], sent[1].int())
 
     def _host_batch(self, numbers: _StepNumbers, blocks: int, chosen: torch.Tensor | None) -> Batch:
-        """`_batch` without a mirror: computed in numpy, whose calls cost a third of torch's."""
+        """`_batch` without device tables: computed in numpy, whose calls cost a third of torch's."""
         ids, positions = torch.from_numpy(numbers.tokens), torch.from_numpy(numbers.positions)
         if chosen is not None and (numbers.source >= 0).any():
             source = torch.from_numpy(numbers.source)

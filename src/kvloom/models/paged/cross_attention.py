@@ -1,6 +1,6 @@
-"""The seam into layers of cross attention: tokens that see an image read its keys and values from pages.
+"""The seam into cross-attention layers: tokens that see an image read its keys and values from pages.
 
-Reading is plain torch; there is no kernel for it. Knows modules and pages; `vision.cross_vision` writes the pages.
+Reading is plain torch; there is no kernel for it. `vision.cross_vision` writes the pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["attend_images", "wrap_cross_attention"]
 def attend_images(
     view: LayerView, column: int, query: torch.Tensor, parts: Many[ImageGroup], scale: float
 ) -> torch.Tensor:
-    """Attend queries [tokens, heads, dim], group after group, to all images of their group."""
+    """Attend queries [tokens, heads, dim], group by group, to all images of their group."""
     fields, out, begin = view.fields, [], 0
     for part in parts:
         ids, q = part.pages[column], query[begin : begin + part.count].transpose(0, 1)
@@ -37,7 +37,7 @@ def attend_images(
 def _read_field(
     fields: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor, real: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return one field of the pages' tokens: [heads, tokens, dim]. Copied as bytes: not every index supports fp8."""
+    """Return one field of the pages' tokens: [heads, tokens, dim]. Copied as bytes, because indexing may not support fp8."""
     pages, scale = fields[name], fields.get(f"{name}_scale")
     raw = pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
     found = raw[ids].view(pages.dtype).flatten(0, 1)[real].to(dtype)
@@ -56,7 +56,8 @@ def wrap_cross_attention(layer: Any) -> bool:
     if attention is None or not hasattr(layer, "cross_attn_attn_gate"):
         return False
     if not getattr(attention, "is_fused", False):
-        attention.is_fused = True  # keys and values have another input than queries: nothing to fuse
+        # keys and values have another input than queries, so there is nothing to fuse
+        attention.is_fused = True
         own = layer.forward
 
         def look(hidden_states: torch.Tensor, pages: Any, **_: Any) -> tuple[torch.Tensor, None]:

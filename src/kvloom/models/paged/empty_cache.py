@@ -1,4 +1,4 @@
-"""The cache interface of modeling code, answered for a sequence without a past: a packed row has none of its own."""
+"""The cache interface of modeling code for an empty cache: a packed row looks like a new prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["EmptyCache"]
 
 
 class EmptyCache:
-    """Common answers of objects that replace a cache. Subclasses handle writes."""
+    """Common methods of objects that replace a cache. Subclasses handle writes."""
 
     is_compileable = False
     layers = ()

@@ -1,4 +1,4 @@
-"""Exceptions: what single families need beyond the seams. All of them are here.
+"""Exceptions: changes for single families. All of them are in this file.
 
 | family                     | difference                                          | solution                                  |
 |----------------------------|-----------------------------------------------------|-------------------------------------------|
@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 FIXED_LONGROPE = "longrope, settled"
-"""A rope type that transformers does not act on."""
-INDEXER = "it attends to tokens that an indexer of its own chooses, which is not supported yet"
+"""A rope type that transformers does not update."""
+INDEXER = "its own indexer chooses the tokens it attends to, which is not supported yet"
 REFUSED = {
-    "recurrent_gemma": "it keeps its states in its modules and not in a cache, and begins them anew with every chunk",
+    "recurrent_gemma": "it stores its states in its modules, not in a cache, and resets them with every chunk",
     "deepseek_v4": INDEXER,
 }
 
@@ -46,7 +46,7 @@ def refusal_reason(config: Any) -> str | None:
 
 
 def calls_registry(model: Any) -> bool:
-    """Whether a model's attention code uses transformers' attention registry."""
+    """Return whether a model's attention code uses transformers' attention registry."""
     return any(
         "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[cls.__module__])
         for cls in {type(module) for module in model.modules()}
@@ -115,7 +115,7 @@ def fix_rope_frequencies(model: Any, context: int | None = None) -> None:
 
 
 def keeps_latents(module: Any) -> bool:
-    """Whether an attention module caches one latent a token and projects keys and values from it."""
+    """Return whether an attention module caches one latent a token and projects keys and values from it."""
     return hasattr(module, "kv_b_proj")
 
 

@@ -1,4 +1,4 @@
-"""A prompt's images as data: the model's inputs, and which prompt tokens are theirs. Knows no models."""
+"""A prompt's images as data: the model's inputs, and the prompt tokens of each image."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Image:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
-    """The images of a prompt. Image `i` has the prompt's tokens `places[bounds[i] : bounds[i + 1]]`; `media` are for the cache.
+    """The images of a prompt. Image `i` has the prompt's tokens `places[bounds[i] : bounds[i + 1]]`; `media` are for the
+    cache.
 
-    `axes` ([3, tokens up to the last image's end]) are rotary positions where they differ from token positions; later tokens are
-    at their position plus `shift`. `whole`: no step may end inside an image. `cross_attended`: every token after an image may
-    see it, in cross-attention layers.
-    """
+    `axes` ([3, tokens up to the last image's end]) are rotary positions if they differ from token positions; later
+    tokens are at their position plus `shift`. `whole`: no step may end inside an image. `cross_attended`: every token
+    after an image may see it, in cross-attention layers."""
 
     images: tuple[Image, ...]
     media: tuple[Media, ...]
@@ -45,7 +45,8 @@ class ImageInputs:
     cross_attended: bool = False
 
     def step_tokens(self, start: int, count: int) -> int:
-        """Return how many of the `count` tokens from `start` a step may take without ending inside a whole image; may be 0."""
+        """Return how many of the `count` tokens from `start` a step may compute without ending inside a whole image; may
+        be 0."""
         if self.whole:
             for item in self.media:
                 if item.start < start + count < item.stop:
@@ -58,7 +59,7 @@ class ImageInputs:
         return max(item.stop - item.start for item in self.media) if self.whole else 1
 
     def affects_step(self, start: int) -> bool:
-        """Whether a step from `start` on needs more than token ids and shifted positions."""
+        """Return whether a step from `start` on needs more than token ids and shifted positions."""
         return self.cross_attended or start < self.media[-1].stop
 
     def content_key(self, end: int) -> bytes:
@@ -68,7 +69,8 @@ class ImageInputs:
 
 @dataclass(frozen=True, slots=True)
 class ImageGroup:
-    """`count` tokens of a step that see the same images: their `pages` ([columns, blocks]), and the `real` tokens in those."""
+    """`count` tokens of a step that see the same images: the `pages` of the images ([columns, blocks]), and their `real`
+    tokens."""
 
     count: int
     pages: torch.Tensor

@@ -1,8 +1,8 @@
 """The seam into recurrent mixers: each runs once on a step's packed row, with its states in pages.
 
-While a mixer runs, functions of its modeling file are replaced by kernels (`scans`), which split the row into sequences and
-read and write pages. A mixer without such functions (MiniMax) gets its own forward. Knows the cache interface, not the
-mixers' arithmetic.
+While a mixer runs, functions of its modeling file are replaced by kernels (`scans`), which split the row into
+sequences and read and write pages. A mixer without such functions (MiniMax) gets its own forward. This file handles
+the cache interface, not the mixers' arithmetic.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ __all__ = ["MixerSteps", "is_mixer", "wrap_mixer"]
 
 
 class MixerSteps:
-    """A step's rows as mixers see them, computed once for all layers on demand."""
+    """A step's rows for mixers, computed on demand, once for all layers."""
 
     def __init__(self, batch: Batch, batch_invariant: bool = False) -> None:
-        """`batch_invariant`: states have the same bits however a sequence was cut into steps (`StateRows.batch_invariant`)."""
+        """`batch_invariant`: states have the same bits however a sequence is split into steps
+        (`StateRows.batch_invariant`)."""
         self.batch, self.batch_invariant = batch, batch_invariant
         self._known: dict[tuple[int, int], StateRows] = {}
 
     def rows(self, view: LayerView) -> StateRows:
-        """Return the step's rows with the state pages of layers in `view`'s table."""
+        """Return the step's rows, with the state pages of layers in `view`'s block table."""
         of = view.group, view.run
         if of not in self._known:
             ids, fresh = self.batch.states[view.group][view.run], self._fresh
@@ -58,7 +59,7 @@ class MixerSteps:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Whether a module is a recurrent mixer: it has a layer index and a convolution over tokens, or a decay."""
+    """Return whether a module is a recurrent mixer: it has a layer index and a convolution over tokens, or a decay."""
     marks = ("conv1d", "conv", "key_decay")
     return hasattr(module, "layer_idx") and any(hasattr(module, mark) for mark in marks)
 
@@ -80,7 +81,7 @@ def wrap_mixer(module: Any) -> None:
         inner = partial(lightning_forward, module)
     else:
         raise ModelError(
-            f"layer {layer} is a {type(module).__name__}, a recurrent mixer of no known kind: docs/models.md has those that run"
+            f"layer {layer} is a {type(module).__name__}, a recurrent mixer of an unknown kind: docs/models.md lists the supported kinds"
         )
     module.takes_packed_rows = True
 

@@ -2,8 +2,8 @@
 
     begin(batch)   update(k, v, layer): remember new K and V      attend(layer, q, …): write them to their slots, read pages
 
-Attention plans are made once a step and span, and reused between steps. State and cross-attention layers find their views
-here and read pages themselves (`mixers`, `cross_attention`). Knows layouts and steps; of modeling code only its cache calls.
+Attention plans are made once a step and span, and reused between steps. State and cross-attention layers get their
+views here and read pages themselves (`mixers`, `cross_attention`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PAGES_BY_HANDLE: WeakValueDictionary[int, Pages] = WeakValueDictionary()
 
 
 class GraphSplitter(Protocol):
-    """Takes attention calls out of a captured run of the model, so that graphs hold only the parts between them."""
+    """Splits a captured run of the model at attention calls, so that graphs contain only the parts between them."""
 
     def split_at(
         self,
@@ -62,20 +62,20 @@ class GraphSplitter(Protocol):
         new_v: torch.Tensor,
         v_dim: int,
     ) -> torch.Tensor:
-        """Return the buffer that holds `call(query, new_k, new_v, out=…)` ([tokens, heads, v_dim]) whenever the run is replayed."""
+        """Return the buffer that contains `call(query, new_k, new_v, out=…)` ([tokens, heads, v_dim]) whenever the run
+        is replayed."""
         ...
 
 
 class Pages(EmptyCache):
-    """The object that modeling code finds in `past_key_values`: the pool, viewed by its layers, for the step of `begin`."""
+    """The object that modeling code gets as `past_key_values`: views of the pool by layer, for the step of `begin`."""
 
     def __init__(
         self, layout: PoolLayout, buffer: torch.Tensor, scales: Scales | None = None, piece: int = 0
     ) -> None:
-        """`scales` are the static scales: all that quantised layers need and do not keep in their pages.
+        """`scales` are the static scales that quantised layers need and do not store in their pages.
 
-        With a `piece`, attention is batch-invariant and sums by that many tokens, and states are batch-invariant too.
-        """
+        With a `piece`, attention is batch-invariant and sums by that many tokens, and states are batch-invariant too."""
         self.layout, self.device, self._piece = layout, buffer.device, piece
         self._views: dict[int, tuple[LayerView, Visibility]] = {}
         self._states: dict[int, LayerView] = {}
@@ -87,7 +87,9 @@ class Pages(EmptyCache):
                 continue
             found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
             if found is None:
-                raise ModelError(f"layer {name!r} ({spec.kind}) is not one of a model's: layers.N.KIND")
+                raise ModelError(
+                    f"layer {name!r} ({spec.kind}) is not a layer of a model: names are layers.N.KIND"
+                )
             beside = (scales or {}).get(name, {})
             if beside.keys() != scale_sizes(spec).keys():
                 wanted = ", ".join(scale_sizes(spec)) or "none"
@@ -103,7 +105,7 @@ class Pages(EmptyCache):
                 self._views[int(found[1])] = view, spec.visibility
         self._batch: Batch | None = None
         self.steps: MixerSteps
-        """The current step, as mixers see it."""
+        """The current step for mixers."""
         self._plans: dict[tuple[Shape, Visibility, int, bool], Plan] = {}
         self._shared_runs: dict[tuple[int, bool], SharedRuns] = {}
         self._made: set[tuple[Shape, Visibility]] = set()
@@ -118,8 +120,7 @@ class Pages(EmptyCache):
     def begin(self, batch: Batch, splitter: GraphSplitter | None = None) -> None:
         """Set the step that the next run of the model computes.
 
-        With a `splitter`, that run reads no pages: each layer's read is handed to it.
-        """
+        With a `splitter`, that run reads no pages: each layer's read is passed to the splitter."""
         self._batch, self._splitter = batch, splitter
         self.steps = MixerSteps(batch, self._piece > 0)
         self._made.clear()
@@ -127,7 +128,7 @@ class Pages(EmptyCache):
 
     @property
     def has_states(self) -> bool:
-        """Whether any layer keeps a state."""
+        """Whether any layer stores a state."""
         return bool(self._states)
 
     @property
@@ -161,7 +162,7 @@ class Pages(EmptyCache):
         return key, value
 
     def take(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values that `update` got for this layer."""
+        """Return the keys and values that `update` got for this layer. Raises RuntimeError if there are none."""
         if self._new is None or self._new[0] != layer_idx:
             raise ModelError(
                 f"layer {layer_idx} attends, but has not written its keys and values just before"
@@ -203,7 +204,7 @@ class Pages(EmptyCache):
         query: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """`_write` of keys that are not yet rotated; rotates queries with them."""
+        """Like `_write`, for keys that are not rotated yet; rotates keys and queries."""
         fields, pairs = view.fields, rotary[0].shape[-1] // 2
         cos, sin = (x[0, :, :pairs] for x in rotary)
         write(
@@ -266,7 +267,7 @@ class Pages(EmptyCache):
             query = query.to(k.dtype)  # the kernels need queries of the pages' dtype
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
         plan = self._plan(shape, span)
-        kept = not latent_values and k.dtype == new_k.dtype  # else only the pages hold the stored values
+        kept = not latent_values and k.dtype == new_k.dtype  # otherwise only the pages have the stored values
         found, _ = plan.attend(
             query, k, v, batch.tables[view.group][view.run], Mask(span, softcap, sinks, spans=batch.spans), scale,
             k_scale, v_scale, out=out if query.dtype == own else None,
@@ -299,10 +300,10 @@ class Pages(EmptyCache):
         return layer, self._single_token_rows[key]
 
     def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
-        """Set the runs of pages that replayed single tokens share, so that each is read once; return whether there are any.
+        """Set the runs of pages that replayed single tokens share, so that each is read once. Return whether there are
+        any.
 
-        `windows` are the runs of windowed layers (None: they share nothing). Valid until set again.
-        """
+        `windows` are the runs of windowed layers (None: they share nothing). Valid until set again."""
         if windows is not None:
             self._shared_runs_for(rows, True).set_runs(windows, np.arange(rows + 1))
         sharing = self._shared_runs_for(rows, False)
@@ -317,7 +318,7 @@ class Pages(EmptyCache):
 
     def _plan(self, shape: Shape, span: Visibility) -> Plan:
         batch = self.batch
-        # A replayed step has single tokens, and lengths known only to the device.
+        # A replayed step has single tokens, and lengths that only the device reads.
         rows = plan_capacity(len(batch.sizes)) if batch.replayed else 0
         key = shape, span, rows, batch.shares and is_worth_sharing(span)
         if key not in self._plans:

@@ -3,8 +3,8 @@
     layers.3.attention   k_scale, v_scale  [kv heads] float32      stored value times scale is the value
                          latent_scale      [1]                     for one latent a token (MLA)
 
-A layer with static scales stores none in its pages: they are like weights, equal for every token. Knows files and layer
-specs; kernels apply the scales.
+A layer with static scales stores none in its pages: they are like weights, equal for every token. Kernels apply the
+scales.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NAME = re.compile(
 )
 _TOWERS = re.compile(r"vision|visual|audio|encoder")
 _SOURCES = {"k_scale": ("k", "kv"), "v_scale": ("v", "kv"), "latent_scale": ("latent", "k", "kv")}
-"""Names in a checkpoint that a field is read from; the first that exists is used."""
+"""Names in a checkpoint from which a field is read; the first that exists is used."""
 
 
 def scale_sizes(spec: LayerSpec) -> dict[str, int]:
@@ -61,7 +61,7 @@ def load_scales(source: str | os.PathLike[str], model: Any, layers: Mapping[str,
     """
     if not any(map(scale_sizes, layers.values())):
         raise ModelError(
-            f"static scales ({source}) are for K and V kept in int8 or fp8, and no layer keeps them so: "
+            f"static scales ({source}) are for K and V in int8 or fp8, and no layer stores them so: "
             "set kv_dtype, or leave scales out"
         )
     path = checkpoint_of(model) if source == "checkpoint" else Path(source)
@@ -82,7 +82,7 @@ def checkpoint_of(model: Any) -> Path:
         if isinstance(config, str):
             return Path(config).parent
     raise ModelError(
-        f"scales were asked for from the checkpoint, but the model ({name or 'made in memory'}) was not loaded from one: "
+        f"scales of the checkpoint were requested, but the model ({name or 'made in memory'}) was not loaded from one: "
         "give a file of `kvloom calibrate`"
     )
 
@@ -107,7 +107,8 @@ def read_scales(path: Path, layers: Mapping[str, LayerSpec]) -> Scales:
 
 
 def write_scales(path: str | os.PathLike[str], scales: Scales, about: Mapping[str, str]) -> None:
-    """Write a file for `read_scales`; `about` becomes its metadata ("dtype": what the scales are for). Written atomically."""
+    """Write a file for `read_scales`; `about` becomes its metadata ("dtype": the dtype of the scaled values). Written
+    atomically."""
     from safetensors.torch import save_file
 
     target = Path(path)
@@ -121,7 +122,7 @@ def write_scales(path: str | os.PathLike[str], scales: Scales, about: Mapping[st
 
 
 def fingerprint(scales: Scales) -> str:
-    """Return a short digest of the scales: pages written with other scales cannot be read."""
+    """Return a short digest of the scales. Pages written with other scales cannot be read."""
     digest = hashlib.blake2b(digest_size=8)
     for layer in sorted(scales):
         for name in sorted(scales[layer]):

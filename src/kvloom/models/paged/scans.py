@@ -34,7 +34,7 @@ SILU = {None: False, "silu": True, "swish": True}
 
 
 class PackedStates(EmptyCache):
-    """The object that a mixer finds in its cache argument: it reports no past; the kernels read the states from pages."""
+    """The object that a mixer gets as its cache argument: an empty cache; the kernels read the states from pages."""
 
     def __init__(self, fields: dict[str, torch.Tensor], rows: StateRows) -> None:
         self.fields, self.rows = fields, rows
@@ -47,7 +47,7 @@ class PackedStates(EmptyCache):
 
 
 def takes_packed_rows(module: Any) -> bool:
-    """Whether kernels exist for every function that a mixer applies along its tokens."""
+    """Return whether kernels exist for every function that a mixer applies along its tokens."""
     names = vars(sys.modules[type(module).__module__])
     recurs = hasattr(module, "A_log")  # a rate of decay
     return "causal_conv1d_fn" in names and (not recurs or any(name in names for name in _SCANS))
@@ -103,7 +103,7 @@ def _mamba1(
     return_last_state: bool = False,
     **_: Any,
 ) -> Any:
-    """[1, channels, tokens] each, b and c [1, n, tokens]."""
+    """Mamba-1: arguments are [1, channels, tokens], b and c [1, n, tokens]."""
     x, dt, b, c = (part[0].mT.contiguous() for part in (x, dt, b, c))
     gate = None if z is None else z[0].mT.contiguous()
     states = packed.fields["recurrent"]
@@ -127,8 +127,9 @@ def _mamba2(
     return_final_states: bool = False,
     **_: Any,
 ) -> Any:
-    """x [1, tokens, heads, p], dt [1, tokens, heads], b and c [1, tokens, groups, n]. Steps are clamped for every
-    token; transformers clamps in prompts only."""
+    """Mamba-2: x [1, tokens, heads, p], dt [1, tokens, heads], b and c [1, tokens, groups, n].
+
+    Steps are clamped for every token; transformers clamps in prompts only."""
     x, dt, b, c = (part[0].contiguous() for part in (x, dt, b, c))
     gate = None if z is None else z[0].contiguous()
     limits = float(dt_limit[0]), float(dt_limit[1])
@@ -147,7 +148,8 @@ def _delta(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[1, tokens, heads, dim] each, g [1, tokens, heads] or one decay a channel, beta [1, tokens, heads]."""
+    """Delta rule: arguments are [1, tokens, heads, dim], g [1, tokens, heads] or one decay a channel, beta [1, tokens,
+    heads]."""
     query, key, value, g, beta = (part[0].contiguous() for part in (query, key, value, g, beta))
     states = packed.fields["recurrent"]
     y = delta_rule(query, key, value, g, beta, states, packed.rows, normalise=use_qk_l2norm_in_kernel)
@@ -165,10 +167,10 @@ _SCANS: dict[str, Callable[..., Any]] = {
 def lightning_forward(
     module: Any, hidden: torch.Tensor, *_: Any, past_key_values: PackedStates, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    """The forward of a lightning-attention mixer, which calls no function along its tokens; hidden is [1, tokens, hidden].
+    """The forward of a lightning-attention mixer, which calls no function along its tokens; hidden is [1, tokens,
+    hidden].
 
-    Each head has a fixed decay and a state of values by keys.
-    """
+    Each head has a fixed decay, and a state matrix of values by keys."""
     qkv = module.act_fn(module.qkv_proj(hidden[0])).view(len(hidden[0]), module.num_attention_heads, -1)
     query, key, value = (part.contiguous() for part in qkv.chunk(3, -1))
     states = past_key_values.fields["lightning"]

@@ -1,6 +1,6 @@
-"""From a Hugging Face config to layer specs: what each layer keeps of earlier tokens. No torch, no weights, no network.
+"""From a Hugging Face config to layer specs: what each layer stores. No torch, no weights, no network.
 
-| file           | holds                                                                    |
+| file           | content                                                                  |
 |----------------|--------------------------------------------------------------------------|
 | layer_specs    | `model_spec`: a config to the specs of its layers                        |
 | families_table | one row for each model family                                            |

@@ -15,7 +15,7 @@ from .layer_specs import ModelSpec, model_spec
 __all__ = ["embedded", "embedded_models", "folder_of", "known_models", "load_config", "load_spec"]
 
 _MODELS = "kvloom.models"
-"""The package that holds the folders `configs` and `embedded`."""
+"""The package with the folders `configs` and `embedded`."""
 PREFIX = "kvloom-"
 """Prefix of the names of embedded models."""
 

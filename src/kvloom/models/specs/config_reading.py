@@ -45,7 +45,7 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp
 
 
 class ModelError(ValueError):
-    """A model that cannot be read or run; the message states the value and what to do."""
+    """A model that cannot be read or run. The message states the value and what to do."""
 
 
 def dtype_name(name: object) -> str:
@@ -57,7 +57,7 @@ def dtype_name(name: object) -> str:
 
 
 class Config:
-    """A config's fields over its family's defaults; a missing or invalid field raises ModelError with its name."""
+    """A config's fields, with its family's defaults. A missing or invalid field raises ModelError with its name."""
 
     def __init__(
         self, raw: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, str] | None = None
@@ -91,7 +91,7 @@ class Config:
         return [self._integer(key, value, least=0) for value in values]
 
     def nested(self, key: str) -> Config:
-        """Return the config inside a field; empty if unset."""
+        """Return the config inside a field; an empty one if unset."""
         inner = self.get(key, {})
         if not isinstance(inner, Mapping):
             raise ModelError(f"{self.model_type}: {key} is {inner!r}; an object is needed")
@@ -122,7 +122,7 @@ Pattern = Callable[[Config], list[str]]
 Fields = Callable[[Config, str], tuple[Field, ...]]
 
 
-# Patterns: the kind of every layer, where the config does not list them itself.
+# Patterns: the kind of every layer, if the config does not list them.
 
 
 def every_layer(kind: str) -> Pattern:
@@ -130,7 +130,7 @@ def every_layer(kind: str) -> Pattern:
 
 
 def interleaved(period: int | str, rare: str, common: str) -> Pattern:
-    """`rare` at the end of every `period` layers (a number, or the field that holds it)."""
+    """Return a pattern: `rare` is the last of every `period` layers (a number, or the name of a field)."""
 
     def pattern(config: Config) -> list[str]:
         n = config.size(period) if isinstance(period, str) else period
@@ -140,20 +140,20 @@ def interleaved(period: int | str, rare: str, common: str) -> Pattern:
 
 
 def uniform_window(config: Config) -> list[str]:
-    """Every layer slides where a window is set and not switched off."""
+    """Return sliding for every layer if a window is set and enabled, else full."""
     slides = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
     return ["sliding_attention" if slides else "full_attention"] * config.depth
 
 
 def windows_from_layer(config: Config) -> list[str]:
-    """Qwen: layers from `max_window_layers` on slide, if windows are switched on at all."""
+    """Return the kinds of Qwen: layers from `max_window_layers` on slide, if windows are enabled."""
     on = config.get("use_sliding_window") and config.get("sliding_window")
     first = config.count("max_window_layers") if on else config.depth
     return ["sliding_attention" if i >= first else "full_attention" for i in range(config.depth)]
 
 
 def llama4(config: Config) -> list[str]:
-    """Layers with rotary positions attend in chunks, the others to everything."""
+    """Return the kinds of Llama 4: layers with rotary positions attend in chunks, the others to all tokens."""
     rotary = config.numbers("no_rope_layers") or [
         (i + 1) % config.size("no_rope_layer_interval") for i in range(config.depth)
     ]
@@ -182,7 +182,7 @@ def lfm2(config: Config) -> list[str]:
 
 
 def kimi(config: Config) -> list[str]:
-    """As published: the layers that attend, counted from one."""
+    """Return the kinds of Kimi. Its config lists the attention layers, counted from one."""
     listed = config.nested("linear_attn_config").numbers("full_attn_layers")
     attention = [i - 1 for i in listed] or range(4, config.depth, 4)
     return ["full_attention" if i in attention else "linear_attention" for i in range(config.depth)]
@@ -199,7 +199,7 @@ def nemotron(config: Config) -> list[str]:
     return [letters[letter] for letter in pattern]
 
 
-# Fields: what an attention layer keeps of a token, what a recurrent layer keeps of everything.
+# Fields: what an attention layer stores per token, and what a recurrent layer stores per sequence.
 
 
 def _key_value(config: Config, dtype: str) -> tuple[Field, ...]:
@@ -209,7 +209,7 @@ def _key_value(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def latent(config: Config, dtype: str) -> tuple[Field, ...]:
-    """MLA: the compressed latent and the shared rotary key side by side, on every rank."""
+    """Return the field of MLA: the compressed latent and the shared rotary key, adjacent; every rank has a copy."""
     fields: tuple[Field, ...] = (
         Field("latent", (config.size("kv_lora_rank") + config.size("qk_rope_head_dim"),), dtype),
     )
@@ -219,11 +219,10 @@ def latent(config: Config, dtype: str) -> tuple[Field, ...]:
 def _state(
     config: Config, dtype: str, channels: int, kernel: int, shape: tuple[int, ...]
 ) -> tuple[Field, ...]:
-    """Fields of the convolution's last `kernel` inputs and of the recurrent state.
+    """Return the fields of the convolution's last `kernel` inputs and of the recurrent state.
 
-    The convolution's channels are several parts in sequence (inputs, then shared parts of the heads): sharding along axis 0
-    must split each part. The recurrence runs in float32.
-    """
+    The convolution's channels are several parts in sequence (inputs, then shared parts of the heads): sharding along
+    axis 0 must split each part. The recurrence runs in float32."""
     recurrent = config.get("mamba_ssm_cache_dtype", config.get("mamba_ssm_dtype", "float32"))
     return (
         Field("conv", (channels, kernel), dtype, shard_axis=0),
@@ -232,7 +231,8 @@ def _state(
 
 
 def mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Mamba-1. A pure Mamba states its inner width; in a hybrid that field is the width of an MLP."""
+    """Return the fields of Mamba-1. A pure Mamba states its inner width; in a hybrid that config field is the width of
+    an MLP."""
     own = None if config.get("mamba_expand") else config.optional("intermediate_size")
     inner = own or config.size("mamba_expand", "expand") * config.size("hidden_size")
     state, kernel = config.size("mamba_d_state", "state_size"), config.size("mamba_d_conv", "conv_kernel")
@@ -240,7 +240,7 @@ def mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str) -> Fields:
-    """Mamba-2, with the field names of one family."""
+    """Return a reader of Mamba-2's fields, with the names that one family uses in its config."""
 
     def fields(config: Config, dtype: str) -> tuple[Field, ...]:
         n = config.size(heads)
@@ -260,7 +260,7 @@ MAMBA2 = mamba2("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_stat
 
 
 def delta(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Gated delta rule: a key-by-value matrix per value head."""
+    """Return the fields of the gated delta rule: a key-by-value matrix per value head."""
     keys, values = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
     key_heads, value_heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
     channels = 2 * key_heads * keys + value_heads * values
@@ -269,7 +269,7 @@ def delta(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def kimi_delta(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Delta rule with a decay for each channel: queries, keys and values have as many heads."""
+    """Return the fields of Kimi's delta rule, with a decay per channel: queries, keys and values have equally many heads."""
     own = config.nested("linear_attn_config")
     heads = own.optional("num_heads") or config.size("linear_num_heads")
     width = own.optional("head_dim") or config.size("linear_head_dim")
@@ -278,7 +278,7 @@ def kimi_delta(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def olmo_delta(config: Config, dtype: str) -> tuple[Field, ...]:
-    """The gated delta rule; unset sizes follow from those of attention."""
+    """Return the fields of OLMo's gated delta rule. Sizes that are unset follow from those of attention."""
     heads = config.size("num_attention_heads")
     key_heads = config.optional("linear_num_key_heads") or heads
     keys = config.optional("linear_key_head_dim") or 3 * config.size("hidden_size") // (4 * key_heads)
@@ -293,19 +293,19 @@ def olmo_delta(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def lightning(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Linear attention with a fixed decay: a value-by-key matrix per head, in the model's dtype, and no convolution."""
+    """Return the fields of lightning attention: a value-by-key matrix per head, in the model's dtype, and no convolution."""
     heads = config.size("num_attention_heads")
     width = config.optional("head_dim") or config.quotient("hidden_size", "num_attention_heads")
     return (Field("lightning", (heads, width, width), dtype, shard_axis=0),)
 
 
 def short_conv(config: Config, dtype: str) -> tuple[Field, ...]:
-    """A gated convolution alone: its last inputs."""
+    """Return the field of a gated convolution: its last inputs."""
     return (Field("conv", (config.size("hidden_size"), config.size("conv_L_cache")), dtype, shard_axis=0),)
 
 
 def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
-    """GPT-2 and its kin: one head for all queries, or one each."""
+    """Return the fields of GPT-2 and related models: one KV head for all query heads, or one each."""
     heads = config.size("num_attention_heads")
     width = config.quotient("hidden_size", "num_attention_heads")
     return attention_fields(1 if config.get("multi_query") else heads, width, dtype)
@@ -313,7 +313,8 @@ def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one model type is read. `defaults` are values that published configs may omit, `names` its own field names."""
+    """How the config of one model type is read. `defaults` are values that published configs may omit, `names` its own
+    field names."""
 
     pattern: Pattern
     defaults: Mapping[str, Any]

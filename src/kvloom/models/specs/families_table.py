@@ -1,7 +1,7 @@
 """How the config of each model family is read: one row of FAMILIES each, and the rule for unlisted types.
 
-A row has the pattern of layers, the fields of tokens and states, and values that published configs may omit. Attention
-sinks (gpt-oss) are weights, one per head: no layer keeps anything for them.
+A row has the pattern of layers, the fields of tokens and states, and values that published configs may omit.
+Attention sinks (gpt-oss) are weights, one per head: no layer stores anything for them.
 """
 
 from __future__ import annotations

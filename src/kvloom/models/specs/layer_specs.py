@@ -1,8 +1,8 @@
-"""From a Hugging Face config to layer specs: what each layer keeps of earlier tokens.
+"""From a Hugging Face config to layer specs: what each layer stores.
 
 No weights, no torch, no network, no pages. `families_table` defines how each family's config is read.
 
-| a layer of kind     | keeps                                                            |
+| a layer of kind     | stores                                                           |
 |---------------------|------------------------------------------------------------------|
 | full_attention      | K and V (or one latent) of every text token                      |
 | sliding_attention   | the same, of the last `sliding_window` tokens                    |
@@ -10,7 +10,7 @@ No weights, no torch, no network, no pages. `families_table` defines how each fa
 | cross_attention     | K and V of the image tokens only                                 |
 | linear_attention    | one state: the convolution's last inputs and the recurrent state |
 | conv                | one state: the convolution's last inputs                         |
-| hybrid              | full_attention and linear_attention side by side                 |
+| hybrid              | the same as full_attention and linear_attention together         |
 | mlp, moe            | nothing                                                          |
 """
 
@@ -30,7 +30,7 @@ __all__ = ["KV_DTYPES", "KV_KINDS", "KVDtype", "Media", "ModelSpec", "kv_dtypes"
 
 KV_DTYPES = ("bf16", "fp16", "fp32", "int8", "fp8")
 KV_KINDS = ("full", "sliding", "chunked", "cross")
-"""Layer kinds that keep K and V; each may use its own dtype."""
+"""Layer kinds that store K and V; each may use its own dtype."""
 KVDtype = str | Mapping[str, str]
 """One dtype for all layers ("fp8"), with exceptions ("fp8,sliding=bf16"), or by kind ({"sliding": "int8"})."""
 
@@ -48,10 +48,9 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the layers of one model keep, by name ("layers.3.attention", "layers.3.mamba").
+    """What the layers of one model store, by name ("layers.3.attention", "layers.3.mamba").
 
-    `max_context` is None for purely recurrent models, which have no limit; `media` is None for text-only models.
-    """
+    `max_context` is None for purely recurrent models, which have no limit; `media` is None for text-only models."""
 
     name: str
     layers: Mapping[str, LayerSpec]
@@ -59,13 +58,12 @@ class ModelSpec:
     media: Media | None = None
 
     def canonical(self) -> str:
-        """Return one text for one spec, equal in every process: the input of a layout fingerprint.
+        """Return a text that is equal for equal specs in every process: the input of a layout fingerprint.
 
-        It does not cover weights: two checkpoints of one architecture share it.
-        """
+        It does not cover weights: two checkpoints of one architecture share it."""
         layers = {name: asdict(spec) for name, spec in self.layers.items()}
         for fields in layers.values():
-            fields["span"] = fields.pop("visibility")  # the key that existing fingerprints were made with
+            fields["span"] = fields.pop("visibility")  # the key in existing fingerprints
         return json.dumps({"name": self.name, "layers": layers}, sort_keys=True, separators=(",", ":"))
 
 
@@ -77,9 +75,8 @@ def model_spec(
 ) -> ModelSpec:
     """Read a Hugging Face config. Raises ModelError for a config it cannot read.
 
-    `kv_dtype` is the dtype of stored K and V (the model's own if None); recurrent states keep the model's dtype. With
-    `static_scales`, quantised tokens store no scales in their pages: the layer has them.
-    """
+    `kv_dtype` is the dtype of stored K and V (the model's own if None); recurrent states use the model's dtype. With
+    `static_scales`, pages of quantised tokens have no scales: the layer has them."""
     every, by_kind = kv_dtypes(kv_dtype)
     text = _text_config(config)
     family = FAMILIES.get(text["model_type"]) or plain_attention_family(text)
@@ -126,7 +123,7 @@ def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
 
 
 def with_draft(target: ModelSpec, draft: ModelSpec) -> ModelSpec:
-    """Return both models in one spec; the draft's layers are under "draft." with their own lifetime."""
+    """Return both models in one spec. The draft's layers have the prefix "draft." and their own lifetime."""
     beside = {f"draft.{name}": replace(spec, lifetime="draft") for name, spec in draft.layers.items()}
     limits = [spec.max_context for spec in (target, draft) if spec.max_context is not None]
     return ModelSpec(
@@ -138,7 +135,7 @@ def with_draft(target: ModelSpec, draft: ModelSpec) -> ModelSpec:
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the text model, with its model_type set."""
+    """Return the fields of the text model, with its model_type set."""
     outer = config.get("model_type")
     inner = config.get("text_config")
     text = dict(inner if isinstance(inner, Mapping) else config)
@@ -169,7 +166,7 @@ def _check_kinds(config: Config, asked: Iterable[str], layers: Mapping[str, Laye
     missing = [kind for kind in asked if kind not in there]
     if missing:
         raise ModelError(
-            f"{config.model_type} has no {' or '.join(missing)} layers that a KV dtype could be for; "
+            f"{config.model_type} has no {' or '.join(missing)} layers to which a KV dtype could apply; "
             f"it has {', '.join(sorted(there)) or 'states alone'}"
         )
 
@@ -193,7 +190,7 @@ def _layers(config: Config, family: Family, kv_dtypes: Mapping[str, str], dtype:
 def _parts(
     config: Config, family: Family, kind: str, kv_dtypes: Mapping[str, str], dtype: str
 ) -> dict[str, LayerSpec]:
-    """Return what one layer of `kind` keeps: part name → spec."""
+    """Return what one layer of `kind` stores: part name → spec."""
 
     def attention(span: Visibility) -> dict[str, LayerSpec]:
         return {"attention": LayerSpec("token", family.token(config, kv_dtypes[span.kind]), span)}

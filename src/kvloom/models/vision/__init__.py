@@ -1,7 +1,7 @@
-"""Images in prompts: encoded once for each content, kept in pages, put into a step's batch.
+"""Images in prompts: encoded once for each content, stored in pages, inserted into a step's batch.
 
-`encoder` merges embeddings into the text, `cross_vision` serves models whose own layers attend to images, `embeddings` keeps
-embeddings in pages of the pool. The vision tower is Hugging Face's.
+`encoder` merges embeddings into the text. `cross_vision` supports models with separate layers that attend to images.
+`embeddings` stores embeddings in pages of the pool. The vision tower is Hugging Face's.
 """
 
 from .cross_vision import CrossVision, vision_of

@@ -1,10 +1,10 @@
-"""Images for models whose cross-attention layers attend to them; text tokens do not stand for image tokens.
+"""Images for models whose cross-attention layers attend to them. The prompt has no token per image token.
 
     prompt   | text | ▪ | text … |        ▪ one token; the image's states become K and V of every such layer,
-    media    [ tokens of the image ]      in pages of their own: written once for each content, read by every token behind it
+    media    [ tokens of the image ]      in separate pages: written once for each content, read by every token after it
 
-A token sees the image before it, or all consecutive images before it. A token that sees no image skips the layers. Tower
-and projections are Hugging Face's; the cache owns the pages.
+A token sees the image before it, or all consecutive images before it. A token that sees no image skips the layers.
+Tower and projections are Hugging Face's; the cache owns the pages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
 
 
 def vision_of(model: Any) -> Vision | None:
-    """Return the image side of a model; None if it supports no images."""
+    """Return the image part of a model; None if it supports no images."""
     if Vision.refusal(model):
         return None
     cross_views = getattr(model.config.get_text_config(), "cross_attention_layers", None)
@@ -42,7 +42,7 @@ def vision_of(model: Any) -> Vision | None:
 
 
 class CrossVision(Vision):
-    """The image side of a model whose images are visible to cross-attention layers only."""
+    """The image part of a model whose images are visible to cross-attention layers only."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._base = model, model.base_model
@@ -152,7 +152,7 @@ class CrossVision(Vision):
         return tiles * int(self._base.vision_model.num_patches)
 
     def _image(self, given: Any, tenant: str = "") -> Image:
-        """Check an image here: the tower runs inside a step that other requests share."""
+        """Check an image and return it. Checked here, because the tower runs inside a step that other requests share."""
         image = super()._image(given, tenant)
         pixels, ratio, mask = (image.inputs[name] for name in INPUTS)
         wanted, known = self._shape, int(self._model.config.vision_config.max_aspect_ratio_id)
@@ -182,7 +182,7 @@ class CrossVision(Vision):
 
     def split(self, made: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
         pixels, ratios, masks = (torch.as_tensor(made[name]) for name in INPUTS)
-        shown = torch.nonzero(ratios).tolist()  # 0 fills up where others of a batch show more
+        shown = torch.nonzero(ratios).tolist()  # 0 pads batches in which other images have more tiles
         return [
             dict(zip(INPUTS, (pixels[i, j], ratios[i, j, None], masks[i, j]), strict=True)) for i, j in shown
         ]

@@ -1,9 +1,9 @@
-"""Image embeddings in pages of the pool: a layer kind of their own, addressed by content, evicted like other pages.
+"""Image embeddings in pages of the pool: a separate layer kind, addressed by content, evicted like other pages.
 
-    page   [token 0 | token 1 | … | rest]        as large as a slab; holds as many whole tokens as fit
+    page   [token 0 | token 1 | … | rest]        as large as a slab; has as many whole tokens as fit
 
-A page of slab size leaves the layout of other groups unchanged. A sequence holds an image's pages while it computes the
-image's tokens; the cache keeps them for the next prompt with that image. Knows tensors; `encoder` knows images.
+A page of slab size leaves the layout of other groups unchanged. A sequence retains an image's pages while it computes
+the image's tokens. They stay cached for the next prompt with that image.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def with_embeddings(layers: Mapping[str, LayerSpec], layout: PoolLayout, granula
 
 
 class Embeddings:
-    """The pages of a pool that hold embeddings of `hidden` numbers."""
+    """The pages of a pool that contain embeddings of `hidden` numbers."""
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, hidden: int, dtype: torch.dtype) -> None:
         pages = layer_views(buffer, layout)[EMBEDDINGS].fields["embedding"].flatten(1).view(dtype)
         self._hidden, self._block = hidden, layout.block_tokens
         self.each = pages.shape[1] // hidden
-        """Embeddings in a page."""
+        """Number of embeddings in a page."""
         if not self.each:
             raise ValueError(
                 f"an embedding of {hidden} numbers does not fit a page of {layout.slab_bytes:,} bytes: "
@@ -46,7 +46,7 @@ class Embeddings:
         self._pages = pages[:, : self.each * hidden]
 
     def tokens(self, count: int) -> int:
-        """Return the cache's tokens for `count` embeddings: whole pages."""
+        """Return how many cache tokens `count` embeddings need: whole pages."""
         return -(-count // self.each) * self._block
 
     def write(self, rows: Ids, made: torch.Tensor) -> None:

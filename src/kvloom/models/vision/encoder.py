@@ -1,10 +1,10 @@
 """Images in prompts: embeddings in place of placeholder tokens, rotary positions, and which tokens see each other.
 
-    prompt   | text | image tokens … | text |          `Vision.read_prompt` assigns them; the cache knows them by content
+    prompt   | text | image tokens … | text |          `Vision.read_prompt` assigns them; the cache finds them by content
     a step          | a chunk of it  |                 `Vision.add_images` puts that chunk's embeddings into the batch
 
 The vision tower is Hugging Face's and runs once for each content: its embeddings stay in pages of the pool (`embeddings`)
-until evicted. A family is supported only if merging embeddings is all it does; others are refused by name. Knows no requests.
+until evicted. A family is supported only if it does nothing else than merge embeddings; others are refused by name.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ VISION_FAMILIES: dict[str, bool] = {
 """Supported families by model type, and whether an image's tokens see each other in both directions."""
 
 GRID, SIZE = "image_grid_thw", "image_sizes"
-"""What belongs to an image beside its pixels: how many patches those are, or how much of them is the image."""
+"""Inputs of an image besides its pixels: the number of patches, or the size of the image inside its padding."""
 
 DIGEST_BYTES = 32
 
 
 class Vision:
-    """The image side of one model. Without `embeddings` pages, the tower runs whenever an embedding is needed."""
+    """The image part of one model. Without `embeddings` pages, the tower runs whenever an embedding is needed."""
 
     embeddings: Embeddings | None = None
 
@@ -79,7 +79,7 @@ class Vision:
         slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
         self._window = int(text.sliding_window) if self.bidirectional and slides else None
         self.encoder_runs = 0
-        """How often the tower ran."""
+        """Number of times the tower ran."""
         self._counts: dict[object, int] = {}
         self._last_encoded: tuple[bytes, torch.Tensor] | None = None
 
@@ -105,19 +105,19 @@ class Vision:
     def bind_pool(
         self, layout: PoolLayout, buffer: torch.Tensor, cross_views: Mapping[int, tuple[LayerView, int]]
     ) -> None:
-        """Keep image embeddings in this pool from now on.
+        """Store image embeddings in this pool from now on.
 
-        `cross_views`: the views of cross-attention layers, and their column among the page ids of an image.
-        """
+        `cross_views`: the views of cross-attention layers, and their index among the page ids of an image."""
         width = self._model.get_input_embeddings().weight.shape[1]
         self.embeddings = Embeddings(layout, buffer, width, self._dtype)
 
     def read_prompt(self, prompt: Many[int], images: Many[Any], tenant: str = "") -> ImageInputs:
-        """Return the images of a prompt with placeholders: `images` in order, each as the tensors of the model's processor, or pixels.
+        """Return the images of a prompt with placeholders. `images` are in order, each as the tensors of the model's
+        processor, or pixels.
 
-        Raises ValueError if prompt and images do not fit. The first image of a shape is encoded here, because only the tower
-        determines its token count. Embeddings are kept per `tenant`: no tenant can probe another's images.
-        """
+        Raises ValueError if prompt and images do not match. The first image of a shape is encoded here, because only
+        the tower determines its token count. Embeddings are stored per `tenant`, so no tenant can probe another's
+        images."""
         known = tuple(self._image(given, tenant) for given in images)
         bounds = np.cumsum([0, *(self._count(image) for image in known)])
         ids = np.asarray(prompt, dtype=np.int64)
@@ -186,7 +186,8 @@ class Vision:
             return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]).to(self._dtype)
 
     def _part(self, work: Work, place: int, begin: int, end: int) -> torch.Tensor:
-        """Return some embeddings of an image from its pages; encode and fill them first if empty."""
+        """Return some embeddings of an image from its pages. Encodes the image and fills the pages first if they are
+        empty."""
         sight, sequence = work.images, work.sequence
         assert sight is not None
         image, item = sight.images[place], sight.media[place]
@@ -199,7 +200,7 @@ class Vision:
         return self.embeddings.read(rows, begin, end)
 
     def sample(self) -> Image:
-        """Return an image of zeros of the config's size, or of 1024 tokens if any size is supported."""
+        """Return an image of zeros: of the config's size, or of 1024 tokens if any size is supported."""
         config = self._model.config.vision_config
         channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
         if GRID in self.inputs:
@@ -243,7 +244,7 @@ class Vision:
             inputs = {name: torch.as_tensor(found[name]) for name in self.inputs}
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"an image is tensors, as the model's processor makes them, not {type(given).__name__}: {error}"
+                f"an image must be the tensors of the model's processor, not {type(given).__name__}: {error}"
             ) from error
         if GRID in inputs:
             inputs[GRID] = inputs[GRID].reshape(-1, 3)
@@ -285,7 +286,7 @@ class Vision:
         return hashlib.blake2b(image.digest + ids.tobytes(), digest_size=DIGEST_BYTES).digest()
 
     def _check_runs(self, media: list[Media], bounds: Ints) -> None:
-        """Raise ValueError for images whose tokens are not one run of their own."""
+        """Raise ValueError for images whose tokens are not one separate run."""
         for item, count in zip(media, np.diff(bounds).tolist(), strict=True):
             if item.stop - item.start != count:
                 raise ValueError(f"the {count} tokens of the image at {item.start} must follow each other")
@@ -296,7 +297,7 @@ class Vision:
                 )
         for one, other in pairwise(media):
             if one.stop == other.start:
-                raise ValueError(f"two images meet at {one.stop}: put a token between them")
+                raise ValueError(f"two images are adjacent at token {one.stop}: put a token between them")
 
     def _rope_index(self, ids: Ints, images: tuple[Image, ...]) -> tuple[Ints, int]:
         """Return positions on three axes up to the last image's end, and the shift of later positions, by the model's own code."""

@@ -18,7 +18,7 @@ from kvloom.serve.errors import ApiError
 __all__ = ["Connection", "close_idle", "limited_connection"]
 
 HEAD_BYTES = 1 << 16
-"""Limit of a request's head, in addition to one read from the socket."""
+"""Limit of a request's head in bytes, in addition to one read from the socket."""
 
 
 def _final_response(error: ApiError) -> bytes:
@@ -91,7 +91,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a request's head is incomplete. uvicorn times the pause between requests."""
+        """Whether a request's head is incomplete. uvicorn handles the timeout between requests."""
         cycle: Any = self.cycle  # None before the first request, unlike its annotation
         return (cycle is None or bool(cycle.response_complete)) and self.timeout_keep_alive_task is None
 

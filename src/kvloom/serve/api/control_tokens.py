@@ -1,7 +1,8 @@
 """Chats whose messages contain the text of a control token: only the template's own becomes the token.
 
-A request's texts are searched before rendering. Each control token found there gets a random mark inside. The template
-renders, then the marks are removed. A control token with a mark inside belongs to the request and is encoded as text.
+A request's texts are searched before rendering. Each control token found there gets a random mark inside. The
+template renders, then the marks are removed. A control token with a mark inside belongs to the request and is encoded
+as text.
 
     content   go on <|system|>         marked   go on <593…|system|>
     prompt    <|user|>go on <|system|>          tokens   [user] g o … < | s y s t e m | >
@@ -23,14 +24,14 @@ from kvloom.serve.errors import bad_request
 __all__ = ["MARK_CHARACTERS", "ControlTokens", "Encode"]
 
 MARK_DIGITS = 32
-"""Digits survive what templates do to texts: trim, tojson, upper."""
+"""Length of a mark. Marks are digits, which templates do not change (trim, tojson, upper)."""
 FRAGMENT_DIGITS = 12
 MAX_MARKS = 4096
 """Limit of control tokens in the texts of one request."""
 MARK_CHARACTERS = MAX_MARKS * MARK_DIGITS
 """Characters that marks add to a prompt during rendering, if the template repeats no text."""
 TRUSTED_ROLES = ("system", "developer", "assistant", "model")
-"""Messages of these roles may contain the tokens of reasoning and tool calls, which are added but not special."""
+"""Roles whose messages may contain the tokens of reasoning and tool calls, which are added tokens but not special ones."""
 
 Encode = Callable[[str], list[int]]
 
@@ -79,8 +80,9 @@ class ControlTokens:
         return marked, self._all.marked(others, mark), mark
 
     def unmark(self, text: str, mark: str, encode: Encode, special: bool) -> tuple[str, str, Encode]:
-        """Remove the marks from a prompt. Return its text, the text to encode, and the encoder for it. `special` adds the tokenizer's
-        surrounding tokens. Raises ApiError if the template cut a mark."""
+        """Remove the marks from a prompt. Return its text, the text to encode, and the encoder for it.
+
+        `special` adds the tokenizer's surrounding tokens. Raises ApiError if the template cut a mark in two."""
         parts = text.split(mark)
         places, place = set(), 0
         for part in parts[:-1]:
@@ -161,7 +163,8 @@ class _Texts:
         self._last = {text[-1] for text in lower}
 
     def count(self, value: Any) -> int:
-        """Return the number of control tokens in a value, with parts that the template could complete. Stops at MAX_MARKS."""
+        """Return the number of control tokens in a value, including parts that the template could complete. Stops at
+        MAX_MARKS."""
         if isinstance(value, str):
             return len(self._places(value))
         if isinstance(value, dict):
@@ -192,7 +195,8 @@ class _Texts:
 
 
 def _pattern(texts: Iterable[str]) -> str:
-    """Return a regular expression for the longest of some texts, built as a trie: a search never tries them all."""
+    """Return a regular expression for the longest of some texts, built as a trie, so that a search does not try each of
+    them."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree

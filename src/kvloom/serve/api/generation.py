@@ -147,7 +147,7 @@ class GenerationEndpoint(ABC):
         return params
 
     def _max_prompt_tokens(self, tenant: str, facts: Ready) -> int:
-        """Return the most prompt tokens of a tenant's request: one token is left for the answer."""
+        """Return the most prompt tokens of a tenant's request. One token is left for the answer."""
         longest = facts.tenant_max_tokens.get(tenant, facts.max_tokens)
         return min(longest - 1, self.context.limits.prompt_tokens or longest)
 
@@ -251,7 +251,8 @@ async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
 
 
 def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | None:
-    """Return how many of the last prompt tokens to keep, or None for all. -1 keeps as many as leave space for the answer."""
+    """Return how many of the last prompt tokens to keep; None for all. -1 in the request keeps as many as leave space
+    for the answer."""
     if fields.truncate_prompt_tokens != -1:
         return fields.truncate_prompt_tokens
     new = fields.max_tokens or (fields.max_completion_tokens if isinstance(fields, ChatFields) else None)

@@ -1,4 +1,4 @@
-"""Encodes texts and chats as token ids with the model's tokenizer. Knows no engine; runs in the API process.
+"""Encodes texts and chats as token ids with the model's tokenizer. Runs in the API process; does not use the engine.
 
 Two threads encode, one for short and one for long requests, so that megabytes of text delay no other request. A text
 that is clearly too long is refused before it is encoded completely.
@@ -38,11 +38,13 @@ BROKEN = "\ufffd"
 PARTIAL_TOKEN = "piece:"
 MAX_TOKEN_TEXTS = 1 << 18
 PER_MESSAGE = 16
-"""Characters that a message counts for in addition to its text."""
+"""Number of characters that each message counts in addition to its text."""
 LONG_CHARACTERS = 1 << 16
 """Longer texts use the thread for long requests."""
 SAMPLE_CHARACTERS = 8
-"""A text with more characters per allowed token is counted in pieces, and refused at twice the allowed tokens."""
+"""Most characters per allowed token for a text that is encoded at once. A longer text is encoded in pieces, and refused
+at twice the allowed tokens.
+"""
 MIN_PIECE_CHARACTERS = 1 << 12
 CHARACTERS_PER_TOKEN = 16
 """Characters per allowed token; longer texts are refused before encoding."""
@@ -50,7 +52,7 @@ MIN_CHARACTERS = 1 << 16
 RENDERED_CHARACTERS = 1 << 24
 """Limit of a rendered chat of which only the end is kept."""
 TAIL_TOKENS = 256
-"""Extra tokens encoded before the kept ones: a cut changes the first tokens after it."""
+"""Extra tokens encoded before the kept ones, because a cut changes the first tokens after it."""
 MAX_REASON_CHARACTERS = 500
 ROLE = re.compile(r"[\w .-]{1,64}")
 
@@ -72,8 +74,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """Limits of a prompt: `tokens`, of which the last `keep` are kept (None: all), and ids below `vocab_size`. `characters`
-    overrides the limit of text that follows from `tokens`."""
+    """Limits of a prompt: `tokens`, of which the last `keep` are kept (None: all), and ids below `vocab_size`.
+
+    `characters` replaces the limit of text that follows from `tokens`."""
 
     tokens: int
     vocab_size: int
@@ -96,8 +99,9 @@ def characters_for(tokens: int) -> int:
 
 
 def load_tokenizer(model: str, template: str | None = None) -> Any | None:
-    """Load the tokenizer of a folder or hub id; return None without one. `template` replaces its chat template. A plain
-    tokenizer.json is loaded without importing torch."""
+    """Load the tokenizer of a folder or hub id; None if it has none. `template` replaces its chat template.
+
+    A plain tokenizer.json is loaded without importing torch."""
     folder = Path(model)
     if folder.is_dir():
         if not any((folder / name).exists() for name in TOKENIZER_FILES):
@@ -145,8 +149,10 @@ class PromptEncoder:
             self._control = ControlTokens(tokenizer)
 
     async def encode_completion(self, fields: CompletionFields, limits: PromptLimits) -> list[Prompt]:
-        """Return the prompts of a completion: texts or token ids. A text with far too many tokens is refused before it is encoded
-        completely. Special tokens in a text are recognised, because the client writes the whole prompt."""
+        """Return the prompts of a completion: texts or token ids.
+
+        A text with far too many tokens is refused before it is encoded completely. Special tokens in a text are
+        recognised, because the client writes the whole prompt."""
         given = fields.prompt
         if isinstance(given, str):
             many: list[Any] = [given]
@@ -183,8 +189,9 @@ class PromptEncoder:
         return await self._run(lambda: [make(item) for item in many], sum(map(len, many)))
 
     async def encode_chat(self, fields: ChatFields, limits: PromptLimits) -> Prompt:
-        """Return the prompt that the chat template writes. Control tokens in the request's texts are encoded as text; those of the
-        template as tokens."""
+        """Return the prompt that the chat template writes.
+
+        Control tokens in the request's texts are encoded as text; those of the template as tokens."""
         if not fields.messages:
             raise bad_request("messages is empty: send at least one", "messages")
         if self.tokenizer is None or not self.tokenizer.chat_template:
@@ -307,8 +314,9 @@ class PromptEncoder:
 
 
 def _encode(text: str, limits: PromptLimits, param: str, encode: Encode) -> list[int]:
-    """Return a text's tokens; of a truncated one, the kept tokens and a few before them. Raises ApiError for too many
-    characters, or if the beginning has far too many tokens."""
+    """Return a text's tokens; for a truncated text, the kept tokens and a few before them.
+
+    Raises ApiError for too many characters, or if the beginning has far too many tokens."""
     if limits.truncates and limits.keep is not None:
         return _encode_tail(text, limits.keep, param, encode)
     if len(text) > limits.max_characters:

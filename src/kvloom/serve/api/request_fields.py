@@ -92,7 +92,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of both endpoints. Unsupported fields are declared to be detected."""
+    """Fields of both endpoints. Unsupported fields are declared too, so that they are detected."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -210,7 +210,7 @@ def check_depth(name: str, value: Any, param: str | None = None) -> None:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pause garbage collection until the block ends: with millions of new objects it would take seconds."""
+    """Pause garbage collection until the block ends. With millions of new objects a collection would take seconds."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -402,7 +402,7 @@ def _structured(wanted: StructuredOutputs | None) -> list[tuple[str, str]]:
 
 
 def engine_error(said: str) -> ApiError:
-    """Return the error for a message of SamplingParams or the engine, which starts with the field's name."""
+    """Return the client's error for a message of SamplingParams or the engine, which starts with the field's name."""
     word = _WORD.match(said)
     name = "" if word is None else word[0]
     if name == "json_schema":

@@ -43,8 +43,10 @@ class Usage:
 
 
 class ResponseBuilder(ABC):
-    """Builds the response of one HTTP request. `ids` are its prompts, with `n` answers each; `echo` repeats each prompt's text.
-    `usage` and `finish_reasons` grow with the deltas."""
+    """Builds the response of one HTTP request. `ids` are its prompts, with `n` answers each; `echo` repeats each
+    prompt's text.
+
+    Each delta updates `usage` and `finish_reasons`."""
 
     prefix = ""
     whole_object = ""

@@ -23,7 +23,9 @@ MOST_DIGITS = 18
 
 @dataclass(slots=True)
 class ServerContext:
-    """One server. `model` is the served name, `model_path` is accepted as well. `encoder` is None while the tokenizer loads.
+    """State of one server. `model` is the served name; requests may also use `model_path`. `encoder` is None while the
+    tokenizer loads.
+
     Without `keys`, only requests to loopback names are accepted."""
 
     engine: EngineClient
@@ -75,7 +77,7 @@ class ServerContext:
         )
 
     def request_tenant(self, request: Request, fields: RequestFields) -> str:
-        """Return the tenant of a generating request: that of its key, or without keys the one it names."""
+        """Return the tenant of a generating request: the tenant of its key; without keys, the one that the request names."""
         known = self.authenticate(request)
         if known is None:
             return fields.tenant or ""
@@ -89,7 +91,8 @@ class ServerContext:
             raise unknown_model(name, self.model)
 
     def check_host(self, request: Request) -> None:
-        """Without keys, raise ApiError 403 for a foreign Host or Origin: a web page could make a browser send the request."""
+        """Without keys, raise ApiError 403 for a foreign Host or Origin, because a web page could make a browser send
+        the request."""
         if self.keys:
             return
         host = request.headers.get("host", "localhost")

@@ -1,8 +1,8 @@
 """Renders chat templates within limits: characters, CPU seconds, values of the request.
 
-A template may repeat the request's values for every message. So the output is counted while the template writes it, and
-rendering stops at the first limit. transformers still renders: `limit_templates` replaces how its compiled templates
-run; the text stays the same.
+A template may repeat the request's values for every message. So the output is counted while the template writes it,
+and rendering stops at the first limit. transformers still renders: `limit_templates` replaces how its compiled
+templates run, and the text stays the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_VALUES = 1 << 17
 MAX_DEPTH = 64
 """Limit of nested lists and objects in the same fields."""
 STEPS = 64
-"""Attribute reads and calls of a template between two reads of the clock."""
+"""Number of attribute reads and calls of a template between two reads of the clock."""
 JINJA_NAMES = ("self", "super", "loop", "caller", "varargs", "kwargs", "context", "environment", "messages")
 
 _thread = threading.local()
@@ -42,7 +42,7 @@ class RenderError(Exception):
 
 
 class _RenderBudget:
-    """The limits of one rendering, and the part used."""
+    """The limits of one rendering, and how much of them is used."""
 
     __slots__ = ("_characters", "_end", "_limit", "_seconds", "_steps")
 
@@ -66,7 +66,7 @@ class _RenderBudget:
         self.step()
 
     def check(self, characters: int) -> None:
-        """Raise RenderError for a text longer than the whole output may be."""
+        """Raise RenderError for a text that is longer than the limit of the whole output."""
         if characters > self._limit:
             raise RenderError(
                 f"the chat template writes more than the limit of {self._limit:,} characters: shorten the messages"
@@ -152,7 +152,8 @@ def _sources(tokenizer: Any) -> list[str]:
 
 
 def _compiled(source: str) -> Any | None:
-    """Return the compiled template that transformers caches; None for an invalid one, which every request then reports."""
+    """Return the compiled template that transformers caches; None for an invalid one, for which every request gets an
+    error."""
     from jinja2.exceptions import TemplateError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -247,7 +248,7 @@ def _environment(original: Any) -> Any:
 
 
 def _result_length(text: str, method: str, given: list[Any]) -> int:
-    """Return the most characters that a str method returns, for methods that can lengthen a text."""
+    """Return the largest number of characters that a str method can return, for methods that can lengthen a text."""
     if method == "replace" and len(given) >= 2 and all(isinstance(one, str) for one in given[:2]):
         return len(text) + text.count(given[0]) * max(0, len(given[1]) - len(given[0]))
     if method == "join" and given and isinstance(given[0], list | tuple):

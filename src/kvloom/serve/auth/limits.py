@@ -13,7 +13,7 @@ from kvloom.serve.errors import above_share, bad_request, draining, queue_full
 __all__ = ["PRESSURE", "Caps", "Limits", "RequestLimiter"]
 
 PRESSURE = 4
-"""Open answers of a tenant per free place. One tenant alone takes 4 of 5 places; the rest stays free for others."""
+"""Most open answers of a tenant per free place. A single tenant can use 4 of 5 places; the rest stays free for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,8 @@ class Limits:
 class RequestLimiter:
     """Counts answers in progress. `is_draining`: no request is admitted; `idle` is set while there are no requests.
 
-    If several tenants share the server, each may have up to PRESSURE times the free places open. Tenants with many open
-    answers are refused first; a tenant without any finds a place.
-    """
+    If several tenants share the server, each may have at most PRESSURE open answers per free place. So tenants with
+    many open answers are refused first, and a tenant without any is admitted."""
 
     def __init__(self, limit: int, shared: bool = False) -> None:
         self.limit, self.shared = limit, shared

@@ -23,7 +23,7 @@ SERIES = (
 
 
 class History:
-    """The last samples, taken about every `seconds`. Rates are per second; null means that there was nothing to measure."""
+    """The last samples, taken about every `seconds`. Rates are per second; null means that nothing was measured."""
 
     def __init__(self, context: ServerContext, samples: deque[list[float | None]], seconds: float) -> None:
         self._context, self._samples, self._seconds = context, samples, seconds

@@ -1,4 +1,4 @@
-"""The dashboard in a terminal: a server's state as rich renderables that fit any terminal size. Knows no HTTP."""
+"""The dashboard in a terminal: a server's state as rich renderables that fit any terminal size. Independent of HTTP."""
 
 from __future__ import annotations
 

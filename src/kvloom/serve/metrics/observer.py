@@ -31,7 +31,7 @@ log = logging.getLogger("kvloom.serve")
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """An open request. Prompts and answers are kept only while traffic is recorded."""
+    """An open request. Prompts and answers are stored only while traffic is recorded."""
 
     record: RequestRecord
     context: object = None
@@ -40,7 +40,7 @@ class _OpenRequest:
 
 
 class RequestObserver:
-    """Observes the requests of one server. `traces` and `recorder` are None where they are off."""
+    """Observes the requests of one server. `traces` and `recorder` are None if disabled."""
 
     def __init__(
         self, metrics: Metrics, traces: Traces | None = None, recorder: Recorder | None = None
@@ -53,7 +53,8 @@ class RequestObserver:
     def start(
         self, id_: str, endpoint: str, messages: list[Add], started: float, headers: Mapping[str, str]
     ) -> RequestRecord:
-        """Return the record of a request whose prompts go to the engine. `started` is its arrival on the monotonic clock."""
+        """Return the record of a request whose prompts are sent to the engine. `started` is its arrival on the monotonic
+        clock."""
         first = messages[0]
         record = RequestRecord(
             id_,
@@ -82,7 +83,7 @@ class RequestObserver:
             one.record.progress[progress.id] = progress
 
     def record_tokens(self, delta: Delta) -> None:
-        """Store output tokens for the recording; of several answers the first is recorded."""
+        """Store output tokens for the recording. If a request has several answers, the first is recorded."""
         one = self._open.get(delta.id)
         if one is not None and one.messages and delta.index == 0:
             one.answers.setdefault(delta.id, []).extend(delta.tokens)

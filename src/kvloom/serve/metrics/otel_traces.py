@@ -33,8 +33,9 @@ OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completio
 
 
 class Traces:
-    """Sends spans to the OTLP receiver at `url` in batches, from its own thread. OpenTelemetry drops and logs spans that it
-    cannot send; no request waits."""
+    """Sends spans to the OTLP receiver at `url` in batches, from its own thread.
+
+    OpenTelemetry drops and logs spans that it cannot send; no request waits."""
 
     def __init__(self, url: str, model: str) -> None:
         self._model = model

@@ -81,7 +81,7 @@ class RequestRecord:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Time until its first token was sent, or was computed where nothing is sent before the end."""
+        """Time until its first token was sent; if nothing is sent before the end, until it was computed."""
         seen = [progress.first_token for progress in self.progress.values() if progress.first_token]
         first_token = self.first_token or min(seen, default=0.0)
         return max(0.0, first_token - self.started) if first_token else None

@@ -1,7 +1,7 @@
 """Names, help texts and label sets of all metrics, and Prometheus' text format.
 
-A series has our name, vLLM's names where vLLM has the same measure (with its labels `model_name` and `engine`), and
-deprecated aliases, served for one version. Counts nothing.
+A series has our name, vLLM's names if vLLM has the same measure (with its labels `model_name` and `engine`), and
+deprecated aliases, which are served for one version. This module counts nothing.
 """
 
 from __future__ import annotations

@@ -70,9 +70,11 @@ class Recorder:
         ending: str | None = None,
         last_computed: bool = True,
     ) -> None:
-        """Write a request that arrived at second `at`. `tokens` are its prompt (the first `prompt` tokens) and its answer.
-        `last_computed` is False where the engine did not compute the last token, so its block is never cached. `at` should
-        not decrease."""
+        """Write a request that arrived at second `at`. `tokens` are its prompt (the first `prompt` tokens) and its
+        answer.
+
+        `last_computed` is False if the engine did not compute the last token, so its block is never cached. `at`
+        should not decrease."""
         data = token_bytes(tokens)
         length = len(data) // TOKEN_BYTES
         if not 0 <= prompt <= length:

@@ -1,6 +1,6 @@
 """The engine process, and the API process's client of it.
 
-    engine_client.py      EngineClient: starts, restarts and talks to the engine process
+    engine_client.py      EngineClient: starts and restarts the engine process, exchanges messages with it
     response_stream.py    ResponseStream: the deltas of one HTTP request
     messages.py           the messages between both processes
     watchdog.py           Watchdog: detects an engine that hangs

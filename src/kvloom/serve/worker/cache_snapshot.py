@@ -1,4 +1,4 @@
-"""A snapshot of the engine's cache as JSON, for the dashboard. Runs in the engine process; knows no HTTP."""
+"""A snapshot of the engine's cache as JSON, for the dashboard. Runs in the engine process; independent of HTTP."""
 
 from __future__ import annotations
 

@@ -55,8 +55,11 @@ LONGEST_PAUSE = 8.0
 SOCKET_BYTES = 1 << 20
 STDERR = 2
 ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Waiting OpenMP threads of the engine sleep instead of spinning, which would take cores from this process. Must be set
-before torch is loaded."""
+"""Environment of the engine process. Idle OpenMP threads sleep instead of spinning, which would take cores from this
+process.
+
+Must be set before torch is loaded.
+"""
 
 
 class StartError(Exception):

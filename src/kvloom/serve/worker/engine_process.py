@@ -1,8 +1,8 @@
 """The engine process: loads the model, then runs steps. Started as `python -m kvloom.serve.worker.engine_process FD`.
 
-FD is its end of a socket pair; the first message is Start. One thread reads messages. When the API process closes its
-end, this process exits at once, or with tiers after CLOSE_SECONDS for pending stores. Another thread sends
-heartbeats. Signals to the API process are ignored here.
+FD is its end of a socket pair; the first message is Start. One thread reads messages, another sends heartbeats. When
+the API process closes the socket, this process exits at once; with tiers, after up to CLOSE_SECONDS for pending
+stores. Signals to the API process are ignored here.
 """
 
 from __future__ import annotations

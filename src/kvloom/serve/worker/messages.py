@@ -84,9 +84,10 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """One prompt; the deltas of its answers carry `id`. With `stream` deltas arrive per step, else once at the end.
-    Pages computed under a `salt` match requests with the same salt only. `ends_session`: this is the session's last
-    request. `lossy`: pages that a tier re-encoded may serve it."""
+    """One prompt; the deltas of its answers have its `id`. With `stream` deltas arrive per step, else once at the end.
+
+    Pages computed under a `salt` match only requests with the same salt. `ends_session`: this is the session's last
+    request. `lossy`: the request accepts pages that a tier re-encoded."""
 
     id: int
     prompt: list[int]
@@ -124,7 +125,7 @@ class EndSession(msgspec.Struct, frozen=True, tag=True):
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
-    """Ask for a snapshot of the cache with the next outputs."""
+    """Request a snapshot of the cache with the next outputs."""
 
 
 class ResizePool(msgspec.Struct, frozen=True, tag=True):
@@ -134,9 +135,10 @@ class ResizePool(msgspec.Struct, frozen=True, tag=True):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """New tokens of answer `index` to prompt `id`. Text may lag behind tokens. `cached_tokens` counts prompt tokens
-    found in the cache; `finish_reason` comes with the last delta. `prompt_logprobs` come with the first answer, where
-    requested, for every prompt token but the first."""
+    """New tokens of answer `index` to prompt `id`. Text may lag behind tokens.
+
+    `cached_tokens` counts prompt tokens found in the cache. `finish_reason` is set in the last delta. The first
+    answer has `prompt_logprobs`, if requested, for every prompt token but the first."""
 
     id: int
     index: int
@@ -193,7 +195,7 @@ HistogramCounts = tuple[list[int], float]
 
 class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
     """A tenant's pool bytes (`used`: all; `in_use`: of its running requests), tokens looked up and found, evicted
-    entries, running and waiting requests."""
+    entries, and its running and waiting requests."""
 
     used: int = 0
     in_use: int = 0
@@ -205,8 +207,9 @@ class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TierUsage(msgspec.Struct, frozen=True, array_like=True):
-    """A tier: its objects and bytes, and its traffic. `breaker` is its circuit breaker: "closed" (in use), "open"
-    (disabled after faults) or "half-open" (under test)."""
+    """A tier: its objects and bytes, and its traffic.
+
+    `breaker` is its circuit breaker: "closed" (in use), "open" (disabled after faults) or "half-open" (being probed)."""
 
     name: str
     objects: int = 0

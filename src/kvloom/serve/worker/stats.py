@@ -1,6 +1,6 @@
 """Counters of the engine, its cache and its tiers as one EngineStats message.
 
-Reads counters that other modules keep. Knows no metric names.
+Reads counters that other modules keep. Independent of metric names.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ def engine_stats(
     waiting_for_quota: Mapping[str, int],
     open_requests: Iterable[tuple[str, bool]],
 ) -> EngineStats:
-    """Return the engine's counters. `waiting_for_quota` counts requests per tenant that wait for their quota; `open_requests`
-    are the tenants of all others, and whether each has started. O(requests + tenants + groups)."""
+    """Return the engine's counters. O(requests + tenants + groups).
+
+    `waiting_for_quota` counts requests per tenant that wait for their quota. `open_requests` are the tenants of all
+    other requests, and whether each has started."""
     cache, scheduler, inspect = engine.cache, engine.scheduler, engine.cache.inspect
     classes = inspect.size_classes
     sizes = [engine.layout.slab_bytes // c.per_slab for c in classes]

@@ -5,8 +5,8 @@
 | no message arrives for            | `silent_seconds` | before it is ready `step_seconds` applies: imports block heartbeats |
 | one step takes                    | `step_seconds`   | loading and idle time                                      |
 
-Long steps (first prefill on a CPU, kernel compilation) send heartbeats. Knows no process and no clock. Time in which the
-API process did not run is not counted, so a suspended machine resumes without a restart.
+Long steps (first prefill on a CPU, kernel compilation) send heartbeats. Time in which the API process did not run is
+not counted, so a suspended machine resumes without a restart.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Runs requests on the engine: messages in, Outputs out. Knows no sockets and no HTTP.
+"""Runs requests on the engine: messages in, Outputs out. Independent of sockets and HTTP.
 
-A tenant with a quota has a queue of its own. Its requests enter the engine while their maximum pages fit the quota
+A tenant with a quota has a separate queue. Its requests enter the engine while their maximum pages fit the quota
 together, so a tenant at its quota never blocks the queue of others.
 """
 
@@ -192,7 +192,7 @@ class Worker:
         return bool(self._compiling)
 
     def _compile_grammar(self, message: Add) -> None:
-        """Enqueue a request once its grammar is compiled. Other processes compile; steps do not wait."""
+        """Queue a request once its grammar is compiled. Other processes compile; steps do not wait."""
         try:
             grammar = self.engine.begin_grammar(message.params, message.tenant)
         except ValueError as error:

@@ -3,8 +3,8 @@
     write -> sealing thread (checksums, compression) -> appending thread (one write per frame, shared syncs) -> OK
     read  -> reading threads, directly into aligned memory of the caller; each read is verified while others run
 
-Knows objects and bytes. `segment.py` defines the format, `segment_store.py` index and eviction,
-`segment_writer.py` and `segment_reader.py` the transfers.
+`segment.py` defines the format, `segment_store.py` has index and eviction, `segment_writer.py` and
+`segment_reader.py` the transfers.
 """
 
 from __future__ import annotations
@@ -58,13 +58,12 @@ log = logging.getLogger("kvloom.tiers")
 
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
-    """A disk tier. `durable="power"`: a stored page survives power loss (one sync for all queued pages);
+    """Settings of a disk tier. `durable="power"`: a stored page survives power loss (one sync for all queued pages);
     `"process"`: it survives the end or crash of the process.
 
-    `segment_bytes=None` is a 64th of the capacity, at least 64 MiB or a quarter. `pending_bytes` bounds bytes in
-    flight, per direction; objects beyond it are BUSY. `copy_forward` keeps pages that were read when their segment is
-    evicted.
-    """
+    `segment_bytes=None` is a 64th of the capacity, but at least 64 MiB or a quarter of the capacity, whichever is
+    smaller. `pending_bytes` bounds bytes in flight, per direction; objects beyond it are BUSY. `copy_forward` keeps
+    pages that were read when their segment is evicted."""
 
     directory: Path | str
     capacity: int

@@ -1,7 +1,7 @@
 """The system calls of a disk tier, in one place, so tests can make any of them fail.
 
 Uses O_DIRECT where the file system supports it: no second copy in the page cache, reads at device speed.
-Does not know formats.
+Independent of formats.
 """
 
 from __future__ import annotations

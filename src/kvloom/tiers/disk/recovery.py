@@ -2,7 +2,7 @@
 
 A killed process may leave partly written pages: in an unsealed segment and, after power loss, in the one before it.
 Their records are not `is_verified`: an older copy is preferred, and a write stores the page again.
-Does not know shares or the index.
+Independent of shares and the index.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ __all__ = ["RecoveredSegments", "recover"]
 
 @dataclass(slots=True)
 class RecoveredSegments:
-    """`foreign` are files of other versions or unreadable files, with sizes. `unread` segments were read in part only.
-    `still_stored` keys were dropped, but their bytes are still on disk.
-    """
+    """Result of recovery. `foreign` are files of other versions or unreadable files, with sizes. `unread` segments were
+    read in part only.
+
+    `still_stored` keys were dropped, but their bytes are still on disk."""
 
     numbers: list[int]
     records: list[Record] = field(default_factory=list)

@@ -6,7 +6,7 @@
               … from the next block on: bodies, each beginning on a block of 4096 bytes
 
 The frames are the index: opening a segment reads their heads. An unfinished frame has a wrong checksum, or its
-objects have. The id is random and in every frame, so page content is never taken for a frame. Does not know tiers.
+objects have. The id is random and in every frame, so page content is never taken for a frame. Independent of tiers.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Record:
 class Frame:
     """Heads and their bodies, of `size` bytes, each padded to whole blocks.
 
-    Built before its position is known, and its records afterwards, so the writing thread has little to do.
-    """
+    A frame is built before its position in the file is decided, and its records are built after the write. So the
+    writing thread has little to do."""
 
     __slots__ = ("_heads", "_offset", "_segment", "_used", "block", "bodies", "size")
 
@@ -283,10 +283,10 @@ class Segment:
         self._files.remove(self.file_name(self.number))
 
     def take_closable_fd(self) -> int:
-        """Returns the descriptor to close if the segment is `removed` and has no readers, else -1.
+        """Return the descriptor to close if the segment is `removed` and has no readers, else -1.
 
-        The caller holds the store's lock, but must close the descriptor without it: freeing a file may take long.
-        """
+        The caller holds the store's lock. It must close the descriptor after it has released the lock, because
+        freeing a file may take long."""
         fd = self.fd if self.removed and not self.readers else -1
         if fd >= 0:
             self.fd = -1

@@ -1,7 +1,7 @@
 """Owners of a disk tier's segments: segment size, current segment and next victim per owner.
 
-Tenants without a share store pages in shared segments. A tenant with a share has segments of its own: removing
-its own files enforces its limit. Knows segments, not files. Used by the appending thread, except `used_bytes`.
+Tenants without a share store pages in shared segments. A tenant with a share has its own segments: its limit is
+enforced by removing its own files. Used by the appending thread, except `used_bytes`.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class SegmentOwners:
     def victim(self, owner: SegmentOwner, own: bool, oldest: bool) -> Segment | None:
         """Returns the segment to evict so that `owner` gets space, or None. O(segments).
 
-        Candidates are segments of the owner and of owners above their guarantee; without any, all segments. The oldest
-        or least recently used is chosen; current segments of others come last, the owner's own never.
-        """
+        Candidates are segments of the owner and of owners above their guarantee; if there are none, all segments. The
+        oldest or the least recently used one is chosen. Current segments of other owners are chosen last, the owner's
+        own current segment never."""
         evictable = {one.name for one in self if one is owner or self.used_bytes(one) > one.guaranteed}
 
         def order(segment: Segment) -> tuple[bool, bool, int]:

@@ -3,8 +3,8 @@
     many pages     a job has whole pages; neighbours on disk are read in place together
     few pages      each page is split into several jobs, so all threads have work
 
-The caller only splits jobs; the reading thread works out the ranges, so the disk starts immediately. A page is OK
-when its last read is; one bad read settles it. Knows records and memory, not their use.
+The caller only splits jobs; the reading thread computes the ranges, so the disk starts immediately. A page is OK when
+its last read is OK; one bad read decides its outcome.
 """
 
 from __future__ import annotations

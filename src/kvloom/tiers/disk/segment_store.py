@@ -2,7 +2,7 @@
 
 One thread appends (frames, new segments, eviction); any thread looks up. Space for the next segment is freed when
 one is started, so files never exceed the capacity. A tenant with a share has its own segments.
-Does not know transfers or callers.
+Independent of transfers and callers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ __all__ = ["SegmentStore", "SegmentStoreConfig"]
 
 @dataclass(frozen=True, slots=True)
 class SegmentStoreConfig:
-    """`evict` selects the segment to evict. `copy_forward` moves its pages that were read since they were written to a
-    new segment, up to half a segment.
-    """
+    """Settings of the store. `evict` selects the segment to evict.
+
+    `copy_forward` copies the segment's pages that were read since they were written to a new segment, up to half a
+    segment."""
 
     capacity: int
     segment_bytes: int

@@ -1,7 +1,7 @@
 """Writes pages to disk with three threads: one seals frames, one appends them, one publishes and settles.
 
-Neither checksums nor bookkeeping take disk time. Frames are appended in the order of the calls. With durable writes
-several queued frames share one sync; an object is OK, and found, only after it. Does not know formats.
+The disk waits neither for checksums nor for bookkeeping. Frames are appended in the order of the calls. With durable
+writes several queued frames share one sync; an object is OK, and found, only after it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A disk tier's list of dropped objects: it keeps objects whose bytes are still in a segment from returning.
 
-Lines of key, segment and offset, each with a checksum: copies of the key up to that position are dead. Append-only;
-rewritten at opening when some of them are no longer on disk. Does not know segments.
+Each line has a key, a segment, an offset and a checksum: copies of the key up to that position are dropped.
+Append-only; rewritten at opening if some of the copies are no longer on disk.
 """
 
 from __future__ import annotations

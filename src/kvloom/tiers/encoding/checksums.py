@@ -1,7 +1,7 @@
 """Checksums (64-bit xxh3) of a page's runs: alone, or during a copy, read, send or receive.
 
 Native code where the package was built with a compiler: one call per page, without the interpreter lock.
-Otherwise the package xxhash, run by run, with equal results. Does not know formats.
+Otherwise the package xxhash, run by run, with equal results. Independent of formats.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 The cipher is 0 (plain), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher 1 is AES-256-GCM of version 2,
 under the object's plain key: such pages are read and no longer written. A codec with keys opens no plain page.
 
-A page that fails verification is an Outcome, never an exception and never bytes. Does not know files or stores.
+A page that fails verification is an Outcome, never an exception and never bytes. Independent of files and stores.
 """
 
 from __future__ import annotations
@@ -307,7 +307,8 @@ def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bo
 def _unseal_protected(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str
 ) -> Outcome:
-    """`unseal` of sealed runs. Checksums cover the stored bytes, so damage (CORRUPT) differs from a wrong key (LOCKED)."""
+    """`unseal` for sealed runs. Checksums cover the stored bytes, so damage (CORRUPT) is distinguished from a wrong key
+    (LOCKED)."""
     assert head.stored_lengths is not None
     if codec.keys is None:
         return Outcome.LOCKED

@@ -6,7 +6,7 @@
 
 `protect="encrypt"` is AES-256-GCM. `protect="authenticate"` leaves the bytes readable and adds 16 bytes of
 HMAC-SHA-256. A run under another key, at another position or under another object key does not open.
-Does not know formats or tiers.
+Independent of formats and tiers.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 | HND    | [layers, 2, heads, tokens, dims]    | FlashInfer and vLLM, head-major                        |
 | MLA    | [layers, tokens, dims]              | one latent per token (KV_MLA)                          |
 
-Values are copied, never converted: every element type of 1, 2, 4 or 8 bytes works. Does not know tiers.
+Values are copied, never converted: every element type of 1, 2, 4 or 8 bytes works. Independent of tiers.
 """
 
 from __future__ import annotations

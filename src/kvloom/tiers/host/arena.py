@@ -3,7 +3,7 @@
     |slab 0: 64 KiB pages|slab 1: 2 MiB pages|slab 2: free|…
 
 While the arena fills, pages are allocated in ascending order, so a batch is a few long runs.
-Does not know objects or eviction. Not thread-safe: the host tier's lock guards it.
+Independent of objects and eviction. Not thread-safe: the host tier's lock guards it.
 """
 
 from __future__ import annotations
@@ -163,11 +163,10 @@ def _copy(
 
 
 class _CopyHelper:
-    """One thread that copies ranges from the other end. A caller that finds it busy copies alone.
+    """One thread that copies ranges from the other end of the list. A caller that finds it busy copies alone.
 
-    A caller waits only for the range the helper is copying. If that took long because no core was free, callers
-    copy alone for a while.
-    """
+    A caller waits only for the range that the helper is copying. If that took long because no core was free, callers
+    copy alone for a while."""
 
     def __init__(self) -> None:
         self._available = threading.Lock()

@@ -3,7 +3,7 @@
     key → slot → arena page     a slot belongs to one object until eviction; a replacement takes over the slot
     account → slots by use      the least recently used page is evicted first, within the shares
 
-Knows keys, sizes and tenants; no bytes. Not thread-safe: the host tier's lock guards it.
+Not thread-safe: the host tier's lock guards it.
 """
 
 from __future__ import annotations
@@ -75,9 +75,8 @@ class HostIndex:
     def reserve(self, keys: list[bytes], size: int, tenant: str, limit: int | None = None) -> Index:
         """Allocates pages of `size` bytes for new keys, at most `limit`, evicting others as needed.
 
-        Returns the slot that each of `keys` is to be filled in: -1 for a key that has a page, gets none, or is a
-        duplicate in the batch.
-        """
+        Returns for each of `keys` the slot to fill; -1 for a key that has a page, gets none, or is a duplicate in the
+        batch."""
         account, entries = self._account_of(tenant), self.entries
         fresh = keys if entries.keys().isdisjoint(keys) else [key for key in keys if key not in entries]
         if len(fresh) < len(keys):  # used now, so evicted last
@@ -129,10 +128,10 @@ class HostIndex:
         return slots
 
     def _reuse_victims(self, size: int, account: _Account, limit: int) -> list[int]:
-        """Evicts up to `limit` pages of this size, next in order and not in use, and returns their slots for reuse.
+        """Evicts up to `limit` pages of this size that are next in order and not in use, and returns their slots for
+        reuse.
 
-        This is the common case of eviction. Pages in use that precede them are marked as used now.
-        """
+        This is the common case of eviction. Pages in use that come before them are marked as used now."""
         source = self._victim(account, size)
         if source is None:
             return []
@@ -220,11 +219,10 @@ class HostIndex:
         return {page: keys[at[page]] for page in self._arena.slab_pages(offset) if page in at}
 
     def _victim(self, account: _Account, size: int) -> _Account | None:
-        """Returns the account that loses the next page for `size` bytes of `account`.
+        """Returns the account from which the next page is evicted, to free `size` bytes for `account`. O(accounts).
 
-        That is the account itself at its limit, else the least recently used of itself and those above their guarantee.
-        O(accounts).
-        """
+        If `account` is at its limit, this is `account` itself. Otherwise it is the account with the least recently
+        used page, among `account` and those above their guarantee."""
         if self._evicts_only_own(account, size):
             return account if size <= account.limit and account.order.least_recent() is not None else None
         best = None
@@ -241,14 +239,13 @@ class HostIndex:
         return [one for one in self.accounts if one is account or one.is_above_guarantee]
 
     def _evicts_only_own(self, account: _Account, size: int) -> bool:
-        """Whether a page of `account` can replace only pages of its own."""
+        """Whether a page of `account` can replace only its own pages."""
         return len(self.accounts) == 1 or account.used + size > account.limit
 
     def _is_evictable(self, offset: int, key: bytes, account: _Account) -> bool:
-        """Whether the page is free of references and its owner is above its guarantee, or must yield.
+        """Whether the page has no references, and its owner is above its guarantee or must evict its own pages.
 
-        A page dropped while in use is under no key, or its key has another slot.
-        """
+        A page dropped while in use has no key, or its key has another slot."""
         slot = self.entries.get(key)
         if slot is None or self.slots.offset[slot] != offset or self.slots.refs[slot]:
             return False

@@ -2,7 +2,7 @@
 
 Reads and writes copy in the calling thread (large ones with a second thread) and are done on return.
 A device copies by itself: `acquire` and `reserve` lease arena pages for as long as its copies run.
-Does not know devices: pinned memory is passed in as the arena's buffer.
+Independent of devices: pinned memory is passed in as the arena's buffer.
 """
 
 from __future__ import annotations
@@ -282,7 +282,9 @@ class HostTier(Tier):
                 self.index.free(slot)
 
     def _finish_reserved(self, leased: Index) -> bool:
-        """Marks all pages of a `reserve` as ready: the common case of its release. Returns False if it is not that case."""
+        """Releases all pages of a `reserve` and marks them as ready: the common case of its release.
+
+        Returns False, with nothing changed, if the tier is closed or a page is ready already."""
         with self._lock:
             table = self._slots
             if self._closed or table.ready[leased].any():

@@ -1,6 +1,6 @@
 """Leases of arena pages, for the caller that copies to or from them.
 
-Knows slots. The owner decides what a page contains and which other leases it has.
+The owner decides what a page contains and which other leases it has.
 """
 
 from __future__ import annotations

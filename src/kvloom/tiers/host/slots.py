@@ -1,7 +1,7 @@
 """Per-page state of the host tier in arrays, one slot per page, so a batch costs a few array operations.
 
 A slot represents an arena page from allocation until it is freed. An object that replaces another takes over its
-slot. `LruOrder` orders slots by last use. Does not know keys' meaning. Not thread-safe: the host tier's lock guards it.
+slot. `LruOrder` orders slots by last use. Independent of keys' meaning. Not thread-safe: the host tier's lock guards it.
 """
 
 from __future__ import annotations
@@ -89,9 +89,10 @@ class Slots:
 
 
 class LruOrder:
-    """Slots by last use, least recent first, stored as batches. A slot that was used again or removed has another tick
-    and is skipped. A batch costs one append; a lookup costs O(1) per slot, amortised.
-    """
+    """Slots by last use, least recent first, stored as batches.
+
+    A slot that was used again or removed has another tick and is skipped. A batch costs one append; a lookup costs
+    O(1) per slot, amortised."""
 
     __slots__ = ("_batches", "_limit", "_queued", "_slots")
 

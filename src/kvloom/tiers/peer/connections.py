@@ -2,8 +2,9 @@
 
     connected -> pending (a hello has `handshake_seconds`) -> admitted (at most `max_connections`, half per origin)
 
-An origin is a user on this host or an address. With too many pending, the oldest of the origin with the most is
-closed: a stranger closes its own connections first, and never an admitted one. Does not know tiers.
+An origin is a user on this host or an address. If too many connections are pending, the oldest of the origin with the
+most is closed. So an unknown client closes its own connections first, and never an admitted one. Independent of
+tiers.
 """
 
 from __future__ import annotations

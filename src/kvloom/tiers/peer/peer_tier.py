@@ -4,7 +4,7 @@
     nixl         acquire -> NIXL transfer (RDMA if available) -> compare checksums -> release
     connection   read -> bytes on the connection, directly into the caller's memory -> compare checksums
 
-The server is a `PeerServer`. Does not know stores.
+The server is a `PeerServer`. Independent of stores.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _address_text(address: Address) -> str:
 
 
 class _ChecksumReader:
-    """The checksums of the hits, page after page, from `at` of a payload."""
+    """Reads the checksums of the hits from a payload, page by page, from byte `at` on."""
 
     def __init__(self, payload: bytes, at: int, runs: int) -> None:
         self._payload, self._at, self._size = payload, at, 8 * runs

@@ -6,7 +6,7 @@
 A proof is HMAC-SHA256 under the shared secret of both nonces: it proves the secret without sending it. A tag is keyed
 BLAKE2b of a message and its number, under a key per connection and direction: an attacker cannot add, change or
 repeat messages. Pages follow messages without a tag; nothing is encrypted. Lengths are checked before allocation.
-Does not know tiers.
+Independent of tiers.
 """
 
 from __future__ import annotations

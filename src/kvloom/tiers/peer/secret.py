@@ -3,7 +3,7 @@
     $XDG_STATE_HOME/kvloom/peer-secret    or ~/.local/state/kvloom/peer-secret; mode 0600 in a directory of mode 0700
 
 `kvloom share` creates the default secret once; all processes of this user on this host use it.
-Does not know protocols.
+Independent of protocols.
 """
 
 from __future__ import annotations

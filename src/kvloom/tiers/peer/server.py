@@ -2,7 +2,7 @@
 
 On one host a client maps the arena and copies by itself, between `ACQUIRE` and `RELEASE` (or `RESERVE` and
 `COMMIT`); otherwise pages move on the connection. The writer computes checksums, the reader compares them. Nothing
-is ever unpickled. A stored page is never overwritten, and only its writer drops it. Does not know engines.
+is ever unpickled. A stored page is never overwritten, and only its writer drops it. Independent of engines.
 """
 
 from __future__ import annotations
@@ -49,13 +49,12 @@ _MIN_PAGE, _MIN_RUN = 512, 64  # smaller ones cost more in bookkeeping than in b
 class PeerConfig:
     """Where to listen, and limits of clients.
 
-    `port` 0 is any free one. An empty `secret` selects this user's own (secret.py), on loopback only; otherwise give 16
-    bytes or more. Clients of this user on loopback connect by a Unix socket, too. `unix_socket` is another path of one;
-    `allowed_uids` may use it besides this user and root. `read_only`: clients cannot change anything.
+    `port` 0 is any free one. An empty `secret` selects this user's own (secret.py), on loopback only; otherwise give
+    16 bytes or more. Clients of this user on loopback may also connect by a Unix socket. `unix_socket` is the path of
+    another one; `allowed_uids` may use it besides this user and root. `read_only`: clients cannot change anything.
 
-    A hello has `handshake_seconds`, a lease `lease_seconds`; then the connection ends. One user or address may have half
-    of `max_connections`; beyond the limit a new connection replaces one that was idle for `idle_seconds`.
-    """
+    A hello has `handshake_seconds`, a lease `lease_seconds`; then the connection is closed. One user or address may
+    have half of `max_connections`; beyond the limit a new connection replaces one that was idle for `idle_seconds`."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -267,10 +266,9 @@ class PeerServer:
 
 
 class _LeaseLimits:
-    """Limits of leases: per connection, and for all together, separately for reads and writes.
+    """Limits of leases: per connection, and for all connections together, separately for reads and writes.
 
-    So neither leased pages nor reserved pages that are never filled evict all others.
-    """
+    So neither leased pages, nor reserved pages that are never filled, can evict all others."""
 
     def __init__(self, tier: HostTier, config: PeerConfig) -> None:
         self.seconds = config.lease_seconds
@@ -478,7 +476,8 @@ class _RequestHandler:
             self._remove_lease(number).release(written=False)
 
     def _write(self, message: Message) -> None:
-        """Reports which pages are wanted, then receives those. Checksums follow, so they are computed during the transfer."""
+        """Replies which pages to send, then receives them. Checksums follow the pages, so they are computed during the
+        transfer."""
         size = message.page_bytes
         number, lease, busy = self._make_lease(message, self._limits.writing, self._reserve_pages)
         written = False

@@ -4,7 +4,7 @@
     any path                       of `kvloom share --socket`, for users of --allow-uid
 
 HOST identifies this boot and network namespace: loopback of another container or host differs.
-Does not know protocols.
+Independent of protocols.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Timeouts for a client library that has none: calls run in a thread of their own, and the caller stops waiting.
+"""Timeouts for a client library that has none: calls run in a separate thread, and the caller stops waiting.
 
 An abandoned call continues in its thread, with the memory it was given: `StillRunningError` reports its end.
-Does not know stores.
+Independent of stores.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bytes over a connected socket: many pieces per call, long ones directly into the caller's memory, with timeouts.
 
-The kernel enforces the timeout of a call, so no call needs a second one to wait. Does not know protocols.
+The kernel enforces the timeout of a call, so a call does not have to poll first. Independent of protocols.
 """
 
 from __future__ import annotations

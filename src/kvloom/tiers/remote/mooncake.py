@@ -56,7 +56,8 @@ class MooncakeStore(Store):
             self._call(lambda: self._mooncake.register_memory(self._client, memory))
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads a key that a batch contains twice only once: the library would fill one of its destinations only."""
+        """Reads values. A key that a batch contains twice is read only once, because the library would fill only one of
+        its destinations."""
         self._capacity.touch(list(dict.fromkeys(wanted.key for wanted in ranges)))
         lengths = (
             self._get_direct(ranges, destination) if len(set(ranges)) == len(ranges) else [0] * len(ranges)

@@ -1,6 +1,6 @@
 """The client of Mooncake Store, one per tier: set-up, end, and the registered memory of callers.
 
-A client whose set-up failed is never called: that would crash the process. Does not know values or heads.
+A client whose set-up failed is never called: that would crash the process. Independent of values and heads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NIXL as the transport of a disk tier: `nixl:///nvme/kv?capacity=1TiB&backend=POSIX`.
 
 The tier is the disk tier: the same segments, index, checksums and crash safety. Only pages move by NIXL (POSIX, or
-GDS and GDS_MT if those plug-ins load); headers and the end of a file use plain calls. Does not know formats.
+GDS and GDS_MT if those plug-ins load); headers and the end of a file use plain calls. Independent of formats.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     kvloom/1:sizes   bytes by key                                kvloom/1:counts  bytes, evicted, a clock of uses
 
 All clients of the database share the capacity. A write first creates an empty value and evicts for it, in one step
-on the server, and fills it only if it still exists. So every value is counted. Does not know pages.
+on the server, and fills it only if it still exists. So every value is counted. Independent of pages.
 """
 
 from __future__ import annotations

@@ -236,10 +236,9 @@ class S3Store(Store):
         return begins
 
     def _try_transfer(self, verb: str, parts: Sequence[tuple[bytes, int, int]]) -> list[int]:
-        """`_transfer`, with -1 for failed parts. Each part is a transfer of its own.
+        """`_transfer`, with -1 for failed parts. Each part is a separate transfer.
 
-        For a common one NIXL would report the first failure while it still writes to the buffer.
-        """
+        For a single transfer of all parts NIXL would report the first failure while it still writes to the buffer."""
         if not parts:
             return []
         begins = _begins([length for _, _, length in parts])

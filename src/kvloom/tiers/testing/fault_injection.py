@@ -29,10 +29,9 @@ __all__ = ["Faults", "FaultyFiles", "FaultyTier"]
 class Faults:
     """The faults to inject; change them while running. `hung` calls wait for `release()`.
 
-    `tamper` is called with the objects of every read first, to damage the medium. `calls` are the file operations
+    Before every read, `tamper` is called with its objects, to damage the medium. `calls` are the file operations
     concerned (`FaultyFiles`); `error` is their errno. `rate` limits reads to this many bytes per second, except the
-    next `burst` bytes. `hung_calls` counts calls that hang now.
-    """
+    next `burst` bytes. `hung_calls` counts calls that hang now."""
 
     slow: float = 0.0
     rate: float = 0.0

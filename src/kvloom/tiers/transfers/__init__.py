@@ -1,4 +1,4 @@
-"""Transfers between host memory and the tiers below it.
+"""Transfers between host memory and the other tiers.
 
 transfer_manager.py   TransferManager: lookup, fetch, write to tiers
 tier_queue.py         one queue and thread per tier

@@ -4,7 +4,7 @@
                                      ^                          │
                                      └──────── failed ──────────┘  with a longer pause
 
-Does not know tiers: the caller records successes and failures. Thread-safe.
+Independent of tiers: the caller records successes and failures. Thread-safe.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CircuitBreaker:
             self._pause = self._config.first_pause
 
     def record_inconclusive(self) -> None:
-        """The probe showed neither success nor failure: another may follow immediately."""
+        """Records a probe that showed neither success nor failure: another may follow immediately."""
         with self._lock:
             self._probing_since = None
 

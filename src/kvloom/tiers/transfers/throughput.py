@@ -34,8 +34,8 @@ class Throughput:
         self.bytes_per_second = self._bytes / self._seconds
 
     def raise_estimate(self) -> None:
-        """Raises the estimate by a tenth. Call it when a load is skipped because the tier is slow: the estimate recovers
-        until the tier is tried again.
-        """
+        """Raises the estimate by a tenth. Call it when a load is skipped because the tier is slow.
+
+        So the estimate recovers until the tier is tried again."""
         self._bytes *= 1.1
         self.bytes_per_second *= 1.1

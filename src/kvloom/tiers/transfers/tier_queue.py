@@ -4,9 +4,8 @@
     loads   ─┼─> thread ─> tier.read/write ─> in flight (≤ budget, stores ≤ a quarter) ─> released ─> settled
     stores  ─┘
 
-Every transfer reads or writes the host tier's arena, so a hung tier blocks host pages and never device pages.
-A load has a deadline; pages of a cancelled load are freed when the tier releases them.
-Knows block hashes and bytes, not their use.
+Every transfer reads or writes the host tier's arena, so a hung tier blocks host pages and never device pages. A load
+has a deadline; pages of a cancelled load are freed when the tier releases them.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class TierQueueConfig:
 
 
 class TierQueue:
-    """The queue of one tier below host memory. It calls `changed`, from any thread, after each completed item."""
+    """The queue of one tier other than host memory. It calls `changed`, from any thread, after each completed item."""
 
     def __init__(
         self,

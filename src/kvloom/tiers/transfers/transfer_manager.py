@@ -1,11 +1,11 @@
-"""The transfer manager: transfers between host memory and the tiers below it, with one queue per tier, fastest first.
+"""The transfer manager: transfers between host memory and the other tiers, with one queue per tier, fastest first.
 
     lookup(objects)           which objects host memory or a tier has     (bounded time)
     fetch(objects)            load objects from tiers into host memory    (earliest deadline first)
     write_to_tiers(objects)   write pages of host memory to tiers, by their write policies
 
-A caller polls the results and never waits for a tier; `wait` sleeps until a queue has made progress. A failed, late or
-hung tier is a miss, counted in `fault_log`. Knows block hashes and bytes; not prompts, layer kinds or devices.
+A caller polls the results and never waits for a tier; `wait` sleeps until a queue has made progress. A failed, late
+or hung tier is a miss, counted in `fault_log`.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ class FetchJob:
 
 
 class TransferManager:
-    """`host` is the memory of all transfers; `tiers` are those below it, fastest first. One thread calls the manager;
-    each queue has its own.
-    """
+    """`host` is the memory of all transfers; `tiers` are the others, fastest first.
+
+    One thread calls the manager; each queue has its own."""
 
     def __init__(
         self, host: HostTier, tiers: Sequence[OpenTier], config: TransferConfig | None = None

@@ -1,6 +1,6 @@
 """A stand-in for a tier that could not be opened: it retries with growing pauses and delegates once the tier opens.
 
-Until then it holds nothing, and every operation fails immediately with the reason. Knows only how to open the tier.
+Until then it is empty, and every operation fails immediately with the reason.
 """
 
 from __future__ import annotations
