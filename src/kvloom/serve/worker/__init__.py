@@ -3,6 +3,7 @@
     engine_client.py      EngineClient: starts and restarts the engine process, exchanges messages with it
     response_stream.py    ResponseStream: the deltas of one HTTP request
     messages.py           the messages between both processes
+    pool_broker.py        plan_pools: one memory budget for the pools of several models
     watchdog.py           Watchdog: detects an engine that hangs
     engine_process.py     the engine process: loads the model, then runs steps
     worker.py             Worker: runs requests on the engine
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         TierUsage,
         TokenLogprob,
     )
+    from .pool_broker import PoolLoad, plan_pools
     from .response_stream import ResponseStream
     from .stats import engine_stats
     from .watchdog import WatchdogLimits
@@ -48,6 +50,7 @@ __all__ = [
     "FromEngine",
     "HistogramCounts",
     "Outputs",
+    "PoolLoad",
     "Ready",
     "RequestProgress",
     "ResponseStream",
@@ -61,6 +64,7 @@ __all__ = [
     "Worker",
     "engine_stats",
     "load_engine",
+    "plan_pools",
 ]
 
 _MODULES = {
@@ -84,6 +88,7 @@ _MODULES = {
         "TierUsage",
         "TokenLogprob",
     ),
+    "pool_broker": ("PoolLoad", "plan_pools"),
     "response_stream": ("ResponseStream",),
     "stats": ("engine_stats",),
     "watchdog": ("WatchdogLimits",),
