@@ -57,11 +57,14 @@ def peak_below(most: int) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (b"$3000000000\r\n", "a string of bytes: 3000000000, the limit is 65536"),
+        (b"$3000000000\r\n", "a string of bytes: 3000000000, the limit is 66037"),
         (b"$100000\r\n", "a string of bytes: 100000"),
-        (b"*3000000000\r\n", "an array of items: 3000000000, the limit is 1024"),
+        (b"*3000000000\r\n", "an array of items: 3000000000, the limit is 1031"),
         (b"*1\r\n" * 200, "arrays in arrays: 5, the limit is 4"),
         (b"*1\r\n$3000000000\r\n", "a string of bytes: 3000000000"),
+        (b"*9\r\n" + (b"$8000\r\n" + bytes(8000) + b"\r\n") * 9, "a string of bytes: 8000, the limit is"),
+        (b"*900\r\n" + b"*900\r\n" * 900, "an array of items: 900, the limit is"),
+        (b"*9\r\n" + (b"+" + bytes(60000) + b"\r\n") * 9, "a line of bytes: 60001, the limit is"),
     ],
 )
 def test_a_redis_length_is_checked_before_allocation(answer: bytes, said: str) -> None:
