@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -107,6 +107,31 @@ def test_a_frame_with_an_excessive_head_length_is_skipped(
     assert get(tier, range(3)).ok.all(), "the frames before it are served"
     tier.close()
     assert max(asked) <= 2 * MIB
+
+
+def test_many_damaged_frames_do_not_read_a_file_again_and_again(tmp_path: Path) -> None:
+    tier = DiskTier(DiskConfig(tmp_path, 64 * MIB, durable="process"))
+    assert put(tier, range(3)).ok.all()
+    tier.close()
+    (path,) = tmp_path.glob("*.seg")
+    with path.open("r+b") as file:
+        header = file.read(BLOCK)
+        end = file.seek(0, os.SEEK_END)
+        for at in range(end, end + 64 * BLOCK, BLOCK):  # each states heads of 32 MiB
+            file.seek(at)
+            file.write(segment._FRAME.pack(b"KVLF", 1, 0, header[8:24], at, 1, 32 * MIB - BLOCK, 0))
+        file.truncate(end + 33 * MIB)
+    read: list[int] = []
+
+    class Counted(SystemFiles):
+        def read(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+            read.append(sum(map(len, into)))
+            return super().read(fd, into, offset)
+
+    tier = DiskTier(DiskConfig(tmp_path, 64 * MIB, durable="process"), Counted)
+    assert sum(read) < 400 * MIB
+    assert get(tier, range(3)).ok.all()
+    tier.close()
 
 
 def test_frames_of_pages_with_many_runs_stay_within_the_head_limit(
