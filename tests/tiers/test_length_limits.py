@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -18,6 +19,7 @@ from kvloom.tiers.aligned_memory import BLOCK
 from kvloom.tiers.disk import SystemFiles, segment, segment_writer
 from kvloom.tiers.disk.tombstones import Tombstones
 from kvloom.tiers.encoding import Head, make_codec, parse_head, seal
+from kvloom.tiers.remote import s3
 from kvloom.tiers.remote.redis_protocol import RespConnection
 from kvloom.tiers.testing.conformance import FORM, RUN, get, objects, page, put
 
@@ -195,3 +197,33 @@ def test_tombstones_are_read_in_parts(tmp_path: Path) -> None:
     with peak_below(32 * MIB):
         assert dropped.read() == {key: (number, at) for key, number, at in gone}
     os.close(directory)
+
+
+@pytest.mark.parametrize("framing", [b"", b"Transfer-Encoding: chunked\r\n"])
+@pytest.mark.parametrize("body", [b"x" * 65536, b"10000\r\n" + b"x" * 65536 + b"\r\n"])
+def test_a_reply_of_s3_without_end_is_refused(
+    framing: bytes, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("boto3", reason="no S3 client: pip install boto3")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    sent = [0]
+
+    def run() -> None:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n")
+            while sent[0] < 256 * MIB:
+                connection.sendall(body)
+                sent[0] += len(body)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, peak_below(48 * MIB):
+        thread = threading.Thread(target=run)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        client, _ = s3._make_client(s3.S3Bucket("bucket", endpoint=endpoint), 5.0)
+        with pytest.raises(Exception, match=r"exceeds 4194304 bytes|chunk|Connection|body"):
+            client.delete_objects(Bucket="bucket", Delete={"Objects": [{"Key": "k"}], "Quiet": True})
+        thread.join(30)
+    assert sent[0] < 64 * MIB
