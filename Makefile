@@ -72,9 +72,10 @@ lock: ## choose the newest versions again and write requirements.lock (needs uv)
 	@$(PYTHON) tools/lock.py
 
 sbom: setup ## the packages of the virtual environment as a CycloneDX bill of materials: dist/sbom.json
-	@test -x $(BIN)/cyclonedx-py || $(BIN)/python -m pip install --quiet 'cyclonedx-bom>=7,<8'
+	@test -x build/sbom/bin/cyclonedx-py || { $(PYTHON) -m venv build/sbom && \
+		build/sbom/bin/python -m pip install --quiet 'cyclonedx-bom>=7,<8'; }
 	@mkdir -p dist
-	@$(BIN)/cyclonedx-py environment --output-format JSON --output-file dist/sbom.json $(BIN)/python
+	@build/sbom/bin/cyclonedx-py environment --output-format JSON --output-file dist/sbom.json $(BIN)/python
 	@echo "dist/sbom.json"
 
 fuzz: setup ## property tests with new examples, pass after pass until FUZZ_SECONDS are spent

@@ -1,6 +1,8 @@
 """requirements.lock: one hashed version of every package that `make setup` installs, within what pyproject.toml allows."""
 
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -40,3 +42,15 @@ def test_every_locked_package_has_hashes() -> None:
 
 def test_the_lock_names_no_registry() -> None:
     assert not [entry for entry in LOCKED if "://" in entry]
+
+
+def test_the_bill_of_materials_adds_nothing_to_the_locked_environment() -> None:
+    """Its tool has no hashes: an own environment keeps it, and its packages, out of the bill."""
+    if shutil.which("make") is None:
+        pytest.skip("no make: install GNU make")
+    done = subprocess.run(
+        ["make", "--dry-run", "sbom"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    tool = [line for line in done.stdout.splitlines() if "cyclonedx-bom" in line]
+    assert tool
+    assert not [line for line in tool if ".venv/" in line]

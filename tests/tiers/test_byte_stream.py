@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -54,6 +55,32 @@ def test_a_close_during_a_transfer_is_detected(pair: tuple[ByteStream, ByteStrea
         near.receive_checked(memoryview(bytearray(SIZE)), RUN)
     with pytest.raises(ConnectionError):
         near.send_checked(memoryview(bytes(20 * SIZE)), RUN)
+
+
+def test_a_call_that_another_thread_closes_reads_no_bytes_of_a_new_socket() -> None:
+    """The new socket gets the descriptor of the closed one, while the call still has bytes to receive."""
+    for _ in range(20):
+        near, far = socket.socketpair()
+        stream, received = ByteStream(near, 20.0), bytearray(8 * RUN)
+
+        def call(stream: ByteStream = stream, received: bytearray = received) -> None:
+            with contextlib.suppress(OSError):
+                stream.receive_checked(memoryview(received), RUN)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        far.send(b"x")
+        time.sleep(0.01)
+        stream.close()
+        new, other = socket.socketpair()
+        other.send(b"of the new connection")
+        thread.join(20)
+        new.settimeout(0.2)
+        try:
+            assert new.recv(100) == b"of the new connection"
+        finally:
+            for each in (far, new, other):
+                each.close()
 
 
 @pytest.mark.parametrize("trickle", [False, True])

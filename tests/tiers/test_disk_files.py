@@ -5,11 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import struct
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from kvloom.tiers import TierError
+from kvloom.tiers.encoding import checksum
 from kvloom.tiers.testing.conformance import get, put
 
 from .test_disk_tier import opened
@@ -150,3 +155,53 @@ def test_directories_and_files_are_private_to_their_owner(tmp_path: Path) -> Non
     files = list((tmp_path / "a" / "b" / "kv").iterdir())
     assert {"lock", "dropped"} < {file.name for file in files}
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+
+
+@pytest.mark.parametrize("name", [f"{(1 << 64) - 1}.seg", "9" * 200 + ".seg", "999999999999999.seg"])
+def test_a_planted_segment_number_does_not_end_writes(tmp_path: Path, name: str) -> None:
+    """The number of a new segment must neither follow it nor exceed its field."""
+    (tmp_path / name).symlink_to("nowhere")
+    (tmp_path / "000000000000.seg").symlink_to("nowhere")
+    for start in (0, 10):
+        tier = opened(tmp_path)
+        assert put(tier, range(start, start + 10)).ok.all()
+        assert get(tier, range(start + 10)).ok.all()
+        tier.close()
+    assert max(len(path.name) for path in tmp_path.glob("*.seg") if path.is_file()) == len("000000000000.seg")
+
+
+def test_a_tombstone_with_an_excessive_number_does_not_end_writes(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    line = struct.pack("<36sQQ", bytes(36), (1 << 64) - 1, 0)
+    (tmp_path / "dropped").write_bytes(line + checksum(line).to_bytes(8, "little"))
+    tier = opened(tmp_path)
+    assert put(tier, range(10)).ok.all()
+    tier.close()
+
+
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from kvloom.tiers import DiskConfig, DiskTier
+from kvloom.tiers.testing.conformance import get, put
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+tier = DiskTier(DiskConfig(Path(sys.argv[1]), 64 << 20, durable="process"))
+print(tier.stats().notes, bool(put(tier, range(10)).ok.all()), bool(get(tier, range(10)).ok.all()))
+tier.close()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_an_unreadable_file_of_another_user_is_not_evicted() -> None:
+    """It neither counts as a segment nor fills the capacity; in a sticky directory it could not be removed."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)
+        planted = Path(folder) / "000000000000.seg"
+        planted.touch(mode=0o600)
+        os.truncate(planted, 1 << 40)
+        done = subprocess.run(
+            [sys.executable, "-c", AS_NOBODY, folder], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert "belongs to user 0, not to user 65534" in done.stdout, done.stdout + done.stderr
+        assert done.stdout.endswith("True True\n")
+        assert planted.exists()

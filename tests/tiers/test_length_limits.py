@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from kvloom.tiers.aligned_memory import BLOCK
 from kvloom.tiers.disk import SystemFiles, segment, segment_writer
 from kvloom.tiers.disk.tombstones import Tombstones
 from kvloom.tiers.encoding import Head, make_codec, parse_head, seal
+from kvloom.tiers.remote import s3
 from kvloom.tiers.remote.redis_protocol import RespConnection
 from kvloom.tiers.testing.conformance import FORM, RUN, get, objects, page, put
 
@@ -57,11 +59,14 @@ def peak_below(most: int) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (b"$3000000000\r\n", "a string of bytes: 3000000000, the limit is 65536"),
+        (b"$3000000000\r\n", "a string of bytes: 3000000000, the limit is 66037"),
         (b"$100000\r\n", "a string of bytes: 100000"),
-        (b"*3000000000\r\n", "an array of items: 3000000000, the limit is 1024"),
+        (b"*3000000000\r\n", "an array of items: 3000000000, the limit is 1031"),
         (b"*1\r\n" * 200, "arrays in arrays: 5, the limit is 4"),
         (b"*1\r\n$3000000000\r\n", "a string of bytes: 3000000000"),
+        (b"*9\r\n" + (b"$8000\r\n" + bytes(8000) + b"\r\n") * 9, "a string of bytes: 8000, the limit is"),
+        (b"*900\r\n" + b"*900\r\n" * 900, "an array of items: 900, the limit is"),
+        (b"*9\r\n" + (b"+" + bytes(60000) + b"\r\n") * 9, "a line of bytes: 60001, the limit is"),
     ],
 )
 def test_a_redis_length_is_checked_before_allocation(answer: bytes, said: str) -> None:
@@ -104,6 +109,31 @@ def test_a_frame_with_an_excessive_head_length_is_skipped(
     assert get(tier, range(3)).ok.all(), "the frames before it are served"
     tier.close()
     assert max(asked) <= 2 * MIB
+
+
+def test_many_damaged_frames_do_not_read_a_file_again_and_again(tmp_path: Path) -> None:
+    tier = DiskTier(DiskConfig(tmp_path, 64 * MIB, durable="process"))
+    assert put(tier, range(3)).ok.all()
+    tier.close()
+    (path,) = tmp_path.glob("*.seg")
+    with path.open("r+b") as file:
+        header = file.read(BLOCK)
+        end = file.seek(0, os.SEEK_END)
+        for at in range(end, end + 64 * BLOCK, BLOCK):  # each states heads of 32 MiB
+            file.seek(at)
+            file.write(segment._FRAME.pack(b"KVLF", 1, 0, header[8:24], at, 1, 32 * MIB - BLOCK, 0))
+        file.truncate(end + 33 * MIB)
+    read: list[int] = []
+
+    class Counted(SystemFiles):
+        def read(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+            read.append(sum(map(len, into)))
+            return super().read(fd, into, offset)
+
+    tier = DiskTier(DiskConfig(tmp_path, 64 * MIB, durable="process"), Counted)
+    assert sum(read) < 400 * MIB
+    assert get(tier, range(3)).ok.all()
+    tier.close()
 
 
 def test_frames_of_pages_with_many_runs_stay_within_the_head_limit(
@@ -167,3 +197,33 @@ def test_tombstones_are_read_in_parts(tmp_path: Path) -> None:
     with peak_below(32 * MIB):
         assert dropped.read() == {key: (number, at) for key, number, at in gone}
     os.close(directory)
+
+
+@pytest.mark.parametrize("framing", [b"", b"Transfer-Encoding: chunked\r\n"])
+@pytest.mark.parametrize("body", [b"x" * 65536, b"10000\r\n" + b"x" * 65536 + b"\r\n"])
+def test_a_reply_of_s3_without_end_is_refused(
+    framing: bytes, body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("boto3", reason="no S3 client: pip install boto3")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    sent = [0]
+
+    def run() -> None:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n")
+            while sent[0] < 256 * MIB:
+                connection.sendall(body)
+                sent[0] += len(body)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, peak_below(48 * MIB):
+        thread = threading.Thread(target=run)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        client, _ = s3._make_client(s3.S3Bucket("bucket", endpoint=endpoint), 5.0)
+        with pytest.raises(Exception, match=r"exceeds 4194304 bytes|chunk|Connection|body"):
+            client.delete_objects(Bucket="bucket", Delete={"Objects": [{"Key": "k"}], "Quiet": True})
+        thread.join(30)
+    assert sent[0] < 64 * MIB

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +21,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvloom.tiers import HostConfig, HostTier, Outcome, TierError, open_tier
+from kvloom.tiers import HostConfig, HostTier, Outcome, Ranges, TierError, open_tier
 from kvloom.tiers.host import SharedMemory, map_shared_memory
 from kvloom.tiers.peer import PeerConfig, PeerConnection, PeerServer, UnixAddress, open_peer, read_secret
-from kvloom.tiers.peer.protocol import WIRE_VERSION, Channel, Message, PeerError, Verb, client_handshake
+from kvloom.tiers.peer.protocol import (
+    WIRE_VERSION,
+    Channel,
+    Message,
+    PeerError,
+    Verb,
+    client_handshake,
+    server_handshake,
+)
 from kvloom.tiers.peer.secret import default_secret
 from kvloom.tiers.remote import StoreError
 from kvloom.tiers.testing.conformance import PAGE, RUN, get, objects, put
@@ -451,3 +460,48 @@ def test_memory_without_size_seals_is_not_mapped() -> None:
         assert int(np.asarray(mapped[:10]).sum()) == 0
     finally:
         os.close(fd)
+
+
+# --- servers that lie
+
+
+@contextlib.contextmanager
+def lying(result: int) -> Iterator[tuple[str, int]]:
+    """A server with the secret that replies to every read and write with this result for each page."""
+    replies: dict[Verb, Callable[[Message], Message]] = {
+        Verb.ABOUT: lambda got: Message(Verb.ABOUT, a=MIB, b=16 * MIB, payload=b'{"lease_bytes": 1048576}'),
+        Verb.USAGE: lambda got: Message(Verb.USAGE, payload=bytes(24)),
+    }
+
+    def serve(connected: socket.socket) -> None:
+        channel = Channel(connected, 20.0)
+        with contextlib.suppress(OSError, PeerError):
+            server_handshake(channel, SECRET)
+            while True:
+                got = channel.receive(wait=True)
+                every = Message(got.verb, got.count, payload=bytes([result]) * got.count)
+                channel.send(replies.get(got.verb, lambda _, every=every: every)(got))
+        channel.close()
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connected, _ = listening.accept()
+                threading.Thread(target=serve, args=(connected,), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=accept, daemon=True).start()
+        yield listening.getsockname()[:2]
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("result", [Outcome.PENDING, 13, 255])
+def test_an_invalid_result_of_a_read_is_a_failure(result: int) -> None:
+    with lying(result) as address:
+        tier = open_peer(address, SECRET, "connection")
+        transfer = tier.read(objects(range(2)), Ranges(np.zeros(2 * PAGE, np.uint8), np.arange(2) * PAGE))
+        assert transfer.wait(20)
+        assert transfer.failed
+        assert transfer.results.tolist() == [Outcome.FAILED] * 2
+        assert transfer.wait_released(20)
+        tier.close()

@@ -221,7 +221,9 @@ class Transfer:
         self._notify()
 
     def settle(self, which: npt.ArrayLike, outcome: Outcome, reason: str = "") -> None:
-        """Sets the outcome of pending objects; objects with an outcome keep it."""
+        """Sets the outcome of pending objects; objects with an outcome keep it. Raises ValueError for PENDING."""
+        if outcome == Outcome.PENDING:
+            raise ValueError("PENDING is no outcome: settle objects with another one")
         with self._changed:
             count = self._set_outcomes(which, int(outcome))
             if not count:

@@ -135,6 +135,10 @@ def _owners_of(directory: int) -> frozenset[int]:
     return frozenset((us,) if us else (us, os.fstat(directory).st_uid))
 
 
+def _belongs_to(owner: int) -> str:
+    return f"belongs to user {owner}, not to user {os.geteuid()}"
+
+
 def _open_own(name: str, flags: int, directory: int) -> int:
     """Opens a regular file for reading and writing and verifies it before any byte changes."""
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -149,12 +153,18 @@ def _open_own(name: str, flags: int, directory: int) -> int:
             raise UntrustedFileError(
                 name, "is not a regular file: remove it, or use another directory"
             ) from None
+        if error.errno == errno.EACCES:
+            owner = os.stat(name, dir_fd=directory, follow_symlinks=False).st_uid
+            if owner not in _owners_of(directory):
+                raise UntrustedFileError(
+                    name, f"{_belongs_to(owner)}: remove it, or use another directory"
+                ) from None
         raise
     found, why = os.fstat(fd), ""
     if not stat.S_ISREG(found.st_mode):
         why = "is not a regular file"
     elif found.st_uid not in _owners_of(directory):
-        why = f"belongs to user {found.st_uid}, not to user {os.geteuid()}"
+        why = _belongs_to(found.st_uid)
     elif found.st_nlink > 1:
         why = f"has {found.st_nlink} hard links instead of one"
     if why:

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from kvloom.tiers.transfer import Outcome
 
 from .files import Files, UntrustedFileError
-from .segment import Record, Segment
+from .segment import MAX_SEGMENT_NUMBER, Record, Segment
 
 __all__ = ["RecoveredSegments", "recover"]
 
 
 @dataclass(slots=True)
 class RecoveredSegments:
-    """Result of recovery. `foreign` are files of other versions or unreadable files, with sizes. `unread` segments were
-    read in part only.
+    """Result of recovery. `numbers` are those of this user's files. `foreign` are files of other versions or unreadable
+    files, with sizes. `unread` segments were read in part only.
 
     `still_stored` keys were dropped, but their bytes are still on disk."""
 
-    numbers: list[int]
+    numbers: list[int] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     foreign: dict[int, int] = field(default_factory=dict)
     unread: set[int] = field(default_factory=set)
@@ -47,9 +47,12 @@ def recover(
     numbers = sorted(
         int(s) for s in stems if s.isascii() and s.isdigit() and Segment.file_name(int(s)) == f"{s}.seg"
     )
-    recovered = RecoveredSegments(numbers)
+    recovered = RecoveredSegments()
     last: dict[bytes, list[Record]] = {}  # records of each owner's newest segment so far
     for number in numbers:
+        if number >= MAX_SEGMENT_NUMBER:
+            notes[f"a file was ignored: {number} is not the number of a segment"] = None
+            continue
         why = "segments of another version exist: they are not read and are evicted first"
         try:
             segment: Segment | Outcome = Segment.open(files, number, direct)
@@ -58,6 +61,7 @@ def recover(
             continue
         except OSError as error:
             segment, why = Outcome.VERSION, f"segments cannot be read: {error.strerror}"
+        recovered.numbers.append(number)
         if segment is Outcome.VERSION:
             notes[why] = None
             recovered.foreign[number] = files.size_of(Segment.file_name(number))

@@ -25,7 +25,16 @@ from kvloom.tiers.transfer import Outcome
 
 from .files import Files
 
-__all__ = ["MAX_HEAD_BYTES", "SEGMENT_VERSION", "SHARED_OWNER", "Frame", "Record", "Segment", "tenant_owner"]
+__all__ = [
+    "MAX_HEAD_BYTES",
+    "MAX_SEGMENT_NUMBER",
+    "SEGMENT_VERSION",
+    "SHARED_OWNER",
+    "Frame",
+    "Record",
+    "Segment",
+    "tenant_owner",
+]
 
 SEGMENT_VERSION = 1
 _MAGIC, _FRAME_MAGIC = b"KVLSEG", b"KVLF"
@@ -33,8 +42,12 @@ _HEADER = struct.Struct("<6sH16sQ")
 _FRAME = struct.Struct("<4sHH16sQIIQ")
 _CHECK = struct.Struct("<Q")
 _SCAN_BYTES = 1 << 20
+_MAX_SCANS = 4
+"""Times that opening may read a file, besides 64 scans, to find frames after damaged ones."""
 MAX_HEAD_BYTES = 32 << 20
 """Bytes of heads in one frame. A reader allocates no more, whatever a frame states."""
+MAX_SEGMENT_NUMBER = 10**15
+"""Larger numbers are not ours: the next one must fit its field."""
 SHARED_OWNER = bytes(16)
 """The owner id of segments with pages of several tenants."""
 _OWNER_AT = _HEADER.size + _CHECK.size
@@ -123,6 +136,7 @@ class Segment:
         self.keys: set[bytes] = set()  # keys whose newest copy is in this segment
         self.readers = 0
         self.removed = False
+        self._scanned = 0  # bytes read to find frames
 
     @staticmethod
     def file_name(number: int) -> str:
@@ -198,9 +212,11 @@ class Segment:
         """Yields every record in order of writing; leaves `end` after the last frame.
 
         Costs a read of the heads. After a damaged frame it searches for the next, which costs a read of the bytes between.
+        Many damaged frames end the search: a file cannot make it read more than a few times its size.
         """
-        at = BLOCK
-        while at < self.size:
+        at, self._scanned = BLOCK, 0
+        limit = _MAX_SCANS * self.size + 64 * _SCAN_BYTES
+        while at < self.size and self._scanned <= limit:
             frame = self._frame(at)
             if frame is None:
                 at = self._next_frame(at)
@@ -225,6 +241,7 @@ class Segment:
             return None
         if used > BLOCK:
             buffer = aligned_bytes(used)
+            self._scanned += used
             if self._files.read(self.fd, [buffer[: aligned(used)]], at) < aligned(used):
                 return None
         data = buffer[:used]
@@ -246,6 +263,7 @@ class Segment:
         at += BLOCK
         while at < self.size:
             got = self._files.read(self.fd, [buffer], at)
+            self._scanned += got
             if got <= 0 or bytes(buffer[:got]).count(0) == got:  # a megabyte of zeros: never written
                 break
             for step in range(0, got - BLOCK + 1, BLOCK):

@@ -20,11 +20,13 @@ from kvloom.tiers.shares import Shares
 
 from .files import Files
 from .recovery import recover
-from .segment import Frame, Record, Segment
+from .segment import MAX_SEGMENT_NUMBER, Frame, Record, Segment
 from .segment_owners import SegmentOwner, SegmentOwners
 from .tombstones import DroppedRecords, Tombstones
 
 __all__ = ["SegmentStore", "SegmentStoreConfig"]
+
+_MAX_NAME_TRIES = 1024  # numbers tried for a new segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +260,16 @@ class SegmentStore:
             pass
 
     def _create(self, owner: SegmentOwner) -> Segment:
-        number, self._next_number = self._next_number, self._next_number + 1
-        segment = Segment.create(self._files, number, owner.segment_bytes, self._config.direct, owner.name)
+        for tries in range(_MAX_NAME_TRIES):
+            number, self._next_number = self._next_number, self._next_number + 1
+            try:
+                segment = Segment.create(
+                    self._files, number, owner.segment_bytes, self._config.direct, owner.name
+                )
+                break
+            except FileExistsError:  # a file of another user, which recovery ignored
+                if tries == _MAX_NAME_TRIES - 1:
+                    raise
         try:
             self._files.sync_directory()
         except OSError:
@@ -346,7 +356,11 @@ class SegmentStore:
     # --- opening
 
     def _recover(self) -> None:
-        dead = self._tombstones.read()
+        dead = {
+            key: position
+            for key, position in self._tombstones.read().items()
+            if position[0] < MAX_SEGMENT_NUMBER
+        }
         found = recover(self._files, self._config.direct, dead, self._segments, self.notes)
         self._foreign = found.foreign
         # Never reuse a number, not even of a tombstone: a record written there would count as dropped.

@@ -106,8 +106,12 @@ class PeerConnection(Connection):
 
     def read(self, job: Job, tools: Tools) -> dict[int, Outcome]:
         if self.nixl is not None:
-            return self._read_nixl(job, tools, self.nixl)
-        return self._read_shared(job, self.arena) if self.arena is not None else self._read(job)
+            outcomes = self._read_nixl(job, tools, self.nixl)
+        else:
+            outcomes = self._read_shared(job, self.arena) if self.arena is not None else self._read(job)
+        if Outcome.PENDING in outcomes.values():
+            raise StoreError("the peer replied to a read with the result of a write")
+        return outcomes
 
     def write(self, job: Job) -> dict[int, Outcome]:
         if self.nixl is not None:

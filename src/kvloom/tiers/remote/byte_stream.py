@@ -9,6 +9,7 @@ import contextlib
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from ipaddress import ip_address
@@ -30,7 +31,7 @@ class ByteStream:
     """For one thread at a time. `begin` starts an exchange, which has `timeout` seconds.
 
     Many bytes add the time a slow network needs, up to one more timeout. Raises TimeoutError, ConnectionError or another
-    OSError; it is unusable afterwards.
+    OSError; it is unusable afterwards. Any thread may call `close`.
     """
 
     def __init__(self, connected: socket.socket, timeout: float, receive_bytes: int = 0) -> None:
@@ -38,6 +39,7 @@ class ByteStream:
         self.socket, self._timeout = connected, timeout
         self._plain = not isinstance(connected, ssl.SSLSocket)
         self._deadline = 0.0
+        self._in_use = threading.Lock()  # held while a call uses the descriptor
         with contextlib.suppress(OSError):
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         size = _LOOPBACK_BUFFER_BYTES if _is_same_host(connected) else _BUFFER_BYTES
@@ -58,16 +60,22 @@ class ByteStream:
         self._deadline = time.monotonic() + self._timeout + size / _MIN_BYTES_PER_SECOND
 
     def close(self) -> None:
+        """Ends a call that another thread makes, then closes the socket.
+
+        Closing it during the call would let the call continue with a new socket of the same descriptor.
+        """
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
-        self.socket.close()
+            self.socket.shutdown(socket.SHUT_RDWR)
+        with self._in_use:
+            self.socket.close()
 
     def wait_readable(self) -> None:
         """Waits for the next byte, without a timeout."""
         while True:
             try:
-                if not self.socket.recv(1, socket.MSG_PEEK):
-                    raise ConnectionError("the peer closed the connection")
+                with self._in_use:
+                    if not self.socket.recv(1, socket.MSG_PEEK):
+                        raise ConnectionError("the peer closed the connection")
                 return
             except BlockingIOError:
                 continue
@@ -78,13 +86,15 @@ class ByteStream:
         if not self._plain:
             for view in waiting:
                 self._check()
-                self.socket.sendall(view)
+                with self._in_use:
+                    self.socket.sendall(view)
             return
         first = 0
         while first < len(waiting):
             self._check()
             try:
-                sent = self.socket.sendmsg(waiting[first : first + _MAX_PIECES])
+                with self._in_use:
+                    sent = self.socket.sendmsg(waiting[first : first + _MAX_PIECES])
             except BlockingIOError as error:
                 raise self._late() from error
             while first < len(waiting) and sent >= len(waiting[first]):
@@ -108,7 +118,8 @@ class ByteStream:
         if self._plain:
             self._check()
             try:
-                sums = receive_checked(self.socket.fileno(), into, run_bytes, self._deadline)
+                with self._in_use:
+                    sums = receive_checked(self.socket.fileno(), into, run_bytes, self._deadline)
             except BlockingIOError as error:
                 raise self._late() from error
             if sums is not None:
@@ -124,7 +135,8 @@ class ByteStream:
         if self._plain:
             self._check()
             try:
-                sums = send_checked(self.socket.fileno(), data, run_bytes, self._deadline)
+                with self._in_use:
+                    sums = send_checked(self.socket.fileno(), data, run_bytes, self._deadline)
             except BlockingIOError as error:
                 raise self._late() from error
             if sums is not None:
@@ -138,7 +150,8 @@ class ByteStream:
     def _receive(self, into: memoryview, flags: int) -> int:
         self._check()
         try:
-            got = self.socket.recv_into(into, len(into), flags) if flags else self.socket.recv_into(into)
+            with self._in_use:
+                got = self.socket.recv_into(into, len(into), flags) if flags else self.socket.recv_into(into)
         except BlockingIOError as error:
             raise self._late() from error
         if not got:

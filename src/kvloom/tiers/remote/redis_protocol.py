@@ -18,8 +18,10 @@ __all__ = ["RedisReplyError", "RespConnection"]
 _END = b"\r\n"
 _MAX_LINE = 1 << 16
 _RECEIVE_BYTES = 1 << 20  # the single-threaded server continues with the next reply meanwhile
-_MAX_SHORT = 64 << 10  # bytes of a reply without a destination: digests, counts
-_MAX_ITEMS, _MAX_DEPTH = 1024, 4  # of an array; nested arrays
+_MAX_SHORT = 64 << 10  # bytes of all replies of an exchange without a destination: digests, counts
+_SHORT_BYTES = 512  # of them for each command: an error message
+_ITEM_BYTES = 64  # of them for each item of an array: what it takes in memory
+_MAX_DEPTH = 4  # of arrays in arrays
 _MAX_VALUE = 512 << 20  # the limit of Redis itself
 _READ_AHEAD = 4096  # bytes read beyond a line; only these of a long reply are copied
 
@@ -41,8 +43,9 @@ class RespConnection:
         tls: ssl.SSLContext | None = None,
         limit: int = _MAX_SHORT,
     ) -> None:
-        """`limit` bounds the bytes of a reply without a destination."""
+        """`limit` bounds the bytes of all replies of an exchange without a destination."""
         self._limit = limit
+        self._budget = 0  # of them, what the current exchange may still have
         if isinstance(address, str):
             connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connected.settimeout(timeout)
@@ -72,6 +75,7 @@ class RespConnection:
         An argument is bytes, text, a number, or a list of pieces that are sent from their memory.
         """
         self._stream.begin()
+        self._budget = self._limit + _SHORT_BYTES * len(commands)
         pieces: list[Any] = []
         for command in commands:
             short = [b"*%d\r\n" % len(command)]
@@ -91,9 +95,10 @@ class RespConnection:
     def read_reply(self, depth: int = 0) -> Any:
         """Returns the next reply: bytes, a number, None, a list, or a RedisReplyError (returned: it belongs to one command).
 
-        Raises ValueError if it is longer than the limit, before any allocation.
+        Raises ValueError, before any allocation, if all replies of the exchange exceed their limit together.
         """
         line = self._line()
+        self._take("a line of bytes", len(line))
         kind, rest = line[:1], line[1:]
         if kind == b"+":
             return rest
@@ -102,7 +107,7 @@ class RespConnection:
         if kind == b"-":
             return RedisReplyError(rest.decode(errors="replace"))
         if kind == b"$":
-            length = _bounded("a string of bytes", int(rest), self._limit)
+            length = self._take("a string of bytes", int(rest))
             if length < 0:
                 return None
             data = bytearray(length)
@@ -110,10 +115,19 @@ class RespConnection:
             self._skip(2)
             return bytes(data)
         if kind == b"*":
-            items = _bounded("an array of items", int(rest), _MAX_ITEMS)
+            items = self._take("an array of items", int(rest), _ITEM_BYTES)
             _bounded("arrays in arrays", depth + 1, _MAX_DEPTH)
             return None if items < 0 else [self.read_reply(depth + 1) for _ in range(items)]
         raise ValueError(f"not a Redis reply: {line[:40]!r}; is it a Redis server?")
+
+    def _take(self, what: str, count: int, each: int = 1) -> int:
+        """Returns a count that the server announced. Raises ValueError beyond the exchange's limit."""
+        if count * each > self._budget:
+            raise ValueError(
+                f"Redis announced {what}: {count}, the limit is {self._budget // each}; is it a Redis server?"
+            )
+        self._budget -= max(0, count) * each
+        return count
 
     def read_value_into(self, destination: Callable[[int], Sequence[memoryview] | None]) -> int:
         """Reads a string into the memory that `destination(length)` returns; returns its length, -1 for none.

@@ -35,6 +35,7 @@ __all__ = ["S3Bucket", "S3Store", "open_s3", "parse_url"]
 _CONCURRENT = 8  # per kind of request
 _MAX_DELETED = 1000  # per call
 _MARK_BYTES = 8  # bytes after a value that show whether it continues
+_MAX_REPLY_BYTES = 4 << 20  # of the store to boto3: errors of _MAX_DELETED deletions
 _RECENT_SECONDS = 1.0  # a store without contact for this long may be unreachable
 
 
@@ -299,7 +300,31 @@ def _make_client(bucket: S3Bucket, timeout: float) -> tuple[Any, Any]:
     client = session.client(
         "s3", endpoint_url=bucket.endpoint or None, region_name=bucket.region, config=settings
     )
+    # boto3 reads replies of any length, and an abandoned call would continue to.
+    client.meta.events.register("before-send.s3", partial(_send, client._endpoint.http_session))
     return client, session.get_credentials()
+
+
+def _send(session: Any, request: Any, **_: Any) -> Any:
+    """Sends a request of boto3; returns the response, whose body is read later and bounded."""
+    request.stream_output = True
+    response = session.send(request)
+    response.raw = _BoundedBody(response.raw)
+    return response
+
+
+class _BoundedBody:
+    """The body of a reply. `stream` raises StoreError if it is longer than the limit."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+
+    def stream(self) -> list[bytes]:
+        body = self._raw.read(_MAX_REPLY_BYTES + 1)
+        if len(body) > _MAX_REPLY_BYTES:
+            self._raw.close()
+            raise StoreError(f"the store's reply exceeds {_MAX_REPLY_BYTES} bytes; is it an S3 store?")
+        return [body]
 
 
 def open_s3(bucket: S3Bucket, config: RemoteConfig) -> RemoteTier:
