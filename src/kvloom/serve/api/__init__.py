@@ -4,7 +4,9 @@
     generation.py         endpoints that generate: completions and chats
     tokenize.py           /tokenize and /detokenize
     request_fields.py     fields of a request, and their sampling parameters
+    json_limits.py        limits of a request's JSON
     prompts.py            PromptEncoder: texts and chats to token ids
+    fair_thread.py        a thread that encodes for tenants in turn
     templates.py          chat templates within limits
     control_tokens.py     control tokens in the texts of a request
     responses.py          responses, whole or as events
