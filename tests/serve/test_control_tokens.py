@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from typing import Any
 
@@ -36,7 +35,7 @@ def turns(tokenizer: PreTrainedTokenizerFast, **how: Any) -> PreTrainedTokenizer
 def chat(
     prompts: PromptEncoder, messages: list[dict[str, Any]], room: PromptLimits = ROOM, **more: Any
 ) -> Prompt:
-    return asyncio.run(prompts.encode_chat(ChatFields(messages=messages, **more), room))
+    return prompts.encode_chat(ChatFields(messages=messages, **more), room)
 
 
 def count(prompts: PromptEncoder, ids: list[int], text: str) -> int:
@@ -74,7 +73,7 @@ def test_control_tokens_of_a_request_are_text_and_of_the_template_tokens(llama: 
 
 
 def test_a_completion_recognises_special_tokens(llama: PromptEncoder) -> None:
-    (found,) = asyncio.run(llama.encode_completion(CompletionFields(prompt="<|user|>hi<|eos|>"), ROOM))
+    (found,) = llama.encode_completion(CompletionFields(prompt="<|user|>hi<|eos|>"), ROOM)
     assert count(llama, found.tokens, "<|user|>") == count(llama, found.tokens, "<|eos|>") == 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import tracemalloc
 from pathlib import Path
@@ -12,9 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvloom.models.specs import folder_of
+from kvloom.serve.api.json_limits import MAX_DEPTH, check_values
 from kvloom.serve.api.prompts import PromptEncoder, PromptLimits, load_tokenizer
 from kvloom.serve.api.request_fields import ChatFields, CompletionFields
-from kvloom.serve.api.templates import MAX_DEPTH, count_characters
 from kvloom.serve.errors import ApiError
 from tests.engine.made_tokenizers import byte_fallback, byte_level, words
 
@@ -49,7 +48,7 @@ ROOM = PromptLimits(4096, 4096)
 def encode_chat(
     prompts: PromptEncoder, messages: list[dict[str, Any]], room: PromptLimits = ROOM, **more: Any
 ) -> tuple[str, list[int]]:
-    found = asyncio.run(prompts.encode_chat(ChatFields(messages=messages, **more), room))
+    found = prompts.encode_chat(ChatFields(messages=messages, **more), room)
     assert found.text is not None
     return found.text, found.tokens
 
@@ -146,15 +145,15 @@ def test_reserved_template_variables_are_refused(name: str) -> None:
 
 
 def test_values_are_counted_and_nesting_is_bounded() -> None:
-    assert count_characters([{"ab": "cde"}, ["f", 1, None]], "messages") == 6
+    assert check_values([{"ab": "cde"}, ["f", 1, None]], "messages") == 6
     deep: Any = []
     for _ in range(MAX_DEPTH - 1):
         deep = [deep]
-    count_characters([deep], "messages")
+    check_values([deep], "messages")
     with pytest.raises(ApiError, match="64 levels"):
-        count_characters([[deep]], "messages")
+        check_values([[deep]], "messages")
     with pytest.raises(ApiError, match="131,072 values"):
-        count_characters([[[1] * 70_000, [2] * 70_000]], "messages")
+        check_values([[[1] * 70_000, [2] * 70_000]], "messages")
 
 
 def test_a_failing_template_gives_a_clear_error() -> None:
@@ -175,7 +174,7 @@ def llama() -> PromptEncoder:
 
 
 def completion(prompts: PromptEncoder, text: str, room: PromptLimits) -> list[int]:
-    (found,) = asyncio.run(prompts.encode_completion(CompletionFields(prompt=text), room))
+    (found,) = prompts.encode_completion(CompletionFields(prompt=text), room)
     return found.tokens
 
 

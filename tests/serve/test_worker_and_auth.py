@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +17,7 @@ from kvloom.core import Tenant
 from kvloom.engine import Engine, SamplingParams
 from kvloom.models.specs import embedded, folder_of
 from kvloom.serve.auth.keys import permission_warning, read_keys
-from kvloom.serve.auth.limits import Limits, RequestLimiter
+from kvloom.serve.auth.limits import Caps, Limits, RequestLimiter
 from kvloom.serve.errors import ApiError, engine_died
 from kvloom.serve.worker.engine_client import MAX_RESTARTS, WINDOW_SECONDS, Backoff
 from kvloom.serve.worker.messages import (
@@ -108,6 +110,47 @@ def test_the_limiter_counts_answers_and_drains() -> None:
         Limits(body_bytes=0)
 
 
+def test_one_tenant_does_not_fill_a_limiter_that_others_share() -> None:
+    limiter = RequestLimiter(100, shared=True)
+    with ExitStack() as open_:
+        for _ in range(80):  # 4 of 5 places
+            open_.enter_context(limiter.admit(1, "flood"))
+        with pytest.raises(ApiError, match="this tenant has 80") as caught, limiter.admit(1, "flood"):
+            pass
+        assert caught.value.status == 429
+        for _ in range(10):
+            open_.enter_context(limiter.admit(1, "calm"))
+        with pytest.raises(ApiError, match="this tenant has 80"), limiter.admit(1, "flood"):
+            pass
+        for i in range(10):
+            open_.enter_context(limiter.admit(1, f"other {i}"))
+        with pytest.raises(ApiError, match="queue is full"), limiter.admit(1, "one more"):
+            pass
+    assert limiter.in_progress == limiter.requests == 0
+    assert limiter.idle.is_set()
+    with limiter.admit(100, "flood"):  # an idle server serves any request
+        pass
+
+
+def test_a_limiter_of_one_tenant_is_filled_and_max_open_holds() -> None:
+    limiter = RequestLimiter(10)
+    with ExitStack() as open_:
+        for _ in range(10):
+            open_.enter_context(limiter.admit(1))
+    with limiter.admit(3, "red", 4):
+        with pytest.raises(ApiError, match="3 of 4 open answers"), limiter.admit(2, "red", 4):
+            pass
+        with limiter.admit(1, "red", 4), limiter.admit(2, "blue", 4):
+            pass
+
+
+def test_the_smallest_limiter_admits_every_tenant() -> None:
+    limiter = RequestLimiter(1, shared=True)
+    for tenant in ("red", "blue"):
+        with limiter.admit(1, tenant):
+            pass
+
+
 def test_restarts_back_off_and_are_bounded() -> None:
     backoff, now, starts = Backoff(), 100.0, []
     for _ in range(40):
@@ -185,6 +228,37 @@ def test_a_missing_weight_is_1_if_another_tenant_has_one(tmp_path: Path) -> None
     assert read_keys(str(file)).tenants == (
         TenantConfig("red", None, 1.0), TenantConfig("blue", 2 << 20, 0.5), TenantConfig("grey", None, 0.0)
     )  # fmt: skip
+
+
+def test_caps_are_read_from_lines_and_from_json_and_default_to_the_flags(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(
+        "key-number-1= red - 2 max_open=64 max_ttl=0.5 admin\nkey-number-2 blue max_priority=-3\nkey-number-3 grey"
+    )
+    keys = read_keys(str(file), Caps(answers=9, ttl=60.0))
+    assert keys.authenticate("Bearer key-number-1=") == "red"
+    assert keys.caps("red") == Caps(answers=9, open=64, ttl=0.5)
+    assert keys.caps("blue") == Caps(answers=9, ttl=60.0, priority=-3)
+    assert keys.caps("grey") == keys.caps("unknown") == Caps(answers=9, ttl=60.0)
+    file.write_text('{"key-number-1": {"tenant": "red", "max_answers": 4, "max_open": 8.0}}')
+    assert read_keys(str(file)).caps("red") == Caps(answers=4, open=8)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "said"),
+    [
+        ((5, None, None), "n", "5 answers exceed the limit of 4"),
+        ((1, 61.0, None), "ttl", "61 exceeds the limit of 60"),
+        ((1, None, 6), "priority", "6 exceeds the limit of 5"),
+    ],
+)
+def test_a_request_above_a_cap_is_refused_and_one_at_it_is_not(asked: Any, param: str, said: str) -> None:
+    caps = Caps(answers=8, open=4, ttl=60.0, priority=5)
+    with pytest.raises(ApiError, match=said) as caught:
+        caps.check(*asked)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    caps.check(4, 60.0, 5)
+    Caps().check(10**9, 1e300, 10**18)
 
 
 def test_a_readable_key_file_causes_a_warning(tmp_path: Path) -> None:

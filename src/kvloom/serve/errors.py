@@ -13,6 +13,7 @@ __all__ = [
     "ApiError",
     "above_share",
     "bad_request",
+    "bodies_full",
     "body_too_large",
     "context_too_long",
     "draining",
@@ -140,6 +141,15 @@ def above_share(asked: int, open_answers: int, limit: int) -> ApiError:
     return ApiError(
         429,
         f"this tenant has {open_answers} of {limit} open answers, {asked} requested; retry in {RETRY_SECONDS} s",
+        code="rate_limit_exceeded",
+        retry_after=RETRY_SECONDS,
+    )
+
+
+def bodies_full() -> ApiError:
+    return ApiError(
+        429,
+        f"too many large request bodies at once; retry in {RETRY_SECONDS} s",
         code="rate_limit_exceeded",
         retry_after=RETRY_SECONDS,
     )

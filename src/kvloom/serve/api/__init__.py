@@ -5,7 +5,9 @@
     tokenize.py           /tokenize and /detokenize
     admin.py              /admin/pool
     request_fields.py     fields of a request, and their sampling parameters
+    json_limits.py        limits of a request's JSON
     prompts.py            PromptEncoder: texts and chats to token ids
+    fair_thread.py        a thread that encodes for tenants in turn
     templates.py          chat templates within limits
     control_tokens.py     control tokens in the texts of a request
     responses.py          responses, whole or as events

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -39,41 +40,17 @@ class GenerationEndpoint(ABC):
     def read(self, body: bytes) -> CompletionFields | ChatFields: ...
 
     @abstractmethod
-    async def prompts(
+    def prompts(
         self, fields: CompletionFields | ChatFields, prompts: PromptEncoder, limits: PromptLimits
     ) -> list[Prompt]: ...
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic()
         context, request = self.context, Request(scope, receive)
-        if context.keys:
-            context.authenticate(request)  # before reading the body
-        facts, prompts = context.require_ready()
-        fields = self.read(await context.read_body(request))
-        context.check_model(fields.model)
-        tenant = context.request_tenant(request, fields)
-        answers, caps = _answer_count(fields), context.keys.caps(tenant)
-        caps.check(answers, fields.ttl, fields.priority)
-        with context.limiter.admit(answers, tenant, caps.open):
-            most = self._max_prompt_tokens(tenant, facts)
-            limits = PromptLimits(most, facts.vocab_size, _tokens_to_keep(fields, most))
-            given = await self.prompts(fields, prompts, limits)
-            messages = self._messages(fields, given, tenant, facts)
+        with ExitStack() as admitted:
+            messages, response, is_stream = await self._prepare(request, admitted)
             ids, n = [message.id for message in messages], messages[0].params.n
-            is_stream = bool(fields.stream)
             stream = ResponseStream(ids, n, context.limits.unread_characters if is_stream else None)
-            response = (ChatResponse if isinstance(fields, ChatFields) else CompletionResponse)(
-                context.model,
-                given,
-                ids,
-                n,
-                prompts,
-                echo=bool(isinstance(fields, CompletionFields) and fields.echo),
-                token_ids=bool(fields.return_token_ids),
-                top_logprobs=messages[0].params.logprobs or 0,
-                usage=fields.stream_options,
-                prompt_logprobs=fields.prompt_logprobs is not None,
-            )
             context.engine.require_ready()
             record = context.observer.start(response.id, scope["path"], messages, started, request.headers)
             context.engine.submit(messages, stream)
@@ -99,15 +76,50 @@ class GenerationEndpoint(ABC):
                 record.is_disconnected = stream.is_disconnected
                 context.observer.finish(record)
 
+    async def _prepare(
+        self, request: Request, admitted: ExitStack
+    ) -> tuple[list[Add], ResponseBuilder, bool]:
+        """Return the engine's messages, an empty response, and whether it is a stream. `admitted` releases the request's place.
+        Raises ApiError. The body and its fields, which may be large, are released before the answer begins."""
+        context = self.context
+        account = context.authenticate(request) or ""  # before reading the body
+        facts, prompts = context.require_ready()
+        with context.bodies.hold(account) as held:
+            body = await context.read_body(request, held)
+            fields = await context.parse(lambda: self.read(body), account, len(body))
+            context.check_model(fields.model)
+            tenant = context.request_tenant(request, fields)
+            answers, caps = _answer_count(fields), context.keys.caps(tenant)
+            caps.check(answers, fields.ttl, fields.priority)
+            admitted.enter_context(context.limiter.admit(answers, tenant, caps.open))
+            most = self._max_prompt_tokens(tenant, facts)
+            limits = PromptLimits(most, facts.vocab_size, _tokens_to_keep(fields, most))
+            given = await prompts.run(lambda: self.prompts(fields, prompts, limits), account, len(body))
+        messages = self._messages(fields, given, tenant, facts)
+        response = (ChatResponse if isinstance(fields, ChatFields) else CompletionResponse)(
+            context.model,
+            given,
+            [message.id for message in messages],
+            messages[0].params.n,
+            prompts,
+            echo=bool(isinstance(fields, CompletionFields) and fields.echo),
+            token_ids=bool(fields.return_token_ids),
+            top_logprobs=messages[0].params.logprobs or 0,
+            usage=fields.stream_options,
+            prompt_logprobs=fields.prompt_logprobs is not None,
+        )
+        return messages, response, bool(fields.stream)
+
     def _messages(
         self, fields: CompletionFields | ChatFields, prompts: list[Prompt], tenant: str, facts: Ready
     ) -> list[Add]:
         """Return one Add per prompt. Raises ApiError for the first invalid one."""
+        made: dict[int, SamplingParams] = {}  # by max_tokens; a schema is encoded once
         return [
             Add(
                 id_,
                 prompt.tokens,
-                self._params(fields, prompt.tokens, tenant, facts),
+                self._params(fields, prompt.tokens, tenant, facts, made),
                 bool(fields.stream),
                 tenant,
                 fields.session_id,
@@ -123,7 +135,12 @@ class GenerationEndpoint(ABC):
         ]
 
     def _params(
-        self, fields: CompletionFields | ChatFields, tokens: list[int], tenant: str, facts: Ready
+        self,
+        fields: CompletionFields | ChatFields,
+        tokens: list[int],
+        tenant: str,
+        facts: Ready,
+        made: dict[int, SamplingParams],
     ) -> SamplingParams:
         """Return the sampling parameters of a prompt. Raises ApiError for an invalid prompt or field."""
         chat, count = isinstance(fields, ChatFields), len(tokens)
@@ -136,7 +153,8 @@ class GenerationEndpoint(ABC):
         if isinstance(fields, ChatFields) and wanted is None:
             wanted = fields.max_completion_tokens
         new = min(longest if chat else DEFAULT_TOKENS, max(1, longest - count)) if wanted is None else wanted
-        params = sampling_params(fields, new, facts.vocab_size)
+        if new not in made:
+            made[new] = sampling_params(fields, new, facts.vocab_size)
         if not count:
             raise bad_request("the prompt is empty: it must have at least one token", param)
         if count > most:
@@ -144,7 +162,7 @@ class GenerationEndpoint(ABC):
         if count + new > longest:
             raise context_too_long(count, new, longest, param)
         check_tokens(tokens, facts.vocab_size, param)
-        return params
+        return made[new]
 
     def _max_prompt_tokens(self, tenant: str, facts: Ready) -> int:
         """Return the most prompt tokens of a tenant's request. One token is left for the answer."""
@@ -156,22 +174,22 @@ class CompletionEndpoint(GenerationEndpoint):
     def read(self, body: bytes) -> CompletionFields:
         return read_fields(body, CompletionFields)
 
-    async def prompts(
+    def prompts(
         self, fields: CompletionFields | ChatFields, prompts: PromptEncoder, limits: PromptLimits
     ) -> list[Prompt]:
         assert isinstance(fields, CompletionFields)
-        return await prompts.encode_completion(fields, limits)
+        return prompts.encode_completion(fields, limits)
 
 
 class ChatEndpoint(GenerationEndpoint):
     def read(self, body: bytes) -> ChatFields:
         return read_fields(body, ChatFields)
 
-    async def prompts(
+    def prompts(
         self, fields: CompletionFields | ChatFields, prompts: PromptEncoder, limits: PromptLimits
     ) -> list[Prompt]:
         assert isinstance(fields, ChatFields)
-        return [await prompts.encode_chat(fields, limits)]
+        return [prompts.encode_chat(fields, limits)]
 
 
 class _EventStream:

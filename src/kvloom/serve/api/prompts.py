@@ -1,15 +1,13 @@
 """Encodes texts and chats as token ids with the model's tokenizer. Runs in the API process; does not use the engine.
 
-Two threads encode, one for short and one for long requests, so that megabytes of text delay no other request. A text
-that is clearly too long is refused before it is encoded completely.
+Two threads encode, one for short and one for long requests, so that megabytes of text delay no other request. Each works
+for tenants in turn. A text that is clearly too long is refused before it is encoded completely.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,16 +17,17 @@ from jinja2.exceptions import TemplateError
 
 from kvloom.models.specs import known_models
 from kvloom.serve.api.control_tokens import MARK_CHARACTERS, ControlTokens, Encode
+from kvloom.serve.api.json_limits import check_values, paused_gc
 from kvloom.serve.api.templates import (
     RenderError,
-    count_characters,
     limit_templates,
     render_limits,
     reserved_names,
 )
 from kvloom.serve.errors import ApiError, bad_request, context_too_long
 
-from .request_fields import ChatFields, CompletionFields, check_depth, check_tokens, paused_gc
+from .fair_thread import FairThread
+from .request_fields import ChatFields, CompletionFields, check_tokens
 
 __all__ = ["PARTIAL_TOKEN", "Prompt", "PromptEncoder", "PromptLimits", "characters_for", "load_tokenizer"]
 
@@ -37,10 +36,8 @@ PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 BROKEN = "\ufffd"
 PARTIAL_TOKEN = "piece:"
 MAX_TOKEN_TEXTS = 1 << 18
-PER_MESSAGE = 16
-"""Number of characters that each message counts in addition to its text."""
-LONG_CHARACTERS = 1 << 16
-"""Longer texts use the thread for long requests."""
+LONG_BYTES = 1 << 16
+"""Longer requests use the thread for long ones."""
 SAMPLE_CHARACTERS = 8
 """Most characters per allowed token for a text that is encoded at once. A longer text is encoded in pieces, and refused
 at twice the allowed tokens.
@@ -133,13 +130,14 @@ def _plain_file(folder: Path) -> bool:
 
 
 class PromptEncoder:
-    """Encodes with one tokenizer. Without a tokenizer, prompts are token ids and answers have no text."""
+    """Encodes with one tokenizer. Without a tokenizer, prompts are token ids and answers have no text. Encoding takes up to
+    seconds: call it by `run`."""
 
     def __init__(self, tokenizer: Any | None, template_seconds: float = 2.0) -> None:
         self.tokenizer = tokenizer
         self.template_seconds = template_seconds
-        self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        self._long = ThreadPoolExecutor(1, thread_name_prefix="long-tokenizer")
+        self._short = FairThread("tokenizer")
+        self._long = FairThread("long-tokenizer")
         self._token_texts: dict[int, str] = {}
         self._reserved: frozenset[str] = frozenset()
         self._control: ControlTokens | None = None
@@ -148,15 +146,17 @@ class PromptEncoder:
             self._reserved = reserved_names(tokenizer)
             self._control = ControlTokens(tokenizer)
 
-    async def encode_completion(self, fields: CompletionFields, limits: PromptLimits) -> list[Prompt]:
-        """Return the prompts of a completion: texts or token ids.
+    async def run(self, work: Callable[[], Some], tenant: str, size: int) -> Some:
+        """Return the result of `work` for a request of `size` bytes. It runs outside the event loop, tenants in turn."""
+        return await (self._short if size <= LONG_BYTES else self._long).run(tenant, work)
 
-        A text with far too many tokens is refused before it is encoded completely. Special tokens in a text are
-        recognised, because the client writes the whole prompt."""
+    def encode_completion(self, fields: CompletionFields, limits: PromptLimits) -> list[Prompt]:
+        """Return the prompts of a completion: texts or token ids. A text with far too many tokens is refused before it is encoded
+        completely. Special tokens in a text are recognised, because the client writes the whole prompt."""
         given = fields.prompt
         if isinstance(given, str):
             many: list[Any] = [given]
-        elif given and all(isinstance(item, int) for item in given):
+        elif given and set(map(type, given)) == {int}:
             many = [given]
         else:
             many = given
@@ -169,9 +169,9 @@ class PromptEncoder:
             raise bad_request("this model has no tokenizer: send prompts as token ids", "prompt")
         for item in many:
             if not isinstance(item, str):
-                check_tokens(item, limits.vocab_size, "prompt")
                 if len(item) > limits.tokens and not limits.truncates:
                     raise context_too_long(len(item), 0, limits.tokens, "prompt")
+                check_tokens(item, limits.vocab_size, "prompt")
         if not texts and not fields.echo:
             return [self.truncate(Prompt(ids), limits.keep) for ids in many]
         how = {"add_special_tokens": fields.add_special_tokens is not False}
@@ -184,14 +184,13 @@ class PromptEncoder:
             if isinstance(item, str):
                 return self.truncate(Prompt(_encode(item, limits, "prompt", encode), item), limits.keep)
             found = self.truncate(Prompt(item), limits.keep)
-            return Prompt(found.tokens, self._text(found.tokens)) if fields.echo else found
+            return Prompt(found.tokens, self.text(found.tokens)) if fields.echo else found
 
-        return await self._run(lambda: [make(item) for item in many], sum(map(len, many)))
+        return [make(item) for item in many]
 
-    async def encode_chat(self, fields: ChatFields, limits: PromptLimits) -> Prompt:
-        """Return the prompt that the chat template writes.
-
-        Control tokens in the request's texts are encoded as text; those of the template as tokens."""
+    def encode_chat(self, fields: ChatFields, limits: PromptLimits) -> Prompt:
+        """Return the prompt that the chat template writes. Control tokens in the request's texts are encoded as text; those of the
+        template as tokens."""
         if not fields.messages:
             raise bad_request("messages is empty: send at least one", "messages")
         if self.tokenizer is None or not self.tokenizer.chat_template:
@@ -207,14 +206,10 @@ class PromptEncoder:
                 "continue_final_message",
             )
         more = self._template_variables(fields)
-        characters = count_characters([*fields.messages, *more.values()], "messages")
-
-        def write() -> Prompt:
-            messages = [_flatten_content(i, message) for i, message in enumerate(fields.messages)]
-            count_characters(messages, "messages")  # includes parsed tool calls
-            return self._render(messages, more, generate, on, bool(fields.add_special_tokens), limits)
-
-        return await self._run(write, characters + PER_MESSAGE * len(fields.messages))
+        messages = [_flatten_content(i, message) for i, message in enumerate(fields.messages)]
+        if any("tool_calls" in message for message in messages):
+            check_values([messages], "messages")  # with the parsed arguments
+        return self._render(messages, more, generate, on, bool(fields.add_special_tokens), limits)
 
     def _template_variables(self, fields: ChatFields) -> dict[str, Any]:
         """Return the template variables besides the messages. Raises ApiError for a reserved name."""
@@ -276,20 +271,15 @@ class PromptEncoder:
         if keep is None or len(prompt.tokens) <= keep:
             return prompt
         ids = prompt.tokens[len(prompt.tokens) - keep :]
-        return Prompt(ids, None if prompt.text is None else self._text(ids))
+        return Prompt(ids, None if prompt.text is None else self.text(ids))
 
-    async def text(self, ids: list[int]) -> str:
+    def text(self, ids: list[int]) -> str:
         """Return the text of token ids."""
-        return await self._run(lambda: self._text(ids), len(ids))
+        return "" if self.tokenizer is None else str(self.tokenizer.decode(ids))
 
-    async def token_strings(self, ids: list[int]) -> list[str]:
+    def token_strings(self, ids: list[int]) -> list[str]:
         """Return tokens as the tokenizer spells them."""
-        tokenizer = self.tokenizer
-        return (
-            []
-            if tokenizer is None
-            else await self._run(lambda: list(tokenizer.convert_ids_to_tokens(ids)), len(ids))
-        )
+        return [] if self.tokenizer is None else list(self.tokenizer.convert_ids_to_tokens(ids))
 
     def token_text(self, token: int) -> str:
         """Return a token's text for log-probabilities. A partial character is returned as the tokenizer spells it."""
@@ -304,13 +294,6 @@ class PromptEncoder:
                 found = f"{PARTIAL_TOKEN}{self.tokenizer.convert_ids_to_tokens(token)}"
             self._token_texts[token] = found
         return found
-
-    def _text(self, ids: list[int]) -> str:
-        return "" if self.tokenizer is None else str(self.tokenizer.decode(ids))
-
-    async def _run(self, work: Callable[[], Some], characters: int) -> Some:
-        thread = self._short if characters <= LONG_CHARACTERS else self._long
-        return await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
 def _encode(text: str, limits: PromptLimits, param: str, encode: Encode) -> list[int]:
@@ -396,7 +379,7 @@ def _parse_tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
                     read = msgspec.json.decode(function["arguments"] or "{}")
             except (msgspec.DecodeError, RecursionError):
                 raise bad_request(f"{where}: arguments of a tool call must be JSON", "messages") from None
-            check_depth(f"{where}: the arguments of a tool call", read, "messages")
+            check_values([read], f"{where}: the arguments of a tool call", "messages")
             call = {**call, "function": {**function, "arguments": read}}
         found.append(call)
     return found

@@ -7,17 +7,15 @@ the answer are refused (UNSUPPORTED). docs/server.md lists all three kinds.
 
 from __future__ import annotations
 
-import gc
 import math
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from kvloom.engine import SamplingParams
-from kvloom.serve.api.templates import count_characters
+from kvloom.serve.api.json_limits import check_structure, check_values, paused_gc
 from kvloom.serve.errors import ApiError, bad_request
 
 __all__ = [
@@ -26,10 +24,8 @@ __all__ = [
     "CompletionFields",
     "RequestFields",
     "StreamOptions",
-    "check_depth",
     "check_tokens",
     "engine_error",
-    "paused_gc",
     "read_fields",
     "sampling_params",
 ]
@@ -40,8 +36,7 @@ MAX_LOGPROBS = 20
 MAX_BEST_OF = 32
 MAX_GRAMMAR_CHARACTERS = 1 << 16
 INTEGERS = range(-(1 << 63), 1 << 63)
-MAX_DEPTH = 100
-"""Limit of nested lists and objects: templates and parsers recurse into them."""
+MAX_STOP_TOKENS = 1024
 NESTED_FIELDS = ("messages", "tools", "tool_choice", "documents", "chat_template_kwargs")
 MAX_TOP_K = (1 << 31) - 1
 
@@ -172,17 +167,15 @@ Some = TypeVar("Some", bound=msgspec.Struct)
 
 
 def read_fields(body: bytes, kind: type[Some]) -> Some:
-    """Parse a body. Raises ApiError, with the field's name if one is invalid."""
+    """Parse a body. Raises ApiError, with the field's name if one is invalid. Up to 0.2 s for the largest accepted one."""
     if not body.strip():
         raise bad_request("the request body is empty: send a JSON object")
+    check_structure(body)
     try:
         with paused_gc():
             fields = msgspec.json.decode(body, type=kind)
             for nested in NESTED_FIELDS:
-                check_depth(nested, getattr(fields, nested, None))
-            if isinstance(fields, ChatFields):
-                values = [fields.messages, fields.tools, fields.documents, fields.chat_template_kwargs]
-                count_characters(values, "messages")
+                check_values([getattr(fields, nested, None)], nested)
     except msgspec.ValidationError as error:
         said = str(error)
         at = _FIELD.search(said)
@@ -194,30 +187,6 @@ def read_fields(body: bytes, kind: type[Some]) -> Some:
     if isinstance(fields, RequestFields):
         _check(fields)
     return fields
-
-
-def check_depth(name: str, value: Any, param: str | None = None) -> None:
-    """Raise ApiError for a value nested too deeply. Cost in proportion to its items."""
-    level, items = 0, [value]
-    while items := [item for item in items if isinstance(item, dict | list)]:
-        level += 1
-        if level > MAX_DEPTH:
-            raise bad_request(
-                f"{name} is nested more than {MAX_DEPTH} levels deep: use fewer levels", param or name
-            )
-        items = [inner for item in items for inner in (item.values() if isinstance(item, dict) else item)]
-
-
-@contextmanager
-def paused_gc() -> Iterator[None]:
-    """Pause garbage collection until the block ends. With millions of new objects a collection would take seconds."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, param: str) -> None:
@@ -254,6 +223,11 @@ def _check(fields: RequestFields) -> None:
         raise bad_request(
             f"stop allows {MAX_STOPS} texts of {MAX_STOP_CHARACTERS} characters; {len(stops)} were sent",
             "stop",
+        )
+    if len(fields.stop_token_ids or ()) > MAX_STOP_TOKENS:
+        raise bad_request(
+            f"stop_token_ids allows {MAX_STOP_TOKENS:,} tokens; {len(fields.stop_token_ids or ()):,} were sent",
+            "stop_token_ids",
         )
     if fields.end_session and fields.session_id is None:
         raise bad_request("end_session requires session_id", "end_session")
@@ -368,7 +342,7 @@ def _schema(wanted: ResponseFormat | None) -> str | None:
     schema = None if wanted.json_schema is None else wanted.json_schema.schema
     if schema is None:
         raise bad_request("response_format: json_schema requires json_schema.schema", "response_format")
-    check_depth("response_format", schema)
+    check_values([schema], "response_format")
     text = msgspec.json.encode(schema).decode()
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise bad_request(
@@ -384,7 +358,7 @@ def _structured(wanted: StructuredOutputs | None) -> list[tuple[str, str]]:
         return []
     found = [(name, form) for name in ("regex", "grammar") if (form := getattr(wanted, name)) is not None]
     if wanted.json is not None:
-        check_depth("structured_outputs", wanted.json)
+        check_values([wanted.json], "structured_outputs")
         text = wanted.json if isinstance(wanted.json, str) else msgspec.json.encode(wanted.json).decode()
         found.append(("json_schema", text))
     if wanted.json_object:
@@ -392,13 +366,19 @@ def _structured(wanted: StructuredOutputs | None) -> list[tuple[str, str]]:
     if wanted.choice is not None:
         if not wanted.choice:
             raise bad_request("structured_outputs: choice needs at least one text", "structured_outputs")
+        if len("|".join(wanted.choice)) > MAX_GRAMMAR_CHARACTERS:
+            raise _too_much_structure()
         found.append(("regex", "|".join(re.escape(text) for text in wanted.choice)))
     if len(found) > 1 or any(len(form) > MAX_GRAMMAR_CHARACTERS for _, form in found):
-        raise bad_request(
-            f"structured_outputs allows one form of up to {MAX_GRAMMAR_CHARACTERS:,} characters",
-            "structured_outputs",
-        )
+        raise _too_much_structure()
     return found
+
+
+def _too_much_structure() -> ApiError:
+    return bad_request(
+        f"structured_outputs allows one form of up to {MAX_GRAMMAR_CHARACTERS:,} characters",
+        "structured_outputs",
+    )
 
 
 def engine_error(said: str) -> ApiError:

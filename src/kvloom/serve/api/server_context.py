@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from kvloom.serve.auth import ApiKeys, Limits, RequestLimiter
+from kvloom.serve.auth import ApiKeys, BodyLimiter, HeldBody, Limits, RequestLimiter
 from kvloom.serve.errors import ApiError, bad_request, body_too_large, draining, engine_loading, unknown_model
 from kvloom.serve.metrics import Metrics, RequestObserver
 from kvloom.serve.worker import EngineClient, Ready
@@ -19,6 +21,10 @@ from .request_fields import RequestFields
 __all__ = ["ServerContext", "is_loopback", "parse_digits"]
 
 MOST_DIGITS = 18
+SMALL_BODY_BYTES = 1 << 13
+"""Smaller bodies are parsed in the event loop: that takes less time than another thread."""
+
+Some = TypeVar("Some")
 
 
 @dataclass(slots=True)
@@ -39,8 +45,10 @@ class ServerContext:
     encoder: PromptEncoder | None = None
     metrics_need_key: bool = False
     """Whether /metrics requires a key."""
-    body_bytes_in_flight: int = 0
-    """Bytes of request bodies being read."""
+    bodies: BodyLimiter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bodies = BodyLimiter(self.limits.bodies * self.limits.body_bytes, self.limiter.shared)
 
     @property
     def metrics(self) -> Metrics:
@@ -104,8 +112,8 @@ class ServerContext:
                     f"{name!r} is not a loopback name; without API keys only loopback names are accepted: start the server with --api-keys",
                 )
 
-    async def read_body(self, request: Request) -> bytes:
-        """Return a JSON body. Raises ApiError for another type, too many bytes, or a slow client."""
+    async def read_body(self, request: Request, held: HeldBody) -> bytes:
+        """Return a JSON body, whose bytes `held` counts. Raises ApiError for another type, too many bytes, or a slow client."""
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"content type {kind!r} is not supported: send application/json")
@@ -118,23 +126,23 @@ class ServerContext:
         try:
             async with asyncio.timeout(self.limits.request_seconds):
                 async for chunk in request.stream():
-                    self.body_bytes_in_flight += len(chunk)
+                    held.add(len(chunk))
                     data += chunk
                     if len(data) > limit:
                         raise body_too_large(limit)
-                    if self.body_bytes_in_flight > self.limits.bodies * limit:
-                        raise ApiError(
-                            429, "too many large request bodies at once; retry in 1 s", code="rate_limit_exceeded", retry_after=1
-                        )  # fmt: skip
         except TimeoutError:
             raise ApiError(
                 408, f"the request body did not arrive within {self.limits.request_seconds:g} seconds"
             ) from None
         except ClientDisconnect:
             raise bad_request("the client disconnected") from None
-        finally:
-            self.body_bytes_in_flight -= len(data)
         return bytes(data)
+
+    async def parse(self, read: Callable[[], Some], account: str, size: int) -> Some:
+        """Return the fields that `read` returns for a body of `size` bytes. Large bodies are read outside the event loop."""
+        if size <= SMALL_BODY_BYTES or self.encoder is None:
+            return read()
+        return await self.encoder.run(read, account, size)
 
 
 def parse_digits(text: str) -> int | None:

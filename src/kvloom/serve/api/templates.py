@@ -1,4 +1,4 @@
-"""Renders chat templates within limits: characters, CPU seconds, values of the request.
+"""Renders chat templates within limits: characters and CPU seconds.
 
 A template may repeat the request's values for every message. So the output is counted while the template writes it,
 and rendering stops at the first limit. transformers still renders: `limit_templates` replaces how its compiled
@@ -14,22 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvloom.serve.errors import bad_request
-
 __all__ = [
-    "MAX_DEPTH",
-    "MAX_VALUES",
     "RenderError",
-    "count_characters",
     "limit_templates",
     "render_limits",
     "reserved_names",
 ]
 
-MAX_VALUES = 1 << 17
-"""Limit of values (items of lists and objects) in messages, tools, documents and template variables together."""
-MAX_DEPTH = 64
-"""Limit of nested lists and objects in the same fields."""
 STEPS = 64
 """Number of attribute reads and calls of a template between two reads of the clock."""
 JINJA_NAMES = ("self", "super", "loop", "caller", "varargs", "kwargs", "context", "environment", "messages")
@@ -85,33 +76,6 @@ def render_limits(characters: int, seconds: float) -> Iterator[None]:
         yield
     finally:
         _thread.work = None
-
-
-def count_characters(values: Iterable[Any], param: str) -> int:
-    """Return the characters of all texts in `values`. Raises ApiError for too many values, or for values nested too deeply."""
-    characters = count = depth = 0
-    level: list[Any] = list(values)
-    while level:
-        deeper: list[Any] = []
-        for value in level:
-            if isinstance(value, str):
-                characters += len(value)
-            elif isinstance(value, dict | list):
-                count += len(value)
-                if count > MAX_VALUES:
-                    raise bad_request(
-                        f"{param}: more than {MAX_VALUES:,} values, the limit of a template: send fewer", param
-                    )  # fmt: skip
-                if depth >= MAX_DEPTH:
-                    raise bad_request(
-                        f"{param}: values are nested more than {MAX_DEPTH} levels deep, the limit: flatten them", param
-                    )  # fmt: skip
-                deeper += value
-                if isinstance(value, dict):
-                    deeper += value.values()
-        depth += 1
-        level = deeper
-    return characters
 
 
 def reserved_names(tokenizer: Any) -> frozenset[str]:

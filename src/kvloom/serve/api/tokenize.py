@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvloom.serve.errors import bad_request
 
-from .prompts import PromptLimits, characters_for
+from .prompts import PromptEncoder, PromptLimits, characters_for
 from .request_fields import ChatFields, CompletionFields, check_tokens, read_fields
 from .server_context import ServerContext
 
@@ -39,28 +39,17 @@ class TokenizeEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, request = self._context, Request(scope, receive)
-        context.authenticate(request)
+        account = context.authenticate(request) or ""
         facts, prompts = context.require_ready()
-        body = await context.read_body(request)
-        fields: TextFields | MessagesFields
         most = characters_for(facts.max_tokens)
         limits = PromptLimits(most, facts.vocab_size, characters=most)
-        if _has_messages(body):
-            fields = read_fields(body, MessagesFields)
+        with context.bodies.hold(account) as held:
+            body = await context.read_body(request, held)
+            fields = await context.parse(lambda: _read(body), account, len(body))
             context.check_model(fields.model)
-            found = [await prompts.encode_chat(fields, limits)]
-        else:
-            fields = read_fields(body, TextFields)
-            context.check_model(fields.model)
-            given = fields.prompt
-            if isinstance(given, list) and len(given) > 1 and not isinstance(given[0], int):
-                raise bad_request(
-                    f"prompt has {len(given)} texts; /tokenize takes one: send them one by one", "prompt"
-                )
-            found = await prompts.encode_completion(fields, limits)
-        tokens = found[0].tokens
-        response: dict[str, Any] = {"count": len(tokens), "max_model_len": facts.max_tokens, "tokens": tokens}
-        response["token_strs"] = await prompts.token_strings(tokens) if fields.return_token_strs else None
+            response = await prompts.run(
+                lambda: _tokenized(fields, prompts, limits, facts.max_tokens), account, len(body)
+            )
         await _send_json(response, scope, receive, send)
 
 
@@ -72,20 +61,44 @@ class DetokenizeEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, request = self._context, Request(scope, receive)
-        context.authenticate(request)
+        account = context.authenticate(request) or ""
         facts, prompts = context.require_ready()
-        fields = read_fields(await context.read_body(request), IdsFields)
-        context.check_model(fields.model)
-        if prompts.tokenizer is None:
-            raise bad_request("this model has no tokenizer, so token ids have no text", "tokens")
-        check_tokens(fields.tokens, facts.vocab_size, "tokens")
         most = characters_for(facts.max_tokens)
-        if len(fields.tokens) > most:
+        with context.bodies.hold(account) as held:
+            body = await context.read_body(request, held)
+            fields = await context.parse(lambda: read_fields(body, IdsFields), account, len(body))
+            context.check_model(fields.model)
+            tokens = fields.tokens
+            if prompts.tokenizer is None:
+                raise bad_request("this model has no tokenizer, so token ids have no text", "tokens")
+            if len(tokens) > most:
+                raise bad_request(
+                    f"tokens: {len(tokens):,} exceed the limit of {most:,}: send them in parts", "tokens"
+                )
+            check_tokens(tokens, facts.vocab_size, "tokens")
+            text = await prompts.run(lambda: prompts.text(tokens), account, len(body))
+        await _send_json({"prompt": text}, scope, receive, send)
+
+
+def _read(body: bytes) -> TextFields | MessagesFields:
+    return read_fields(body, MessagesFields) if _has_messages(body) else read_fields(body, TextFields)
+
+
+def _tokenized(
+    fields: TextFields | MessagesFields, prompts: PromptEncoder, limits: PromptLimits, longest: int
+) -> dict[str, Any]:
+    """Return the response of /tokenize. Takes up to seconds for a long text."""
+    if isinstance(fields, MessagesFields):
+        tokens = prompts.encode_chat(fields, limits).tokens
+    else:
+        given = fields.prompt
+        if isinstance(given, list) and len(given) > 1 and not isinstance(given[0], int):
             raise bad_request(
-                f"tokens: {len(fields.tokens):,} exceed the limit of {most:,}: send them in parts",
-                "tokens",
+                f"prompt has {len(given)} texts; /tokenize takes one: send them one by one", "prompt"
             )
-        await _send_json({"prompt": await prompts.text(fields.tokens)}, scope, receive, send)
+        tokens = prompts.encode_completion(fields, limits)[0].tokens
+    strings = prompts.token_strings(tokens) if fields.return_token_strs else None
+    return {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": strings}
 
 
 def _has_messages(body: bytes) -> bool:

@@ -1,7 +1,7 @@
 """Authentication and limits.
 
     keys.py       ApiKeys: API keys, their tenants, quotas and caps
-    limits.py     Limits of a server, Caps of a tenant; RequestLimiter counts answers in progress
+    limits.py     Limits of a server, Caps of a tenant; RequestLimiter counts answers in progress, BodyLimiter bytes of bodies
 
 Imports worker's messages and the server's errors.
 """
@@ -9,6 +9,16 @@ Imports worker's messages and the server's errors.
 from __future__ import annotations
 
 from .keys import ApiKeys, permission_warning, read_keys
-from .limits import PRESSURE, Caps, Limits, RequestLimiter
+from .limits import PRESSURE, BodyLimiter, Caps, HeldBody, Limits, RequestLimiter
 
-__all__ = ["PRESSURE", "ApiKeys", "Caps", "Limits", "RequestLimiter", "permission_warning", "read_keys"]
+__all__ = [
+    "PRESSURE",
+    "ApiKeys",
+    "BodyLimiter",
+    "Caps",
+    "HeldBody",
+    "Limits",
+    "RequestLimiter",
+    "permission_warning",
+    "read_keys",
+]

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvloom.serve.errors import above_share, bad_request, draining, queue_full
+from kvloom.serve.errors import above_share, bad_request, bodies_full, draining, queue_full
 
-__all__ = ["PRESSURE", "Caps", "Limits", "RequestLimiter"]
+__all__ = ["PRESSURE", "BodyLimiter", "Caps", "HeldBody", "Limits", "RequestLimiter"]
 
 PRESSURE = 4
 """Most open answers of a tenant per free place. A single tenant can use 4 of 5 places; the rest stays free for others."""
@@ -58,7 +58,7 @@ class Limits:
     | field                | limit                                                              |
     |----------------------|--------------------------------------------------------------------|
     | `body_bytes`         | one request body                                                   |
-    | `bodies`             | all bodies being read, in multiples of `body_bytes`                |
+    | `bodies`             | all bodies read or encoded, in multiples of `body_bytes`           |
     | `answers`            | answers running or waiting                                         |
     | `request_seconds`    | time to send the head of a request, and again for its body         |
     | `read_seconds`       | time without reading from a stream                                 |
@@ -81,6 +81,47 @@ class Limits:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} {value} must be above 0")
+
+
+class BodyLimiter:
+    """Counts the bytes of request bodies from the first until the prompt is encoded.
+
+    If several tenants share the server, each may hold up to PRESSURE times the free bytes."""
+
+    def __init__(self, limit: int, shared: bool = False) -> None:
+        self.limit, self.shared = limit, shared
+        self.used = 0
+        self.by_tenant: Counter[str] = Counter()
+
+    @contextmanager
+    def hold(self, tenant: str = "") -> Iterator[HeldBody]:
+        """Count the bytes that are added to the held body until the block ends."""
+        held = HeldBody(self, tenant)
+        try:
+            yield held
+        finally:
+            self.used -= held.bytes
+            self.by_tenant[tenant] -= held.bytes
+            if not self.by_tenant[tenant]:
+                del self.by_tenant[tenant]
+
+
+class HeldBody:
+    """The body of one request."""
+
+    def __init__(self, limiter: BodyLimiter, tenant: str) -> None:
+        self._limiter, self._tenant = limiter, tenant
+        self.bytes = 0
+
+    def add(self, count: int) -> None:
+        """Count bytes that arrived. Raises ApiError 429 if all bodies, or those of the tenant, exceed their limit."""
+        limiter = self._limiter
+        limiter.used += count
+        limiter.by_tenant[self._tenant] += count
+        self.bytes += count
+        free = limiter.limit - limiter.used
+        if free < 0 or (limiter.shared and limiter.by_tenant[self._tenant] > PRESSURE * free):
+            raise bodies_full()
 
 
 class RequestLimiter:

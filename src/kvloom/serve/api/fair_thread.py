@@ -1,0 +1,55 @@
+"""A thread that works for several tenants in turn, so that no tenant waits behind all work of another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+__all__ = ["FairThread"]
+
+Result = TypeVar("Result")
+
+
+class FairThread:
+    """Runs one function at a time. A tenant that waits is next after at most one function of each other tenant."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._turns: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._is_busy = False
+
+    async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
+        """Return the result of `work`, once it is the tenant's turn."""
+        loop = asyncio.get_running_loop()
+        if self._is_busy:
+            turn: asyncio.Future[None] = loop.create_future()
+            self._turns.setdefault(tenant, deque()).append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._next()
+                raise
+        self._is_busy = True
+        try:
+            return await loop.run_in_executor(self._pool, work)
+        finally:
+            self._next()
+
+    def _next(self) -> None:
+        """Give the turn to the tenant that has waited longest since its last."""
+        self._is_busy = False
+        while self._turns:
+            tenant, turns = self._turns.popitem(last=False)
+            while turns:
+                turn = turns.popleft()
+                if turn.done():
+                    continue  # cancelled
+                if turns:
+                    self._turns[tenant] = turns
+                self._is_busy = True
+                turn.set_result(None)
+                return
