@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from kvloom.core import parse_size
 from kvloom.serve.errors import ApiError, bad_request
@@ -26,18 +27,24 @@ class PoolFields(msgspec.Struct, frozen=True):
 
 
 class PoolEndpoint:
-    """GET /admin/pool returns the size of the pool, POST changes it."""
+    """GET /admin/pool returns the size of the pool, POST changes it. An ASGI application."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
 
-    async def __call__(self, request: Request) -> Response:
-        self._context.require_admin(request)
-        engine = self._context.engine
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._respond(Request(scope, receive))
+        await response(scope, receive, send)
+
+    async def _respond(self, request: Request) -> Response:
+        context = self._context
+        context.require_admin(request)
+        engine = context.engine
         facts = engine.require_ready()
         if request.method == "GET":
             return _response(facts, facts.pool_bytes)
-        fields = read_fields(await self._context.read_body(request), PoolFields)
+        with context.bodies.hold(context.authenticate(request) or "") as held:
+            fields = read_fields(await context.read_body(request, held), PoolFields)
         wanted = _bytes(fields.bytes)
         if facts.pool_limits is None:
             raise bad_request("the pool keeps its size: start the server with --max-pool", "bytes")
