@@ -35,7 +35,7 @@ def test_policy_and_block_size_of_a_configuration_file_are_used(folder: Path, tm
 
 
 def test_the_pool_is_resized_while_serving(folder: Path) -> None:
-    with running(folder, "--pool", "2MiB", "--max-pool", "8MiB", "--keep-free", "0B") as server:
+    with running(folder, "--pool", "2MiB", "--max-pool", "8MiB", "--keep-free", "1MiB") as server:
         _, _, first = server.send("GET", "/admin/pool")
         assert first["max_bytes"] <= 8 << 20
         wanted = server.complete(prompt="a" * 600, max_tokens=4, temperature=0)
