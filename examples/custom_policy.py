@@ -2,6 +2,8 @@
 
     python examples/custom_policy.py
 
+As an entry point of `kvloom.policies` the class also serves `kvloom serve --eviction-policy` and `LLM(eviction_policy=...)`.
+
 The traffic: many users share a long system prompt; each of them asks once. The policy keeps shallow entries, which many
 prompts begin with, longer than deep ones.
 """
@@ -11,13 +13,13 @@ import numpy as np
 from kvloom.core import CacheControl, Entry, KVCache, LayerSpec, PoolLayout, VirtualClock, attention_fields
 
 
-class ShallowFirst:
+class DeepestFirst:
     """Evicts the deepest entry first; of two entries at one depth, the least recently used one."""
 
-    name = "shallow-first"
+    name = "deepest-first"
 
-    def priority(self, entry: Entry, now: float) -> float:
-        return -entry.depth + entry.last_used * 1e-9
+    def priority(self, entry: Entry, now: float) -> tuple[float, ...]:
+        return -entry.depth, entry.last_used
 
     def on_insert(self, entry: Entry, now: float) -> None: ...
 
@@ -47,7 +49,7 @@ def hit_rate(policy: object) -> float:
 
 def main() -> None:
     print(f"LRU:           {hit_rate('lru'):.1%} of prompt tokens cached")
-    print(f"shallow first: {hit_rate(ShallowFirst()):.1%} of prompt tokens cached")
+    print(f"deepest first: {hit_rate(DeepestFirst()):.1%} of prompt tokens cached")
 
 
 if __name__ == "__main__":

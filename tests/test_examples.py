@@ -17,7 +17,7 @@ EXPECTED = {
     "tiers_and_restart.py": "after a restart: 576 of 583 prompt tokens cached",
     "multi_tenant.py": "blue, the same text:  0 of 482 prompt tokens cached",
     "toy_engine.py": "12 requests; cached prompt tokens:",
-    "custom_policy.py": "shallow first:",
+    "custom_policy.py": "deepest first:",
 }
 
 

@@ -184,7 +184,7 @@ def agree(world: World, index: HashIndex, text: list[int], n: int) -> None:
 @pytest.mark.parametrize("kind", TEXT_LAYOUTS)
 @pytest.mark.parametrize("before_last", [False, True])
 def test_an_index_filled_from_events_finds_what_the_tree_finds(kind: str, before_last: bool) -> None:
-    world = make_world(kind, 900, snapshots=CheckpointPolicy(before_last=before_last))
+    world = make_world(kind, 900, checkpoint_policy=CheckpointPolicy(before_last=before_last))
     index = follow(world)
     text = prompt_of(200)
     finish(world, run(world, serve(world, text[:150]), text[150:]))
@@ -197,7 +197,9 @@ def test_an_index_filled_from_events_finds_what_the_tree_finds(kind: str, before
 @pytest.mark.parametrize("kind", TEXT_LAYOUTS)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_index_still_finds_what_the_tree_finds_after_evictions(kind: str, seed: int) -> None:
-    world = make_world(kind, slabs_for(kind, 120, states=3), snapshots=CheckpointPolicy(every_blocks=3))
+    world = make_world(
+        kind, slabs_for(kind, 120, states=3), checkpoint_policy=CheckpointPolicy(every_blocks=3)
+    )
     index = follow(world)
     chance = random.Random(seed)
     texts = []

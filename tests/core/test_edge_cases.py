@@ -54,7 +54,7 @@ def test_rollback_inside_a_cached_tail_copies_it_before_writing() -> None:
 
 
 def test_rollback_never_takes_a_snapshot_of_other_tokens() -> None:
-    world = make_world("state+full", 90, snapshots=CheckpointPolicy(every_blocks=0))
+    world = make_world("state+full", 90, checkpoint_policy=CheckpointPolicy(every_blocks=0))
     finish(world, serve(world, [7] * 32 + [1] + [2] * 7))  # a snapshot at 40, after 1, 2, 2…
     item = serve(world, [7] * 32)
     run(world, item, [1] + [3] * 12)

@@ -132,7 +132,7 @@ def test_evicted_blocks_are_published_deepest_first_with_the_policy() -> None:
 
 @pytest.mark.parametrize("length", [64, 70])
 def test_a_snapshot_is_published_with_its_group_and_position(length: int) -> None:
-    world = make_world("state+full", 60, snapshots=CheckpointPolicy(turn_end=False))
+    world = make_world("state+full", 60, checkpoint_policy=CheckpointPolicy(turn_end=False))
     (states,) = (g.index for g in world.cache.layout.of("state"))
     heard = listen(world)
     serve(world, prompt_of(length))

@@ -259,7 +259,7 @@ def test_unneeded_window_pages_are_evicted_before_resumable_ones(policy: str) ->
 
 def test_a_leaf_that_is_not_resumable_is_evicted_first() -> None:
     """The newest request leaves an answer nobody can resume in; it goes before an older, useful prompt."""
-    world = make_world("state+full", 1 + 8, snapshots=CheckpointPolicy(turn_end=False, branch=False))
+    world = make_world("state+full", 1 + 8, checkpoint_policy=CheckpointPolicy(turn_end=False, branch=False))
     cached(world, prompt_of(48, A))
     world.clock.advance(1)
     finish(world, run(world, serve(world, prompt_of(48, B)), [7] * 160))
@@ -310,7 +310,9 @@ def fill(world: World, tokens: int, seed: int) -> None:
 
 @every_model
 def test_a_pool_full_of_cached_attention_pages_still_gives_states(model: str) -> None:
-    world = hybrid(model, states=1, more=200, snapshots=CheckpointPolicy(prompt_end=False, branch=False))
+    world = hybrid(
+        model, states=1, more=200, checkpoint_policy=CheckpointPolicy(prompt_end=False, branch=False)
+    )
     cache = world.cache
     fill(world, int(200 * attention_per_slab(cache)) // 1 * 16, seed=1)
     assert cache.state.pool.free_slabs <= 1
@@ -343,7 +345,7 @@ def test_live_pages_scattered_over_slabs_are_moved_together_for_a_state(model: s
     attention = layout.of("token")[0]
     together = -(-4 * attention.runs // attention.pages_per_slab)
     none = CheckpointPolicy(prompt_end=False, turn_end=False, branch=False)
-    world = hybrid(model, states=4, more=together, snapshots=none)
+    world = hybrid(model, states=4, more=together, checkpoint_policy=none)
     live = [serve(world, prompt_of(16, seed=i)) for i in range(3)]
     pages = np.concatenate([item.sequence.table(attention.index).ravel() for item in live])
     assert len(set((pages // attention.pages_per_slab).tolist())) == 3 > together
@@ -400,7 +402,7 @@ def test_moved_snapshots_of_two_page_sizes_follow_their_own_numbers() -> None:
 
 def test_moved_pages_of_blocks_where_prompts_part_are_followed_in_every_node() -> None:
     """A run that grows out of a shared block leaves that block's page to its parent, also when pages move."""
-    world = make_world("state+full", 7, snapshots=CheckpointPolicy(every_blocks=3))
+    world = make_world("state+full", 7, checkpoint_policy=CheckpointPolicy(every_blocks=3))
     for length, seed, more in ((24, 1, 16), (14, 1, 18), (12, 1, 11), (49, 0, 9), (40, 1, 9), (11, 1, 21)):
         item = start(world, [*prompt_of(length, seed), *prompt_of(more, 5)])
         assert item.sequence.extend(len(item.prompt) - len(item.tokens)) == 0

@@ -42,7 +42,7 @@ def other_tenant() -> Situation:
 
 
 def snapshot_missing() -> Situation:
-    world = make_world("state+full", 60, snapshots=CheckpointPolicy(turn_end=False))
+    world = make_world("state+full", 60, checkpoint_policy=CheckpointPolicy(turn_end=False))
     finish(world, run(world, serve(world, prompt_of(50)), [7] * 40))
     return world, world.cache.match([*prompt_of(50), *[7] * 30])
 

@@ -183,7 +183,7 @@ def qwen(**options: object) -> World:
 
 
 def test_qwen3_next_resumes_at_prompt_ends_and_turn_ends() -> None:
-    world = qwen(snapshots=CheckpointPolicy(branch=False))
+    world = qwen(checkpoint_policy=CheckpointPolicy(branch=False))
     finish(world, run(world, serve(world, prompt_of(100)), [7] * 30))
     assert resume(world, [*prompt_of(100), *prompt_of(50, seed=1)]) == 100
     assert resume(world, [*prompt_of(100), *[7] * 30, 8]) == 130
@@ -196,14 +196,14 @@ def test_qwen3_next_resumes_at_prompt_ends_and_turn_ends() -> None:
 
 @pytest.mark.parametrize("off", ["prompt_end", "turn_end"])
 def test_a_snapshot_that_is_not_wanted_is_not_taken(off: str) -> None:
-    world = qwen(snapshots=CheckpointPolicy(**{off: False, "branch": False}))  # type: ignore[arg-type]
+    world = qwen(checkpoint_policy=CheckpointPolicy(**{off: False, "branch": False}))  # type: ignore[arg-type]
     finish(world, run(world, serve(world, prompt_of(100)), [7] * 30))
     assert resume(world, [*prompt_of(100), 8]) == (0 if off == "prompt_end" else 100)
     assert resume(world, [*prompt_of(100), *[7] * 30, 8]) == (100 if off == "turn_end" else 130)
 
 
 def test_qwen3_next_resumes_at_every_nth_block() -> None:
-    world = qwen(snapshots=CheckpointPolicy(every_blocks=3, branch=False))
+    world = qwen(checkpoint_policy=CheckpointPolicy(every_blocks=3, branch=False))
     finish(world, serve(world, prompt_of(200)))
     for n, point in ((47, 0), (48, 48), (95, 48), (96, 96), (199, 192)):
         assert resume(world, [*prompt_of(n), 3]) == point
@@ -225,7 +225,9 @@ def test_qwen3_next_takes_a_snapshot_where_a_second_prompt_diverges() -> None:
 @pytest.mark.parametrize("length", [96, 100])
 def test_the_very_same_prompt_resumes_before_its_last_token(kind: str, length: int) -> None:
     for before_last, point in ((True, length - 1), (False, 0)):
-        world = make_world(kind, 400, snapshots=CheckpointPolicy(before_last=before_last, turn_end=False))
+        world = make_world(
+            kind, 400, checkpoint_policy=CheckpointPolicy(before_last=before_last, turn_end=False)
+        )
         finish(world, run(world, serve(world, prompt_of(length)), [7] * 30))
         assert resume(world, prompt_of(length)) == point
         item = serve(world, prompt_of(length))
@@ -234,25 +236,25 @@ def test_the_very_same_prompt_resumes_before_its_last_token(kind: str, length: i
 
 def test_a_checkpoint_can_be_taken_explicitly() -> None:
     world = make_world(
-        "state+full", 400, snapshots=CheckpointPolicy(prompt_end=False, turn_end=False, branch=False)
+        "state+full", 400, checkpoint_policy=CheckpointPolicy(prompt_end=False, turn_end=False, branch=False)
     )
     item = start(world, prompt_of(50))
     run(world, item, prompt_of(50)[:33])
-    assert world.cache.snapshot(item.sequence)
-    assert not world.cache.snapshot(item.sequence), "there is one"
-    assert not world.cache.snapshot(item.sequence, 20), "that state is gone"
+    assert world.cache.checkpoint(item.sequence)
+    assert not world.cache.checkpoint(item.sequence), "there is one"
+    assert not world.cache.checkpoint(item.sequence, 20), "that state is gone"
     finish(world, run(world, item))
     assert resume(world, prompt_of(50)) == 33
 
 
 def test_a_checkpoint_can_be_requested_ahead() -> None:
     world = make_world(
-        "state+full", 400, snapshots=CheckpointPolicy(prompt_end=False, turn_end=False, branch=False)
+        "state+full", 400, checkpoint_policy=CheckpointPolicy(prompt_end=False, turn_end=False, branch=False)
     )
     item = start(world, prompt_of(90))
-    assert world.cache.snapshot(item.sequence, 48)
+    assert world.cache.checkpoint(item.sequence, 48)
     with pytest.raises(ValueError, match="outside 0 to max_tokens"):
-        world.cache.snapshot(item.sequence, world.cache.max_tokens + 1)
+        world.cache.checkpoint(item.sequence, world.cache.max_tokens + 1)
     finish(world, run(world, item))
     other = [*prompt_of(60), *prompt_of(30, seed=1)]
     assert resume(world, other) == 48
@@ -268,7 +270,7 @@ def image(which: int, start: int = 4, length: int = 8, tokens: int = 0) -> tuple
 
 @pytest.mark.parametrize("kind", ["full", "sliding+full", "state+full", "cross"])
 def test_two_images_never_match_by_their_placeholders(kind: str) -> None:
-    world = make_world(kind, 400, snapshots=CheckpointPolicy(every_blocks=1))
+    world = make_world(kind, 400, checkpoint_policy=CheckpointPolicy(every_blocks=1))
     prompt = [1, 2, 3, 4, *[999] * 8, *prompt_of(60)]
     tokens = 20 if kind == "cross" else 0
     finish(world, serve(world, prompt, media=image(1, tokens=tokens)))

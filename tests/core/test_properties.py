@@ -87,7 +87,7 @@ class Machine(RuleBasedStateMachine):
             block,
             policy=policy,
             tenants=declared,
-            snapshots=snapshots,
+            checkpoint_policy=snapshots,
             reserved=slabs + 50 if elastic else None,
         )
         self.shares = shares
@@ -220,7 +220,7 @@ class Machine(RuleBasedStateMachine):
         """Where the last step left one: with states only where it ended, else wherever it passed."""
         if not self.cache.state.tree.needs_checkpoints:
             return []
-        every = self.cache.snapshots.every_blocks * self.cache.block_tokens
+        every = self.cache.checkpoint_policy.every_blocks * self.cache.block_tokens
         points = list(wanted)
         if every:
             points += range(every, len(item.tokens) + 1, every)

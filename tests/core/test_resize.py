@@ -296,7 +296,7 @@ def test_the_source_of_a_snapshot_stays_in_use_until_its_copy() -> None:
     item = serve(world, prompt_of(20))
     assert item.sequence.extend(4) == 0
     world.step(item, [1, 2, 3, 4])
-    assert world.cache.snapshot(item.sequence)
+    assert world.cache.checkpoint(item.sequence)
     world.opened.remove(item)
     item.sequence.close()
     busy = world.cache.state.copies.slabs()

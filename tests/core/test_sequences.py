@@ -106,7 +106,7 @@ def test_missing_pages_are_what_a_larger_pool_needs_more(kind: str) -> None:
 
 @every_layout
 def test_a_draft_is_extended_and_what_was_accepted_is_committed(kind: str) -> None:
-    world = make_world(kind, 400, snapshots=CheckpointPolicy(prompt_end=False, branch=False))
+    world = make_world(kind, 400, checkpoint_policy=CheckpointPolicy(prompt_end=False, branch=False))
     item = serve(world, prompt_of(30))
     for accepted in (1, 5, 3, 2, 5):
         assert item.sequence.extend(5) == 0
@@ -288,7 +288,7 @@ def test_rollback_across_block_boundaries_and_another_way_on(kind: str, n: int) 
 
 @pytest.mark.parametrize("kind", WITH_STATES)
 def test_rollback_returns_to_a_snapshot_where_there_are_states(kind: str) -> None:
-    world = make_world(kind, 400, snapshots=CheckpointPolicy(every_blocks=2))
+    world = make_world(kind, 400, checkpoint_policy=CheckpointPolicy(every_blocks=2))
     item = serve(world, prompt_of(72))
     run(world, item, [9] * 30)
     assert item.sequence.length == 102
@@ -351,7 +351,7 @@ def decode_together(world: World, items: list[Open], token: int) -> None:
 def test_extend_many_and_commit_many_equal_one_by_one(kind: str, every: int) -> None:
     results = []
     for decode in (decode_one_by_one, decode_together):
-        world = make_world(kind, 900, snapshots=CheckpointPolicy(every_blocks=every))
+        world = make_world(kind, 900, checkpoint_policy=CheckpointPolicy(every_blocks=every))
         items = [serve(world, prompt_of(20 + 5 * i, seed=i % 2)) for i in range(4)]
         for step in range(50):
             decode(world, items, step)

@@ -348,7 +348,7 @@ def test_empty_ranges_are_refused() -> None:
 
 @every_layout
 def test_a_request_with_store_off_caches_nothing(kind: str) -> None:
-    world = make_world(kind, 200, snapshots=CheckpointPolicy(every_blocks=1))
+    world = make_world(kind, 200, checkpoint_policy=CheckpointPolicy(every_blocks=1))
     item = serve(world, prompt_of(60), CacheControl(store=False))
     run(world, item, [7] * 40)
     assert found(world, prompt_of(60)) == 0, "nor while it runs"

@@ -259,7 +259,7 @@ def test_states_have_the_age_of_their_snapshot() -> None:
     desk.clock.advance(1)
     desk.keeping.before_step()
     desk.clock.advance(1)
-    assert desk.cache.snapshot(sequence, 48)  # of a run that was there before
+    assert desk.cache.checkpoint(sequence, 48)  # of a run that was there before
     desk.cache.state.tree.drop_checkpoint(sequence.node.checkpoints[-1], "for a test")
     desk.keeping.flush()
     assert [age for age, _ in desk.pages.copies] == [0]

@@ -31,7 +31,7 @@ from .prefix import (
 )
 from .sequences import (
     Sequence,
-    checkpoint,
+    checkpoint as take_checkpoint,
     close_sequence,
     commit,
     commit_many,
@@ -68,13 +68,21 @@ class KVCache:
         max_sequences: int = 256,
         max_tokens: int = 131072,
         tenants: Iterable[Tenant] = (),
-        snapshots: CheckpointPolicy | None = None,
+        checkpoint_policy: CheckpointPolicy | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.clock: Clock = clock or WallClock()
-        self.snapshots = snapshots or CheckpointPolicy()
+        self.checkpoint_policy = checkpoint_policy or CheckpointPolicy()
         self.state = state = CacheState(
-            layout, slabs, reserved, policy, max_sequences, max_tokens, tenants, self.snapshots, self.clock
+            layout,
+            slabs,
+            reserved,
+            policy,
+            max_sequences,
+            max_tokens,
+            tenants,
+            self.checkpoint_policy,
+            self.clock,
         )
         """The components; for tests and for code inside `kvloom.core`."""
         self.layout = layout
@@ -202,12 +210,12 @@ class KVCache:
         fill a block."""
         commit_many(self.state, rows, tokens)
 
-    def snapshot(self, seq: Sequence, position: int | None = None) -> bool:
+    def checkpoint(self, seq: Sequence, position: int | None = None) -> bool:
         """Take a checkpoint at the current position, or at an earlier `position` in models without states.
 
         A later `position` is scheduled: the checkpoint is taken when the sequence reaches it. Returns False if there
         are no pages for the states, or if the checkpoint would not be useful."""
-        return checkpoint(self.state, seq, position)
+        return take_checkpoint(self.state, seq, position)
 
     def rollback(self, seq: Sequence, n: int) -> int:
         """Discard the last `n` computed tokens and all reserved pages. Returns the new length.

@@ -48,6 +48,7 @@ class CacheState:
         "allocator",
         "block_tables",
         "block_tokens",
+        "checkpoint_policy",
         "clock",
         "compaction",
         "copies",
@@ -65,7 +66,6 @@ class CacheState:
         "pages",
         "pins",
         "pool",
-        "snapshots",
         "states",
         "tree",
     )
@@ -79,13 +79,13 @@ class CacheState:
         max_sequences: int,
         max_tokens: int,
         tenants: Iterable[Tenant],
-        snapshots: CheckpointPolicy,
+        checkpoint_policy: CheckpointPolicy,
         clock: Clock,
     ) -> None:
         if max_sequences < 1 or max_tokens < 1:
             raise ValueError(f"max_sequences {max_sequences} and max_tokens {max_tokens} must be positive")
         self.layout, self.block_tokens = layout, layout.block_tokens
-        self.max_tokens, self.snapshots, self.clock = max_tokens, snapshots, clock
+        self.max_tokens, self.checkpoint_policy, self.clock = max_tokens, checkpoint_policy, clock
         self.events = EventBus()
         self.pool = PagePool([g.pages_per_slab for g in layout.groups], slabs, reserved)
         self.pages, self.states, self.media = (self._numbering(n) for n in ("token", "state", "media"))

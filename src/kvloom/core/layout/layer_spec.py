@@ -5,9 +5,8 @@ K/V with scales, convolution and recurrent states.
 
 A new visibility kind is one class in this file, registered in KINDS, and one mask rule in the attention kernels
 (`kvloom.kernels`). Trees, block tables and the resume rule use `first_visible` only: pages before it are released,
-all pages after it are kept. A kind with holes (a dilated window) is therefore correct, but keeps the pages in its
-holes. To release them, every row would need one more window edge per hole, which would make the contiguous kinds
-slower.
+all pages after it are kept. The attention kernels show a query every token from `first_visible` on. A kind with holes
+(a dilated window) would need a second mask rule in them.
 """
 
 from __future__ import annotations

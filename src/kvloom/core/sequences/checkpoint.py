@@ -20,7 +20,7 @@ def take_checkpoints(state: CacheState, seq: Sequence, before: int) -> None:
     table = state.block_tables
     length = int(table.length[seq.row])
     positions = {p for p in seq.checkpoint_positions if before < p <= length}
-    every = state.snapshots.every_blocks * state.block_tokens
+    every = state.checkpoint_policy.every_blocks * state.block_tokens
     if every:
         positions.update(range((before // every + 1) * every, length + 1, every))
     if state.has_states:

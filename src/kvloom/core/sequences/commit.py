@@ -80,7 +80,7 @@ def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
         _publish_many(state, filled)
     for row in rows[table.wants_checkpoint[rows]].tolist():
         take_checkpoints(state, sequence_at(state, row), int(table.length[row]) - 1)
-    every = state.snapshots.every_blocks
+    every = state.checkpoint_policy.every_blocks
     if every and state.tree.needs_checkpoints:
         for row in rows[lengths % (every * block) == 0].tolist():
             take_checkpoints(state, sequence_at(state, row), int(table.length[row]) - 1)

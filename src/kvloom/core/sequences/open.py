@@ -44,7 +44,7 @@ def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequ
     if tree.needs_checkpoints:
         if match.checkpoint is not None:
             resume_from(state, seq, match.checkpoint, now)
-        elif resume and state.snapshots.branch and tree.windows and not state.has_states:
+        elif resume and state.checkpoint_policy.branch and tree.windows and not state.has_states:
             tree.checkpoint(_descend(node, match.data, resume), resume, None, now)
         seq.checkpoint_positions = _checkpoint_positions(state, match)
         state.block_tables.wants_checkpoint[row] = bool(seq.checkpoint_positions)
@@ -159,10 +159,10 @@ def _checkpoint_positions(state: CacheState, match: Match) -> tuple[int, ...]:
     if not match.control.store:
         return ()
     positions = set()
-    if state.snapshots.prompt_end:
-        early = state.snapshots.before_last and match.length > state.block_tokens
+    if state.checkpoint_policy.prompt_end:
+        early = state.checkpoint_policy.before_last and match.length > state.block_tokens
         positions.add(match.length - early)
-    if state.snapshots.branch:
+    if state.checkpoint_policy.branch:
         # The tree has these tokens, but cannot resume there: take a checkpoint for the next prompt.
         positions.add(match.matched // state.block_tokens * state.block_tokens)
     return tuple(sorted(p for p in positions if p > match.resume))
@@ -217,7 +217,7 @@ def _publish_end(state: CacheState, seq: Sequence, now: float) -> Node:
     if not tree.needs_checkpoints:
         if table.length.item(seq.row) == seq.published:
             return seq.node
-    elif not state.snapshots.turn_end:
+    elif not state.checkpoint_policy.turn_end:
         return seq.node
     end = int((table.state_length if state.has_states else table.length)[seq.row])
     node = node_at(state, seq, end, now, closing=True)

@@ -29,7 +29,7 @@ class SequenceOwner(Protocol):
 
     layout: PoolLayout
     block_tokens: int
-    snapshots: CheckpointPolicy
+    checkpoint_policy: CheckpointPolicy
     block_tables: BlockTables
     has_states: bool
     state: CacheState
@@ -133,7 +133,7 @@ class Sequence:
         """The next position at which a step should end, so that a snapshot can be taken, or None."""
         length = self.length
         ahead = [p for p in self.checkpoint_positions if p > length]
-        every = self.cache.snapshots.every_blocks * self.cache.block_tokens
+        every = self.cache.checkpoint_policy.every_blocks * self.cache.block_tokens
         if every:
             ahead.append((length // every + 1) * every)
         return min(ahead) if ahead and self.cache.has_states else None

@@ -110,7 +110,7 @@ def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
         max_tokens=longest,
         tenants=config.tenants,
         policy=config.eviction_policy,
-        snapshots=CheckpointPolicy(
+        checkpoint_policy=CheckpointPolicy(
             before_last=True, every_blocks=-(-config.checkpoint_every // config.block_tokens)
         ),
     )

@@ -122,7 +122,7 @@ class OffloadManager:
         """Decide what the next waiting request does; `match` must be current. May start a load job, or finish one.
 
         Returns WAIT while pages are in transfer, NO_ROOM if the pool has no pages for them, and COMPUTE otherwise.
-        Loaded pages may have entered the cache: match again if `tree.version` changed. Costs a dictionary lookup if
+        Loaded pages may have entered the cache: match again if `cache.version` changed. Costs a dictionary lookup if
         no tier has a page."""
         self._store.note_root(request.control.lossy, match.root_hash)
         if self._must_wait(request, match):

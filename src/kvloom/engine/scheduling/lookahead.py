@@ -50,7 +50,7 @@ class Lookahead:
 
         Does nothing for models without windows and states, which resume anywhere."""
         sequence, cache = request.sequence, self._cache
-        if sequence is None or not cache.needs_checkpoints or not cache.snapshots.branch:
+        if sequence is None or not cache.needs_checkpoints or not cache.checkpoint_policy.branch:
             return
         start, block = sequence.length, cache.block_tokens
         positions = Counter(
@@ -58,4 +58,4 @@ class Lookahead:
         )
         del positions[0]
         for position, _ in positions.most_common(MAX_CHECKPOINTS):
-            cache.snapshot(sequence, position)
+            cache.checkpoint(sequence, position)

@@ -124,7 +124,7 @@ class Scheduler:
         self.started_requests = []
         self._paused = 0
         picked: list[Scheduled] = []
-        next_blocks = self._prefetch()
+        next_blocks = self._poll_loads()
         self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
         if self._several:
             self._share_out()
@@ -357,7 +357,7 @@ class Scheduler:
         """Whether copies retain pages that will be free."""
         return self.offload is not None and self.offload.is_retaining_pages
 
-    def _prefetch(self) -> set[NextBlock | None]:
+    def _poll_loads(self) -> set[NextBlock | None]:
         """Advance load jobs, and queue requests whose pages have arrived. Return the next blocks that other requests load."""
         if self.offload is None:
             return set()

@@ -11,7 +11,7 @@
 | batch_invariant                              | plans whose results do not depend on the batch                             |
 | triton_*                                     | the kernels                                                                |
 
-A new layer kind (`core.Visibility`) adds one mask rule here: its number in `mask.SPANS`, and the first token that a query sees in
+A new layer kind (`core.Visibility`) adds one mask rule here: its number in `mask.SPAN_NUMBERS`, and the first token that a query sees in
 `triton_mask.first_visible`. The oracle and the host's lists read `Visibility.first_visible_each`. `QueryRows.count_pairs`
 estimates the work of a kind; `prefill_libraries` refuses kinds that it does not list.
 """

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""The mask rule of every layer kind for kernels. A new kind adds one branch here, and its number to `mask.SPANS`."""
+"""The mask rule of every layer kind for kernels. A new kind adds one branch here, and its number to `mask.SPAN_NUMBERS`."""
 
 from __future__ import annotations
 
