@@ -48,7 +48,7 @@ def private_directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Whoever wants the device alone finds nothing on it that earlier tests forgot."""
+    """Free device memory that earlier tests left, for tests that need the whole device."""
     if item.get_closest_marker("alone") is not None:
         import torch
 

@@ -1,4 +1,4 @@
-"""The shape of the source: which room may import which, what core may import, and the public names.
+"""The structure of the source: which folder may import which, what core may import, and the public names.
 
 Public names are pinned in public_names.json; after a change that is meant, run this file:
     .venv/bin/python tests/test_structure.py
@@ -28,7 +28,7 @@ LINE = [
     "bench",
     "cli",
 ]
-"""Imports point to the left; rooms of one place do not import each other."""
+"""Imports point to the left; folders in one entry do not import each other."""
 RANK = {room: rank for rank, rooms in enumerate(LINE) for room in rooms.split()}
 
 CORE_MAY_IMPORT = {*sys.stdlib_module_names, "numpy"}
@@ -69,7 +69,7 @@ def imports(module: str) -> Iterator[tuple[str, int]]:
             if node.level:
                 parents = package.split(".")
                 base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [base])])
-            # `from kvloom import core` names a room, too.
+            # `from kvloom import core` names a folder, too.
             yield from (
                 (f"{base}.{alias.name}" if base == "kvloom" else base, node.lineno) for alias in node.names
             )
@@ -84,7 +84,7 @@ def test_imports_point_one_way(module: str) -> None:
     here = room(module)
     if here is None:  # kvloom/__init__.py names what users want first, and imports it when asked
         return
-    assert here in RANK, f"{here!r} is a new room: give it a place in LINE"
+    assert here in RANK, f"{here!r} is a new folder: add it to LINE"
     wrong = [
         f"line {line}: {name}"
         for name, line in imports(module)

@@ -26,6 +26,9 @@ REPLACED = {
     r"land(?:ed|s|ing)": "load, publish",
     r"(?<!in\s)(?<!in-)(?<!\s\s)flights?": "in-flight step",
     r"in line(?! with)": "waiting",
+    r"knows (?:no|nothing|none)|does not know": "independent of, does not use",
+    r"lent|lends?|lending": "allocate, lease",
+    r"(?:make|makes|free|their|its|there is) room": "free pages, free memory",
 }
 WORDS = {re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE): instead for pattern, instead in REPLACED.items()}
 

@@ -252,7 +252,7 @@ def test_a_single_prompt_reports_its_first_token(capsys: pytest.CaptureFixture[s
     assert row["size"] == "1 x (262 in, 4 out)"
     ours = row["runs"]["kvloom"]
     assert 0 < ours["first_token_s"] < ours["seconds"]
-    assert "decode_tb_s" not in ours  # its bytes are told with the floor, of an H200 alone
+    assert "decode_tb_s" not in ours  # only reported with the floor, which exists for an H200 only
 
 
 def test_rounds_share_no_tokens_and_the_best_counts() -> None:

@@ -177,7 +177,7 @@ def test_it_begins_as_least_recently_used() -> None:
 
 
 def chats(service: Service, seed: int, chats: int, hint: bool = False) -> None:
-    """Conversations of 8 blocks a turn, in which most stop after one turn and the others go on."""
+    """Serve conversations of 8 blocks a turn; most stop after one turn, the others continue."""
     rng = np.random.default_rng(seed)
     due: list[tuple[float, int, int]] = []
     start, number = 0.0, 0

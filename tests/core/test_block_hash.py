@@ -46,7 +46,7 @@ def digest_of(media_id: int) -> bytes:
 
 
 def test_hashes_never_change() -> None:
-    """A change here makes every stored page of every deployment unfindable."""
+    """A change here makes every stored page of every deployment unreachable."""
     root = root_hash("llama")
     data = raw(list(range(40)))
     assert root.hex() == ROOT
@@ -158,7 +158,7 @@ def test_a_tail_is_shorter_than_a_grain(tokens: int) -> None:
 
 
 def follow(world: World) -> HashIndex:
-    """What a router does with a worker's events."""
+    """Follow a worker's events, like a router."""
     index = HashIndex(world.cache.layout.groups)
 
     def listen(event: Event) -> None:
@@ -172,7 +172,7 @@ def follow(world: World) -> HashIndex:
 
 
 def agree(world: World, index: HashIndex, text: list[int], n: int) -> None:
-    """The index finds the tree's resume point; without states it knows whole grains only."""
+    """Check that the index finds the tree's resumable position; without states, in whole HASH_TOKENS units only."""
     match = world.cache.match([*text[:n], 0])
     found = world.cache.state.lookup.resumable_with(match, index)
     if world.cache.has_states or match.resume % 16 == 0:
@@ -260,7 +260,7 @@ def test_an_index_is_empty_when_everything_is_evicted(kind: str) -> None:
 
 
 def test_a_snapshot_inside_a_longer_node_is_found_by_hash() -> None:
-    """A prompt that is the beginning of a stored text leaves its snapshot inside that run, at a tail."""
+    """A prompt that is a prefix of a stored text has its snapshot inside that run, at a partial tail."""
     world = make_world("state+full", 60)
     index = follow(world)
     cached(world, prompt_of(80))
@@ -282,7 +282,7 @@ def test_a_tail_is_found_by_its_tokens_alone() -> None:
 
     assert index.match(names, 39, root=root, tail=tail) == 37
     assert index.match(names, 36, root=root, tail=tail) == 0
-    assert index.match(names, 39, root=root) == 0, "nobody can name its tokens"
+    assert index.match(names, 39, root=root) == 0, "no hash covers its tokens"
 
 
 # -- places ---------------------------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ def test_stuck_pages_are_counted_and_nothing_is_evicted_in_vain() -> None:
 
 
 def test_a_prefix_with_an_evicted_window_gets_a_checkpoint() -> None:
-    """Many prompts share what comes first, and its window's pages have left: whoever computes it again leaves a point."""
+    """Many prompts share a prefix whose window pages were evicted: the request that recomputes it takes a checkpoint."""
     fields = (Field("k", (2, 8), "fp32"), Field("v", (2, 8), "fp32"))
     spans = {"layers.0.a": Visibility("full"), "layers.1.a": Visibility("sliding", 32)}
     layout = PoolLayout.build({name: LayerSpec("token", fields, span) for name, span in spans.items()}, 16)

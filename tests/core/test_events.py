@@ -37,7 +37,7 @@ def names_of(world: World, tokens: list[int], control: CacheControl | None = Non
 
 
 def busy(world: World) -> None:
-    """Prefill, decode, sharing, forks, rollbacks, evictions."""
+    """Run prefill, decode, sharing, forks, rollbacks and evictions."""
     for i in range(12):
         trunk = prompt_of(48, seed=i % 3)
         item = serve(world, [*trunk, *prompt_of(20 + i, seed=i)])

@@ -34,7 +34,7 @@ every_layout = pytest.mark.parametrize("kind", sorted(LAYOUTS))
 
 
 def press(world: World, tokens: int, seed: int = 99) -> Open:
-    """A request that takes room for `tokens` tokens and keeps it."""
+    """Open a request that uses pages for `tokens` tokens, and keep it open."""
     item = start(world, prompt_of(4, seed))
     assert item.sequence.extend(tokens) == 0
     return item
@@ -85,7 +85,7 @@ def test_prefixes_of_waiting_requests_are_evicted_last_by_turn(kind: str, policy
     hog, size = press(world, 16), 16
     while len(left) < 3 and not hog.sequence.extend(size := size + 16):
         left += [i for i in range(4) if i not in left and found(world, prompts[i]) < whole[i]]
-    assert left == [3, 0, 2], "who waits for nothing, then the last in line"
+    assert left == [3, 0, 2], "first the entry without a waiting request, then the latest turn"
     for foreseen in (*waiting, *waiting):
         world.cache.unprotect(foreseen)
     finish(world, hog)
@@ -136,7 +136,7 @@ LENGTH = 64
 def leaving_order(
     policy: str | object, requests: list[int], lengths: dict[int, int] | None = None
 ) -> list[int]:
-    """Run one request a second, then take the room block by block; the prompts in the order in which they leave."""
+    """Run one request a second, then allocate block by block; return the prompts in the order of eviction."""
     prompts = {seed: prompt_of((lengths or {}).get(seed, LENGTH), seed) for seed in requests}
     # One page more than they need: a prompt that comes again writes its last block to a copy first.
     world = make_world("full", 2 + sum(len(p) for p in prompts.values()) // 16, policy=policy)
@@ -147,7 +147,7 @@ def leaving_order(
 
 
 def as_they_leave(world: World, prompts: dict[int, list[int]]) -> list[int]:
-    """A prompt has left when less than half of it is found."""
+    """Return the prompts in the order of eviction; a prompt counts as evicted when less than half of it is found."""
     assert world.cache.state.pool.free_slabs <= 1
     hog = start(world, [4])
     order: list[int] = []
@@ -224,7 +224,7 @@ def test_a_node_is_queued_when_its_sequence_closes_and_while_its_tail_is_evicted
     queue = world.cache.state.accounts[""].queue
     item = start(world, prompt_of(30 * 16))
     run(world, item)
-    assert len(queue) == 0, "someone stands on it"
+    assert len(queue) == 0, "a sequence uses it"
     finish(world, item)
     assert len(queue) == 1
     hog = press(world, 20 * 16)
@@ -258,7 +258,7 @@ def test_unneeded_window_pages_are_evicted_before_resumable_ones(policy: str) ->
 
 
 def test_a_leaf_that_is_not_resumable_is_evicted_first() -> None:
-    """The newest request leaves an answer nobody can resume in; it goes before an older, useful prompt."""
+    """The newest request's answer is not resumable; it is evicted before an older, resumable prompt."""
     world = make_world("state+full", 1 + 8, checkpoint_policy=CheckpointPolicy(turn_end=False, branch=False))
     cached(world, prompt_of(48, A))
     world.clock.advance(1)
@@ -286,7 +286,7 @@ every_model = pytest.mark.parametrize("model", sorted(MODELS))
 
 
 def hybrid(model: str, states: int, more: int, **options: object) -> World:
-    """A pool with the slabs of `states` states and `more`."""
+    """Return a pool with the slabs of `states` states, and `more`."""
     layout = PoolLayout.build(MODELS[model]().layers)
     clock = VirtualClock()
     slabs = 1 + states * layout.width("state") + more
@@ -294,12 +294,12 @@ def hybrid(model: str, states: int, more: int, **options: object) -> World:
 
 
 def attention_per_slab(cache: KVCache) -> float:
-    """Blocks of attention pages in a slab."""
+    """Return the blocks of attention pages in a slab."""
     return cache.layout.of("token")[0].pages_per_slab / cache.layout.width("token")
 
 
 def fill(world: World, tokens: int, seed: int) -> None:
-    """A request without pretend bytes."""
+    """Run a request without simulated bytes."""
     seq = world.cache.open(world.cache.match([seed]))
     assert seq.extend(tokens) == 0
     seq.commit([seed] * tokens)
@@ -503,7 +503,7 @@ def free_bytes(cache: KVCache) -> int:
 
 
 def test_no_more_than_a_part_of_the_pool_is_free_ahead_of_need_where_slabs_are_not_emptied() -> None:
-    """Spare window pages lie between others: a slab that none of them is left in is long in coming."""
+    """Unneeded window pages lie between others, so it takes long until a slab is empty."""
     world = make_world("several pages a slab, every kind", 700)
     cache, room, rng = world.cache, world.cache.state.allocator, random.Random(1)
     held, i = [], 0
@@ -540,7 +540,7 @@ def test_evict_ahead_does_not_evict_tenants_below_their_share() -> None:
 
 @pytest.mark.parametrize("kind", ["full", "sliding+full", "state+full"])
 def test_evict_ahead_does_not_evict_retained_batches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing would be free before whoever copies them is done, and who comes back would not find them."""
+    """Evicting pages in transfer frees nothing before the copies are done, and the next request would miss."""
     monkeypatch.setattr(room_module, "AHEAD", 4)
     world = make_world(kind, 1 + 20 * slabs_for(kind, 48))
     cache, room = world.cache, world.cache.state.allocator

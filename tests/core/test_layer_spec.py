@@ -16,7 +16,7 @@ POSITIONS = st.integers(0, 100_000)
 
 
 def visible(span: Visibility, position: int) -> set[int]:
-    """What a query sees, said the long way."""
+    """Return the tokens that a query sees, by a plain loop."""
     before = range(position + 1)
     if span.kind == "sliding":
         return {p for p in before if position - p < span.size}

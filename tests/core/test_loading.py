@@ -64,7 +64,7 @@ class World:
         ]
 
     def settle(self) -> None:
-        """Copy what was offered, then make the copies that the cache decided."""
+        """Copy the pages of offload batches, then make the pending copies of the cache."""
         for batch in self.batches:
             for column, cls, group, run in self.classes(batch.numbering):
                 for name, page in zip(batch.hashes, batch.pages[:, column].tolist(), strict=True):
@@ -78,7 +78,7 @@ class World:
             self.bytes.update(zip([(cls, page) for page in batch.target.tolist()], moved, strict=True))
 
     def compute(self, sequence: Sequence, text: list[int]) -> bool:
-        """Write and commit tokens up to the end of `text`, in steps; False where there is no room."""
+        """Write and commit tokens up to the end of `text`, in steps; False if pages are missing."""
         while sequence.length < len(text):
             stop = min(len(text), sequence.next_checkpoint or len(text), sequence.length + 40)
             if sequence.extend(stop - sequence.length):
@@ -96,7 +96,7 @@ class World:
         return True
 
     def load(self, match: Match, rng: random.Random, fails: float = 0.0) -> int:
-        """Bring what is below, some of which fails; where the prompt can resume then."""
+        """Load pages from the store, some of which fail; return where the prompt can resume."""
         plan = self.cache.loading.plan(match)
         while questions := plan.next_queries():
             plan.answer(
@@ -128,7 +128,7 @@ class World:
         return self.cache.loading.publish(reservation, came, states)
 
     def resumed(self, sequence: Sequence, text: list[int]) -> None:
-        """Every page that a resumed sequence will read holds what it should."""
+        """Check that every page a resumed sequence will read has the right label."""
         point, block, rows = sequence.length, self.cache.block_tokens, self.cache.block_tables
         for group in self.layout.of("token"):
             for b in range(group.spec.visibility.first_visible(point) // block, -(-point // block)):
@@ -143,7 +143,7 @@ class World:
 
 
 def texts(rng: random.Random, count: int) -> list[list[int]]:
-    """Texts that part from each other anywhere."""
+    """Return texts that diverge from each other at any position."""
     made: list[list[int]] = [[rng.randrange(50) for _ in range(rng.randrange(1, 120))]]
     while len(made) < count:
         stem = rng.choice(made)
@@ -327,7 +327,7 @@ def test_pages_that_a_reservation_shares_may_move_while_it_evicts(
     make, moved = cache.state.allocator.make_room, 0
 
     def making(account: Account, needs: list[int]) -> int:
-        """As where slabs are lacking, but of all pages those that the prompt found are moved."""
+        """Like `make_room` when slabs are missing, but moves exactly the pages that the prompt hit."""
         nonlocal moved
         for cls, ids in cache.state.pages.by_class(cache.state.tree.rows(match.path, match.matched)):
             of = cache.state.pool.classes[cls]

@@ -16,7 +16,7 @@ def cache_of(slabs: int) -> KVCache:
 
 
 def shown(cache: KVCache, tokens: np.ndarray, media: list[Media], chunks: list[int]) -> int:
-    """Compute a prompt by chunks; how many of its tokens were cached."""
+    """Compute a prompt in chunks; return how many of its tokens were cached."""
     found = cache.match(tokens, None, media)
     sequence = cache.open(found)
     for count in chunks:

@@ -137,7 +137,7 @@ def test_an_evicted_prompt_that_was_computed_again_is_no_longer_called_evicted()
 
 
 def test_the_only_prompt_of_a_tenant_is_called_evicted_when_it_was() -> None:
-    """Nothing is left of the tenant in the tree; the reason must survive that."""
+    """The tree has no node of the tenant any more; the reason must still be known."""
     world = make_world("full", 1 + 4)
     gold = CacheControl(tenant="gold")
     cached(world, prompt_of(64), gold)

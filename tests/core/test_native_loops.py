@@ -96,7 +96,7 @@ def test_only_free_pages_are_allocated_and_a_refusal_changes_nothing(
 
 @pytest.mark.parametrize("loops", [native, counts], ids=["native", "plain"])
 def test_a_page_is_cached_more_than_32767_times(loops: ModuleType) -> None:
-    """Sixteen bits counted to 32,767 and went on at -32,768: the page then looked free to some checks."""
+    """A count of 16 bits wrapped from 32,767 to -32,768, and the page looked free to some checks."""
     pool = PagePool([1], slabs=4)
     ids = pool.allocate(0, 1)
     assert ids is not None

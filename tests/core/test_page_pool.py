@@ -14,13 +14,13 @@ from .world import make_world
 
 
 def counts(pool: PagePool, cls: int = 0) -> tuple[int, int, int]:
-    """Pages held and cached, and slabs free."""
+    """Return the pages in use, the cached pages and the free slabs."""
     c = pool.classes[cls]
     return c.in_use_pages, c.cached_pages, pool.free_slabs
 
 
 def picture(pool: PagePool) -> list[object]:
-    """Everything the pool knows about its pages."""
+    """Return all the pool's records of its pages."""
     known: list[object] = [pool.free_slabs]
     for c in pool.classes:
         known += [
@@ -68,12 +68,12 @@ def test_a_page_goes_from_free_to_in_use_to_cached_to_free(per_slab: int) -> Non
 def test_a_page_is_free_only_after_its_last_holder_and_keeper(per_slab: int) -> None:
     pool = PagePool([per_slab], 4)
     page = take(pool, 1)
-    assert pool.retain(0, page) == 0, "someone held it already"
+    assert pool.retain(0, page) == 0, "it was in use already"
     pool.add_cached(0, page)
     pool.add_cached(0, page)
     assert pool.drop_cached(0, page) == 0
     assert pool.release(0, page) == (0, 0)
-    assert pool.release(0, page) == (1, 0), "nobody holds it, the cache still does"
+    assert pool.release(0, page) == (1, 0), "no longer in use, but still cached"
     pool.check()
     assert pool.drop_cached(0, page) == 1
     assert pool.free_slabs == 3
@@ -141,7 +141,7 @@ def test_every_listing_of_a_page_counts_once(per_slab: int) -> None:
     page = int(take(pool, 1)[0])
     pool.add_cached(0, ids(page, page))
     assert pool.release(0, ids(page)) == (1, 0)
-    assert pool.retain(0, ids(page, page)) == 1, "one page that nobody held"
+    assert pool.retain(0, ids(page, page)) == 1, "one page that was not in use"
     assert counts(pool)[:2] == (1, 0)
     assert pool.release(0, ids(page, page)) == (1, 0)
     assert pool.drop_cached(0, ids(page, page)) == 1
@@ -276,7 +276,7 @@ def test_no_slab_is_movable_when_the_others_are_full() -> None:
 
 
 def fits(held: list[int], needs: list[int], sizes: list[int], slabs: int) -> bool:
-    """Whether a fresh pool, where nothing is scattered, can hold it all."""
+    """Return whether a new pool, without fragmentation, has pages for all of it."""
     pool = PagePool(sizes, slabs)
     return all(pool.allocate(c, h + n) is not None for c, (h, n) in enumerate(zip(held, needs, strict=True)))
 

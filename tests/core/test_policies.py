@@ -30,7 +30,7 @@ class DeepestFirst:
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package with an entry point, as an installer would leave it."""
+    """Create a package with an entry point, like an installer does."""
     (tmp_path / "outside_policies.py").write_text(POLICY)
     info = tmp_path / "outside_policies-1.0.dist-info"
     info.mkdir()

@@ -73,7 +73,7 @@ def test_a_slab_of_mapping_granularity(name: str) -> None:
 
 
 def check(layout: PoolLayout) -> None:
-    """What every layout promises."""
+    """Check the invariants of every layout."""
     for group in layout.groups:
         assert 0 <= layout.waste(group) <= MAX_WASTE
         assert group.page_bytes <= group.page_stride

@@ -22,7 +22,7 @@ def resume(world: World, prompt: list[int], media: tuple[Media, ...] = ()) -> in
 
 
 def fill(world: World, prompt: list[int], answer: int = 0, step: int = 512) -> None:
-    """A request without pretend bytes, for long prompts and for pressure."""
+    """Run a request without simulated bytes, for long prompts and to fill the pool."""
     cache = world.cache
     seq = cache.open(cache.match(prompt))
     text = prompt + [7] * answer
@@ -126,7 +126,7 @@ def test_gemma_3_bytes_are_right_after_resuming_at_a_window() -> None:
 
 
 def test_gemma_3_resumes_at_4096_after_all_unneeded_window_pages_are_evicted() -> None:
-    """Of 260 blocks, 68 hold the windows of the two resume points (64 blocks each, overlapping)."""
+    """Of 260 blocks, 68 are in the windows of the two checkpoints (64 blocks each, overlapping)."""
     stored, needed = 260 * 6, 260 + 68 * 5
     world = model_world("gemma-3-12b", 1 + stored)
     fill(world, LONG, answer=64)

@@ -148,7 +148,7 @@ class Machine(RuleBasedStateMachine):
         squeeze=st.sampled_from([0, 0, 0, 0.2, 1.0]),
     )
     def step(self, pick: int, n: int, keep: int, token: int, squeeze: float) -> None:
-        """A chunk of prefill, a decoded token, or a draft of which some tokens are accepted."""
+        """Compute a chunk of prefill, a decoded token, or a draft of which some tokens are accepted."""
         item = self.world.opened[pick % len(self.world.opened)]
         seq = item.sequence
         left = item.prompt[len(item.tokens) :]
@@ -209,7 +209,7 @@ class Machine(RuleBasedStateMachine):
             world._write(cls, int(self.cache.block_tables.states[column, seq.row]), "state", value)
 
     def _note(self, item: Open, wanted: tuple[int, ...]) -> None:
-        """What others may find from now on: its full blocks, and its tail up to a checkpoint."""
+        """Record what other prompts may hit from now on: its full blocks, and its tail up to a checkpoint."""
         if item.control.store:
             length = len(item.tokens)
             points = [length // self.cache.block_tokens * self.cache.block_tokens]
@@ -217,7 +217,7 @@ class Machine(RuleBasedStateMachine):
             self.world.stored.append((item.sequence.root.hash, item.tokens[: max(points)]))
 
     def _checkpoints(self, item: Open, wanted: tuple[int, ...]) -> list[int]:
-        """Where the last step left one: with states only where it ended, else wherever it passed."""
+        """Return where the last step took checkpoints: with states only at its end, else at every position it passed."""
         if not self.cache.state.tree.needs_checkpoints:
             return []
         every = self.cache.checkpoint_policy.every_blocks * self.cache.block_tokens
@@ -286,7 +286,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.elastic)
     @rule(share=st.sampled_from([0.02, 0.1, 0.5, 1.0]))
     def shrink(self, share: float) -> None:
-        """Take slabs, by halves or to the last; once the copies have run only held pages stand in the way."""
+        """Remove half of the slabs, or all; once the copies have run, only pages in use may remain."""
         pool, room = self.cache.state.pool, self.cache.state.allocator
         asked = int(share * pool.slabs)
         before = [item.sequence.length for item in self.world.opened]

@@ -19,7 +19,7 @@ def slab_bytes(kind: str) -> int:
 
 
 def shrink_fully(world: World) -> None:
-    """Down to what is held: pages move together, and the slabs they leave go once the copies have run."""
+    """Shrink to the pages in use: they are compacted, and the emptied slabs are removed once the copies have run."""
     for _ in range(2):
         world.shrink(9999)
         world.run_copies()
@@ -276,7 +276,7 @@ def test_compacted_slabs_can_be_removed_after_the_copies() -> None:
 
 
 def test_a_pending_copy_with_a_freed_target_still_blocks_its_slab() -> None:
-    """In a batch that is already closed it will be written all the same."""
+    """The copy is in a batch that is already closed, so it will still be written."""
     world = make_world("full", 20)
     source, target = world.cache.state.pool.allocate(0, 2).tolist()  # type: ignore[union-attr]
     copies = world.cache.state.copies

@@ -1,4 +1,4 @@
-"""The model behind the adaptive policy: does it find the hazards that made the data?"""
+"""The model of the adaptive policy: does it learn the hazards from which the data were generated?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Draw = Callable[[np.random.Generator, int], float | None]
 def learned(
     draw: Draw, visits: int = 4000, every: float = 0.5, values: int = 2, window: int = 4096
 ) -> ReuseModel:
-    """A model that has watched visits half a second apart; `draw(rng, value)` says when each returns."""
+    """Return a model trained on visits half a second apart; `draw(rng, value)` returns when each is reused."""
     rng = np.random.default_rng(7)
     returns = ReuseModel(2, 1, window=window)
     due: list[tuple[float, int, float]] = []

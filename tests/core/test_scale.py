@@ -16,7 +16,7 @@ PROMPT = 8192
 
 
 def filled(blocks: int, kind: str = "full") -> KVCache:
-    """A cache full of 8,192-token prompts that share nothing, and then some, so that eviction has begun."""
+    """Return a cache full of 8,192-token prompts that share nothing; eviction has begun."""
     layout = PoolLayout.build(LAYOUTS[kind])
     clock = VirtualClock()
     slabs = 1 + int(blocks * sum(g.runs / g.pages_per_slab for g in layout.of("token")))

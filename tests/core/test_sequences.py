@@ -1,7 +1,4 @@
-"""The verbs of a sequence on every kind of layer: extend, commit, rollback, fork, close.
-
-Bytes are pretended by `World`: after each step, what a sequence reads must be what its own tokens wrote.
-"""
+"""The operations of a sequence on every kind of layer: extend, commit, rollback, fork, close."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ WITHOUT_STATES = sorted(set(LAYOUTS) - set(WITH_STATES))
 
 
 def tables(cache: KVCache, item: Open) -> list[list[list[bool]]]:
-    """Which entries of a sequence's tables name a page."""
+    """Return which entries of a sequence's block tables have a page."""
     return [(item.sequence.table(g.index) > 0).tolist() for g in cache.layout.of("token")]
 
 
@@ -95,7 +92,7 @@ def test_extend_returns_the_missing_pages_and_changes_nothing(kind: str) -> None
 
 @pytest.mark.parametrize("kind", ["full", "sliding", "chunked+full", "cross"])
 def test_missing_pages_are_what_a_larger_pool_needs_more(kind: str) -> None:
-    """With one page a slab the number is exact: so many slabs more, and it fits; one fewer, and it does not."""
+    """With one page per slab the number is exact: with that many more slabs it fits, with one fewer it does not."""
     probe = make_world(kind, 6).cache
     missing = probe.open(probe.match([1])).extend(200)
     assert missing > 0
@@ -394,7 +391,7 @@ def test_extend_many_that_lacks_pages_extends_none(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "sliding", "sliding+full", "chunked+full"])
 def test_a_decode_step_costs_by_crossings_not_by_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences are looked at one by one only where a block or a window boundary is crossed."""
+    """Sequences are processed one by one only if they cross a block or window boundary."""
     world = make_world(kind, 4000)
     cache = KVCache(world.cache.layout, 4000, max_sequences=64, max_tokens=512)
     sequences = []

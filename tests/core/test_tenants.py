@@ -20,7 +20,7 @@ def found(world: World, prompt: list[int], control: CacheControl | None = None) 
 
 
 def press(world: World, tokens: int, control: CacheControl | None = None, seed: int = 99) -> Open:
-    """A request that takes room for `tokens` tokens and keeps it."""
+    """Open a request that uses pages for `tokens` tokens, and keep it open."""
     item = start(world, prompt_of(4, seed), control)
     assert item.sequence.extend(tokens) == 0
     return item
@@ -153,7 +153,7 @@ def test_an_idle_pool_is_anyones() -> None:
 
 
 def test_a_ttl_or_a_priority_does_not_outrank_another_tenant() -> None:
-    """Shares of 20 pages each; the flood wants all 40 for ever, and its entries were used last."""
+    """Shares of 20 pages each; the other tenant wants all 40 pages for ever, and its entries were used last."""
     world = make_world("full", 41, tenants=[Tenant("gold", weight=1.0), Tenant("free", weight=1.0)])
     keep = CacheControl(tenant="free", retain=(RetainRange(priority=1 << 20, ttl=1e9),))
     for seed in range(30):
@@ -310,7 +310,7 @@ def test_a_pin_needs_a_positive_ttl(ttl: float) -> None:
 
 
 def test_token_ranges_are_evicted_by_priority() -> None:
-    """The system prompt stays, the document between goes first, where nothing hangs below it."""
+    """The system prompt stays; the document after it is evicted first if it has no child nodes."""
     world = make_world("full", 1 + 4 + 4 + 4)
     keep = CacheControl(retain=(RetainRange(0, 32, priority=5), RetainRange(32, None, priority=-1)))
     cached(world, prompt_of(64, seed=1), keep)
@@ -428,7 +428,7 @@ def test_a_session_that_returns_is_not_ended_any_more() -> None:
     world.check()
 
 
-def test_what_a_share_protects_is_foreseen_and_nothing_is_evicted_in_vain() -> None:
+def test_protected_shares_are_counted_before_anything_is_evicted() -> None:
     tenants = [Tenant("", weight=1.0), Tenant("gold", weight=1.0)]
     world = make_world("full", 41, tenants=tenants)  # twenty blocks each
     cached(world, prompt_of(20 * 16, 1), CacheControl(tenant="gold"))

@@ -1,9 +1,4 @@
-"""A cache with pretend bytes: every page slot remembers which prefix was written to it.
-
-The oracle of the property tests. It knows nothing of how the cache decides: it writes where the
-tables say, runs the copies it is given, and afterwards every slot that a sequence may read must
-hold exactly what that sequence's own tokens put there.
-"""
+"""A cache with simulated bytes: every page slot records which prefix was written to it."""
 
 from __future__ import annotations
 
@@ -101,7 +96,7 @@ class World:
         self.cache.grow(slabs)
 
     def shrink(self, n: int) -> int:
-        """Take slabs out and forget what was in them; returns how many."""
+        """Remove slabs and their recorded contents; return how many were removed."""
         slabs = self.cache.shrink(n).tolist()
         assert len(set(slabs)) == len(slabs) <= n
         assert 0 not in slabs
@@ -145,7 +140,7 @@ class World:
         self.bytes_.setdefault((cls, page), {})[slot] = value
 
     def _columns(self, numbering: str) -> list[tuple[int, int, Visibility]]:
-        """(column, size class, span) of a numbering."""
+        """Return (column, size class, span) of a kind of rows: token, state or media."""
         return [
             (column, self.cache.state.pool.class_of[g.index], g.spec.visibility)
             for g in self.cache.layout.of(numbering)
@@ -185,7 +180,7 @@ class World:
     # -- what must hold ---------------------------------------------------------------------------
 
     def verify(self, item: Open) -> None:
-        """Everything that the next query of a sequence reads is its own."""
+        """Check that everything the next query of a sequence reads was written for it."""
         seq, cache = item.sequence, self.cache
         length = seq.length
         hashes = {}
@@ -223,7 +218,7 @@ class World:
         self.cache.check()
 
     def _check_memory(self) -> None:
-        """Pages that anyone names, holds or keeps have memory, and they and the free ones are all of it."""
+        """Check that all referenced pages have memory, and that they and the free pages are all of it."""
         pool, rows = self.cache.state.pool, self.cache.block_tables
         used: set[int] = set()
         for c in pool.classes:
@@ -255,14 +250,14 @@ WITH_STATES = sorted(
 
 
 def prompt_of(n: int, seed: int = 0) -> list[int]:
-    """`n` tokens that part from those of every other seed at once."""
+    """Return `n` tokens that differ from those of every other seed from the first token on."""
     return [(seed * 7919 + i * 31) % 50000 + 1 for i in range(n)]
 
 
 def start(
     world: World, prompt: list[int], control: CacheControl | None = None, media: tuple[Media, ...] = ()
 ) -> Open:
-    """Look a prompt up and open it; nothing is computed yet."""
+    """Look a prompt up and open a sequence; nothing is computed yet."""
     cache = world.cache
     control = control or CacheControl()
     sequence = cache.open(cache.match(prompt, control, media))
@@ -273,7 +268,7 @@ def start(
 
 
 def run(world: World, item: Open, tokens: list[int] | None = None) -> Open:
-    """Compute `tokens` (what is left of the prompt, if not given), ending steps where a snapshot is wanted."""
+    """Compute `tokens` (by default the rest of the prompt); steps end where a snapshot is wanted."""
     left = item.prompt[len(item.tokens) :] if tokens is None else list(tokens)
     while left:
         boundary = item.sequence.next_checkpoint
@@ -299,7 +294,7 @@ def finish(world: World, item: Open) -> None:
 def cached(
     world: World, prompt: list[int], control: CacheControl | None = None, media: tuple[Media, ...] = ()
 ) -> int:
-    """A request from its prompt to its end; returns where it resumed."""
+    """Run a request from its prompt to its end; return where it resumed."""
     item = serve(world, prompt, control, media)
     resumed = item.sequence.resumed
     finish(world, item)
@@ -307,7 +302,7 @@ def cached(
 
 
 def slabs_for(kind: str, tokens: int, states: int = 2) -> int:
-    """A pool that just holds one sequence of `tokens` tokens, a block more, and so many states."""
+    """Return the slabs for one sequence of `tokens` tokens, one more block, and `states` states."""
     slabs = 1
     for group in PoolLayout.build(LAYOUTS[kind]).groups:
         units = states if group.spec.unit == "state" else -(-tokens // 16) + 1

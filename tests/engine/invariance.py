@@ -1,4 +1,4 @@
-"""Requests alone, together, and beside others that come and go: what batch-invariance is held against."""
+"""Runs requests alone, together, and with others that join and leave: the cases in which batch invariance is checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["apart", "interrupted", "prompts_of", "together", "told"]
 
 
 def prompts_of(count: int, vocabulary: int, longest: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of all lengths up to `longest`, some of which begin alike."""
+    """Return prompts of all lengths up to `longest`; some share a prefix."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(2, longest + 1, (count,), generator=generator).tolist()
     made = [torch.randint(3, vocabulary, (size,), generator=generator).tolist() for size in sizes]
@@ -22,7 +22,7 @@ def prompts_of(count: int, vocabulary: int, longest: int, seed: int = 0) -> list
 
 
 def told(request: Request) -> list[tuple[int, list[float]]]:
-    """Tokens with all their log-probabilities, to the last bit."""
+    """Return a request's tokens with all their log-probabilities, to the last bit."""
     assert request.finish_reason is not None
     return [
         (token, [one.logprob for one in likely.values()])
@@ -31,7 +31,7 @@ def told(request: Request) -> list[tuple[int, list[float]]]:
 
 
 def apart(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-    """Each prompt by itself, one after the other; prompts that begin alike find what others left."""
+    """Run the prompts one after the other; prompts with a common prefix hit the cache."""
     found = []
     for prompt, mine in zip(prompts, params, strict=True):
         found.append(engine.add(prompt, mine))
@@ -40,7 +40,7 @@ def apart(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
 
 
 def together(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-    """All at once, the last first, with some that come later and are cancelled."""
+    """Run all prompts together, the last first, with others that join later and are cancelled."""
     found = [engine.add(prompt, mine) for prompt, mine in list(zip(prompts, params, strict=True))[::-1]]
     others = []
     for i in range(8):
@@ -53,14 +53,14 @@ def together(engine: Engine, prompts: list[list[int]], params: list[SamplingPara
 
 
 def interrupted(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-    """All at once; again and again the last that runs gives its pages up, and begins anew."""
+    """Run all prompts together; the last running request is preempted repeatedly, and recomputes."""
     found = [engine.add(prompt, mine) for prompt, mine in zip(prompts, params, strict=True)]
     run_interrupted(engine, found, every=7)
     return [told(request) for request in found]
 
 
 def run_interrupted(engine: Engine, requests: list[Request], every: int) -> None:
-    """Step until all have ended; every so many steps the last that runs gives its pages up."""
+    """Step until all requests have finished; every `every` steps the last running one is preempted."""
     for step in range(10_000):
         if not engine.busy:
             break

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds models have, made here: no files, no network."""
+"""Small tokenizers of the kinds that models use, built here: no files, no network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["byte_fallback", "byte_level", "words"]
 
 
 def byte_level(*merged: str) -> PreTrainedTokenizerFast:
-    """Every byte a token (ids 3 to 258), and `merged` words after them; 0 to 2 are special."""
+    """Return a tokenizer with one token per byte (ids 3 to 258), then `merged` words; ids 0 to 2 are special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i + 3 for i, letter in enumerate(alphabet)}
     merges: list[tuple[str, str]] = []
@@ -31,7 +31,7 @@ def byte_level(*merged: str) -> PreTrainedTokenizerFast:
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """As SentencePiece's: words begin with ▁, what has no piece comes as bytes."""
+    """Return a tokenizer like SentencePiece's: words begin with ▁, and text without a piece is encoded as bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *map(chr, range(97, 123))]
     pieces += ["he", "▁he", "▁w", "ll", "▁hell"]
     merges = [("h", "e"), ("▁", "he"), ("▁", "w"), ("l", "l"), ("▁he", "ll")]
@@ -55,7 +55,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 
 def words(count: int = 64) -> PreTrainedTokenizerFast:
-    """w0, w1, …: one token a word."""
+    """Return a tokenizer with one token per word: w0, w1, …"""
     made = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")

@@ -1,4 +1,4 @@
-"""Room that those who run will come to need is left to them: nobody computes twice for want of it."""
+"""Admission leaves pages for the growth of running requests, so that none is preempted and recomputed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_no_preemption_with_known_output_lengths(family: str, ahead: bool, fores
 
 
 def test_shared_pages_count_once_for_admission() -> None:
-    """Twelve of one long prompt in a pool for two of them apart."""
+    """Twelve requests with one long prompt, in a pool for two separate ones."""
     model = tiny("llama", max_position_embeddings=512)
     layout = make_engine(model, 1 << 24).layout
     root = asked("root", 1, 10)[0] * 40
@@ -67,8 +67,8 @@ def test_shared_pages_count_once_for_admission() -> None:
     assert not any(request.preemptions for request in requests)
 
 
-def test_prompt_needs_all_its_room_at_admission() -> None:
-    """Long prompts and short answers, with most of a prompt's room left over: whoever began in that would lose it to the growth
+def test_prompt_needs_all_its_pages_at_admission() -> None:
+    """Long prompts and short answers, with most of a prompt's pages free: a request admitted now would lose them to the growth
     of the others."""
     model, rng = tiny("llama", max_position_embeddings=512), random.Random("long")
     prompts = [[rng.randrange(3, 64) for _ in range(320)] for _ in range(9)]

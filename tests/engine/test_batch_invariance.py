@@ -1,4 +1,6 @@
-"""The same seed gives the same tokens whatever runs beside: on a CPU in float32, and the GPU's way in Triton's interpreter."""
+"""The same seed gives the same tokens in any batch: on a CPU in float32, and with the GPU's kernels in Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def test_cpu_batch_invariance_needs_float32() -> None:
 
 
 def invariant_engine(model: Any, budget: int) -> Engine:
-    """An engine on a CPU that computes in a GPU's way."""
+    """Return an engine on a CPU that runs the GPU's kernels."""
     made = make_engine(model, 2 << 20, token_budget=budget, max_running=4)
     made.runner = ModelRunner(model, made.cache, made.buffer, budget, 4, graphs=False, invariant=True)
     return made

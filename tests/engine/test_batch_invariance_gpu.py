@@ -1,4 +1,4 @@
-"""Batch-invariance on a GPU, in bfloat16: the same bits alone, among 64, and by chunks; with CUDA graphs and without."""
+"""Batch invariance on a GPU, in bfloat16: the same bits alone, among 64, and in chunks; with CUDA graphs and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search on forks against Hugging Face's own, token by token."""
+"""Beam search on forks, compared with Hugging Face's token by token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = [list(range(3, 24)), [9, 8, 7], list(range(40, 3, -1))]
 def wanted(
     model: Any, prompt: list[int], width: int, new: int, eos: int | None = None, penalty: float = 1.0
 ) -> Any:
-    """The texts and scores that generate() finds, the best first."""
+    """Return the texts and scores of generate(), best first."""
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         found = model.generate(
@@ -92,7 +92,7 @@ def test_preempted_beams_return_the_same_texts(family: str, slabs: int, new: int
     expected = [wanted(model, prompt, 4, new)[0] for prompt in PROMPTS]
     layout = make_engine(model, POOL).layout
     engine = make_engine(model, slabs * layout.slab_bytes, token_budget=24, max_running=9)
-    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # admit every request for which pages are free, so that pages run out
     requests = [engine.add(prompt, params(4, new)) for prompt in PROMPTS]
     steps = 0
     while engine.busy:

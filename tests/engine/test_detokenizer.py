@@ -1,4 +1,4 @@
-"""Text from tokens as they come: whole characters, the spaces a prompt needs, stop texts across tokens."""
+"""Text from a stream of tokens: whole characters, the spaces that depend on the prompt, stop texts across tokens."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_stop_text_across_tokens_is_never_returned() -> None:
     assert text.text == "".join(told) == "one two END"
 
 
-def test_possible_stop_text_is_held_back() -> None:
+def test_possible_stop_text_waits() -> None:
     text, told = run(KINDS["bytes"], "aaENaENDb", ["ENDING", "NEVER"])
     assert text.stopped is None
     assert text.text == "".join(told) == "aaENaENDb"

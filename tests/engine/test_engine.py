@@ -1,4 +1,6 @@
-"""The engine against generate(): many requests, a pool far too small, preemptions, cancels, priorities, seeds."""
+"""The engine compared with generate(): many requests, a pool that is far too small, preemptions, cancels, priorities,
+seeds.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def test_random_requests_in_a_small_pool_match_generate(family: str, slabs: int,
     layout = make_engine(model, 1 << 24).layout
     room = slabs * layout.slab_bytes or 3 * layout.slab_bytes_for(max(map(len, prompts)) + 10)
     engine = make_engine(model, room, token_budget=24, max_running=8, ahead=ahead)
-    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # admit every request for which pages are free, so that pages run out
     requests = [engine.add(prompt, GREEDY, priority=i % 3) for i, prompt in enumerate(prompts)]
     cancelled: list[Request] = []
     steps = 0
@@ -153,13 +155,13 @@ def test_seed_gives_the_same_tokens_in_any_batch() -> None:
     assert all(other.finish_reason == "length" for other in others)
 
 
-def test_request_without_room_finishes_with_no_room() -> None:
+def test_request_without_free_pages_finishes_with_no_room() -> None:
     engine = make_engine(tiny("llama"), 1 << 22)
     slab = engine.layout.slab_bytes
     engine = make_engine(tiny("llama"), 4 * slab)
     block = engine.layout.block_tokens
     held = engine.cache.open(engine.cache.match([1, 2, 3]))
-    assert not held.extend(block + 1)  # someone else's pages, which nobody may take
+    assert not held.extend(block + 1)  # pages in use, which cannot be evicted
     request = engine.add(range(3, 3 + block + 2), SamplingParams(max_tokens=2, temperature=0))
     engine.run()
     assert request.finish_reason == "no_room"
@@ -249,7 +251,7 @@ def test_running_request_leaves_checkpoints_for_queued_ones(family: str) -> None
 def test_pages_of_queued_requests_are_evicted_last(
     family: str, kib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Conversations that take turns in a pool that has no room for all: by age, each would lose what it wants next."""
+    """Conversations take turns in a pool that is too small for all: LRU would evict each one's pages just before its turn."""
     found = {}
     for most in (0, 256):
         monkeypatch.setattr(lookahead, "MAX_PROTECTED", most)
@@ -287,7 +289,7 @@ def below(node: Any) -> list[Any]:
 
 
 def fill(engine: Engine, first: int, count: int) -> None:
-    """Prompts that share nothing with others."""
+    """Run prompts that share nothing with others."""
     for each in range(first, first + count):
         engine.add([each, *(3 + (i * each) % 61 for i in range(90))], GREEDY)
 

@@ -1,4 +1,4 @@
-"""Tenants share steps, running places and pages fairly, whatever one of them asks for. Counted in steps, not in seconds."""
+"""Tenants share steps, running requests and pages fairly, whatever one of them sends. Counted in steps, not in seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def greedy(tokens: int, **more: Any) -> SamplingParams:
 
 
 def steps_to_first(engine: Engine, request: Request, most: int = 200) -> int:
-    """Steps until a request has its first token."""
+    """Return the steps until a request has its first token."""
     for step in range(1, most + 1):
         engine.step()
         engine.cache.check()
@@ -123,7 +123,7 @@ def test_tenant_gets_pages_from_a_tenant_that_uses_all(family: str, below: bool)
 
 @pytest.mark.parametrize("light", ["blue", "red"])
 def test_unused_service_earns_no_credit(light: str) -> None:
-    """While one request of a tenant decodes, another tenant computes much: after that both are served alike."""
+    """One request of a tenant decodes while another tenant computes much; afterwards both get equal service."""
     heavy = "red" if light == "blue" else "blue"
     engine = make_engine(tiny("llama"), 1 << 22, token_budget=32, max_running=4, tenants=TENANTS)
     engine.add(drawn("little", 5)[0], greedy(45), CacheControl(tenant=light))
@@ -142,7 +142,7 @@ def test_unused_service_earns_no_credit(light: str) -> None:
 
 
 def test_request_beyond_the_default_share_runs() -> None:
-    """Ten tenants have cached pages up to their shares: the only request of another may take them."""
+    """Ten tenants have cached pages up to their shares; the only request of another tenant may evict them."""
     model = tiny("llama", max_position_embeddings=1024)
     layout = make_engine(model, 1 << 24).layout
     names = [f"t{i}" for i in range(10)]

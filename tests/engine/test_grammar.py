@@ -1,4 +1,4 @@
-"""Text of a given form: every text a grammar leads to has it, whatever the tokens' odds."""
+"""Structured output: every text that a grammar allows has the required structure, whatever the probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.Monke
 
 
 def test_the_sampler_chooses_only_what_the_form_allows(grammars: Grammars) -> None:
-    """Rows with and without a form in one batch; logits wider than the tokenizer."""
+    """Rows with and without a grammar in one batch; logits wider than the tokenizer's vocabulary."""
     size, rows = len(TOKENIZER) + 45, 6
     forms = ["json_schema", None, "regex", "json_schema", None, "regex"]
     texts = {"json_schema": json.dumps(SCHEMA), "regex": "[a-z]{3,9}!"}

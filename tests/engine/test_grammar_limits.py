@@ -1,4 +1,4 @@
-"""A grammar that takes too much time or memory loses its own process, and nothing else waits for it."""
+"""A grammar that takes too much time or memory loses its process; other requests do not wait for it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ MASK_SECONDS = 60.0
 
 
 def explosive(letter: str = "a", size: int = 18) -> str:
-    """A grammar of 60 characters whose compilation takes minutes and gigabytes."""
+    """Return a grammar of 60 characters whose compilation takes minutes and gigabytes."""
     return f"start: T\nT: ~/.*({letter}|b).{{{size}}}.*/ & /.*c.{{{size + 1}}}/"
 
 
 def children(grammars: Grammars) -> list[int]:
-    """The processes of a tokenizer's grammars."""
+    """Return the process ids of a tokenizer's grammars."""
     parent = grammars._parent
     if parent is None:
         return []
@@ -255,7 +255,7 @@ def test_an_offline_request_is_refused_and_the_engine_goes_on(llm: kvloom.LLM) -
 
 
 def test_a_request_whose_mask_is_late_is_left_out_of_steps(llm: kvloom.LLM) -> None:
-    """Its process is stopped: every other request ends meanwhile. Once it goes on, so does the request."""
+    """While the grammar's process is stopped, all other requests finish. When it continues, so does the request."""
     engine = llm.engine
     held = engine.add([5, 6], SamplingParams(max_tokens=60, seed=1, regex="[a-z]{20}"))
     engine.step()

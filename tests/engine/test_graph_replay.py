@@ -1,4 +1,4 @@
-"""Steps of single tokens as a GPU replays them, on a CPU: graphs are stood for by running the model anew on what was sent."""
+"""Replayed decode steps on a CPU: instead of replaying a graph, the model runs again on the uploaded numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .invariance import run_interrupted
 
 @dataclass
 class Eager:
-    """Stands for a captured graph: replaying it computes what it would, into the same logits."""
+    """Replaces a captured graph: replaying it runs the model, and writes to the same logits."""
 
     runner: ModelRunner
     size: int

@@ -1,4 +1,4 @@
-"""An engine's host memory offered to others: they read what it has, change nothing, and go on without it."""
+"""An engine shares its host memory: other engines read its pages, change nothing, and recompute when it ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_another_engine_reads_served_host_memory(by: str, tmp_path: Path) -> Non
     after = offload_of(owner).host.stats()
     assert (after.objects, after.bytes) == (before.objects, before.bytes)
     closed(owner)
-    again = served(second, [[*prompts[0], 9]])  # its pool still has it; nobody below does
+    again = served(second, [[*prompts[0], 9]])  # its pool still has it; no tier does
     assert again[0].cached_tokens
     late = served(second, drawn("late", 60))
     assert [one.tokens for one in late] == expected(tiny("llama"), drawn("late", 60), 8)

@@ -1,5 +1,5 @@
 """Pages that leave the pool are copied beside the step in flight where they were there before it, and after it where they were
-not: told with copies that are written down, and with a device that does what it is told as late as it may."""
+not: checked with recorded copies, and with a device that executes its work as late as possible."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ STATE = LayerSpec("state", (Field("ssm", (3, 40), "fp32"),))
 SLABS = {
     "llama": 12, "gemma3_text": 10, "llama4_text": 10, "mamba2": 12, "jamba": 8, "bamba": 10, "qwen3_next": 4,
 }  # fmt: skip
-"""Of a pool far too small."""
+"""Slabs of a pool that is far too small."""
 
 
 class Told(HostPages):
-    """Remembers of every copy how old its pages were, and which."""
+    """Records the age and the page ids of every copy."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -60,7 +60,7 @@ class Told(HostPages):
 
 
 class Desk:
-    """A cache whose pages are kept when they leave, and a clock that stands still."""
+    """A cache with an offload store, and a clock that does not advance."""
 
     def __init__(self, *layers: LayerSpec, writes: str = "back") -> None:
         layout = PoolLayout.build({f"layer {i}": spec for i, spec in enumerate(layers)})
@@ -73,14 +73,14 @@ class Desk:
         self.keeping = HostStore(self.cache, self.pages, TransferManager(host, ()), forms, forms, {writes})
 
     def computed(self, first: int) -> Sequence:
-        """Three blocks of a prompt of four."""
+        """Compute three blocks of a prompt of four."""
         sequence = self.cache.open(self.cache.match(np.arange(first, first + 64, dtype=np.int32)))
         assert not sequence.extend(48)
         sequence.commit(range(first, first + 48))
         return sequence
 
     def left(self) -> list[tuple[int, set[int]]]:
-        """Everything that may leaves the pool; the copies that were made of it."""
+        """Evict everything that can be evicted; return the copies."""
         self.cache.grow(self.cache.shrink(39).tolist())
         self.keeping.flush()
         self.cache.take_copies()
@@ -102,7 +102,7 @@ def test_pages_cached_before_the_mark_are_old() -> None:
     young = pages_of(after)
     after.close()
     used.close()  # which changes nothing of when it was written
-    assert desk.left() == [(1, old), (0, young)], "old ones first, whoever left first"
+    assert desk.left() == [(1, old), (0, young)], "old ones first, in any order of eviction"
     again = desk.computed(3000)
     young = pages_of(again)
     again.close()
@@ -148,7 +148,7 @@ def test_split_runs_keep_their_age() -> None:
 
 
 def test_replaced_partial_block_is_not_retained() -> None:
-    """One text twice: when the shorter has ended and was offered, the longer one grows its last block."""
+    """The same text twice: after the shorter one has closed and was offloaded, the longer one extends its last block."""
     desk = Desk(FULL, writes="through")
     text = np.arange(40, dtype=np.int32)
     shorter, longer = (desk.cache.open(desk.cache.match(text[:size])) for size in (24, 40))
@@ -169,7 +169,7 @@ def test_replaced_partial_block_is_not_retained() -> None:
 
 
 def test_run_does_not_grow_by_a_block_without_its_window_page() -> None:
-    """As pages that came from below do, of which a window behind needs none: its resume point would lose its own."""
+    """Like loaded pages that a later window does not need: its checkpoint would lose its own pages."""
     desk = Desk(FULL, replace(FULL, visibility=Visibility("sliding", 20)))
     cache, text = desk.cache, np.arange(32, dtype=np.int32)
     shorter, longer = (cache.open(cache.match(text[:size])) for size in (24, 32))
@@ -303,7 +303,7 @@ class Late(HostPages):
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """Pages that were copied by their age, on such a device."""
+    """Count copied pages by age, on such a device."""
     Late.counts = dict.fromkeys(range(3), 0)
     monkeypatch.setattr(offload_manager, "HostPages", Late)
     leave_early(monkeypatch)
@@ -318,7 +318,7 @@ def storm(family: str) -> list[list[int]]:
 
 
 def crowded(family: str, ahead: bool) -> Engine:
-    """Pages leave while others are made, and requests lose theirs to others."""
+    """Return an engine in which pages are evicted while others are written, and requests are preempted."""
     slab = make_engine(tiny(family), POOL).layout.slab_bytes
     engine = make_engine(
         tiny(family), SLABS[family] * slab, token_budget=24, max_running=5, ahead=ahead, offload=PATIENT,
@@ -350,7 +350,7 @@ def test_old_pages_are_complete_before_the_inflight_step(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
 def test_pages_evicted_after_growth_are_complete(family: str, counts: dict[int, int]) -> None:
-    """Answers of several blocks, whose pages leave in the step after their last token, or while they are written."""
+    """Outputs of several blocks, whose pages are evicted in the step after their last token, or while they are written."""
     prompts = storm(family)[::2]
     wanted = expected(tiny(family), prompts, 40)
     engine = crowded(family, ahead=True)
@@ -373,7 +373,7 @@ def test_pages_evicted_after_growth_are_complete(family: str, counts: dict[int, 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
 @pytest.mark.parametrize("width", [1, 3])
 def test_forks_and_beams_load_their_pages_again(family: str, width: int, counts: dict[int, int]) -> None:
-    """Forks copy pages inside the pool while pages leave it."""
+    """Forks copy pages inside the pool while pages are evicted."""
     params = SamplingParams(max_tokens=8, temperature=0 if width > 1 else 1.0, seed=3, n=3, beam_width=width)
     prompts = storm(family)[::2]
     plain = make_engine(tiny(family), POOL * 4, token_budget=24, ahead=True)
@@ -393,7 +393,7 @@ def test_forks_and_beams_load_their_pages_again(family: str, width: int, counts:
 
 
 def stepped(engine: Engine) -> int:
-    """Step until all have ended, whatever breaks off; how many steps did."""
+    """Step until all requests have finished, even if steps fail; return how many failed."""
     failed = 0
     while engine.busy:
         try:
@@ -478,5 +478,5 @@ def test_failed_offloads_and_loads_change_no_token(family: str, monkeypatch: pyt
     while offload.is_retaining_pages:
         offload.poll()
     assert offload.host.index.loading == 0
-    assert not offload.host._slots.refs.any(), "places are held that nobody lets go"
+    assert not offload.host._slots.refs.any(), "some slots are still leased"
     closed(engine)

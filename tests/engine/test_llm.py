@@ -70,7 +70,7 @@ def test_one_or_many_prompts_with_one_or_many_params() -> None:
 
 @pytest.fixture(scope="module")
 def speaker() -> kvloom.LLM:
-    """A tiny Llama that knows bytes; its tokens are letters mostly."""
+    """Return a tiny Llama with a byte tokenizer; most of its tokens are letters."""
     tokenizer = byte_level("the", " the", "and", " and")
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),

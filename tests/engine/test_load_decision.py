@@ -1,4 +1,4 @@
-"""Computing a prompt's head while its tail loads: on a clock of its own, whatever the speeds are and whatever is believed."""
+"""Computing a prompt's head while its tail loads, on a simulated clock, for any speeds and any estimates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Run:
         return (weight * self.believed / EACH + came) / (weight + self.now)
 
     def seconds(self) -> float:
-        """Until the first token: the last one of the prompt is always computed."""
+        """Return the seconds until the first token. The last token of the prompt is always computed."""
         decision, front, lands = LoadOrRecompute(), 0, None
         while front < (low := LENGTH - self.came(self.now)):
             assert self.now < 20 * ALL
@@ -115,7 +115,7 @@ def test_hung_disk_costs_a_few_percent(believed: float) -> None:
 
 
 def test_step_close_to_the_end_of_the_prompt_reaches_it() -> None:
-    """What was loaded saves less than the step behind it costs."""
+    """The loaded tail saves less time than the step after it costs."""
     found = LoadOrRecompute().tokens_to_compute(
         Progress(3840, 4080, LENGTH, BLOCK, min_step=128),
         Estimates(computing, lambda first: 9.0, None, 0.1),
@@ -125,7 +125,7 @@ def test_step_close_to_the_end_of_the_prompt_reaches_it() -> None:
 
 
 def test_waiting_is_free_during_the_inflight_step() -> None:
-    """What should have come when that is over is not computed; nor is anything while nobody knows."""
+    """Pages expected before the step ends are not computed; without estimates nothing is launched either."""
     decision = LoadOrRecompute()
 
     def asked(busy: float | None, seconds: float | None) -> int:

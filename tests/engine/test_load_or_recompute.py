@@ -24,7 +24,7 @@ from tests.models.zoo import expected, tiny
 
 LENGTH = 400
 EACH = 0.001
-"""Seconds in which a token is said to be computed."""
+"""Simulated seconds to compute a token."""
 PARAMS = SamplingParams(max_tokens=4, temperature=0)
 
 
@@ -37,7 +37,7 @@ def prompt() -> list[int]:
 
 
 class Rig:
-    """An engine over a disk that has a prompt's pages, and gives one strip for each `let`."""
+    """An engine with a disk that has a prompt's pages, and delivers one chunk for each `let`."""
 
     def __init__(self, family: str, path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.prompt = prompt()
@@ -72,20 +72,20 @@ class Rig:
         monkeypatch.setattr(self.engine.runner, "run", counted)
 
     def believe(self, ratio: float) -> None:
-        """The disk is said to give tokens so many times as fast as they are computed."""
+        """Set the engine's estimate: the disk delivers tokens `ratio` times as fast as they are computed."""
         full = sum(g.unit_bytes for g in self.engine.layout.of("token") if not g.spec.visibility.windowed)
         lane = self.offload.transfers.queues[0]
         lane.throughput.bytes_per_second, lane.lookup_latency = ratio * full / EACH, 0.0
         lane.throughput.record = lambda size, began, now: None  # type: ignore[method-assign]
 
     def add(self, control: CacheControl | None = None) -> Request:
-        """A request whose pages are looked for, and found."""
+        """Add a request, and wait until its pages are found."""
         request = self.engine.add(self.prompt, PARAMS, control)
         self.until(lambda: self.offload._jobs[request].lookup.is_complete)
         return request
 
     def until(self, done: Callable[[], object]) -> None:
-        """Real time passes, for threads; the clock stands."""
+        """Wait in real time, for threads; the simulated clock does not advance."""
         ends = time.monotonic() + 60
         while not done():
             self.offload.poll()
@@ -93,7 +93,7 @@ class Rig:
             time.sleep(0.001)
 
     def let(self, request: Request, tokens: int) -> None:
-        """Let pages come until so many tokens of the prompt's end are there."""
+        """Deliver pages until `tokens` tokens of the prompt's end are loaded."""
         transfer = self.offload._jobs[request].transfer
         while transfer.loaded_from > LENGTH - tokens:
             before = transfer.loaded_from
@@ -101,7 +101,7 @@ class Rig:
             self.until(lambda before=before: transfer.loaded_from < before)  # type: ignore[misc]
 
     def step(self) -> None:
-        """One step, which takes as long as is said; a millisecond where there is nothing to compute."""
+        """Run one step, which takes its simulated time; a millisecond without work."""
         before = sum(self.computed)
         self.engine.step()
         took = sum(self.computed) - before
@@ -109,7 +109,7 @@ class Rig:
         self.waited += 0 if took else 0.001
 
     def ends(self, request: Request) -> None:
-        """It ends with the right tokens, and nothing is left behind."""
+        """Check that the request finishes with the right tokens, and that no page or job remains."""
         while request.finish_reason is None:
             self.step()
             assert self.now < 110
@@ -220,7 +220,7 @@ def test_head_is_copied_from_host_memory_while_the_tail_loads(rig: Callable[...,
 
 @pytest.mark.parametrize("believed", [0.5, 100.0])
 def test_request_without_store_loads_or_computes_everything(believed: float, rig: Callable[..., Rig]) -> None:
-    """Nothing of its head would be there when the tail has come: it loads all, or computes all."""
+    """Pages of its head do not stay cached until the tail is loaded: it loads all, or computes all."""
     one = rig(token_budget=64)
     one.believe(believed)
     request = one.add(CacheControl(store=False))
@@ -246,7 +246,7 @@ def test_hung_lookup_costs_a_bounded_wait(rig: Callable[..., Rig]) -> None:
 
 
 def test_load_ends_once_the_prompt_is_computed(rig: Callable[..., Rig]) -> None:
-    """Its prompt is over, and it decodes: a disk that is slow has others to serve."""
+    """The prompt is computed and the request decodes: a slow disk should serve others."""
     one = rig(token_budget=512)
     one.believe(0.2)
     request = one.add()

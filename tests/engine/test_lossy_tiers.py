@@ -1,4 +1,4 @@
-"""A tier that re-encodes pages serves requests that allow for it, and no other request ever meets one of its pages."""
+"""A tier that re-encodes pages serves requests that accept lossy pages; no other request ever reads its pages."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_lossy_pages_serve_only_requests_that_accept_them(coding: str, below: st
     first, plain = said(engine, prompts, NEAR), said(engine, prompts)
     assert (
         [one.tokens for one in first] == [one.tokens for one in plain] == wanted
-    )  # nothing came from below yet
+    )  # nothing was loaded from a tier yet
     assert [one.cached_tokens for one in plain] == [0, 0]
     lane = offload_of(engine).transfers.queues[0]
     kept = lane.tier.stats()
-    assert kept.objects == 5 + 4, "the pages of those who allow it, and of no others"
+    assert kept.objects == 5 + 4, "only pages of requests that accept lossy pages"
     if below == "disk":
         closed(engine)
         engine = opened("host:8MiB", text)
@@ -59,7 +59,7 @@ def test_lossy_pages_serve_only_requests_that_accept_them(coding: str, below: st
 
 
 def empty(engine: Engine) -> None:
-    """Whatever is cached leaves the pool, and host memory."""
+    """Evict all cached pages from the pool and from host memory."""
     engine.cache.grow(engine.cache.shrink(engine.cache.state.pool.slabs - 2).tolist())
     engine._apply_copies()
     host = offload_of(engine).host

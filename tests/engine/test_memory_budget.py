@@ -1,4 +1,4 @@
-"""How large the pool gets where nobody says."""
+"""The pool's size without a configured one."""
 
 from __future__ import annotations
 

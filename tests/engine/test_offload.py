@@ -32,7 +32,7 @@ KINDS = ["llama", "gemma3_text", "qwen3_next", "bamba", "mamba", "deepseek_v3", 
 PATIENT = OffloadConfig(
     "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
 )
-"""For what must be found, however busy the machine is."""
+"""For pages that must be found, however busy the machine is."""
 QUICK = OffloadConfig(
     load="always",
     deadline_seconds=(0.2, 0.2),
@@ -66,7 +66,7 @@ def offload_of(engine: Engine) -> OffloadManager:
 
 
 def closed(engine: Engine) -> None:
-    """No page is lost or held, and the tiers end."""
+    """Check that no page is lost or in use, and close the tiers."""
     engine.offload.poll() if engine.offload is not None else None
     engine.cache.take_copies()
     engine.cache.check()
@@ -155,7 +155,7 @@ def test_other_weights_layouts_tenants_and_dtypes_share_no_pages_on_disk(tmp_pat
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
 @pytest.mark.parametrize("write", ["through", "back"])
 def test_host_memory_keeps_the_hits_of_a_small_pool(family: str, write: str) -> None:
-    """Conversations of a few turns; the pool holds about a tenth of them."""
+    """Conversations of a few turns, in a pool for about a tenth of their pages."""
     model = tiny(family, max_position_embeddings=512)
     layout = make_engine(model, POOL).layout
     talks, turns, more = 8, 3, 24
@@ -181,7 +181,7 @@ def test_host_memory_keeps_the_hits_of_a_small_pool(family: str, write: str) -> 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_concurrent_conversations_in_a_tenth_of_their_pages_hit(family: str) -> None:
-    """What comes for a request stays until it begins: there is room for it to go on before anything is loaded."""
+    """Pages loaded for a request stay until it starts: it is admitted only if it can also compute its next block."""
     model = tiny(family, max_position_embeddings=512)
     layout = make_engine(model, POOL).layout
     talks, turns, more, new = 20, 3, 28, 4
@@ -213,7 +213,7 @@ def test_concurrent_conversations_in_a_tenth_of_their_pages_hit(family: str) -> 
     ("family", "why"), [("qwen3_next", "snapshot missing"), ("gemma3_text", "window page missing")]
 )
 def test_miss_reason_of_pages_in_tiers(family: str, why: str, tmp_path: Path) -> None:
-    """After a restart the pool knows none of the tokens; the disk has their pages, and lacks what one could resume on."""
+    """After a restart the pool has no tokens. The disk has their pages, but not what a resume needs."""
     prompt = drawn(why, 100)[0]
     wanted = expected(tiny(family), [prompt], 4)[0]
     tiers = ["host:8MiB", f"disk:{tmp_path}:64MiB"]
@@ -247,7 +247,7 @@ def faulty(tmp_path: Path, faults: Faults) -> tuple[OpenTier, FaultyTier]:
 
 
 def spoil(tier: FaultyTier, path: Path) -> None:
-    """Change a byte in the middle of every page that lies on the disk."""
+    """Change a byte in the middle of every page on the disk."""
     for segment in path.glob("*.seg"):
         data = bytearray(segment.read_bytes())
         for at in range(4096 + 64, len(data), 4096):
@@ -265,7 +265,7 @@ def go_wrong(wrong: str, faults: Faults, tier: FaultyTier, path: Path) -> None:
 
 
 def stored(engine: Engine) -> None:
-    """Wait until nothing is to be stored any more."""
+    """Wait until all stores have finished."""
     ends = time.monotonic() + 5
     while (
         any(lane.pending_store_bytes for lane in offload_of(engine).transfers.queues)
@@ -371,7 +371,8 @@ def test_quotas_hold_for_loaded_pages(tmp_path: Path) -> None:
 
 
 def test_reload_after_preemption_is_not_a_hit() -> None:
-    """Two that do not fit together, and a third that comes before them: they lose their pages and load them again."""
+    """Two requests do not fit together, and a third with a higher rank is added: they are preempted and load their pages
+    again."""
     model = tiny("llama", max_position_embeddings=512)
     layout = make_engine(model, POOL).layout
     prompts = drawn("back", 90, 90, 90)
@@ -380,7 +381,7 @@ def test_reload_after_preemption_is_not_a_hit() -> None:
         tiny("llama", max_position_embeddings=512), layout.slab_bytes_for(130) + 2 * layout.slab_bytes,
         tiers=["host:16MiB?write=back"], offload=PATIENT,
     )  # fmt: skip
-    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # admit every request for which pages are free, so that pages run out
     requests = [engine.add(prompt, greedy(24)) for prompt in prompts[:2]]
     while requests[0].output_count < 4:
         engine.step()
@@ -441,7 +442,7 @@ def test_invalid_tiers_are_refused_and_leave_nothing_open(tmp_path: Path) -> Non
 
 
 class LateCopy:
-    """A copy that is made after it was asked about a few times, or when someone must wait: as a GPU's streams would."""
+    """A copy that ends after a few polls, or when a caller waits for it: like a copy on a GPU stream."""
 
     def __init__(self, copy: Callable[[], object], polls: int) -> None:
         self._copy, self._polls = copy, polls
@@ -460,7 +461,7 @@ class LateCopy:
 
 
 def leave_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device that computes while the engine waits; in pools as small as these, too, pages leave ahead of need then."""
+    """Like on a GPU that computes while the engine waits: pages are offloaded early, in small pools too."""
     rng = random.Random(1)
     monkeypatch.setattr(room, "AHEAD", 2)
     monkeypatch.setattr(InflightStep, "is_ready", property(lambda flight: rng.random() < 0.3))
@@ -521,7 +522,7 @@ def test_slow_copies_neither_overwrite_nor_read_other_pages(
 def test_returning_conversations_keep_their_loaded_pages(
     slabs: int, ahead: bool, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The room for one is that of the next in line, whose turn is in the same step; and a while later, of who waits for room."""
+    """Loaded pages would evict those of the next waiting request, scheduled in the same step; later, of one that waits for pages."""
     monkeypatch.setattr(offload_manager, "HostPages", LatePages if late else HostPages)
     slab = make_engine(tiny("llama"), POOL).layout.slab_bytes
     engine = make_engine(
@@ -544,7 +545,7 @@ def test_returning_conversations_keep_their_loaded_pages(
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
 def test_pages_stay_in_full_host_memory_while_they_load(family: str) -> None:
-    """What leaves the pool for it wants a place, and what comes back has been there for longest."""
+    """The pool evicts pages into a full host memory, where the pages to be loaded are the oldest."""
     prompts = drawn((family, "in turns"), *[70] * 6)
     wanted = expected(tiny(family), prompts, 4)
     slab = make_engine(tiny(family), POOL).layout.slab_bytes
@@ -576,7 +577,7 @@ def test_shared_pages_are_loaded_once(cancelled: bool, monkeypatch: pytest.Monke
     requests = [engine.add(prompt, greedy(4)) for prompt in prompts]
     engine.step()
     assert engine.scheduler.loading_count == engine.scheduler.waiting == len(prompts), (
-        "nobody computes what is loaded"
+        "no request computes pages that are being loaded"
     )
     if cancelled:  # those that load: others do then
         for request in requests[:2]:
@@ -613,7 +614,7 @@ def test_request_scheduled_before_the_loading_one_hits_its_pages(monkeypatch: py
 def test_loaded_pages_of_queued_requests_do_not_block_earlier_ones(
     sooner: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose turn it is needs the pages of those behind it, which come or have come: because it grew, or ranks better."""
+    """The next request needs the pages reserved for loading requests after it, because it grew or ranks higher."""
     monkeypatch.setattr(offload_manager, "HostPages", LatePages)
     monkeypatch.setattr(LatePages, "polls", (50, 51))
     first, *others = drawn("in each other's way", 62, 40, 40, 40)

@@ -1,4 +1,4 @@
-"""Where requests meet their limits: steps that break off, pools that just hold one, what can never run, what is tried again."""
+"""Requests at their limits: failed steps, pools for a single request, requests that can never run, retries."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_interrupt_while_waiting_for_tokens_loses_none(
     assert broken
 
 
-def test_chunk_without_room_is_shortened_for_windows() -> None:
+def test_chunk_without_free_pages_is_shortened_for_windows() -> None:
     model = tiny("gemma3_text", max_position_embeddings=512)
     model.set_attn_implementation("eager")
     prompt = [3 + i % 50 for i in range(200)]
@@ -210,7 +210,7 @@ def test_stuck_prompt_finishes(budget: int) -> None:
     engine = make_engine(tiny("llama"), POOL)
     engine = make_engine(tiny("llama"), 9 * engine.layout.slab_bytes, token_budget=budget)
     held = engine.cache.open(engine.cache.match(np.array([1, 2, 3], np.int32)))
-    assert not held.extend(64)  # nobody may take these
+    assert not held.extend(64)  # pages in use, which cannot be evicted
     request = engine.add([3 + i % 50 for i in range(100)], greedy(10))
     told: list[Request] = []
     steps = 0
@@ -322,7 +322,7 @@ def test_request_beyond_its_quota_preempts_only_its_own_tenant(ahead: bool) -> N
     red = [engine.add(prompt, greedy(60), CacheControl(tenant="red"), priority=1) for prompt in prompts[:2]]
     blue = engine.add(
         prompts[2], greedy(60), CacheControl(tenant="blue")
-    )  # ranks last: it would give way first
+    )  # lowest rank: it would be preempted first
     steps_until_idle(engine, 400)
     assert [one.tokens for one in (*red, blue)] == wanted
     assert sum(one.preemptions for one in red) > 0
@@ -333,7 +333,7 @@ def test_tenant_within_its_share_is_not_preempted() -> None:
     model = tiny("llama")
     slab = make_engine(model, POOL).layout.slab_bytes
     engine = make_engine(model, 13 * slab, tenants=[Tenant("red", weight=1), Tenant("blue", weight=1)])
-    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # admit every request for which pages are free, so that pages run out
     red = [
         engine.add([3 + own] * 30, greedy(50), CacheControl(tenant="red"), priority=1) for own in range(2)
     ]  # ten blocks together, of which six are its share
@@ -379,7 +379,7 @@ def test_memory_trial_stays_within_the_models_limits(
     for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     for name in ("memory_allocated", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)  # what a CPU cannot tell
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)  # not available on a CPU
     model = tiny(family)  # of 128 positions
     layout = make_engine(model, POOL).layout
     assert sizing._trial(model, layout, 500, rows, None, 128, False, None) == (0, rows * 64 * 4)

@@ -1,4 +1,4 @@
-"""What is told before an engine is loaded, and what is left to loading."""
+"""Errors that are reported before an engine is loaded, and those that loading reports."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_valid_settings_pass(tmp_path: Path) -> None:
         ("cuda:1", 1, "no device 'cuda:1': the NVIDIA driver sees 1 GPU;"),
         ("cuda", 1, None),
         ("cuda:1", 2, None),
-        ("cpu", OSError("nobody asks"), None),
-        ("cuda:x", OSError("nobody asks"), None),
+        ("cpu", OSError("not called"), None),
+        ("cuda:x", OSError("not called"), None),
     ],
 )
 def test_missing_gpu_is_refused_before_loading(
@@ -118,7 +118,7 @@ def test_unreachable_hub_is_refused_at_once_unless_behind_a_proxy(
 ) -> None:
     from huggingface_hub import constants
 
-    with socket.socket() as closed:  # bound, and nobody listens
+    with socket.socket() as closed:  # bound, but not listening
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

@@ -1,4 +1,4 @@
-"""What `prepare` leaves to do on a GPU: nothing is compiled while requests run, and graphs are recorded whatever is garbage."""
+"""`prepare` on a GPU: nothing is compiled while requests run, and graphs are captured despite garbage collection."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_requests_compile_nothing_after_prepare(family: str, monkeypatch: pytest
 
 
 def test_capture_while_old_graphs_are_garbage() -> None:
-    """As if garbage were collected in the middle of each recording, wherever that is allowed."""
+    """As if garbage were collected in the middle of each capture, wherever that is allowed."""
     model, before = made("llama"), gc.get_threshold()
     gc.collect()
-    gc.set_threshold(1 << 30)  # by nobody else
+    gc.set_threshold(1 << 30)  # no other collection
     try:
         gone: Any = make_engine(model, 1 << 28, max_running=16)
         gone.prepare()

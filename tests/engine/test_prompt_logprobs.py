@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: those of Hugging Face's logits, whatever was cached, cut or given up on the way."""
+"""Log-probabilities of prompts equal those of Hugging Face's logits, whatever was cached, chunked or preempted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.zoo import prompts_of, tiny
 
 
 def wanted(model: Any, prompt: list[int]) -> torch.Tensor:
-    """Of each token of the prompt but the first, over the whole vocabulary."""
+    """Return the log-probabilities of each prompt token but the first, over the whole vocabulary."""
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         return model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
@@ -63,7 +63,7 @@ def test_preempted_request_returns_prompt_logprobs_once(monkeypatch: pytest.Monk
     model, prompts = tiny("llama"), prompts_of(5, (50, 60, 70, 45))
     exact = [wanted(model, prompt) for prompt in prompts]
     engine = make_engine(model, 96 << 10, token_budget=16)
-    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # admit every request for which pages are free, so that pages run out
     params = SamplingParams(max_tokens=20, temperature=0, prompt_logprobs=0)
     requests = [engine.add(prompt, params) for prompt in prompts]
     engine.run()

@@ -1,6 +1,5 @@
-"""Quantised K and V through the engine: hits, forks and preemptions compute what a miss does, and not far from float32.
-
-The oracle is `generate()` with an attention that quantises its keys and values on the way in: what pages give back.
+"""Quantised K and V in the engine: hits, forks and preemptions give the same tokens as a miss, and logits close to
+float32.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ FAMILIES = ("llama", "gemma3_text", "qwen3_next")
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 MOST = {"int8": 127.0, "fp8": 448.0}
 NEAR = 0.02
-"""Rounding to 8 bits turns a last bit of float32 into a step of a value now and then, and a near tie (in nats) the other way."""
+"""A changed last bit of float32 can change the rounding to 8 bits, and so decide a near tie (in nats) differently."""
 
 
 def drawn(seed: str, many: int, longest: int = 40) -> list[list[int]]:
@@ -44,7 +43,7 @@ def drawn(seed: str, many: int, longest: int = 40) -> list[list[int]]:
 
 
 def rounded(x: torch.Tensor, dtype: str, scale: torch.Tensor | None) -> torch.Tensor:
-    """What a page gives back of [batch, heads, tokens, dim]; `scale` is one for each head where it is static."""
+    """Return the values that a page returns for [batch, heads, tokens, dim]; a static `scale` has one value per head."""
     size = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / MOST[dtype]  # padding is zero
     if scale is not None:
         size = scale[:, None, None]
@@ -53,7 +52,7 @@ def rounded(x: torch.Tensor, dtype: str, scale: torch.Tensor | None) -> torch.Te
 
 
 def oracle(family: str, dtype_of: Callable[[int], str | None], scales: Scales | None = None) -> Any:
-    """The model on transformers' own cache, attending to quantised keys and values."""
+    """Return the model on transformers' own cache, attending to quantised keys and values."""
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any) -> Any:
         layer = int(module.layer_idx)
@@ -72,7 +71,7 @@ def oracle(family: str, dtype_of: Callable[[int], str | None], scales: Scales | 
 
 
 def told(model: Any, prompts: list[list[int]]) -> Callable[[list[list[int]]], int]:
-    """How many of the given answers begin exactly as those of `model`; the others must leave it at a near tie."""
+    """Return a function that counts answers equal to those of `model`; the others must first differ at a near tie."""
     wanted = expected(model, prompts, 2 * GREEDY.max_tokens)
     logits = {}
     for tokens in wanted:
@@ -195,7 +194,7 @@ BOUNDS = {"bf16": 0.01, "fp16": 0.0015, "int8": 0.06, "fp8": 0.25}
 """How far logits may be from those of float32 K and V: the distance over their own spread, over all places. Random weights
 of heads this small average nothing out: a trained model is far nearer."""
 CHUNKS = 5e-4
-"""How far they may be where the same is computed in other chunks; the scans of recurrent layers take most of it."""
+"""Largest difference of logits between different chunks; the scans of recurrent layers cause most of it."""
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3"])

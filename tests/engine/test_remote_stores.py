@@ -1,4 +1,4 @@
-"""An engine on each store, real servers beside it: a restart answers from it, and a store that dies changes no token."""
+"""An engine on each store, with real servers: a restarted engine loads from it, and a store that dies changes no token."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def nixl_text(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def mooncake_text(folder: Path) -> Iterator[str]:
-    """What a process put into its own segment goes with it: someone else's has to be there."""
+    """Values in a process's own segment end with the process, so another process provides one."""
     with mooncake_master(folder) as (port, _):
         from kvloom.tiers.remote import MooncakeConfig
         from kvloom.tiers.remote.mooncake_client import MooncakeClient

@@ -1,4 +1,4 @@
-"""The sampler: distributions, seeds, penalties and log-probabilities against plain references, and that it never waits."""
+"""The sampler: distributions, seeds, penalties and log-probabilities compared with plain references; it never waits."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def request(tokens: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **para
 
 
 def draws(logits: torch.Tensor, count: int = 4000, **params: Any) -> torch.Tensor:
-    """How often each token came, over `count` draws in one batch."""
+    """Return how often each token was sampled, over `count` draws in one batch."""
     requests = [request(seed=seed, **params) for seed in range(count)]
     tokens = Sampler().choose(logits.expand(count, -1), requests).tokens
     return torch.bincount(tokens, minlength=logits.shape[-1]) / count
 
 
 def kept(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """A plain reference: probabilities of one row."""
+    """Return the probabilities of one row, by a plain reference."""
     weights = torch.softmax(logits / params.temperature, -1)
     if params.top_k:
         weights = torch.where(
@@ -102,7 +102,7 @@ def test_samples_of_one_seed_are_independent() -> None:
 
 
 def test_the_noise_is_pinned() -> None:
-    """The same seed must give the same tokens on every machine, and tomorrow."""
+    """The same seed must give the same tokens on every machine and in every release."""
     found = row_words([0, 1, -1, 2**64 - 1, 12345], [0, 0, 7, 7, 3])
     assert found[2].tolist() == found[3].tolist()
     noise = gumbel(torch.from_numpy(found), index_words(1000, CPU))
@@ -258,7 +258,7 @@ def test_grammar_mask_keeps_set_bits(vocabulary: int) -> None:
 
 
 def test_sampler_does_not_wait_for_the_device() -> None:
-    """On the meta device there are no values: whatever looked at one would fail."""
+    """Tensors on the meta device have no values: reading one would fail."""
     requests = [
         request(temperature=0),
         request(seed=3, top_p=0.9),

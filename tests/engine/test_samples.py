@@ -1,4 +1,4 @@
-"""Several answers to one prompt: forks of its pages draw what requests of their own would, with any pool and batch."""
+"""Several answers to one prompt: forks sample the same tokens as separate requests, with any pool and batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POOL = 1 << 24
 
 
 def alone(model: Any, prompt: list[int], params: SamplingParams) -> list[list[int]]:
-    """Each answer by a request of its own, with the seed it has among several, alone and with nothing cached."""
+    """Return each answer computed by a separate request with its seed, alone and with an empty cache."""
     found, engine = [], make_engine(model, POOL)
     for i in range(params.samples):
         assert params.seed is not None
@@ -34,7 +34,7 @@ def alone(model: Any, prompt: list[int], params: SamplingParams) -> list[list[in
 
 
 def idle(engine: Engine) -> bool:
-    """Nothing is left running, and no page held."""
+    """Return whether no request runs and no page is in use."""
     engine.cache.take_copies()
     engine.cache.check()
     return not engine.busy and engine.cache.stats()["in_use_pages"] == 0
@@ -89,7 +89,7 @@ def test_forks_in_a_small_pool_survive_preemption(family: str, slabs: int, ahead
     layout = make_engine(model, POOL).layout
     room = slabs * layout.slab_bytes or 3 * layout.slab_bytes_for(max(map(len, prompts)) + 10)
     engine = make_engine(model, room, token_budget=24, max_running=6, ahead=ahead)
-    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # admit every request for which pages are free, so that pages run out
     requests = [engine.add(prompt, DRAWN, priority=i % 2) for i, prompt in enumerate(prompts)]
     cancelled: Request | None = None
     steps = 0
@@ -137,7 +137,7 @@ def test_mixed_requests_match_their_results_alone(family: str, ahead: bool) -> N
         wanted.append([(answer.output, answer.finish_reason) for answer in one.returned_samples])
     room = {"llama": 6, "gemma3_text": 5, "bamba": 4}[family] * calm.layout.slab_bytes
     engine = make_engine(model, room, token_budget=16, max_running=5, ahead=ahead, tokenizer=words())
-    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # admit every request for which pages are free, so that pages run out
     requests = [engine.add(prompt, params, priority=i % 2) for i, (prompt, params) in enumerate(asked)]
     while engine.busy:
         engine.step()
@@ -171,7 +171,7 @@ def test_best_of_returns_the_most_likely_samples() -> None:
 
 
 def test_penalties_and_seeds_do_not_depend_on_ahead_or_batch() -> None:
-    """Requests that must see their last token stand beside others that need not."""
+    """Requests that need their last token, in a batch with others that do not."""
     model = tiny("llama")
     kinds = [
         SamplingParams(max_tokens=12, temperature=0, frequency_penalty=1.5),

@@ -1,4 +1,4 @@
-"""A session that is about to come back: what it said is in host memory before it asks."""
+"""Prefetch of a session: its pages are in host memory before its next request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tenant's quota and weight hold below the pool, too: in host memory and on disk, under a running engine."""
+"""A tenant's quota and weight hold in tiers, too: in host memory and on disk, under a running engine."""
 
 from __future__ import annotations
 

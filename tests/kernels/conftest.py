@@ -1,6 +1,6 @@
-"""Kernels meet here what they meet on a GPU at its worst: memory that nobody wrote holds NaN, and hints count.
+"""Kernels run here under the worst conditions of a GPU: unwritten memory is NaN, and compiler hints are enforced.
 
-The interpreter takes hints at their word: what is told to be side by side is read from where the first is.
+The interpreter enforces hints: values that are declared contiguous are read from the address of the first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 WILD = 77777
-"""What integers hold that nobody wrote (or the most of their type): neither -1 nor 0, which mean something here."""
+"""The value of unwritten integers (or the largest of their type): neither -1 nor 0, which have a meaning here."""
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,7 @@ class Sequences:
             {k: move(v, dtype) for k, v in self.rule.arguments(length, **options).items()}
             for length in lengths
         ]
-        for one in self.each:  # one layer: weights are everybody's
+        for one in self.each:  # one layer: all sequences share the weights
             one.update({k: v for k, v in self.each[0].items() if k not in part_names(one)})
         self.states = move(pages(len(lengths) + 1, self.rule.shape(self.each[0]), kept))
         self.first = self.states.clone()
@@ -82,7 +82,7 @@ class Sequences:
         self.out = [[] for _ in self.lengths]
 
     def advance(self, counts: dict[int, int], padding: int = 0) -> None:
-        """So many next tokens of each of these sequences in one call, in this order, beside rows of nobody's. Those with an even
+        """Compute the next tokens of each of these sequences in one call, in this order, with padding rows between. Those with an even
         number begin from zeros, the others from what is in their pages."""
         parts, read, fresh = [], [], []
         for index, count in counts.items():

@@ -66,12 +66,11 @@ def test_windows_share_runs_whose_visible_pages_are_equal() -> None:
     tables = tables_of([0, 2, 3, 4, 5], [0, 0, 3, 4, 5], [0, 0, 3, 9, 9])
     first = np.array([17, 32, 47])
     assert visible_shared_runs(runs, tables, first, 16) == runs
-    assert visible_shared_runs(runs, tables, np.array([81, 90, 85]), 16) == runs  # nobody sees them any more
+    assert visible_shared_runs(runs, tables, np.array([81, 90, 85]), 16) == runs  # no row sees them any more
     for row, block, kept in ((1, 3, runs[:1]), (2, 2, []), (0, 1, []), (2, 1, runs)):
         other = tables.copy()
-        other[row, block] = (
-            0 if row == 0 else 7
-        )  # gone where somebody looks, another page, one that nobody looks at
+        # A visible page differs or is missing; in the last case an invisible page differs.
+        other[row, block] = 0 if row == 0 else 7
         assert visible_shared_runs(runs, other, first, 16) == kept
 
 

@@ -122,7 +122,7 @@ def test_sequences_keep_their_bytes_while_the_pool_shrinks_and_grows(kind: str) 
     cache, buffer = engine.cache, engine.buffer
     live = {mark: engine.run(mark, 40) for mark in range(1, 5)}
     mark = 10
-    while cache.state.pool.free_slabs:  # fill the rest with what nobody holds
+    while cache.state.pool.free_slabs:  # fill the rest with cached pages
         seq = engine.run(mark, 64)
         if seq is not None:
             seq.close()
@@ -169,7 +169,7 @@ def test_the_memory_of_a_removed_slab_is_freed() -> None:
 @pytest.mark.parametrize("kind", sorted(LAYERS))
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_requests_and_resizes(kind: str, seed: int) -> None:
-    """Slabs are filled with NaN where they go: whoever read a page of one would show it."""
+    """Removed slabs are filled with NaN: a kernel that reads one of their pages would return NaN."""
     rng = random.Random(seed)
     engine = Engine(kind, slabs=24, reserved=64)
     cache, buffer = engine.cache, engine.buffer

@@ -304,7 +304,7 @@ def test_new_tokens_may_be_part_of_something_wider() -> None:
     views = [wide[:, 2:4], wide[:, 4:]]
     for view, new in zip(views, new_tokens(batch), strict=True):
         view.copy_(new)
-    batch.k.fill_(math.nan)  # nobody looks there
+    batch.k.fill_(math.nan)  # no query sees it
     expected = attend_dense(*(x.double().cpu() for x in (batch.q, *views)), batch.starts.tolist())
     found = plan.attend(batch.q, batch.k, batch.v, batch.tables, new_k=views[0], new_v=views[1])
     agree(found, expected, TOLERANCE[HALF])

@@ -70,7 +70,7 @@ def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, fake_is_faster: bool) -> list[Any]:
-    """Time stands still, but for what is told; the calls that were measured."""
+    """A clock that advances by given steps only, and a record of the measured calls."""
     measured: list[Any] = []
 
     def seconds(call: Callable[[], Any], device: torch.device) -> float:

@@ -49,7 +49,7 @@ def dense(
 
 @dataclass
 class Batch:
-    """Rows of random K and V in pages of NaN: what was never written, and page 0, poison whoever reads them."""
+    """Rows of random K and V in pages of NaN: a read of unwritten tokens or of page 0 returns NaN."""
 
     k: torch.Tensor
     v: torch.Tensor

@@ -235,7 +235,7 @@ def case_name(value: Any) -> str:
 
 
 def pages(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A view with a page stride of its own. Page 0 and what lies between pages hold NaN: nobody may read them."""
+    """A view with a page stride of its own. Page 0 and the bytes between pages are NaN: no kernel may read them."""
     size = torch.Size(shape).numel()
     flat = torch.full((count, size + 5), torch.nan, dtype=dtype)
     view = flat[:, 3 : 3 + size].view(count, *shape)
@@ -650,7 +650,7 @@ def test_triton_in_short_dtypes(name: str, dtype: torch.dtype, kept: torch.dtype
 @pytest.mark.parametrize("longest", [1, 1000])
 def test_triton_leaves_unused_pages_unchanged(name: str, longest: int) -> None:
     """Inputs that are slices of wider rows, padding on slot 0, rows far shorter than `longest`, int64 slots, and
-    tokens and pages that belong to nobody."""
+    tokens and pages of no row."""
     pytest.importorskip("triton")
     torch.manual_seed(2)
     rule, tokens = RULES[name], 5

@@ -33,7 +33,7 @@ def test_the_kernel_works_out_what_the_oracle_does(columns: int, states: int, sh
 
     rows, count = 7, 5
     numbers = torch.zeros(singles.field_count(columns, states, shifted), rows, dtype=torch.int32)
-    numbers[2], numbers[3], numbers[5] = -1, SEQUENCES - 1, -1  # two rows are nobody's
+    numbers[2], numbers[3], numbers[5] = -1, SEQUENCES - 1, -1  # two padding rows
     lengths = torch.tensor([1, 16, 17, 2500, 4800], dtype=torch.int32)
     numbers[0, :count], numbers[1, :count], numbers[4, :count] = drawn(99, count), lengths - 1, lengths
     numbers[2, :count] = drawn(8, count) - 1
@@ -58,7 +58,7 @@ def test_the_kernel_works_out_what_the_oracle_does(columns: int, states: int, sh
 
 
 def test_padding_rows_have_only_page_0_in_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a graph is captured its step runs once, with rows that are nobody's and sharers that may be anybody's."""
+    """Before a graph is captured its step runs once, with padding rows and arbitrary shared runs."""
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.full(*shape, 1 << 20, **how))
     numbers = torch.zeros(singles.field_count(2, 0, False), 4, dtype=torch.int32)
     numbers[2], numbers[3], numbers[5] = -1, SEQUENCES - 1, -1

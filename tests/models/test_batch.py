@@ -1,4 +1,4 @@
-"""Steps laid out in fixed buffers: the device's tables follow the cache's, and what is padded is nobody's."""
+"""Steps laid out in fixed buffers: the device's block tables equal the cache's, and padding belongs to no sequence."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def equal(a: Batch, b: Batch) -> None:
         for run in range(table.shape[0]):
             for row in rows.tolist():
                 here, there = a.tables[group][run, row], b.tables[group][run, row, : table.shape[2]]
-                seen = here > 0  # what left a window may stand in a copy: nobody reads it
+                seen = here > 0  # pages outside a window may still be in the copy: no kernel reads them
                 used = -(-int(a.lengths[row]) // BLOCK)
                 assert torch.equal(here[seen][:used], there[seen][:used])
     assert (a.bounds, a.sizes, a.fresh) == (b.bounds, b.sizes, b.fresh)
@@ -167,7 +167,7 @@ def test_padding_does_not_change_a_step() -> None:
             assert not here[37:].any()
         for group in plain.slots:
             assert torch.equal(filled.slots[group][:, :37], plain.slots[group])
-            assert (filled.slots[group][:, 37:] < BLOCK).all(), "page 0 is nobody's"
+            assert (filled.slots[group][:, 37:] < BLOCK).all(), "padding writes to page 0"
             assert torch.equal(
                 filled.tables[group][:, :3, : plain.tables[group].shape[2]], plain.tables[group]
             )

@@ -44,7 +44,7 @@ def test_two_hundred_requests_in_a_pool_far_too_small(family: str) -> None:
         model, 3 * layout.slab_bytes_for(LONGEST + 16, states=2), token_budget=48, max_running=12
     )
     engine.buffer.view(torch.float32).fill_(torch.nan)
-    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # admit every request for which pages are free, so that pages run out
     requests: list[Request] = []
     cancelled: set[int] = set()
     waiting = list(zip(prompts, news, strict=True))

@@ -67,7 +67,7 @@ def test_images_and_text_in_a_pool_far_too_small_give_generates_tokens(family: s
     layout = make_engine(model, 1 << 24).layout
     room = 3 * layout.slab_bytes_for(max(len(prompt) for prompt, _ in asked) + NEW)
     engine = engine_of(model, room, token_budget=19, max_running=6, ahead=ahead)
-    engine.scheduler.admission = None  # whoever has room now is let in, so that pages run out
+    engine.scheduler.admission = None  # admit every request for which pages are free, so that pages run out
     requests = [
         engine.add(prompt, GREEDY, priority=i % 3, images=images) for i, (prompt, images) in enumerate(asked)
     ]
@@ -175,7 +175,7 @@ def test_the_tower_runs_once_for_each_content_whatever_stands_before_it() -> Non
     engine.add(other, GREEDY, CacheControl(tenant="other"), images=[images[0]])
     ran.clear()
     engine.run()
-    assert len(ran) == 1  # nobody learns what others have shown
+    assert len(ran) == 1  # a tenant cannot detect images of another
     engine.cache.check()
 
 
@@ -223,7 +223,7 @@ def test_text_after_an_image_is_loaded_from_a_tier_without_encoding() -> None:
             engine.add(words(20 + seed, 80), GREEDY)
             engine.run()
         assert not engine.cache.state.media_cache
-    assert (request.cached_tokens or 0) > 33  # image and text, from below
+    assert (request.cached_tokens or 0) > 33  # image and text, from a tier
     assert len(ran) == 1
     engine.close()
 

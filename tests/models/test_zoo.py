@@ -74,7 +74,7 @@ def test_forks_diverge_and_windows_are_freed(family: str) -> None:
         held = runner.cache.table(group.index)[:, sequence.row, :3] != 0
         first = group.spec.visibility.first_visible(sequence.length) // runner.layout.block_tokens
         assert held[:, first:].all()
-        assert not held[:, :first].any(), f"{group.name} holds what nobody will see"
+        assert not held[:, :first].any(), f"{group.name} has pages that no query will see"
     twin = sequence.fork()
     assert twin is not None
     other = (tokens[0][-1] + 1) % 61 + 3
@@ -100,7 +100,7 @@ def test_requests_that_gave_up_their_pages_start_again(family: str) -> None:
         engine.step()
         steps += 1
         if steps % 5 == 0 and engine.scheduler.running:
-            # Where one slab takes several requests the smallest pool is large: each family gives way for certain.
+            # Where one slab takes several requests the smallest pool is large: each family is preempted for certain.
             engine.scheduler._preempt(engine.scheduler.running[-1])
         assert steps < 2000
     assert [request.tokens for request in requests] == wanted

@@ -62,7 +62,7 @@ class HuggingFace:
         self._work_bytes: int = widths * SHAPES[shape].dtype.itemsize
         # Measured once: later, torch's cached memory would count as used.
         on_gpu = options.device.startswith("cuda")
-        self._room = int(torch.cuda.mem_get_info()[0] * 0.8) if on_gpu else self.CPU_BYTES
+        self._free_bytes = int(torch.cuda.mem_get_info()[0] * 0.8) if on_gpu else self.CPU_BYTES
         self._most: dict[int, int] = {}
         """Batch size limit by prompt length: half of a size that did not fit. Only the first run pays for a wrong guess."""
 
@@ -104,7 +104,7 @@ class HuggingFace:
             x.bytes * (x.visibility.visible_tokens(length) if x.unit == "token" else 1) for x in self._layers
         )
         each = cache + prompt * self._work_bytes + prompt * length
-        return max(1, min(self._room // each, self._most.get(prompt, 1 << 30)))
+        return max(1, min(self._free_bytes // each, self._most.get(prompt, 1 << 30)))
 
     def _generate(self, prompts: list[list[int]], output: int) -> list[list[int]]:
         from transformers import GenerationConfig, StaticCache

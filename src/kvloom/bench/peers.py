@@ -92,9 +92,9 @@ def vllm_life(
     peer, draw = _vllm(layout, block, cached + lives * (tokens - cached), lives), _drawer()
     prefix = draw(cached)
     if evicting:
-        table, held = peer.manager.block_pool.cached_block_hash_to_block, -1
-        while len(table) > held:
-            held = len(table)
+        table, cached_before = peer.manager.block_pool.cached_block_hash_to_block, -1
+        while len(table) > cached_before:
+            cached_before = len(table)
             peer.live(draw(tokens))
     else:
         # one token more, so that the last boundary before its end is the end of the prefix

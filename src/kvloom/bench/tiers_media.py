@@ -93,14 +93,14 @@ class Memory:
 
 
 def memcpy(memory: Memory) -> Side:
-    room = np.frombuffer(aligned_bytes(memory.total), np.uint8)
-    room[:] = 0
+    buffer = np.frombuffer(aligned_bytes(memory.total), np.uint8)
+    buffer[:] = 0
 
     def write() -> None:
-        room[:] = memory.source
+        buffer[:] = memory.source
 
     def read() -> None:
-        memory.target[:] = room
+        memory.target[:] = buffer
 
     return Side(write, read)
 

@@ -150,10 +150,16 @@ class Engine:
         control = control or CacheControl()
         if control.lossy and (self.offload is None or not self.offload.has_lossy_tier):
             control = replace(control, lossy=False)  # no tier re-encodes pages: share all pages
-        sight = self._prepare_images(tokens, images, control.tenant) if len(images) else None
+        image_inputs = self._prepare_images(tokens, images, control.tenant) if len(images) else None
         prompt_array = ids.astype(np.int32, copy=False)
         request = Request(
-            self._request_count, tokens, params, control, priority, images=sight, prompt_array=prompt_array
+            self._request_count,
+            tokens,
+            params,
+            control,
+            priority,
+            images=image_inputs,
+            prompt_array=prompt_array,
         )
         request.children = [
             Request(
@@ -164,7 +170,7 @@ class Engine:
                 priority,
                 seed=request.seed + i,
                 parent=request,
-                images=sight,
+                images=image_inputs,
             )
             for i in range(1, params.samples)
         ]

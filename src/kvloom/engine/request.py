@@ -22,14 +22,14 @@ SEEDS = 1 << 64
 
 def token_ids(given: Iterable[int]) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
     """Return token ids as Python integers and as an array. Costs a few nanoseconds per token for a list of plain integers."""
-    held = given if isinstance(given, (list, tuple, np.ndarray)) else list(given)
-    data = plain_ids(held)
+    items = given if isinstance(given, (list, tuple, np.ndarray)) else list(given)
+    data = plain_ids(items)
     if data is not None:
-        return unwatched(tuple(held)), np.frombuffer(data, np.int32)
+        return unwatched(tuple(items)), np.frombuffer(data, np.int32)
     try:
-        ids: npt.NDArray[Any] = np.fromiter(held, np.int64, len(held))
+        ids: npt.NDArray[Any] = np.fromiter(items, np.int64, len(items))
     except (OverflowError, TypeError, ValueError):  # integers beyond 64 bits, or other types
-        ids = np.array([int(token) for token in held], dtype=object)
+        ids = np.array([int(token) for token in items], dtype=object)
     return tuple(ids.tolist()), ids
 
 

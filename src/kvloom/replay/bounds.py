@@ -30,7 +30,8 @@ def ideal_hits(traffic: Traffic) -> list[int]:
 
 
 def min_hits(traffic: Traffic, capacity: int) -> tuple[list[int], int]:
-    """Return the number of leading blocks that MIN with `capacity` blocks hits for each request, and of evicted blocks.
+    """Return the number of leading blocks that MIN with `capacity` blocks hits for each request, and the number of
+    evicted blocks.
 
     If a request is longer than the cache, only its beginning is stored. Blocks of one request with the same next use
     are evicted together, deepest first, so the cost is O(log n) per such run."""

@@ -3,7 +3,7 @@
 Each request is looked up, opened, extended, committed and closed at its arrival time, one after the other. A block of the
 trace is one block of the cache: 16 equal tokens whose id is the block's number. So only whole blocks match.
 
-A tier is another cache of its own size that sees the same requests (write-through); a block is read from the first tier
+A tier is another cache with its own size, which gets the same requests (write-through). A block is read from the first tier
 that has it.
 """
 

@@ -146,11 +146,11 @@ class PoolMap:
         state = self._state
         found: list[list[Ids]] = [[] for _ in state.pool.classes]
         for pin in state.pins.pins():
-            held = [(state.pages, pin.rows)]
+            retained = [(state.pages, pin.rows)]
             if pin.states is not None:
-                held.append((state.states, pin.states))
-            held += [(state.media, run.rows) for run in pin.media_runs]
-            for columns, rows in held:
+                retained.append((state.states, pin.states))
+            retained += [(state.media, run.rows) for run in pin.media_runs]
+            for columns, rows in retained:
                 for c, ids in columns.by_class(rows):
                     found[c].append(ids[ids > 0])
         return [np.concatenate(ids) if ids else np.empty(0, np.int32) for ids in found]
@@ -158,7 +158,7 @@ class PoolMap:
     # -- the map --------------------------------------------------------------------------------
 
     def _cut(self) -> list[tuple[int, int]]:
-        """Return runs of cells, each with about as many pages as one map counts."""
+        """Return the cells in runs, each with about as many pages as one map may count."""
         pages = sum(c.per_slab for c in self._state.pool.classes)
         slabs = max(1, PAGES_A_LOOK // pages)
         cells = max(1, slabs * self.cells // (self._state.pool.reserved - 1))

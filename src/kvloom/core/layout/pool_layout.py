@@ -239,7 +239,7 @@ def _best_cut(layer: int, count: int, slab: int) -> tuple[float, int, int] | Non
 
 @lru_cache(maxsize=1024)
 def _run_lengths(count: int) -> tuple[int, ...]:
-    """Run lengths to try: the shortest for each number of runs."""
+    """Return the run lengths to try: for each number of runs, the shortest length that fits all layers."""
     return tuple(sorted({-(-count // runs) for runs in range(1, count + 1)}))
 
 

@@ -76,7 +76,7 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
 def publish_loaded(
     state: CacheState, reservation: Reservation, loaded: Mask | None, states_loaded: bool = True
 ) -> int:
-    """Publish the loaded pages (None: all) as far as a prompt can resume on them; returns that length."""
+    """Publish the loaded pages (None: all) up to the length at which a prompt can resume on them. Returns that length."""
     now, tree, to_load = state.clock.now(), state.tree, reservation.to_load
     loaded = to_load if loaded is None else to_load & loaded
     for columns in tree.window_columns:  # the pages of one block and window are valid only together

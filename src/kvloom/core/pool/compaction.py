@@ -40,7 +40,7 @@ class Compaction:
         self._holders = (*holders, copies)
         self._block_tokens = block_tokens
         self.is_possible = any(c.per_slab > 1 for c in pool.classes)
-        """Whether slabs hold several pages."""
+        """Whether compaction is possible: slabs hold several pages."""
         self.moved_pages = 0
 
     def compact_one_slab(self, cheaply: bool) -> bool:

@@ -114,7 +114,8 @@ class PagesInTransfer:
     # -- reservations ---------------------------------------------------------------------------
 
     def add(self, reservation: Reservation) -> None:
-        """Register a reservation before its own pages are allocated, because compaction may then move the pages it shares."""
+        """Register a reservation. Call it before its own pages are allocated: allocation may compact the pages that it
+        shares."""
         self._reservations[id(reservation)] = reservation
 
     def remove(self, reservation: Reservation) -> None:

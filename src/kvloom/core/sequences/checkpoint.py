@@ -33,7 +33,7 @@ def take_checkpoints(state: CacheState, seq: Sequence, before: int) -> None:
 
 
 def checkpoint(state: CacheState, seq: Sequence, position: int | None = None) -> bool:
-    """Take a checkpoint, or schedule it if `position` lies ahead; False if it was not taken."""
+    """Take a checkpoint; if `position` is later than the current length, schedule it. Returns False if it was not taken."""
     ensure_open(state, seq)
     tree, table = state.tree, state.block_tables
     length = int(table.length[seq.row])
@@ -95,10 +95,10 @@ def publish(
     closing: bool = False,
     lock: bool = False,
 ) -> Node:
-    """Add tokens [first, last) of a sequence after `node` and return the last node; `lock` moves the sequence's lock there.
+    """Add tokens [first, last) of a sequence after `node` and return the last node; `lock` moves the sequence's lock
+    there.
 
-    Where the tree already has a full block, the sequence uses the tree's page instead of its own.
-    """
+    If the tree already has a full block, the sequence uses the tree's page instead of its own."""
     block = state.block_tokens
     table = state.block_tables.tables[:, seq.row, first // block : -(-last // block)]
     rows = table.T.copy()

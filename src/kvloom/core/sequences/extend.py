@@ -63,7 +63,7 @@ def exceeds_quota(state: CacheState, seq: Sequence, n: int) -> bool:
 
 
 def extend_many(state: CacheState, rows: Rows, n: int = 1) -> int:
-    """`extend` for many rows at once; returns the count of missing pages."""
+    """`extend` for many rows in one call. Returns the number of missing pages."""
     table, block = state.block_tables, state.block_tokens
     n, rows = index(n), table.validated(rows)
     if n < 0:

@@ -55,7 +55,8 @@ class _Captured:
 
 
 class ModelRunner:
-    """Runs a model in steps of up to `rows` sequences and `tokens` prompt tokens beside one token for each."""
+    """Runs a model in steps of up to `rows` sequences and `tokens` prompt tokens, plus one token for each decoding
+    sequence."""
 
     def __init__(
         self,

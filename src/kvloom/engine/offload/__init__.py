@@ -1,4 +1,4 @@
-"""Offload: pages move between the pool and the tiers. Engine and scheduler call `OffloadManager`; nothing else is public to them.
+"""Offload: pages move between the pool and the tiers. Engine and scheduler call only `OffloadManager`.
 
     manager.py            OffloadManager: the interface, and the phases of load jobs
     decision.py           Action, Decision: the answers to the scheduler

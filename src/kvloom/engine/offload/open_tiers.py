@@ -39,7 +39,7 @@ __all__ = ["open_offload"]
 
 log = logging.getLogger("kvloom.tiers")
 STAGING_BYTES = {False: 256 << 20, True: 4 << 30}
-"""Bytes of host memory without a configured host tier, by whether there is a GPU: every transfer passes host memory."""
+"""Bytes of host memory without a configured host tier, by whether there is a GPU: every transfer passes through host memory."""
 
 
 def open_offload(

@@ -1,6 +1,6 @@
 """Beam search on the host: which beams continue with which token, and which have finished. Does not use pages.
 
-    slots    one request for each beam; at first only the first is live, and holds the prompt
+    slots    one request for each beam; at first only the first one is live, with the prompt
     offer    adds a beam's most likely tokens; once all live beams of a depth have offered,
     decide   returns the successors (slot to continue, token, score), best first; none: the search is over
 

@@ -48,10 +48,10 @@ class SamplingParams:
     | logits         | `presence_penalty`, `frequency_penalty` (output only), `repetition_penalty` (prompt too), `logit_bias` |
     | stops          | `stop` (texts, removed unless `include_stop_str_in_output`), `stop_token_ids`, `ignore_eos`    |
     | samples        | `n`; the best `n` of `best_of` by cumulative log-probability, or of `beam_width` beams (`length_penalty`) |
-    | log-probabilities | `logprobs`: of each token and the most likely ones beside it; `prompt_logprobs`: of the prompt |
+    | log-probabilities | `logprobs`: of each token and of the most likely ones; `prompt_logprobs`: of the prompt |
     | structure      | one of `json_schema`, `regex`, `grammar` (Lark notation)                                       |
 
-    The same `seed` gives the same tokens, whatever runs beside it. Log-probabilities are the model's own, before temperature,
+    The same `seed` gives the same tokens, whatever other requests run. Log-probabilities are the model's own, before temperature,
     penalties and masks."""
 
     max_tokens: int = 16

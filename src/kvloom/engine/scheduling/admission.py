@@ -37,7 +37,7 @@ class Admission:
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._typical = float(TYPICAL)
-        self._courses: Ints | None = None
+        self._projections: Ints | None = None
         self._per_slab = np.array([[cls.per_slab] for cls in cache.inspect.size_classes])
         self._block, self._states = np.zeros((2, len(self._per_slab), 1), np.int64)
         for pages, kind in ((self._block, "token"), (self._states, "state")):
@@ -51,7 +51,7 @@ class Admission:
 
     def refresh(self) -> None:
         """Drop the projection: a step starts, or a request has started to load."""
-        self._courses = None
+        self._projections = None
 
     def fits(
         self,
@@ -64,17 +64,17 @@ class Admission:
 
         `loading` has requests, and the tokens for which they have reserved pages. Costs about 20 µs if the pool holds
         all requests at their full lengths, else 200 µs. The first call of a step adds 1 µs for each running request."""
-        if self._courses is None:
-            self._courses, self._promised, self._lacked = self._courses_of(
+        if self._projections is None:
+            self._projections, self._promised, self._lacked = self._projected(
                 [*self._pages_of(running), *((one, have, 0) for one, have in loading)]
             )
-        own, mine, lacked = self._courses_of([(request, cached, cached)])
-        held = np.array([[cls.in_use_pages] for cls in self._cache.inspect.size_classes])
-        held += self._lacked + lacked + self._states
-        if self._fits(held + self._promised + mine):
+        own, mine, lacked = self._projected([(request, cached, cached)])
+        needed = np.array([[cls.in_use_pages] for cls in self._cache.inspect.size_classes])
+        needed += self._lacked + lacked + self._states
+        if self._fits(needed + self._promised + mine):
             return True
-        courses = np.concatenate((self._courses, own), 1)
-        have, ends, shared, left = courses[:, np.argsort(courses[LEFT])]
+        projections = np.concatenate((self._projections, own), 1)
+        have, ends, shared, left = projections[:, np.argsort(projections[LEFT])]
         more, kept = self._pages(have, ends), self._pages(shared, have) + self._states
         rates, alive = more / left, len(left) - np.arange(len(left))
         # When the k-th request finishes, the first k have all their tokens; the others have grown for as long, in
@@ -85,13 +85,13 @@ class Admission:
         )
         given = np.insert((more + kept).cumsum(1), 0, 0, axis=1)
         gone = given[:, np.searchsorted(left, left - LAG)]
-        return self._fits(held + np.ceil(grown).astype(np.int64) - gone)
+        return self._fits(needed + np.ceil(grown).astype(np.int64) - gone)
 
     def request_admitted(self, request: Request) -> None:
         """Add an admitted request, with its first pages, to the projection."""
-        if self._courses is not None:
-            course, promised, lacked = self._courses_of(self._pages_of([request]))
-            self._courses = np.concatenate((self._courses, course), 1)
+        if self._projections is not None:
+            projection, promised, lacked = self._projected(self._pages_of([request]))
+            self._projections = np.concatenate((self._projections, projection), 1)
             self._promised, self._lacked = self._promised + promised, self._lacked + lacked
 
     def _pages_of(self, running: Iterable[Request]) -> list[tuple[Request, int, int]]:
@@ -100,7 +100,7 @@ class Admission:
         have = self._cache.reserved_blocks[[sequence.row for _, sequence in some]] * self._cache.block_tokens
         return [(one, n, sequence.resumed) for (one, sequence), n in zip(some, have.tolist(), strict=True)]
 
-    def _courses_of(self, requests: list[tuple[Request, int, int]]) -> tuple[Ints, Ints, Ints]:
+    def _projected(self, requests: list[tuple[Request, int, int]]) -> tuple[Ints, Ints, Ints]:
         """Return the projected growth of requests ([4, requests]), the pages they still add by class, and the pages that
         prompts lack now.
 

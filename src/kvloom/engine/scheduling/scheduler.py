@@ -354,7 +354,7 @@ class Scheduler:
 
     @property
     def _freeing(self) -> bool:
-        """Whether copies retain pages that will be free."""
+        """Whether copies in progress retain pages that become free when they are done."""
         return self.offload is not None and self.offload.is_retaining_pages
 
     def _poll_loads(self) -> set[NextBlock | None]:

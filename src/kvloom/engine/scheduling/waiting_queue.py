@@ -93,7 +93,7 @@ class WaitingQueue:
         return self._tenants.get(request.control.tenant, self._default)
 
     def active(self) -> list[TenantQueue]:
-        """Return the tenants with waiting or running requests. O(those tenants)."""
+        """Return the tenants with waiting or running requests. O(active tenants)."""
         active = [tenant for tenant in self._active if tenant.heap or tenant.running]
         if len(active) < len(self._active):
             self._active = dict.fromkeys(active)

@@ -96,9 +96,9 @@ def visible_shared_runs(
         seen = first[rows] // block_tokens
         begin, end = max(run.lo // block_tokens, int(seen.min())), run.hi // block_tokens
         part = tables[rows, begin:end]
-        held = part[seen.argmin()]  # the row whose window begins first has all pages
+        widest = part[seen.argmin()]  # the row whose window begins first has all pages
         looks = np.arange(begin, end) >= seen[:, None]
-        if out.intersection(run.members) or not held.all() or (looks & (part != held)).any():
+        if out.intersection(run.members) or not widest.all() or (looks & (part != widest)).any():
             out.update(run.members)
         else:
             kept.append(run)

@@ -182,8 +182,8 @@ class DecodePlan:
                 layer.attend_tiles(self.plain, bounds, direct=True)
             layer.merge_split(self.plain, self._starts, self.queries)
         else:
-            sight = 2 if self.span.windowed else 0
-            layer.attend_tiles(self.shared, sight, direct=False, members=self.sharing.members)
+            shared_bounds = 2 if self.span.windowed else 0
+            layer.attend_tiles(self.shared, shared_bounds, direct=False, members=self.sharing.members)
             layer.attend_tiles(self.own, bounds, direct=False, beside=True)
             layer.merge_levels(self.own, self.shared, self.sources)
         return out, lse

@@ -341,15 +341,15 @@ class PrefillPlan:
             count = int(np.append((rows.queries != 1) | (rows.context_lengths < 0), True).argmax())
             self._decode = 0, None
             if 0 < self._min_decode_rows <= count <= PLAN_CAPACITIES[-1]:
-                room = plan_capacity(count)
-                if room not in self._decode_plans:
-                    self._decode_plans[room] = DecodePlan(self.shape, room, 1, self.span, self.device)
-                self._decode = count, self._decode_plans[room]
+                capacity = plan_capacity(count)
+                if capacity not in self._decode_plans:
+                    self._decode_plans[capacity] = DecodePlan(self.shape, capacity, 1, self.span, self.device)
+                self._decode = count, self._decode_plans[capacity]
                 at = -(-(count + 1) // 4) * 4  # aligned, as the compiled kernel expects
                 ends = np.zeros(at + count, np.int32)
                 ends[: count + 1], ends[at:] = np.arange(count + 1), rows.lengths[:count]
                 sent = self._upload(ends)
-                self._decode_plans[room].make(sent[: count + 1], sent[at:])
+                self._decode_plans[capacity].make(sent[: count + 1], sent[at:])
         count, plan = self._decode
         if plan is not None:
             out, lse = call.outputs()
@@ -373,14 +373,14 @@ class PrefillPlan:
             blocks, joins, slots = block_list(
                 rows, chosen[mine], shape.group, shape.kv_heads, self.span, tile, programs, self._reach
             )
-            held = slots * shape.kv_heads * tile.rows
+            partial_rows = slots * shape.kv_heads * tile.rows
             found.append(
                 _Blocks(
                     tile,
                     self._upload(blocks),
                     self._upload(joins),
-                    torch.empty((max(held, 1), shape.v_dim), dtype=torch.float32, device=self.device),
-                    torch.empty(max(held, 1), dtype=torch.float32, device=self.device),
+                    torch.empty((max(partial_rows, 1), shape.v_dim), dtype=torch.float32, device=self.device),
+                    torch.empty(max(partial_rows, 1), dtype=torch.float32, device=self.device),
                 )
             )
         return found

@@ -35,7 +35,7 @@ PLAN_CAPACITIES = (16, 64, 256, 512, 1024, 4096)
 
 def plan_capacity(rows: int) -> int:
     """Return the smallest plan capacity that holds `rows` rows."""
-    return next(room for room in PLAN_CAPACITIES if room >= rows)
+    return next(capacity for capacity in PLAN_CAPACITIES if capacity >= rows)
 
 
 def split_dim(dim: int) -> tuple[int, int]:

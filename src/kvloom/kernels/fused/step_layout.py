@@ -59,14 +59,14 @@ def lay_out_step(
     some = patched >= 0
     new, rest = numbers[ROW_FIELDS : ROW_FIELDS + columns], numbers[ROW_FIELDS + columns :]
     tables[:, of[some], patched[some]] = new[:, some]
-    held = tables.index_select(1, of)
-    pages = held[:, torch.arange(rows), position // block].long()
+    row_tables = tables.index_select(1, of)
+    pages = row_tables[:, torch.arange(rows), position // block].long()
     places = position % block
     return StepLayout(
         tokens=torch.where(source < 0, token, chosen[source.clamp(min=0)]),
         positions=position,
         lengths=numbers[4],
-        tables=held,
+        tables=row_tables,
         slots=pages * block + places,
         pages=pages,
         places=places,

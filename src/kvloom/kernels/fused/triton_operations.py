@@ -64,12 +64,12 @@ def _add_norm_kernel(
     values = tl.load(y + row * DIM + column, mask=there, other=0.0).to(tl.float32)
     w = tl.load(post_weight + column, mask=there, other=0.0).to(tl.float32)
     values = _normed(values, w, post_eps, DIM, POST_GEMMA, kind)
-    held = tl.load(x + row * DIM + column, mask=there, other=0.0).to(tl.float32)
-    held = (held + values.to(kind).to(tl.float32)).to(kind)
-    tl.store(x + row * DIM + column, held, mask=there)
+    total = tl.load(x + row * DIM + column, mask=there, other=0.0).to(tl.float32)
+    total = (total + values.to(kind).to(tl.float32)).to(kind)
+    tl.store(x + row * DIM + column, total, mask=there)
     if PRE:
         w = tl.load(pre_weight + column, mask=there, other=0.0).to(tl.float32)
-        values = _normed(held.to(tl.float32), w, pre_eps, DIM, PRE_GEMMA, kind)
+        values = _normed(total.to(tl.float32), w, pre_eps, DIM, PRE_GEMMA, kind)
         tl.store(out + row * DIM + column, values.to(kind), mask=there)
 
 

@@ -13,7 +13,7 @@ __all__ = ["lay_out_step"]
 
 @triton.jit(do_not_specialize=["rows"])
 def _row_kernel(
-    numbers, tables, chosen, tokens, positions, held, slots, pages, places, more, rows, sequences, blocks,
+    numbers, tables, chosen, tokens, positions, row_tables, slots, pages, places, more, rows, sequences, blocks,
     FIXED: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0), tl.program_id(1)
@@ -35,7 +35,7 @@ def _row_kernel(
         patched = tl.load(numbers + 5 * rows + row)
         new = tl.load(numbers + (FIXED + column) * rows + row)
         mine = tables + (column * sequences + of).to(tl.int64) * blocks
-        into = held + (column * rows + row).to(tl.int64) * blocks
+        into = row_tables + (column * rows + row).to(tl.int64) * blocks
         for first in range(0, tl.cdiv(length, BLOCK), CHUNK):
             at = first + tl.arange(0, CHUNK)
             there = at < tl.cdiv(length, BLOCK)
@@ -66,9 +66,9 @@ def lay_out_step(
     # tables.
     captured = numbers.is_cuda and torch.cuda.is_current_stream_capturing()
     made = torch.empty if captured else torch.zeros
-    held = made((columns, rows, blocks), dtype=torch.int32, device=numbers.device)
+    row_tables = made((columns, rows, blocks), dtype=torch.int32, device=numbers.device)
     _row_kernel[(rows, max(1, columns))](
-        numbers, tables, chosen, tokens, positions, held, slots, pages, places, more, rows, sequences, blocks,
+        numbers, tables, chosen, tokens, positions, row_tables, slots, pages, places, more, rows, sequences, blocks,
         FIXED=fixed, COLUMNS=columns, REST=rest, BLOCK=block, CHUNK=128, num_warps=1,
     )  # fmt: skip
-    return tokens, positions, numbers[4], held, slots, pages, places, more[:states], more[states:]
+    return tokens, positions, numbers[4], row_tables, slots, pages, places, more[:states], more[states:]

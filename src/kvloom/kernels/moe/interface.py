@@ -24,10 +24,9 @@ SHARED_MEMORY = 200 << 10
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How products are divided: `rows` of pairs by `columns` of weights (of each half, in the first product), `depth` at a time.
+    """How products are divided: `rows` of pairs by `columns` of weights, `depth` at a time.
 
-    `described` reads weights by tensor descriptors.
-    """
+    The first product takes `columns` of each half, gate and up. `described` reads weights by tensor descriptors."""
 
     rows: int
     columns: int

@@ -313,19 +313,19 @@ def _fuse_projections(module: Any) -> bool:
     q, k, v = found
     joined, bias = _join(q, k, v)
     cuts = [q.out_features, k.out_features, v.out_features]
-    held: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
+    last: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
 
     def first(x: torch.Tensor) -> torch.Tensor:
-        held[:] = [(x, torch.split(linear(x, joined, bias), cuts, -1))]
-        return held[0][1][0]
+        last[:] = [(x, torch.split(linear(x, joined, bias), cuts, -1))]
+        return last[0][1][0]
 
     def later(place: int, own: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
         def forward(x: torch.Tensor) -> torch.Tensor:
-            if not held or held[0][0] is not x:
+            if not last or last[0][0] is not x:
                 return functional.linear(x, own.weight, own.bias)
-            found = held[0][1][place]
+            found = last[0][1][place]
             if place == 2:
-                held.clear()  # otherwise a layer's activations would live until its next run
+                last.clear()  # otherwise a layer's activations would live until its next run
             return found
 
         return forward

@@ -234,13 +234,13 @@ class BatchBuilder:
         counts = np.array([len(work.tokens) for work in works])
         if (counts == 0).any():
             raise ValueError(f"sequence {int(np.flatnonzero(counts == 0)[0])} of the step has no tokens")
-        held = self.cache.block_tables
+        block_tables = self.cache.block_tables
         rows = np.array([work.sequence.row for work in works])
-        before = held.length[rows]
+        before = block_tables.length[rows]
         starts = np.concatenate(([0], counts.cumsum()))
         lengths = before + counts
-        if (lengths > held.blocks[rows] * self._block).any() or (
-            self._states and not held.states[:, rows].all()
+        if (lengths > block_tables.blocks[rows] * self._block).any() or (
+            self._states and not block_tables.states[:, rows].all()
         ):
             raise ValueError("some tokens of the step have no page; extend the sequence first")
         row_of = np.arange(len(works)).repeat(counts)
@@ -254,14 +254,14 @@ class BatchBuilder:
             rows,
             lengths,
             starts,
-            held.states[:, rows],
+            block_tables.states[:, rows],
             self._shifts(works),
-            tuple((held.state_length[rows] == 0).tolist()),
+            tuple((block_tables.state_length[rows] == 0).tolist()),
         )
 
     def _shifts(self, works: Many[Work]) -> Ints:
-        sights = [work.images for work in works] if self._shifted else []
-        return np.array([0 if sight is None else sight.shift for sight in sights], dtype=np.int64)
+        images = [work.images for work in works] if self._shifted else []
+        return np.array([0 if inputs is None else inputs.shift for inputs in images], dtype=np.int64)
 
     def _send(self, numbers: _StepNumbers) -> None:
         self._copy(*numbers.parts)
@@ -285,26 +285,26 @@ class BatchBuilder:
 
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
         """Return each row's one new block (-1: none) and its pages; upload rows with more new blocks now."""
-        held = self.cache.block_tables
-        first = held.take_changed(rows)
-        unseen = held.blocks[rows] - first
+        block_tables = self.cache.block_tables
+        first = block_tables.take_changed(rows)
+        unseen = block_tables.blocks[rows] - first
         some = unseen > 1
         if some.any():
             self._send_tables(rows[some], first[some])
         patched = np.where(unseen == 1, first, -1)
-        return patched, held.tables[:, rows, np.maximum(patched, 0)]
+        return patched, block_tables.tables[:, rows, np.maximum(patched, 0)]
 
     def _send_tables(self, rows: Ints, first: npt.NDArray[Any]) -> None:
         """Update the device's block tables of some rows, from their blocks `first` on."""
-        held = self.cache.block_tables
-        until = held.blocks[rows]
+        block_tables = self.cache.block_tables
+        until = block_tables.blocks[rows]
         changed = np.flatnonzero(until > first)
-        if not len(changed) or not len(held.tables):  # a purely recurrent model has no tables
+        if not len(changed) or not len(block_tables.tables):  # a purely recurrent model has no tables
             return
         width, sequences, blocks = self._tables.shape
         parts = zip(rows[changed], first[changed], until[changed], strict=True)
         at = np.concatenate([row * blocks + np.arange(begin, end) for row, begin, end in parts])
-        pages = held.tables.reshape(width, -1)[:, at]
+        pages = block_tables.tables.reshape(width, -1)[:, at]
         places = at + np.arange(width)[:, None] * sequences * blocks
         sent = upload(np.stack((places, pages)).reshape(2, -1), self.device)
         self._tables.view(-1).index_copy_(0, sent[0], sent[1].int())
@@ -315,10 +315,10 @@ class BatchBuilder:
         if chosen is not None and (numbers.source >= 0).any():
             source = torch.from_numpy(numbers.source)
             ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
-        held = np.ascontiguousarray(self.cache.page_tables[:, numbers.rows, :blocks])
+        row_tables = np.ascontiguousarray(self.cache.page_tables[:, numbers.rows, :blocks])
         block, places = np.divmod(numbers.positions, self._block)
-        at = np.ascontiguousarray(held[:, numbers.row_of, block], dtype=np.int64)
-        tables, pages = torch.from_numpy(held), torch.from_numpy(at)
+        at = np.ascontiguousarray(row_tables[:, numbers.row_of, block], dtype=np.int64)
+        tables, pages = torch.from_numpy(row_tables), torch.from_numpy(at)
         slots = torch.from_numpy(at * self._block + places)
         states = torch.from_numpy(numbers.states.astype(np.int64))
         tokens, kept = self.cache.layout.of("token"), self.cache.layout.of("state")

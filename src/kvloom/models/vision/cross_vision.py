@@ -100,13 +100,13 @@ class CrossVision(Vision):
 
     def _encode_new_images(self, work: Work, start: int, stop: int) -> None:
         """Fill the pages of images whose tokens are in [start, stop) and that are not in the cache."""
-        sight, sequence = work.images, work.sequence
-        assert sight is not None
-        for place, item in enumerate(sight.media):
-            earlier = any(other.digest == item.digest for other in sight.media[:place])
+        image_inputs, sequence = work.images, work.sequence
+        assert image_inputs is not None
+        for place, item in enumerate(image_inputs.media):
+            earlier = any(other.digest == item.digest for other in image_inputs.media[:place])
             if not start <= item.start < stop or earlier or sequence.media_is_cached(item.digest):
                 continue
-            states = self.embed(sight.images[place])
+            states = self.embed(image_inputs.images[place])
             rows, tokens = sequence.media_rows(item.digest), np.arange(len(states))
             with torch.inference_mode():
                 for module, view, column in self._layers:

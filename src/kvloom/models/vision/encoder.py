@@ -150,14 +150,14 @@ class Vision:
         parts: list[torch.Tensor] = []
         spans = np.full(batch.bounds[-1], -1, dtype=np.int32)
         for i in concerned:
-            work, sight = works[i], works[i].images
-            assert sight is not None
+            work, image_inputs = works[i], works[i].images
+            assert image_inputs is not None
             start = batch.sizes[i] - len(work.tokens)
-            first, last = np.searchsorted(sight.places, (start, batch.sizes[i])).tolist()
-            for place, (base, end) in enumerate(pairwise(sight.bounds.tolist())):
+            first, last = np.searchsorted(image_inputs.places, (start, batch.sizes[i])).tolist()
+            for place, (base, end) in enumerate(pairwise(image_inputs.bounds.tolist())):
                 here, until = max(base, first), min(end, last)
                 if here < until:
-                    at.append(sight.places[here:until] - start + batch.bounds[i])
+                    at.append(image_inputs.places[here:until] - start + batch.bounds[i])
                     spans[at[-1]] = len(parts)
                     parts.append(self._part(work, place, here - base, until - base))
         if self.uses_mrope:
@@ -188,9 +188,9 @@ class Vision:
     def _part(self, work: Work, place: int, begin: int, end: int) -> torch.Tensor:
         """Return some embeddings of an image from its pages. Encodes the image and fills the pages first if they are
         empty."""
-        sight, sequence = work.images, work.sequence
-        assert sight is not None
-        image, item = sight.images[place], sight.media[place]
+        image_inputs, sequence = work.images, work.sequence
+        assert image_inputs is not None
+        image, item = image_inputs.images[place], image_inputs.media[place]
         if self.embeddings is None or not item.tokens:
             return self.embed(image)[begin:end]
         rows = sequence.media_rows(item.digest)
@@ -313,10 +313,16 @@ class Vision:
         """Return positions on three axes of all tokens of a step: [3, tokens]."""
         parts = []
         for work, size in zip(works, batch.sizes, strict=True):
-            start, sight = size - len(work.tokens), work.images
-            shift = 0 if sight is None else sight.shift
+            start, image_inputs = size - len(work.tokens), work.images
+            shift = 0 if image_inputs is None else image_inputs.shift
             row = np.broadcast_to(np.arange(start, size) + shift, (3, len(work.tokens)))
-            if sight is not None and sight.axes is not None and start < sight.axes.shape[1]:
-                row = np.concatenate((sight.axes[:, start:size], row[:, sight.axes.shape[1] - start :]), 1)
+            if (
+                image_inputs is not None
+                and image_inputs.axes is not None
+                and start < image_inputs.axes.shape[1]
+            ):
+                row = np.concatenate(
+                    (image_inputs.axes[:, start:size], row[:, image_inputs.axes.shape[1] - start :]), 1
+                )
             parts.append(row)
         return np.concatenate(parts, 1)
