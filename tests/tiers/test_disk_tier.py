@@ -370,6 +370,21 @@ def test_garbage_in_the_directory_is_not_read(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("content", [b"of another program", bytes(6) + os.urandom(20_000)])
+def test_a_file_that_is_no_segment_is_not_removed(tmp_path: Path, content: bytes) -> None:
+    """Its name alone does not make it ours."""
+    theirs, unfinished = tmp_path / "000000000000.seg", tmp_path / "000000000001.seg"
+    theirs.write_bytes(content)
+    unfinished.write_bytes(bytes(20_000))  # a crash before its header was written
+    tier = opened(tmp_path)
+    assert not unfinished.exists()
+    assert any("is not a segment of a disk tier" in note for note in tier.stats().notes)
+    for first in range(0, 300, 50):  # more than fits: segments are evicted
+        put(tier, range(first, first + 50))
+    tier.close()
+    assert theirs.read_bytes() == content
+
+
 def test_a_bad_sector_does_not_prevent_opening(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     for first in range(0, 45, 15):

@@ -195,6 +195,23 @@ def test_a_hung_tier_closes_in_bounded_time(monkeypatch: pytest.MonkeyPatch, tmp
     faults.release()
 
 
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_call_during_close_ends(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    tier = LossyTier(HostTier(HostConfig(MIB, slab_bytes=1 << 16)), "int8")
+    encoded = tier._encoded
+
+    def close_first(objects: Objects) -> Objects:
+        tier.close()  # by another thread, after the call found the tier open
+        return encoded(objects)
+
+    monkeypatch.setattr(tier, "_encoded", close_first)
+    transfer = getattr(tier, verb)(
+        Objects([block_hash(1)], 0, ALLOWED), Ranges(np.zeros(FORM.page_bytes, np.uint8), [0])
+    )
+    assert transfer.wait(10)
+    assert transfer.results.tolist() == [Outcome.FAILED]
+
+
 def test_pages_that_cannot_be_re_encoded_are_refused() -> None:
     with pytest.raises(ValueError, match="'int8' is none of fp32, fp16, bf16"):
         lossy_form(Form("int8", "x", 64, 64), "int8")

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from kvloom.tiers.peer.protocol import (
     server_handshake,
 )
 from kvloom.tiers.peer.secret import default_secret
+from kvloom.tiers.peer.unix_socket import listen_unix
 from kvloom.tiers.remote import StoreError
 from kvloom.tiers.testing.conformance import PAGE, RUN, get, objects, put
 
@@ -460,6 +462,25 @@ def test_memory_without_size_seals_is_not_mapped() -> None:
         assert int(np.asarray(mapped[:10]).sum()) == 0
     finally:
         os.close(fd)
+
+
+def test_a_link_in_place_of_the_socket_keeps_the_mode_of_its_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user who may rename files in the directory replaces the socket before its mode is set."""
+    victim = tmp_path / "victim"
+    victim.touch(mode=0o600)
+
+    class Replaced(socket.socket):
+        def bind(self, address: Any) -> None:
+            super().bind(address)
+            Path(address).unlink()
+            Path(address).symlink_to(victim)
+
+    monkeypatch.setattr(socket, "socket", Replaced)
+    with pytest.raises(OSError, match="replaced the socket"):
+        listen_unix(tmp_path / "sock", 0o666)
+    assert stat.S_IMODE(victim.stat().st_mode) == 0o600
 
 
 # --- servers that lie

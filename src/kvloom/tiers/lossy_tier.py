@@ -9,6 +9,7 @@ Runs stay separate, so layers load in order. `encoding/quantisation.py` has the 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
@@ -38,6 +39,7 @@ class LossyTier(Tier):
         self._inner, self.coding = inner, coding
         self._transfer_counts = TransferCounts()
         self._closed = False
+        self._lock = threading.Lock()  # no job is submitted after close() ended the threads
         self._workers: Workers[Callable[[], None]] = Workers(
             threads, "kvloom-lossy", lambda: lambda job: job()
         )
@@ -145,7 +147,11 @@ class LossyTier(Tier):
             finally:
                 transfer.end_access()
 
-        self._workers.submit(job)
+        with self._lock:
+            if not self._closed:
+                self._workers.submit(job)
+                return transfer
+        transfer.settle_pending(Outcome.FAILED, f"{self.name} is closed")
         return transfer
 
     @staticmethod
@@ -164,7 +170,8 @@ class LossyTier(Tier):
         )
 
     def close(self) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
         self._workers.close(_CLOSE_SECONDS)
         self._inner.close()  # fails transfers that are still pending
 

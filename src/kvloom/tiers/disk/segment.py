@@ -23,7 +23,7 @@ from kvloom.tiers.aligned_memory import BLOCK, aligned, aligned_bytes
 from kvloom.tiers.encoding import Head, checksum, parse_head
 from kvloom.tiers.transfer import Outcome
 
-from .files import Files
+from .files import Files, UntrustedFileError
 
 __all__ = [
     "MAX_HEAD_BYTES",
@@ -180,7 +180,10 @@ class Segment:
 
     @classmethod
     def open(cls, files: Files, number: int, direct: bool) -> Segment | Outcome:
-        """Opens a segment; returns it, or what is wrong with its header. Raises OSError if it cannot be read."""
+        """Opens a segment; returns it, or what is wrong with its header. Raises OSError if it cannot be read.
+
+        Raises UntrustedFileError for a file of other content, which is not ours to remove.
+        """
         try:
             fd = files.open(cls.file_name(number), create=False, direct=direct)
         except OSError as error:
@@ -190,7 +193,15 @@ class Segment:
         try:
             block = aligned_bytes(BLOCK)
             outcome = Outcome.SHORT
-            if files.read(fd, [block], 0) == BLOCK:
+            got = files.read(fd, [block], 0)
+            content = bytes(block[:got])
+            if content.strip(b"\0") and not content.startswith(
+                _MAGIC[:got]
+            ):  # zeros: a crash before its header
+                raise UntrustedFileError(
+                    cls.file_name(number), "is not a segment of a disk tier: move it to another directory"
+                )
+            if got == BLOCK:
                 magic, version, identity, stated = _HEADER.unpack_from(block)
                 (check,) = _CHECK.unpack_from(block, _HEADER.size)
                 if magic == _MAGIC and version != SEGMENT_VERSION:

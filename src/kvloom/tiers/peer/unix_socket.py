@@ -136,12 +136,23 @@ def _listen(path: str, mode: int) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX)
     try:
         listening.bind(path)
-        Path(path).chmod(mode)
+        _set_mode(path, mode)
         listening.listen(128)
     except BaseException:
         listening.close()
         raise
     return listening
+
+
+def _set_mode(path: str, mode: int) -> None:
+    """Sets the mode of a socket, never of a file that another user put in its place."""
+    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            raise FileExistsError(17, "another file replaced the socket")
+        Path(f"/proc/self/fd/{fd}").chmod(mode)
+    finally:
+        os.close(fd)
 
 
 def _connect(path: str, timeout: float, uids: frozenset[int]) -> socket.socket:
