@@ -37,6 +37,8 @@ its wait status)."""
 FRAME = struct.Struct("<II")
 """Before each frame of a child's socket: bytes of JSON, bytes of masks."""
 
+NICE = 10
+"""Priority of these processes: below the engine, whose steps serve all requests."""
 ERROR_CHARACTERS = 2000
 PARALLEL_MASKS = 8
 """From so many masks in one frame on, threads share the work."""
@@ -60,6 +62,7 @@ def main(control_fd: int, source_fd: int) -> None:
     """Load the tokenizer, then fork a child for each grammar until the engine closes its end."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the engine may drain; when it ends, so does this
         signal.signal(number, signal.SIG_IGN)
+    os.nice(NICE)
     control = socket.socket(fileno=control_fd)
     with os.fdopen(source_fd, "rb") as file:
         file.seek(0)
