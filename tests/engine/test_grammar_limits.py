@@ -25,6 +25,7 @@ pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 
 from kvloom.engine.sampling import grammar as module
 from kvloom.engine.sampling.grammar import Grammar, GrammarBusyError, GrammarLimits, Grammars, collect, fill
+from kvloom.engine.sampling.grammar_process import NICE
 
 TOKENIZER = tokenizers.byte_level('"name"', '": "', "true", "false")
 EOS = 2
@@ -177,7 +178,7 @@ def test_a_process_without_cpu_time_is_not_held_against_its_grammar(
     state = grammars.compile("regex", "[ab]*").start()
     assert grammars._parent is not None
     assert os.getpriority(os.PRIO_PROCESS, grammars._parent.pid) == min(
-        19, os.getpriority(os.PRIO_PROCESS, 0) + 10
+        19, os.getpriority(os.PRIO_PROCESS, 0) + NICE
     )
     (child,) = children(grammars)
     os.kill(child, signal.SIGSTOP)

@@ -37,7 +37,7 @@ its wait status)."""
 FRAME = struct.Struct("<II")
 """Before each frame of a child's socket: bytes of JSON, bytes of masks."""
 
-NICE = 10
+NICE = 5
 """Priority of these processes: below the engine, whose steps serve all requests."""
 ERROR_CHARACTERS = 2000
 PARALLEL_MASKS = 8
