@@ -10,6 +10,7 @@ import pytest
 
 from kvloom.core import CacheControl, RetainRange, Tenant
 from kvloom.engine import Engine, Request, SamplingParams
+from kvloom.engine.scheduling.step_limit import LEAST_TOKENS, SHARED_SECONDS, StepLimit
 from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
@@ -221,3 +222,64 @@ def test_random_requests_of_tenants_finish_and_lose_no_page(seed: int) -> None:
         assert steps < 4000
     assert all(one.finish_reason is not None for request in requests for one in request.family)
     closed(engine)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_new_tenant_is_part_of_the_next_step_beside_a_long_prompt(ahead: bool) -> None:
+    model = tiny("llama", max_position_embeddings=512)
+    engine = make_engine(model, 1 << 22, token_budget=128, max_running=8, ahead=ahead, tenants=TENANTS)
+    long, short = drawn("prompts", 400, 5)
+    engine.add(long, greedy(4), RED)
+    engine.step()
+    victim = engine.add(short, greedy(1), BLUE)
+    assert steps_to_first(engine, victim) == (2 if ahead else 1)
+    engine.run()
+    closed(engine)
+
+
+def test_a_slow_step_is_shortened_for_several_tenants_and_every_request_goes_on() -> None:
+    engine = make_engine(tiny("llama"), 1 << 24, token_budget=1024, max_running=100, tenants=TENANTS)
+    prompts = drawn("flood", *[6] * 90)
+    flood = [engine.add(prompt, greedy(40), RED) for prompt in prompts]
+    while not all(one.output_count for one in flood):
+        engine.step()
+    limit = engine.scheduler.step_limit
+    assert limit is not None
+    limit.observe = lambda tokens, seconds: None  # type: ignore[method-assign]
+    limit._speed = 10.0  # tokens per second
+    before = [one.output_count for one in flood]
+    engine.step()
+    assert [one.output_count for one in flood] == [count + 1 for count in before], "one tenant is not limited"
+    (prompt,) = drawn("victim", 5)
+    victim = engine.add(prompt, greedy(9), BLUE)
+    before = [one.output_count for one in flood]
+    for step in range(1, 5):
+        engine.step()
+        assert victim.output_count == step
+    moved = [one.output_count - count for one, count in zip(flood, before, strict=True)]
+    assert sum(moved) == 4 * LEAST_TOKENS - 3, "64 tokens a step; three are of the other tenant"
+    assert max(moved) - min(moved) <= 1, "in turn"
+    engine.run()
+    wanted = expected(tiny("llama"), [prompt, *prompts[:3]], 9)
+    assert [
+        one.tokens[: len(tokens)] for one, tokens in zip([victim, *flood], wanted, strict=False)
+    ] == wanted
+    closed(engine)
+
+
+def test_the_limit_of_a_step_follows_its_speed() -> None:
+    limit = StepLimit(512)
+    assert limit.tokens == 512, "not measured yet"
+    limit.observe(1, 5.0)
+    assert limit.tokens == 512, "a small step says nothing about large ones"
+    limit.observe(512, 512 / (200 / SHARED_SECONDS))
+    assert limit.tokens == 192, "a multiple of 64 below 200"
+    for _ in range(40):
+        limit.observe(64, 10.0)
+    assert limit.tokens == LEAST_TOKENS
+    for _ in range(40):
+        limit.observe(64, 1e-4)
+    assert limit.tokens == 512
+    tiny_limit = StepLimit(16)
+    tiny_limit.observe(64, 10.0)
+    assert tiny_limit.tokens == 16

@@ -25,6 +25,7 @@ pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 
 from kvloom.engine.sampling import grammar as module
 from kvloom.engine.sampling.grammar import Grammar, GrammarBusyError, GrammarLimits, Grammars, collect, fill
+from kvloom.engine.sampling.grammar_process import NICE
 
 TOKENIZER = tokenizers.byte_level('"name"', '": "', "true", "false")
 EOS = 2
@@ -140,6 +141,52 @@ def test_memory_of_all_grammars_is_bounded(
     assert all("all grammars" in error or "no request used it" in error for error in lost)
     assert not any(state.failed for state in states)  # those without a request end first
     assert sum(grammar.bytes for grammar in grammars._live.values()) <= 17 << 20
+
+
+def test_one_tenant_leaves_places_for_grammars_of_others(
+    made: Callable[..., Grammars], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_GRAMMARS", 5)
+    grammars = made()
+    used = []
+    for i in range(4):
+        grammar = grammars.begin("regex", f"a{{{i + 1}}}", "red")
+        until(lambda grammar=grammar: grammars.poll() or grammar.ready)  # type: ignore[misc]
+        used.append(grammar.start())
+    with pytest.raises(GrammarBusyError, match="4 of 5 grammars are in use, 4 of them by this tenant"):
+        grammars.begin("regex", "a{9}", "red")
+    other = grammars.begin("regex", "b", "blue")
+    until(lambda: grammars.poll() or other.ready)
+    used.append(other.start())
+    grammars.begin("regex", "c", "grey")  # waits for a place
+
+
+def test_the_tenant_with_most_slow_grammars_loses_one() -> None:
+    grammars = Grammars(TOKENIZER, [EOS])
+    slow = [
+        Grammar(grammars, "regex", str(i), bytes([i]), tenant)
+        for i, tenant in enumerate(("red", "blue", "red", "red", "blue"))
+    ]
+    assert grammars._last_of_largest(slow) is slow[3]
+    assert grammars._last_of_largest(slow[:2]) is slow[1]
+
+
+def test_a_process_without_cpu_time_is_not_held_against_its_grammar(
+    made: Callable[..., Grammars], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = made()
+    state = grammars.compile("regex", "[ab]*").start()
+    assert grammars._parent is not None
+    assert os.getpriority(os.PRIO_PROCESS, grammars._parent.pid) == min(
+        19, os.getpriority(os.PRIO_PROCESS, 0) + NICE
+    )
+    (child,) = children(grammars)
+    os.kill(child, signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(GrammarLimits, "wall", 0.1)
+        state.advance(TOKENIZER("a", add_special_tokens=False)["input_ids"][0])
+        assert "no answer after" in state.error
+    assert grammars.compile("regex", "[ab]*").start().accepts
 
 
 def test_a_lost_process_takes_its_own_grammar_alone(made: Callable[..., Grammars]) -> None:

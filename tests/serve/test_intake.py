@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from http.client import HTTPConnection
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from kvloom.serve.api.fair_thread import FairThread
+from kvloom.serve.api.generation import CompletionEndpoint
 from kvloom.serve.api.json_limits import MAX_CONTAINERS, MAX_ITEMS, check_structure
 from kvloom.serve.api.prompts import LONG_BYTES, PromptEncoder
 from kvloom.serve.auth.limits import BodyLimiter
 from kvloom.serve.errors import ApiError
+from kvloom.serve.worker.messages import Delta
+from kvloom.serve.worker.response_stream import ResponseStream
 from tests.serve.running import MODEL, Running
 
 MARKS = '[{:,\\"\\\\"]' * 40_000
@@ -48,11 +55,26 @@ def test_the_server_refuses_too_much_structure_and_too_many_stop_tokens(server: 
         status, _, told = server.send("POST", path, lists)
         assert (status, told["error"]["param"]) == (400, None)
         assert "lists, objects and keys" in told["error"]["message"]
+    calls = [{"function": {"name": "f", "arguments": "[" + "[]," * MAX_CONTAINERS + "1]"}}]
+    chat = {"messages": [{"role": "assistant", "content": "x", "tool_calls": calls}]}
+    status, _, told = server.send("POST", "/tokenize", chat)
+    assert (status, "lists, objects and keys" in told["error"]["message"]) == (400, True)
     status, _, told = server.send(
         "POST", "/v1/completions", {"model": MODEL, "prompt": "x", "stop_token_ids": [5] * 1025}
     )
     assert (status, told["error"]["param"]) == (400, "stop_token_ids")
     server.complete(prompt="x", max_tokens=1, stop_token_ids=[5] * 1024)
+
+
+def test_an_announced_body_of_any_size_is_refused_at_once(server: Running) -> None:
+    for length in ("99999999999", "9223372036854775807"):
+        connection = HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", length)
+        connection.endheaders()
+        assert connection.getresponse().status == 413
+        connection.close()
 
 
 def test_a_tenant_waits_for_one_function_of_another() -> None:
@@ -101,6 +123,23 @@ def test_encoding_takes_turns_and_long_requests_have_their_own_thread() -> None:
         release.set()
         await asyncio.gather(*tasks)
         assert order.index("blue") <= 2
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize(("tokens", "thread"), [(1, "MainThread"), (1000, "long-tokenizer_0")])
+def test_large_log_probabilities_are_written_outside_of_the_event_loop(tokens: int, thread: str) -> None:
+    async def talk() -> None:
+        context: Any = SimpleNamespace(require_encoder=lambda: PromptEncoder(None))
+        written: Any = SimpleNamespace(whole=lambda deltas: threading.current_thread().name.encode())
+        stream, sent = ResponseStream([1]), []
+        stream.put(Delta(1, 0, "", [5], finish_reason="length", prompt_logprobs=[[(5, -1.0, 1)]] * tokens))
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await CompletionEndpoint(context)._send_whole(stream, written, "red", send)
+        assert sent[1]["body"] == thread.encode()
 
     asyncio.run(talk())
 

@@ -261,6 +261,9 @@ class Engine:
             is_waiting = bool(self.scheduler.loading_count)
             self.offload.after_step(started, finished, self._inflight, is_waiting)
             self._sessions.record_requests(self._updated)
+        if finished is not None and self.scheduler.step_limit is not None:
+            tokens = finished.prompt_tokens + len(finished.work)
+            self.scheduler.step_limit.observe(tokens, time.perf_counter() - started)
         updated = self._updated + self.scheduler.rejected
         self._updated, self.scheduler.rejected = [], []
         return updated

@@ -66,6 +66,8 @@ class Request:
     queued_prefix: QueuedPrefix | None = None
     tier_miss: Miss | None = None
     preemptions: int = 0
+    decode_turn: int = 0
+    """Orders the decoding requests of tenants that share short steps: the smallest has waited longest."""
     finish_reason: Finish | None = None
     stop_reason: int | str | None = None
     seed: int = -1

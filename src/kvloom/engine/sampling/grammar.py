@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ from .params import StructureKind
 __all__ = ["Grammar", "GrammarBusyError", "GrammarLimits", "GrammarState", "Grammars", "collect", "fill"]
 
 FAST_COMPILES = 2
-"""Most grammars that compile at the same time at the engine's own priority."""
+"""Grammars that compile at once."""
 FAST_SECONDS = 0.5
 """A compilation that takes longer continues at the lowest priority, and the next one starts."""
 SLOW_COMPILES = 4
@@ -49,7 +49,9 @@ LATE_SECONDS = 0.1
 PROCESS_BYTES = 4 << 20
 """Bytes of a process besides its grammar."""
 MOST_GRAMMARS = 512
-"""Most processes at a time. Grammars without a request end first, the least recently used one first."""
+"""Processes at once. Those without a request end first, the least recently used one first."""
+TENANT_PRESSURE = 4
+"""Grammars that a tenant may use per free place: one tenant alone gets 4 of 5 places."""
 UNUSED_SECONDS = 1.0
 """Seconds that an unused grammar stays compiled: its request may be about to start."""
 TOTAL_MEMORY = 8
@@ -367,6 +369,12 @@ class Grammars:
                 f"{kind}: {waiting} grammars wait to be compiled, {mine} of them of this tenant; the limits are "
                 f"{self.limits.waiting} and {most}: send it again later"
             )
+        used = [one for one in self._live.values() if one.users or not one.ready]
+        held = sum(one.tenant == tenant for one in used)
+        if held and held >= TENANT_PRESSURE * (MOST_GRAMMARS - len(used)):
+            raise GrammarBusyError(
+                f"{kind}: {len(used)} of {MOST_GRAMMARS} grammars are in use, {held} of them by this tenant: send it again later"
+            )
         grammar = self._known[digest] = Grammar(self, kind, text, digest, tenant)
         self._queues.setdefault(tenant, deque()).append(grammar)
         self._begin_next()
@@ -475,18 +483,18 @@ class Grammars:
         for grammar in list(self._live.values()):
             waited = now - max(grammar.sent[0][0], self._parent.ready_at) if grammar.sent else 0.0
             if waited > self.limits.wall:
-                self._end(grammar, f"its process has not answered for {waited:.0f} s; {self._limits_text()}")
+                # It has used less CPU time than it may: other work took the CPU.
+                self._end(grammar, f"it has no answer after {waited:.0f} s; {self._limits_text()}", busy=True)
             elif not grammar.ready and waited > FAST_SECONDS and grammar in self._fast:
                 self._fast.remove(grammar)
-                if len(self._slow) >= SLOW_COMPILES:
+                self._slow.append(grammar)
+                self._lower_priority(grammar)
+                if len(self._slow) > SLOW_COMPILES:
+                    last = self._last_of_largest(self._slow)
+                    self._slow.remove(last)
                     self._end(
-                        grammar,
-                        f"{SLOW_COMPILES} slow grammars are compiling: send it again later",
-                        busy=True,
+                        last, f"{SLOW_COMPILES} slow grammars compile already: send it again later", busy=True
                     )
-                else:
-                    self._slow.append(grammar)
-                    self._lower_priority(grammar)
             elif grammar.ready and waited > LATE_SECONDS:
                 self._lower_priority(grammar)
         if sum(grammar.bytes for grammar in self._live.values()) > TOTAL_MEMORY * self.limits.memory:
@@ -495,6 +503,13 @@ class Grammars:
                 self._end(
                     largest, f"it uses {largest.bytes:,} bytes, and all grammars together exceed their memory limit: send it again later", busy=True
                 )  # fmt: skip
+
+    @staticmethod
+    def _last_of_largest(grammars: list[Grammar]) -> Grammar:
+        """Return the last grammar of the tenant with the most of them; with equal numbers, the last grammar."""
+        counts = Counter(grammar.tenant for grammar in grammars)
+        most = max(counts.values())
+        return next(grammar for grammar in reversed(grammars) if counts[grammar.tenant] == most)
 
     def _lower_priority(self, grammar: Grammar) -> None:
         if not grammar.late and self._parent is not None:

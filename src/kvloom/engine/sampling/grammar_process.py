@@ -38,6 +38,8 @@ key of an ended child, and its wait status).
 FRAME = struct.Struct("<II")
 """Header of each frame on a child's socket: bytes of JSON, bytes of masks."""
 
+NICE = 5
+"""Priority of these processes: below the engine, whose steps serve all requests."""
 ERROR_CHARACTERS = 2000
 PARALLEL_MASKS = 8
 """Masks of one frame from which threads share the work."""
@@ -61,6 +63,7 @@ def main(control_fd: int, source_fd: int) -> None:
     """Load the tokenizer, then fork a child for each grammar until the engine closes the socket."""
     for number in (signal.SIGINT, signal.SIGTERM):  # it ends when the engine has drained
         signal.signal(number, signal.SIG_IGN)
+    os.nice(NICE)
     control = socket.socket(fileno=control_fd)
     with os.fdopen(source_fd, "rb") as file:
         file.seek(0)

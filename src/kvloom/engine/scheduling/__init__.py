@@ -4,6 +4,7 @@ scheduler.py      Scheduler: picks the work of each step
 waiting_queue.py  WaitingQueue: waiting requests by rank, and those that wait for pages
 admission.py      Admission: whether a request fits the pool, given the projected growth of running ones
 feasibility.py    Feasibility: refuses requests that can never run
+step_limit.py     StepLimit: tokens of a step that several tenants share
 preemption.py     choose_victim: the running request that releases its pages
 lookahead.py      Lookahead: protects cached pages of queued requests
 """

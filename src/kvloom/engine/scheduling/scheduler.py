@@ -29,6 +29,7 @@ from .admission import Admission
 from .feasibility import Feasibility
 from .lookahead import Lookahead
 from .preemption import RANK, Scheduled, choose_victim
+from .step_limit import StepLimit
 from .waiting_queue import NextBlock, TenantQueue, WaitingQueue, next_block_of
 
 __all__ = ["Scheduled", "Scheduler"]
@@ -41,7 +42,7 @@ MAX_PROMPT_LOGPROBS = 256
 MAX_DEFERRED = 32
 """Most requests that a step defers because others compute their next block: each costs a match."""
 SHARED_STEPS = 4
-"""With several tenants, a step computes at most this fraction (1 / SHARED_STEPS) of the token budget."""
+"""With several tenants, a step computes at most one part in this many of the token budget."""
 MAX_PREEMPTED = 16
 """Most requests that a step preempts for other tenants."""
 
@@ -77,9 +78,12 @@ class Scheduler:
         """Projects the growth of running requests; None admits every request for which pages are free now."""
         self._queue = WaitingQueue(cache.inspect.accounts)
         self._several = len(cache.inspect.accounts) > 1
+        self.step_limit = StepLimit(max(1, token_budget // SHARED_STEPS)) if self._several else None
+        """Limits the tokens of a step; None with one tenant."""
         self._shares: dict[TenantQueue, float] = {}  # of active tenants, if there are several
         self._lookahead = Lookahead(cache, self._queue, self._match)
         self._paused = 0  # running requests that wait for pages in this step
+        self._decode_turns = 0  # tokens of steps that left decoding requests out
         self._feasibility = Feasibility(cache, token_budget)
         self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS  # left in this step
 
@@ -140,12 +144,12 @@ class Scheduler:
         alone = self.running[0] if len(self.running) == 1 else None
         if self.offload is None:  # with tiers, evicted pages can be loaded again
             self._lookahead.protect_queued()
-        self._decode(decodes, picked, places)
+        self._decode(self._shared_part(decodes) if self._shares else decodes, picked, places)
         self.decoding = first = len(picked)
-        budget = self._shared_budget(prompts) if self._several else self.token_budget
+        budget = self.token_budget if self.step_limit is None else self._shared_budget(prompts)
         if self._shares and prompts:
             prompts.sort(key=lambda request: self._queue.tenant_queue(request).service)
-            least = self._queue.tenant_queue(prompts[0]).service
+            least = self._queue.tenant_queue(prompts[0]).turn
             budget = self._admit_waiting(budget, picked, places, next_blocks, empty, least)
         for request in prompts:
             if request.sequence is None:
@@ -178,10 +182,9 @@ class Scheduler:
         places: dict[int, int],
         next_blocks: set[NextBlock | None],
         empty: bool,
-        below: float = inf,
+        below: tuple[float, float] = (inf, inf),
     ) -> int:
-        """Admit waiting requests within the budget, from tenants with less service than `below`. Return the rest of the
-        budget.
+        """Admit waiting requests within the budget, of tenants whose turn is before `below`. Return the rest of the budget.
 
         Requests whose next block is being computed or loaded by others (`next_blocks`) wait for it, so that no page
         is loaded twice."""
@@ -280,14 +283,35 @@ class Scheduler:
                 free, left = free + 1, left - 1
             free = max(0, free - max(0, wanted))
 
+    def _shared_part(self, decodes: list[Request]) -> list[Request]:
+        """Return the decoding requests of this step: all, or as many as the limit allows, of each tenant by its weight.
+
+        Requests that waited longest come first."""
+        assert self.step_limit is not None
+        most = self.step_limit.tokens
+        if len(decodes) <= most:
+            return decodes
+        counts: dict[TenantQueue, int] = {}
+        ranked: list[tuple[float, int]] = []
+        for place in sorted(range(len(decodes)), key=lambda place: decodes[place].decode_turn):
+            tenant = self._queue.tenant_queue(decodes[place])
+            counts[tenant] = counts.get(tenant, 0) + 1
+            ranked.append((counts[tenant] / tenant.weight, place))
+        part = [place for _, place in sorted(ranked)[:most]]
+        for place in part:
+            self._decode_turns += 1
+            decodes[place].decode_turn = self._decode_turns
+        return [decodes[place] for place in sorted(part)]
+
     def _shared_budget(self, prompts: list[Request]) -> int:
         """Return the prompt tokens of a step with several tenants. Shorter steps let a new tenant start sooner.
 
         An image that must stay whole may need a whole step."""
+        assert self.step_limit is not None
         heads = (tenant.heap[0][1] for tenant in self._queue.active() if tenant.heap)
         if any(request.images is not None for request in chain(prompts, heads)):
             return self.token_budget
-        return max(1, self.token_budget // SHARED_STEPS)
+        return self.step_limit.tokens
 
     def _preempt_above(self, excess: Callable[[TenantQueue], float], spared: set[TenantQueue]) -> bool:
         """Preempt the last request of the tenant with the largest positive excess. Return whether there is one."""

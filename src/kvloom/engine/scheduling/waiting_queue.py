@@ -115,11 +115,13 @@ class WaitingQueue:
         self._active[tenant] = None
         heapq.heappush(tenant.heap, (request.rank, request))
 
-    def pop(self, passed: Container[TenantQueue] = (), below: float = inf) -> Request | None:
-        """Return the next request of tenants that are not in `passed` and have less service than `below`.
+    def pop(
+        self, passed: Container[TenantQueue] = (), below: tuple[float, float] = (inf, inf)
+    ) -> Request | None:
+        """Return the next request of the tenants that are not `passed` and whose turn is before `below`.
 
-        None if there is none, or if the last token of each tenant's next request has not arrived."""
-        tenants = [tenant for tenant in self._active if tenant not in passed and tenant.service < below]
+        None if there is none, or the last token of each tenant's next request has not arrived."""
+        tenants = [tenant for tenant in self._active if tenant not in passed and tenant.turn < below]
         ready = [tenant for tenant in tenants if tenant.head() is not None]
         return heapq.heappop(min(ready, key=_turn).heap)[1] if ready else None
 

@@ -27,6 +27,10 @@ from .server_context import ServerContext
 __all__ = ["ChatEndpoint", "CompletionEndpoint", "GenerationEndpoint"]
 
 DEFAULT_TOKENS = 16
+SMALL_LOGPROBS = 64
+"""Tokens with log-probabilities up to which a response is written in the event loop."""
+LOGPROBS_BYTES = 1 << 10
+"""Bytes that the log-probabilities of one token add to a response, about."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -62,7 +66,7 @@ class GenerationEndpoint(ABC):
                         scope["kvloom.abort"]()
                         await watcher
                 else:
-                    await _send_whole(stream, response, send)
+                    await self._send_whole(stream, response, messages[0].tenant, send)
             except ApiError as error:
                 record.error_code = error.code or str(error.status)
                 raise
@@ -75,6 +79,24 @@ class GenerationEndpoint(ABC):
                 )
                 record.is_disconnected = stream.is_disconnected
                 context.observer.finish(record)
+
+    async def _send_whole(
+        self, stream: ResponseStream, response: ResponseBuilder, tenant: str, send: Send
+    ) -> None:
+        found: list[Delta] = []
+        while pieces := await stream.take():
+            found += pieces
+        if stream.is_disconnected:
+            return
+        tokens = sum(len(piece.logprobs or ()) + len(piece.prompt_logprobs or ()) for piece in found)
+        if tokens > SMALL_LOGPROBS:
+            prompts = self.context.require_encoder()
+            body = await prompts.run(lambda: response.whole(found), tenant, tokens * LOGPROBS_BYTES)
+        else:
+            body = response.whole(found)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     async def _prepare(
         self, request: Request, admitted: ExitStack
@@ -247,18 +269,6 @@ class _EventStream:
                 await self._send({"type": "http.response.body", "body": body, "more_body": more})
         except TimeoutError:
             raise slow_reader(f"no data was read for {self._seconds:g} seconds") from None
-
-
-async def _send_whole(stream: ResponseStream, response: ResponseBuilder, send: Send) -> None:
-    found: list[Delta] = []
-    while pieces := await stream.take():
-        found += pieces
-    if stream.is_disconnected:
-        return
-    body = response.whole(found)
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:

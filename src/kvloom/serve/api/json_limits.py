@@ -48,11 +48,11 @@ def check_structure(body: bytes) -> None:
 
     if (containers := count("[{:")) > MAX_CONTAINERS:
         raise bad_request(
-            f"the request body has {containers:,} lists, objects and keys; the limit is {MAX_CONTAINERS:,}: send fewer"
+            f"the JSON has {containers:,} lists, objects and keys; the limit is {MAX_CONTAINERS:,}: send fewer"
         )
     if (items := count(",")) > MAX_ITEMS:
         raise bad_request(
-            f"the request body has {items:,} items in its lists and objects; the limit is {MAX_ITEMS:,}: send fewer"
+            f"the JSON has {items:,} items in its lists and objects; the limit is {MAX_ITEMS:,}: send fewer"
         )
 
 

@@ -17,7 +17,7 @@ from jinja2.exceptions import TemplateError
 
 from kvloom.models.specs import known_models
 from kvloom.serve.api.control_tokens import MARK_CHARACTERS, ControlTokens, Encode
-from kvloom.serve.api.json_limits import check_values, paused_gc
+from kvloom.serve.api.json_limits import check_structure, check_values, paused_gc
 from kvloom.serve.api.templates import (
     RenderError,
     limit_templates,
@@ -375,6 +375,7 @@ def _parse_tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
+                check_structure(function["arguments"].encode())
                 with paused_gc():
                     read = msgspec.json.decode(function["arguments"] or "{}")
             except (msgspec.DecodeError, RecursionError):

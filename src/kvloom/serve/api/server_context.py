@@ -58,10 +58,13 @@ class ServerContext:
         """Return the engine's Ready message and the encoder. Raises ApiError while one is missing, or while draining."""
         if self.limiter.is_draining:
             raise draining()
-        facts = self.engine.require_ready()
+        return self.engine.require_ready(), self.require_encoder()
+
+    def require_encoder(self) -> PromptEncoder:
+        """Return the encoder. Raises ApiError while the tokenizer loads."""
         if self.encoder is None:
             raise engine_loading()
-        return facts, self.encoder
+        return self.encoder
 
     def authenticate(self, request: Request) -> str | None:
         """Return the tenant of a request's key; None without keys. Raises ApiError 401."""
@@ -120,7 +123,7 @@ class ServerContext:
         limit = self.limits.body_bytes
         said = request.headers.get("content-length", "0")
         length = parse_digits(said)
-        if length is not None and length > limit:
+        if length is None or length > limit:  # None: more digits than any limit has
             raise body_too_large(limit)
         data = bytearray()
         try:
