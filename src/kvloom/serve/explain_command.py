@@ -15,6 +15,9 @@ from .http_client import KEY, fetch
 
 __all__ = ["arguments", "describe", "run"]
 
+DEVICE = "device"
+"""The page pool's name among the tiers of a hit."""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -51,10 +54,10 @@ def describe(record: Mapping[str, Any]) -> list[str]:
     if stopped is None:
         lines.append(f"It has {prompt:,} prompt tokens{several}, which have not been looked up yet.")
     else:
-        where = " and ".join(f"{hit['tokens']:,} from {hit['tier']}" for hit in record["hits"])
-        share = f" ({cached / prompt:.0%}): {where}" if cached else ""
-        lines.append(f"Of its {prompt:,} prompt tokens{several} {cached:,} were found{share}.")
-        lines.append(stopped["text"])
+        share = f" ({cached / prompt:.0%} cached)" if cached else ""
+        lines.append(f"Of its {prompt:,} prompt tokens{several}, {_account(record)}{share}.")
+        largest = "Of the prompt with most tokens to compute: " if several else ""
+        lines.append(largest + stopped["text"])
     times = [
         f"{word} {_seconds(record[key])}"
         for word, key in (("waited", "queue_s"), ("had its first token after", "ttft_s"))
@@ -66,6 +69,18 @@ def describe(record: Mapping[str, Any]) -> list[str]:
         times_ = "once" if record["preemptions"] == 1 else f"{record['preemptions']} times"
         lines.append(f"It was preempted {times_}.")
     return lines
+
+
+def _account(record: Mapping[str, Any]) -> str:
+    """Return where the prompt tokens came from: the parts add up to the prompt."""
+    found = [
+        f"{hit['tokens']:,} were in the pool"
+        if hit["tier"] == DEVICE
+        else f"{hit['tokens']:,} were loaded from {hit['tier']}"
+        for hit in record["hits"]
+    ]
+    parts = [*found, f"{record['computed_tokens']:,} were computed"]
+    return ", ".join(parts[:-1]) + (" and " if found else "") + parts[-1]
 
 
 def _state(record: Mapping[str, Any]) -> str:
