@@ -12,11 +12,9 @@ from urllib.parse import quote
 from kvloom.arguments import SERVER, server
 
 from .http_client import KEY, fetch
+from .words import POOL
 
 __all__ = ["arguments", "describe", "run"]
-
-DEVICE = "device"
-"""The page pool's name among the tiers of a hit."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +73,7 @@ def _account(record: Mapping[str, Any]) -> str:
     """Return where the prompt tokens came from: the parts add up to the prompt."""
     found = [
         f"{hit['tokens']:,} were in the pool"
-        if hit["tier"] == DEVICE
+        if hit["tier"] == POOL
         else f"{hit['tokens']:,} were loaded from {hit['tier']}"
         for hit in record["hits"]
     ]
@@ -105,7 +103,11 @@ def _format_list(records: list[Mapping[str, Any]]) -> str:
         return "no requests yet"
     rows = [("request", "state", "prompt", "cached", "output", "miss")]
     for r in records:
-        reason = "" if r["stopped"] is None else f"at {r['stopped']['at_token']:,}: {r['stopped']['reason']}"
+        reason = (
+            ""
+            if r["stopped"] is None
+            else f"at {r['stopped']['at_token']:,}: {r['stopped']['reason'].replace('_', ' ')}"
+        )
         rows.append(
             (
                 r["id"],

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvloom.serve.words import POOL
 from kvloom.serve.worker import RequestProgress
 
 __all__ = ["RequestRecord", "RequestRecords", "explain_miss"]
 
 MAX_RECORDS = 1000
-DEVICE = "device"
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +71,12 @@ class RequestRecord:
         for progress in self.progress.values():
             found.update(progress.hits)
         return found
+
+    @property
+    def load_seconds(self) -> float:
+        """Time from the start of its first load from a tier to the end of its last, summed over its prompts."""
+        loads = [progress.loads for progress in self.progress.values() if progress.loads]
+        return sum(max(load[2] for load in each) - min(load[1] for load in each) for each in loads)
 
     @property
     def queue_seconds(self) -> float | None:
@@ -168,7 +174,7 @@ def explain_miss(progress: RequestProgress, length: int, operator: bool) -> tupl
         "" if progress.evicted_at is None else f" {_duration(progress.started - progress.evicted_at)} earlier"
     )
     policy = "" if progress.policy is None else f" by policy {progress.policy}"
-    in_tiers = ", and no tier supplied them" if set(progress.hits) - {DEVICE} else ""
+    in_tiers = ", and no tier supplied them" if set(progress.hits) - {POOL} else ""
     further = "the prompt matches further, but"
     clauses: Mapping[str, str] = {
         "complete": "all but the last token were cached, and the last is always computed",
