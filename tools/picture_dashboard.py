@@ -2,8 +2,8 @@
 
     .venv/bin/python tools/picture_dashboard.py docs/images --tier host:96MiB --tier disk:FOLDER:1GiB
 
-Needs playwright, pillow and a Chromium. Starts a server of three tenants, lets them talk for a while, and writes dashboard.png
-and dashboard-dark.png. Options that it does not know are kvloom serve's.
+Needs playwright, pillow and a Chromium. Starts a server of three tenants, lets them talk for a while, and writes dashboard.png,
+dashboard-dark.png and dashboard-phone.png. Options that it does not know are kvloom serve's.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from pathlib import Path
 __all__ = ["main"]
 
 TENANTS = ("search", "assistant", "batch")
+PICTURES = (("dashboard", "light", 1280), ("dashboard-dark", "dark", 1280), ("dashboard-phone", "light", 390))
+"""Name, colour scheme and width of each picture."""
 TOPICS = ("json", "argparse", "heapq", "csv", "textwrap", "random", "bisect", "queue")
 
 
@@ -122,9 +124,9 @@ def take(url: str, key: str, folder: Path) -> None:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
-        for name, scheme in (("dashboard", "light"), ("dashboard-dark", "dark")):
+        for name, scheme, width in PICTURES:
             page = browser.new_page(
-                viewport={"width": 1440, "height": 1080},
+                viewport={"width": width, "height": 1080},
                 color_scheme=scheme,  # type: ignore[arg-type]
             )
             page.goto(f"{url}/dashboard")

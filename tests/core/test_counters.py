@@ -12,12 +12,24 @@ from .world import cached, finish, make_world, prompt_of, serve, start
 
 def test_a_value_counts_where_it_is_at_most_the_bound() -> None:
     spread = Histogram((1, 2.5, 10))
+    assert spread.quantile(0.5) is None
     for value in (0, 1, 1.1, 2.5, 11):
         spread.add(value)
     spread.add(10, times=3)
     assert spread.counts == [2, 2, 3, 1]
     assert spread.count == 8
     assert spread.total == pytest.approx(45.6)
+
+
+def test_a_quantile_is_interpolated_between_bounds() -> None:
+    spread = Histogram((1, 2, 4))
+    spread.add(0.5, 10)
+    before = list(spread.counts)
+    spread.add(3, 10)
+    assert [spread.quantile(q) for q in (0.0, 0.25, 0.5, 0.75, 1.0)] == [0.0, 0.5, 1.0, 3.0, 4.0]
+    assert spread.since(before).quantile(0.5) == 3.0
+    spread.add(100, 80)
+    assert spread.quantile(0.99) == 4.0
 
 
 @pytest.mark.parametrize("bounds", [(), (1, 1), (2, 1)])

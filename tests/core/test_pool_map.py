@@ -82,6 +82,25 @@ def test_the_map_separates_pins_and_tenants_and_has_names_only() -> None:
     assert pages(survey.look(1.0), state="pinned") == 0
 
 
+def test_undeclared_tenants_are_shown_by_name() -> None:
+    cache = cache_of(tenants=[])
+    seen = cache.pool_map()
+    for name, start in (("red", 0), ("blue", 1000)):
+        cache.close(grown(cache, list(range(start, start + 64)), name))
+    open_ = grown(cache, list(range(5000, 5032)), "blue")
+    found = seen.look()
+    named = {tenant["name"]: (place, tenant) for place, tenant in enumerate(found["tenants"])}
+    assert set(named) == {"", "red", "blue"}
+    (_, none), (at, red), (_, blue) = named[""], named["red"], named["blue"]
+    assert none["used"] == 0
+    assert pages(found, tenant=at) > 0
+    assert blue["used"] > red["used"] > red["in_use"] == 0
+    assert 0 < blue["in_use"] < blue["used"]
+    assert red["used"] + blue["used"] == cache.inspect.accounts[""].used
+    assert {branch["tenant"] for branch in found["tree"]["branches"]} == {1, 2}
+    cache.close(open_)
+
+
 def test_more_tenants_than_places_are_others_together() -> None:
     cache = cache_of(slabs=128, tenants=[Tenant(f"t{i}") for i in range(50)])
     survey = cache.pool_map()

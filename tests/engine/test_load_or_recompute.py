@@ -148,6 +148,10 @@ def test_loaded_tail_is_not_computed(family: str, rig: Callable[..., Rig]) -> No
         "state"
     )  # it had no snapshot to go on from
     assert request.cached_tokens == landed == sum(request.hits.values())
+    assert request.pool_miss is not None
+    # The lookup ended behind the loaded tail, not where the pool ended at the start.
+    assert request.pool_miss.reason in ("complete", "never seen")
+    assert max(landed, LENGTH - 17) <= request.pool_miss.position < LENGTH
 
 
 def test_step_after_the_meeting_point_waits_for_the_tail(

@@ -72,6 +72,32 @@ def test_the_history_is_sampled_without_viewers(server: Running) -> None:
     assert any(rate is not None for rate in history["series"]["hit_rate"])
 
 
+def test_the_state_has_totals_and_quantiles(server: Running) -> None:
+    before = state(server)["totals"]
+    for _ in range(3):
+        server.complete(
+            prompt="count the tokens of a tenant " * 4, max_tokens=8, tenant="crimson", ignore_eos=True
+        )
+    server.wait_for(lambda: state(server)["totals"]["cached_tokens"] > before["cached_tokens"])
+    server.wait_for(lambda: state(server)["history"]["series"]["itl_p50"][-1:] not in ([], [None]))
+    found = state(server)
+    totals, metrics = found["totals"], server.metrics()
+    assert totals["prompt_tokens"] == metrics["kvloom_prompt_tokens_total"]
+    assert totals["cached_tokens"] == sum(totals["hit_tokens"].values())
+    mine = totals["tenants"]["crimson"]
+    assert mine["requests"] == 3
+    assert 0 < mine["cached_tokens"] < mine["prompt_tokens"]
+    for times in totals["latency"].values():
+        assert 0 < times["p50"] <= times["p95"] <= times["p99"]
+    series = found["history"]["series"]
+    assert 0 < series["ttft_p50"][-1] <= series["ttft_p95"][-1] <= series["ttft_p99"][-1]
+    ages = totals["ages"]
+    assert len(ages["reused"]) == len(ages["bounds"]) + 1
+    assert sum(ages["reused"]) == metrics["kvloom_reuse_seconds_count"] > 0
+    # Without keys every tenant that a request names is on the map.
+    assert "crimson" in [tenant["name"] for tenant in found["engine"]["tenants"]]
+
+
 def test_the_state_contains_no_text_keys_or_token_ids(server: Running) -> None:
     secret = "plugh-xyzzy"
     server.complete(prompt=f"{secret} " * 6, max_tokens=4, session_id="session-plugh", ignore_eos=True)
@@ -84,7 +110,10 @@ def test_the_state_contains_no_text_keys_or_token_ids(server: Running) -> None:
         value for row in found["engine"]["tree"]["branches"] for value in (row["id"], row["parent"]) if value
     }
     known = {"ok", MODEL, "cpu", "float32", "full", "", "cached", "in use", "device"}
-    assert strings(found) - branches <= known
+    del found["words"]
+    tenants = {tenant["name"] for tenant in found["engine"]["tenants"]}  # of other tests' requests, too
+    assert not {name for name in tenants if "plugh" in name}
+    assert strings(found) - branches - tenants <= known
 
 
 def test_the_page_has_a_content_security_policy(server: Running) -> None:

@@ -37,11 +37,12 @@ RECORD = {
     "prompt_tokens": 100,
     "output_tokens": 7,
     "cached_tokens": 64,
+    "computed_tokens": 36,
     "hits": [{"tier": "device", "tokens": 48}, {"tier": "host", "tokens": 16}],
     "stopped": {
         "at_token": 64,
         "reason": "evicted",
-        "text": "The first 64 were cached; the pages after them had left.",
+        "text": "The lookup ended at token 64 of 100: the next pages were evicted.",
     },
     "preemptions": 0,
     "finish_reason": "length",
@@ -135,7 +136,18 @@ def test_the_page_updates_under_traffic_without_errors(browser: Browser, server:
         until(one.page, "/[1-9]/.test(document.querySelector('#curve-hit strong').textContent)")
     about = one.page.inner_text("#pool-about")
     assert number(about.split("in use, ")[1]) > 0, about
-    assert "never seen" in one.page.inner_text("#miss-reasons")
+    assert re.search(r"never seen\s+\d+\s+\d+ %", one.page.inner_text("#miss-reasons"))
+    for card in ("ttft", "itl"):
+        assert re.search(
+            r"^p50 · p95 [\d.]+ .?s · p99 [\d.]+ .?s$", one.page.inner_text(f"#curve-{card} .figure span")
+        )
+        assert one.page.inner_text(f"#curve-{card} .marks").split() == ["p50", "p95"]
+    assert re.search(r"^tokens · about .+ of prefill$", one.page.inner_text("#curve-saved .figure span"))
+    assert number(one.page.inner_text("#curve-saved strong")) > 0
+    shares = [number(text) for text in one.page.locator("#sources b:last-child").all_inner_texts()]
+    assert 99.5 <= sum(shares) <= 100.5
+    assert one.page.locator("#sources li").all_inner_texts()[0].startswith("pool")
+    assert "hit again: " in one.page.inner_text("#ages-body")
     assert "No tiers" in one.page.inner_text("#tiers-body")
     assert one.complaints == []
     one.context.close()
@@ -158,9 +170,9 @@ def test_an_explanation_opens_by_keyboard_and_restores_focus(seen: Seen) -> None
     page.keyboard.press("Enter")
     page.wait_for_selector("#explanation[open]")
     text = page.inner_text("#explanation")
-    assert "The first 64 were cached; the pages after them had left." in text
-    assert "48 from device" in text
-    assert "16 from host" in text
+    assert "The lookup ended at token 64 of 100: the next pages were evicted." in text
+    assert "48 in the pool" in text
+    assert "16 loaded from host" in text
     assert "36 computed" in text
     assert page.evaluate("document.activeElement.textContent") == "Close"
     assert page.evaluate(AUDIT) == []
@@ -176,8 +188,8 @@ def test_a_real_request_is_explained(browser: Browser, server: Running) -> None:
     one.page.goto(f"{server.url}/dashboard")
     one.page.click("#requests-table tbody tr:first-child button")
     text = one.page.inner_text("#explanation")
-    assert re.search(r"All but the last token were cached \(\d+ of \d+\)", text)
-    assert re.search(r"\d+ from device", text)
+    assert re.search(r"The lookup ended at token \d+ of \d+: all but the last token were cached", text)
+    assert re.search(r"\d+ in the pool", text)
     assert "never asked" not in one.page.content()
     assert one.complaints == []
     one.context.close()
@@ -263,6 +275,79 @@ def test_every_control_is_reachable_by_tab(seen: Seen) -> None:
     assert {"theme", "map", "legend", "pool", "tree-body", "requests-table", "past"} <= set(reached)
 
 
+LONG = {
+    **RECORD,
+    "id": "chatcmpl-0123456789abcdef",
+    "tenant": "a-tenant-with-a-name",
+    "prompt_tokens": 123_456,
+    "hits": [{"tier": tier, "tokens": 9} for tier in ("device", "host", "disk")],
+    "stopped": {"at_token": 100_000, "reason": "window_page_missing", "text": "."},
+    "ttft_s": 59.9,
+    "total_s": 3599.0,
+    "output_tokens": 9999,
+    "finish_reason": "cancelled",
+}
+
+
+@pytest.mark.parametrize("width", [390, 800, 1280, 1600])
+def test_no_table_is_cut(width: int, browser: Browser, server: Running) -> None:
+    server.complete(prompt="for the table of tenants", max_tokens=2, tenant="a-tenant-with-a-name")
+    one = Seen(browser, viewport={"width": width, "height": 900})
+    one.page.route("**/kvloom/requests*", lambda route: tell(route, {"requests": [LONG, RECORD]}))
+    one.page.goto(f"{server.url}/dashboard")
+    one.page.wait_for_selector("#requests-table button")
+    one.page.wait_for_selector("#tenants-table td")
+    cut = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).map(e => e.ariaLabel)"
+    assert one.page.evaluate(cut) == []
+    assert "window page missing" in one.page.inner_text("#requests-table")
+    one.context.close()
+
+
+def test_tenants_named_in_requests_are_shown_without_keys(browser: Browser, server: Running) -> None:
+    for _ in range(2):
+        server.complete(prompt="a prompt of a tenant without a key, " * 3, max_tokens=2, tenant="violet")
+    one = Seen(browser)
+    one.page.goto(f"{server.url}/dashboard")
+    row = one.page.locator("#tenants-table tr", has_text="violet")
+    row.wait_for()
+    name, used, share, _, requests, tokens, rate = row.inner_text().split("\t")
+    assert (name, requests) == ("violet", "2")
+    assert used.endswith("KiB")
+    assert share.endswith(" %")
+    assert number(tokens) > 200
+    assert 40 <= number(rate) <= 50
+    assert "share one account" in one.page.inner_text("#tenants-about")
+    one.page.click(".segments >> text=Tenant")
+    one.page.wait_for_selector("#legend button[data-name=violet]")
+    assert one.complaints == []
+    one.context.close()
+
+
+def test_legends_explain_pale_tiles_and_tier_colours(seen: Seen) -> None:
+    page = seen.page
+    assert re.search(r"in use\s+cached \(paler\)\s+a tile is ", page.inner_text("#shades"))
+    assert re.search(r"in use .*B\s+cached .*B\s+free .*B", page.inner_text("#tiers-body .marks"))
+    page.click(".segments >> text=State")
+    assert "paler" not in page.inner_text("#shades")
+
+
+@pytest.mark.parametrize("slabs", [3, 20, 70])
+def test_the_map_of_a_small_pool_fills_its_card(slabs: int, browser: Browser, server: Running) -> None:
+    _, _, state = server.send("GET", "/kvloom/state")
+    few = {**state["engine"]["map"], "cells": slabs, "slabs": slabs, "at": [], "what": [], "share": []}
+    one = Seen(browser)
+    told = {**state, "engine": {**state["engine"], "map": few}}
+    one.page.route("**/kvloom/state", lambda route: tell(route, told))
+    one.page.goto(f"{server.url}/dashboard")
+    one.page.wait_for_selector("#legend button")
+    painted = (
+        "(() => { const c = document.querySelector('#map');"
+        "return c.width > 0 && c.getContext('2d').getImageData(c.width - 8, 4, 1, 1).data[3] })()"
+    )
+    until(one.page, painted)
+    one.context.close()
+
+
 def test_the_page_fits_a_phone(browser: Browser, server: Running) -> None:
     one = Seen(browser, viewport={"width": 360, "height": 740}, has_touch=True)
     one.page.route("**/kvloom/requests*", lambda route: tell(route, {"requests": [RECORD]}))
@@ -297,7 +382,8 @@ def test_tiers_show_usage_and_transfers(browser: Browser, server: Running) -> No
             "bytes": 32 << 20,
             "capacity": 64 << 20,
             "evicted": 3,
-            "open": True,
+            "faults": {"late": 41, "corrupt": 1},
+            "breaker": "open",
         }
         moved = {
             "reads": {"ok": 5, "corrupt": 1},
@@ -311,12 +397,12 @@ def test_tiers_show_usage_and_transfers(browser: Browser, server: Running) -> No
     one.page.route("**/kvloom/state", tiers)
     one.page.goto(f"{server.url}/dashboard")
     until(
-        one.page, "/↓ [1-2].* MiB.s[^]*↑ [0-1].* MiB.s/.test(document.querySelector('#tiers-body').innerText)"
+        one.page,
+        "/↓ offload [1-2].* MiB.s[^]*↑ load [0-1].* MiB.s/.test(document.querySelector('#tiers-body').innerText)",
     )
     text = one.page.inner_text("#tiers-body")
     assert "32.0 MiB of 64.0 MiB" in text
-    assert "1 corrupt" in text
-    assert "disabled after faults" in text
+    assert "41 late · 1 corrupt · disabled after faults" in text
     assert "No tiers" not in text
     assert one.page.locator("#tiers-body .flow .on").count() == 2
     one.context.close()
@@ -392,7 +478,7 @@ def test_with_keys_the_page_requires_an_admin_key(browser: Browser, folder: Path
         page.wait_for_selector("#signin-why >> text=admin key required")
         page.keyboard.type("key-of-admin-1")
         page.keyboard.press("Enter")
-        page.wait_for_selector("#tenants >> text=red")
+        page.wait_for_selector("#tenants-table >> text=red")
         page.wait_for_selector("#legend button")
         assert page.evaluate("Object.values(localStorage).join()").count("key-of") == 0
         assert not any("key-of" in url for url in one.asked)

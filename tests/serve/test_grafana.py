@@ -54,10 +54,15 @@ def selectors(query: str) -> Iterator[tuple[str, set[str]]]:
             found.append(node)
         return True
 
-    promql.walk(promql.parse(query), note)
-    grouped = {label.strip() for part in re.findall(r"by \(([^)]*)\)", query) for label in part.split(",")}
-    for one in found:
-        yield one.name, grouped | set(re.findall(r"(\w+)=", str(one.matchers)))
+    promql.parse(query)
+    for side in re.split(
+        r" / (?:ignoring\(\w+\) group_left )?", query
+    ):  # each side groups by labels of its own
+        found.clear()
+        promql.walk(promql.parse(side), note)
+        grouped = {label.strip() for part in re.findall(r"by \(([^)]*)\)", side) for label in part.split(",")}
+        for one in found:
+            yield one.name, grouped | set(re.findall(r"(\w+)=", str(one.matchers)))
 
 
 def test_the_file_equals_the_tools_output(board: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvloom.core import MISS_REASONS
 from kvloom.engine import SamplingParams
+from kvloom.serve.metrics.saved_time import SavedTime
 from kvloom.serve.metrics.series import PoolInfo, Series, engine_series, exposition, tenant_series
 from kvloom.serve.worker.messages import Add, EngineStats, RequestProgress, TenantUsage
 from kvloom.serve.worker.stats import tier_usage
@@ -137,6 +139,25 @@ def test_every_deprecated_name_has_the_value_of_its_new_name(server: Running) ->
         assert values[0] == values[1], old
     usage = tenant_series({"red": TenantUsage(used=7, in_use=5)})[0].value
     assert usage == {("red", "used"): 7, ("red", "in_use"): 5, ("red", "held"): 5}
+
+
+def test_latencies_are_histograms_with_dense_bounds(server: Running) -> None:
+    server.complete(prompt="for the histograms", max_tokens=4, ignore_eos=True)
+    found = server.metrics()
+    for name, least, most in (
+        ("time_to_first_token", 0.001, 640),
+        ("inter_token", 0.001, 5),
+        ("request", 0.01, 960),
+    ):
+        bounds = [
+            float(key.split('"')[1]) for key in found if key.startswith(f"kvloom_{name}_seconds_bucket{{")
+        ]
+        assert (bounds[0], bounds[-2], bounds[-1]) == (least, most, float("inf"))
+        # A quantile is known to within its bounds.
+        assert max(high / low for low, high in pairwise(bounds[:-1])) <= 2.5
+        assert (
+            found[f'kvloom_{name}_seconds_bucket{{le="+Inf"}}'] == found[f"kvloom_{name}_seconds_count"] > 0
+        )
 
 
 def test_no_series_is_served_twice(server: Running) -> None:
@@ -294,3 +315,22 @@ def test_label_values_are_escaped() -> None:
     ours, usual = (family.samples[0] for family in text_string_to_metric_families(text))
     assert ours.labels == {"tenant": odd}
     assert usual.labels == {"engine": "0", "model_name": odd, "tenant": odd}
+
+
+def test_saved_seconds_follow_the_measured_time_per_computed_token() -> None:
+    saved = SavedTime()
+    saved.add(1000, 0, 0.010 + 1000 * 0.001, 0.0)
+    assert saved.seconds == 0
+    for computed, cached in ((10, 990), (200, 800), (1, 999)):
+        saved.add(computed, cached, 0.010 + computed * 0.001, load_seconds=0.1)
+    assert saved.seconds_per_token == pytest.approx(0.001)
+    assert saved.seconds == pytest.approx(0.990 + 0.800 + 0.999 - 3 * 0.1)
+    saved.add(1, 10, 0.011, load_seconds=5.0)  # a slow load saves nothing, and costs no earlier savings
+    assert saved.seconds == pytest.approx(0.990 + 0.800 + 0.999 - 3 * 0.1)
+
+
+def test_requests_of_equal_length_save_no_guessed_time() -> None:
+    saved = SavedTime()
+    for _ in range(5):
+        saved.add(1, 999, 0.010, 0.0)
+    assert saved.seconds == 0

@@ -29,7 +29,7 @@ from tests.serve.running import MODEL, Running
 RED, BLUE, ADMIN = "key-of-red-1", "key-of-blue-1", "key-of-admin-1"
 FIELDS = {
     "id", "tenant", "state", "arrived", "queue_s", "ttft_s", "total_s", "prompts", "answers", "prompt_tokens", "output_tokens",
-    "cached_tokens", "hits", "stopped", "preemptions", "finish_reason",
+    "cached_tokens", "computed_tokens", "hits", "stopped", "preemptions", "finish_reason",
 }  # fmt: skip
 
 Observed = tuple[Running, Receiver]
@@ -56,7 +56,9 @@ def test_a_hit_and_a_miss_are_explained(observed: Observed) -> None:
     assert hit["hits"] == [{"tier": "device", "tokens": 100}]
     assert hit["cached_tokens"] == again["usage"]["prompt_tokens_details"]["cached_tokens"] == 100
     assert hit["stopped"]["at_token"] == 100
-    assert "The first 100 of its 103 tokens were cached" in hit["stopped"]["text"]
+    assert hit["stopped"]["text"] == (
+        "The lookup ended at token 100 of 103: no earlier request went on with these tokens."
+    )
     for record in (miss, hit):
         assert record["state"] == "finished"
         assert (record["tenant"], record["finish_reason"], record["output_tokens"]) == ("red", "length", 5)
@@ -190,8 +192,8 @@ def test_explain_describes_a_request(observed: Observed) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:3] == [
         f"{id_} of tenant red: finished (length), 2 tokens made.",
-        "Of its 100 prompt tokens 0 were found.",
-        "Nothing was cached: no earlier request began with its tokens.",
+        "Of its 100 prompt tokens, 100 were computed.",
+        "The lookup ended at token 0 of 100: no earlier request began with these tokens.",
     ]
     assert json.loads(explain(server, id_, "--json").stdout) == record_of(server, id_, RED)
     listed = explain(server)
@@ -243,18 +245,27 @@ def test_every_miss_reason_has_a_sentence(reason: str, at: int) -> None:
         assert "6.0 s earlier" in text
 
 
-@pytest.mark.parametrize("reason", ["never seen", "evicted"])
-def test_loaded_tokens_are_not_explained_as_missing(reason: str) -> None:
-    whole = RequestProgress(1, 51.0, 51.0, 52.0, 96, {"device": 16, "disk": 80}, 96, reason)
-    assert explain_miss(whole, 100, operator=True) == (
-        "loaded", "Of its 100 tokens, 80 were loaded from disk; 16 were in the pool; the other 4 were computed.",
-    )  # fmt: skip
-    half = RequestProgress(1, 51.0, 51.0, 52.0, 48, {"redis": 32, "host": 16}, 0, reason)
-    word, text = explain_miss(half, 100, operator=True)
-    assert word == "loaded"
-    assert text.startswith(
-        "Of its 100 tokens, 32 were loaded from redis and 16 from host; the other 52 were computed, partly"
+@pytest.mark.parametrize("reason", ["never seen", "evicted", "snapshot missing"])
+def test_the_account_of_a_loaded_prompt_adds_up(reason: str) -> None:
+    record = made("r")
+    hits = {"device": 16, "disk": 32, "host": 16}
+    record.progress[1] = RequestProgress(1, 51.0, 51.0, 52.0, 64, hits, 80, reason)
+    shape = record.to_dict(operator=True)
+    assert shape["cached_tokens"] + shape["computed_tokens"] == shape["prompt_tokens"]
+    assert (shape["stopped"]["at_token"], shape["stopped"]["reason"]) == (80, reason.replace(" ", "_"))
+    _, account, end, *_ = describe(shape)
+    assert account == (
+        "Of its 100 prompt tokens, 16 were in the pool, 32 were loaded from disk, 16 were loaded from host and 36 were computed (64% cached)."
     )
+    assert end.startswith("The lookup ended at token 80 of 100: ")
+    assert end.endswith("Of the tokens before it, 16 were computed while the others loaded.")
+    assert ("no tier supplied them" in end) == (reason != "snapshot missing")
+
+
+def test_a_request_that_ends_while_it_loads_has_no_miss_reason() -> None:
+    record = made("r")
+    record.progress[1] = RequestProgress(1, 51.0, 51.0, 0.0, 64, {"disk": 64}, 0, "")
+    assert describe(record.to_dict(operator=True))[2] == "It is loading pages; its lookup has not ended yet."
 
 
 def test_preemptions_are_described() -> None:
@@ -264,7 +275,7 @@ def test_preemptions_are_described() -> None:
     )
     record.finished, record.finish_reasons = 60.0, ["stop"]
     lines = describe(record.to_dict(operator=False))
-    assert "48 from device and 16 from host" in lines[1]
+    assert "48 were in the pool, 16 were loaded from host and 36 were computed" in lines[1]
     assert lines[-1] == "It was preempted 2 times."
 
 

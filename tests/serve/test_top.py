@@ -35,7 +35,13 @@ def test_top_once_prints_the_dashboard(server: Running, capsys: pytest.CaptureFi
     for word in (
         MODEL,
         "hit rate",
-        "first token",
+        "TTFT p50",
+        "ITL p50",
+        "p95",
+        "p99",
+        "saved",
+        "tokens: pool",
+        "computed",
         "pool",
         "prefix tree",
         "never seen",
@@ -72,13 +78,12 @@ def test_the_screen_fits_any_terminal(server: Running, width: int, height: int, 
 
 def test_a_tier_shows_failures_and_its_circuit_breaker(server: Running) -> None:
     _, _, state = server.send("GET", "/kvloom/state")
-    use = asdict(
-        TierUsage("redis", 3, 96, 1 << 20, {"ok": 5, "missing": 4}, {"ok": 2, "failed": 7}, 1, 2, 0, "open")
-    )
+    use = asdict(TierUsage("redis", 3, 96, 1 << 20, {"ok": 5, "missing": 4}, {"ok": 2}, 1, 2, 0, "open"))
+    use["faults"] = {"corrupt": 2, "late": 41}
     console = Console(width=200, height=60)
     with console.capture() as shown:
         console.print(screen({**state, "engine": {**state["engine"], "tiers": [use]}}, [], MODES[0]))
-    assert "7 failed, disabled after faults" in shown.get()
+    assert "41 late, 2 corrupt, disabled after faults" in shown.get()
 
 
 def test_a_missing_snapshot_is_reported(server: Running) -> None:

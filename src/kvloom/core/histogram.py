@@ -31,6 +31,23 @@ class Histogram:
         self.counts[bisect_left(self._edges, value)] += times
         self.total += value * times
 
+    def quantile(self, q: float) -> float | None:
+        """Return the value below which a share `q` of all values lies, interpolated within its bounds; None without values.
+        Values above the last bound count as the last bound. O(bounds)."""
+        rank = q * self.count
+        reached, low = 0, 0.0
+        for bound, count in zip(self._edges, self.counts, strict=False):
+            if count and reached + count >= rank:
+                return low + (bound - low) * max(0.0, rank - reached) / count
+            reached, low = reached + count, bound
+        return low if self.count else None
+
+    def since(self, counts: Sequence[int]) -> Histogram:
+        """Return the histogram of the values added since its counts were `counts`; `total` is not set."""
+        found = Histogram(self.bounds)
+        found.counts = [now - before for now, before in zip(self.counts, counts, strict=True)]
+        return found
+
     @property
     def count(self) -> int:
         """Count of all values."""

@@ -47,7 +47,7 @@ class Request:
     | samples     | `parent`, `children`: the samples of one prompt; `branched`: they have started; `beams`: their beam search |
     | images      | `images`: the prompt's images                                                                     |
     | results     | `logprobs`, `prompt_logprobs` (None for the first token), `cumulative_logprob`, `finish_reason`, `stop_reason` |
-    | cache hits  | `cached_tokens` at the first start; `pool_miss`: why not more; `other_tenant_has_more` |
+    | cache hits  | `cached_tokens` at the first start; `pool_miss`: where and why pool and tiers had no more; `other_tenant_has_more` |
     | times       | `looked_up`, `started`: the match and the first work, on the cache's clock                              |
     | loads       | `loads`: (tier, start, end, tokens) on the monotonic clock; the `first_loads` of them before it started |"""
 

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from kvloom.arguments import SERVER, server
 
 from .http_client import KEY, fetch
+from .words import POOL
 
 __all__ = ["arguments", "describe", "run"]
 
@@ -51,10 +52,10 @@ def describe(record: Mapping[str, Any]) -> list[str]:
     if stopped is None:
         lines.append(f"It has {prompt:,} prompt tokens{several}, which have not been looked up yet.")
     else:
-        where = " and ".join(f"{hit['tokens']:,} from {hit['tier']}" for hit in record["hits"])
-        share = f" ({cached / prompt:.0%}): {where}" if cached else ""
-        lines.append(f"Of its {prompt:,} prompt tokens{several} {cached:,} were found{share}.")
-        lines.append(stopped["text"])
+        share = f" ({cached / prompt:.0%} cached)" if cached else ""
+        lines.append(f"Of its {prompt:,} prompt tokens{several}, {_account(record)}{share}.")
+        largest = "Of the prompt with most tokens to compute: " if several else ""
+        lines.append(largest + stopped["text"])
     times = [
         f"{word} {_seconds(record[key])}"
         for word, key in (("waited", "queue_s"), ("had its first token after", "ttft_s"))
@@ -66,6 +67,18 @@ def describe(record: Mapping[str, Any]) -> list[str]:
         times_ = "once" if record["preemptions"] == 1 else f"{record['preemptions']} times"
         lines.append(f"It was preempted {times_}.")
     return lines
+
+
+def _account(record: Mapping[str, Any]) -> str:
+    """Return where the prompt tokens came from: the parts add up to the prompt."""
+    found = [
+        f"{hit['tokens']:,} were in the pool"
+        if hit["tier"] == POOL
+        else f"{hit['tokens']:,} were loaded from {hit['tier']}"
+        for hit in record["hits"]
+    ]
+    parts = [*found, f"{record['computed_tokens']:,} were computed"]
+    return ", ".join(parts[:-1]) + (" and " if found else "") + parts[-1]
 
 
 def _state(record: Mapping[str, Any]) -> str:
@@ -90,7 +103,11 @@ def _format_list(records: list[Mapping[str, Any]]) -> str:
         return "no requests yet"
     rows = [("request", "state", "prompt", "cached", "output", "miss")]
     for r in records:
-        reason = "" if r["stopped"] is None else f"at {r['stopped']['at_token']:,}: {r['stopped']['reason']}"
+        reason = (
+            ""
+            if r["stopped"] is None
+            else f"at {r['stopped']['at_token']:,}: {r['stopped']['reason'].replace('_', ' ')}"
+        )
         rows.append(
             (
                 r["id"],

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvloom.core.eviction.tenants import Account
 from kvloom.core.prefix.node import Node, Root
 from kvloom.core.state import CacheState
 
@@ -55,7 +54,7 @@ class HotPrefixes:
         self._complete = self._state.clock.now()
 
     def report(
-        self, where: Callable[[Node], list[int]], tenant: Callable[[Account], int]
+        self, where: Callable[[Node], list[int]], tenant: Callable[[str], int]
     ) -> dict[str, Any]:  # fmt: skip
         """Return the hot nodes, each after its parent."""
         now = self._state.clock.now()
@@ -82,7 +81,7 @@ class HotPrefixes:
         return [node for _, node in sorted(self._best, key=lambda one: one[0], reverse=True)]
 
     def _branch(
-        self, node: Node, now: float, where: Callable[[Node], list[int]], tenant: Callable[[Account], int]
+        self, node: Node, now: float, where: Callable[[Node], list[int]], tenant: Callable[[str], int]
     ) -> dict[str, Any]:
         assert node.parent is not None
         place = self._places.get(node.serial)
@@ -91,7 +90,7 @@ class HotPrefixes:
         return {
             "id": f"{node.serial:06x}",
             "parent": None if isinstance(node.parent, Root) else f"{node.parent.serial:06x}",
-            "tenant": tenant(node.root.account),
+            "tenant": tenant(node.root.tenant),
             "depth": node.start,
             "tokens": node.tokens,
             "hits": node.hits,

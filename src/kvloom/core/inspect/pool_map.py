@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.core.eviction.tenants import Account
+from kvloom.core.eviction.tenants import Accounts
 from kvloom.core.pool.block_pages import BlockPages
 from kvloom.core.pool.page_pool import Ids, SizeClass
 from kvloom.core.prefix.multimodal import MediaRun
@@ -47,8 +47,9 @@ class PoolMap:
             raise ValueError(f"cells {cells} and branches {branches} must be positive")
         self._state = state
         pool, layout = state.pool, state.layout
-        self._tenants = list(state.accounts.accounts)[:UNSEEN]
-        self._place = {name: i for i, name in enumerate(self._tenants)}
+        self._place: dict[str, int] = {}  # the code of every tenant that has one: declared ones first
+        for name in state.accounts.accounts:
+            self._tenant(name)
         # The last known group and tenant of every page: 1 + group * TENANTS + tenant; 0 for unknown.
         self._owner = [np.full(c.in_use.size, self._first_guess(c.index), np.int16) for c in pool.classes]
         self._codes = {
@@ -70,7 +71,7 @@ class PoolMap:
         for node in self._branches.walk(time.thread_time() + seconds):
             self._paint_node(node)
         for run in self._runs():
-            self._paint(self._state.media, "media", run.rows, run.account)
+            self._paint(self._state.media, "media", run.rows, run.account.tenant.name)
         pinned = self._pinned()
         looked = 0
         for _ in self._chunks:
@@ -78,23 +79,27 @@ class PoolMap:
             self._next = (self._next + 1) % len(self._chunks)
             if looked >= PAGES_A_LOOK // 2 and self._found[self._next]:
                 break
+        tree, found = self._branches.report(self._where, self._listed), self._map()
         return {
             "pool": self._pool(),
             "groups": self._groups(),
-            "tenants": [self._account(name) for name in self._tenants],  # one code beyond them: all others
-            "map": self._map(),
-            "tree": self._branches.report(self._where, self._listed),
+            # One code beyond them: all others.
+            "tenants": [self._usage(name, place, found["legend"]) for name, place in self._place.items()],
+            "map": found,
+            "tree": tree,
         }
 
     # -- owners of pages ------------------------------------------------------------------------
 
-    def _tenant(self, account: Account) -> int:
-        return self._place.get(account.tenant.name, OTHERS)
+    def _tenant(self, name: str) -> int:
+        """Code of a tenant, declared or not; a new one gets the next free code."""
+        if name not in self._place and len(self._place) < UNSEEN:
+            self._place[name] = len(self._place)
+        return self._place.get(name, OTHERS)
 
-    def _listed(self, account: Account) -> int:
-        """Return the index of a tenant in the reported list. All tenants without their own code have the index after the
-        last."""
-        return min(self._tenant(account), len(self._tenants))
+    def _listed(self, name: str) -> int:
+        """Index of a tenant in the reported list; one beyond it for tenants without a code."""
+        return min(self._tenant(name), len(self._place))
 
     def _first_guess(self, cls: int) -> int:
         """Return the code of unvisited pages of a size class: its group, if only one group has such pages."""
@@ -107,19 +112,19 @@ class PoolMap:
             return 0
         return 1 + groups[0] * TENANTS + (0 if len(self._state.accounts.accounts) == 1 else UNSEEN)
 
-    def _paint(self, columns: BlockPages, numbering: str, rows: Ids, account: Account) -> None:
-        codes = self._codes[numbering] + self._tenant(account)
+    def _paint(self, columns: BlockPages, numbering: str, rows: Ids, tenant: str) -> None:
+        codes = self._codes[numbering] + self._tenant(tenant)
         for c in columns.classes:
             at = columns.columns_of(c)
             self._owner[c][rows[:, at]] = codes[at]
 
     def _paint_node(self, node: Node) -> None:
-        account = node.root.account
+        tenant = node.root.tenant
         if node.count:
-            self._paint(self._state.pages, "token", node.pages[: node.count], account)
+            self._paint(self._state.pages, "token", node.pages[: node.count], tenant)
         for checkpoint in node.checkpoints:
             if checkpoint.states is not None:
-                self._paint(self._state.states, "state", checkpoint.states, account)
+                self._paint(self._state.states, "state", checkpoint.states, tenant)
 
     def _paint_sequences(self) -> None:
         """Record the group and tenant of pages that open sequences got since the last map."""
@@ -131,9 +136,9 @@ class PoolMap:
             before = painted.get(row)
             first = before[1] if before is not None and before[0] is seq else 0
             if blocks > first:
-                self._paint(self._state.pages, "token", rows.tables[:, row, first:blocks].T, seq.root.account)
+                self._paint(self._state.pages, "token", rows.tables[:, row, first:blocks].T, seq.root.tenant)
             if self._state.has_states:
-                self._paint(self._state.states, "state", rows.states[:, row][None], seq.root.account)
+                self._paint(self._state.states, "state", rows.states[:, row][None], seq.root.tenant)
             self._painted[row] = seq, blocks
 
     def _runs(self) -> Iterator[MediaRun]:
@@ -218,7 +223,7 @@ class PoolMap:
         for value, count in zip(present.tolist(), totals.tolist(), strict=True):
             owner, state = divmod(value, len(STATES))
             group, tenant = divmod(owner - 1, TENANTS) if owner else (None, UNSEEN)
-            listed = None if tenant == UNSEEN else min(tenant, len(self._tenants))
+            listed = None if tenant == UNSEEN else min(tenant, len(self._place))
             legend.append({"group": group, "tenant": listed, "state": STATES[state], "pages": count})
         order = np.argsort(at, kind="stable")
         return {
@@ -271,12 +276,22 @@ class PoolMap:
             for group in self._state.layout.groups
         ]
 
-    def _account(self, name: str) -> dict[str, Any]:
-        account = self._state.accounts.accounts[name]
+    def _usage(self, name: str, place: int, legend: list[dict[str, Any]]) -> dict[str, Any]:
+        """A tenant's bytes: from its account, or from the map for undeclared tenants, which share one account."""
+        account = self._state.accounts.accounts.get(name)
+        if account is not None and name != Accounts.DEFAULT:
+            used, in_use = account.used, account.in_use
+        else:
+            size, groups = self._state.layout.slab_bytes, self._state.layout.groups
+            rows = [row for row in legend if row["tenant"] == place and row["group"] is not None]
+            of = {id(row): row["pages"] * size // groups[row["group"]].pages_per_slab for row in rows}
+            used = sum(of.values())
+            in_use = sum(of[id(row)] for row in rows if row["state"] in ("in use", "pinned"))
         return {
             "name": name,
-            "used": account.used,
-            "in_use": account.in_use,
-            "quota": account.tenant.quota,
-            "share": int(account.guaranteed),
+            "used": used,
+            "in_use": in_use,
+            "declared": account is not None and name != Accounts.DEFAULT,
+            "quota": None if account is None else account.tenant.quota,
+            "share": 0 if account is None else int(account.guaranteed),
         }

@@ -160,5 +160,8 @@ class LoadJob:
             request.loads.append((tier_names[0], copy.started, now, left))
         if request.cached_tokens is None or (self.phase is Phase.RESUMING and not request.preemptions):
             request.first_loads = len(request.loads)
-            if request.cached_tokens is not None:  # it started with its head
+            if request.cached_tokens is not None and tokens:  # the request started with its head
                 request.cached_tokens += tokens
+                request.pool_miss = (
+                    None  # the lookup ends behind the loaded tail: its next start notes where and why
+                )

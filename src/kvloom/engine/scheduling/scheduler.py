@@ -490,17 +490,17 @@ class Scheduler:
         self._queue.tenant_queue(request).running += 1
 
     def _start(self, request: Request, match: Match, looked_up: float) -> None:
-        """Record the cache hit of a request that got its first work, and the miss reason."""
-        if request.cached_tokens is None:
-            request.count_cached(request.computed)
-            request.pool_miss = match.miss
-            tier_miss = request.tier_miss  # of the tiers
-            if (
+        """Record the cache hit of a request that got its first work, and where and why pool and tiers had no more."""
+        if request.pool_miss is None:  # also where it resumes behind a tail that was loaded after its start
+            tier_miss = request.tier_miss
+            is_tier_miss = (
                 tier_miss is not None
                 and tier_miss.position == match.resume
                 and match.miss.reason in NOT_CACHED
-            ):
-                request.pool_miss = tier_miss
+            )
+            request.pool_miss = tier_miss if is_tier_miss else match.miss
+        if request.cached_tokens is None:
+            request.count_cached(request.computed)
             if len(self.cache.roots) <= MAX_ROOTS:
                 request.other_tenant_has_more = self.cache.explain(match).reason == "other tenant"
             request.looked_up, request.started = looked_up, self.cache.clock.now()

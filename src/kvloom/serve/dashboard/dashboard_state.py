@@ -12,14 +12,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
+from kvloom.core import SECONDS, Histogram
 from kvloom.serve.api import ServerContext
 from kvloom.serve.errors import ApiError
+from kvloom.serve.metrics import age_histogram
+from kvloom.serve.words import MISS_REASONS, OUTCOMES
 
-from .history import History
+from .history import QUANTILES, History
 
 __all__ = ["DashboardState"]
 
@@ -89,4 +93,33 @@ class DashboardState:
             "engine_at": self._snapshot_at or None,
             "engine": None if self._snapshot is None else msgspec.Raw(self._snapshot),
             "history": self._history.to_dict(),
+            "totals": self._totals(),
+            "words": {"miss_reasons": MISS_REASONS, "outcomes": OUTCOMES},
         }
+
+    def _totals(self) -> dict[str, Any]:
+        """Return counters since the start of the server; ages since the start of the engine."""
+        metrics, stats = self._context.metrics, self._context.engine.stats
+        evicted, reused = age_histogram(stats.eviction_age), age_histogram(stats.reuse_age)
+        latency = {"ttft": metrics.ttft, "itl": metrics.inter_token, "request": metrics.request_time}
+        return {
+            "prompt_tokens": metrics.prompt_tokens,
+            "cached_tokens": metrics.cached_tokens,
+            "output_tokens": metrics.output_tokens,
+            "saved_seconds": round(metrics.saved_time.seconds, 3),
+            "hit_tokens": dict(metrics.hit_tokens),
+            "tenants": {name: asdict(use) for name, use in metrics.tenant_tokens.items()},
+            "latency": {name: _quantiles(histogram) for name, histogram in latency.items()},
+            "ages": {
+                "bounds": SECONDS,
+                "evicted": evicted.counts,
+                "evicted_p50": evicted.quantile(0.5),
+                "reused": reused.counts,
+                "reused_p50": reused.quantile(0.5),
+            },
+        }
+
+
+def _quantiles(histogram: Histogram) -> dict[str, float | None]:
+    found = {f"p{round(100 * q)}": histogram.quantile(q) for q in QUANTILES}
+    return {"count": histogram.count, **found}

@@ -15,11 +15,21 @@ SERIES = (
     "output_rate",
     "prompt_rate",
     "hit_rate",
-    "ttft",
+    "ttft_p50",
+    "ttft_p95",
+    "ttft_p99",
+    "itl_p50",
+    "itl_p95",
+    "itl_p99",
     "used",
     "in_use",
     "evicted_rate",
 )
+
+
+QUANTILES = (0.5, 0.95, 0.99)
+WINDOW = 30
+"""Samples over which quantiles of time to first token (ttft) and time between tokens (itl) are taken: one minute."""
 
 
 class History:
@@ -29,30 +39,28 @@ class History:
         self._context, self._samples, self._seconds = context, samples, seconds
         self._before: tuple[float, dict[str, float]] | None = None
         self._last = 0.0
+        metrics = context.metrics
+        self._histograms = metrics.ttft, metrics.inter_token
+        self._counts: deque[list[list[int]]] = deque([self._histogram_counts()], WINDOW + 1)
 
     def sample(self, now: float) -> None:
         """Take a sample. Takes microseconds."""
         stats, link = self._context.engine.stats, self._context.engine
-        first = self._context.metrics.ttft
-        counters = {
+        counters: dict[str, float] = {
             "output": stats.output_tokens,
             "prompt": stats.looked_up_tokens,
             "hits": stats.hit_tokens,
             "evictions": stats.evictions,
-            "firsts": first.count,
-            "waited": first.total,
             "restarts": link.restarts,
         }
         before, self._before = self._before, (now, counters)
         self._last = now
+        quantiles = self._quantiles()
         if before is None:
             return
         seconds = max(1e-3, now - before[0])
         again = counters["restarts"] != before[1]["restarts"]  # the engine's counters restarted
-        more = {
-            name: value - (0 if again and name not in ("firsts", "waited") else before[1][name])
-            for name, value in counters.items()
-        }
+        more = {name: value - (0 if again else before[1][name]) for name, value in counters.items()}
         slabs = max(1, stats.slabs)
         pages = stats.in_use_pages + stats.cached_pages
         used = 1 - stats.free_slabs / slabs if stats.slabs else 0.0
@@ -62,12 +70,21 @@ class History:
             more["output"] / seconds,
             more["prompt"] / seconds,
             more["hits"] / more["prompt"] if more["prompt"] > 0 else None,
-            more["waited"] / more["firsts"] if more["firsts"] > 0 else None,
+            *quantiles,
             used,
             used * stats.in_use_pages / pages if pages else 0.0,
             more["evictions"] / seconds,
         ]
-        self._samples.append([None if value is None else round(max(0.0, value), 4) for value in row])
+        self._samples.append([None if value is None else round(max(0.0, value), 6) for value in row])
+
+    def _histogram_counts(self) -> list[list[int]]:
+        return [list(histogram.counts) for histogram in self._histograms]
+
+    def _quantiles(self) -> list[float | None]:
+        """Return the quantiles of both times over the last WINDOW samples. Takes microseconds."""
+        self._counts.append(self._histogram_counts())
+        recent = [one.since(counts) for one, counts in zip(self._histograms, self._counts[0], strict=True)]
+        return [one.quantile(q) for one in recent for q in QUANTILES]
 
     def to_dict(self) -> dict[str, Any]:
         """Return one list per series, oldest first; the last value belongs to `until`."""

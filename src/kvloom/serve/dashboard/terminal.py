@@ -13,6 +13,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from kvloom.serve.words import fault_text, tier_word
+
 __all__ = ["MODES", "screen"]
 
 MODES = ("kind", "state", "tenant")
@@ -20,6 +22,7 @@ KINDS = {"full": "blue", "sliding": "yellow", "state": "magenta", "latent": "gre
 STATES = {"in use": "red", "cached": "cyan", "pinned": "yellow", "unbacked": "bright_black"}
 TENANTS = ("blue", "yellow", "green", "magenta", "cyan", "red")
 GLYPHS = {"in use": "█", "pinned": "▓", "cached": "▒", "unknown": "▒", "unbacked": "x"}
+MAX_TENANTS = 6
 BARS = "▁▂▃▄▅▆▇█"
 State = dict[str, Any]
 Series = Sequence[float | None]
@@ -30,7 +33,7 @@ def screen(state: State, requests: list[State] | None, mode: str = "kind", note:
     whole = Layout()
     whole.split_column(
         Layout(_head(state), size=2),
-        Layout(_Curves(state["history"]["series"]), size=4),
+        Layout(_Curves(state["history"]["series"], state["totals"]), size=5),
         Layout(name="middle", ratio=3, minimum_size=6),
         Layout(name="below", ratio=4, minimum_size=6),
         Layout(_foot(mode, note), size=1),
@@ -42,7 +45,7 @@ def screen(state: State, requests: list[State] | None, mode: str = "kind", note:
         return whole
     whole["middle"].split_row(
         Layout(_titled("pool", _Map(engine, mode), _pool(engine)), ratio=2),
-        Layout(_titled("tiers, and miss reasons", _tiers(engine), "")),
+        Layout(_titled("tiers, and why lookups ended", _tiers(engine, state["totals"]), "")),
     )
     whole["below"].split_row(
         Layout(_titled("prefix tree", _Tree(engine), f"{engine['tree']['nodes']:,} branches"), ratio=1),
@@ -80,22 +83,27 @@ def _foot(mode: str, note: str) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _Curves:
-    """Four figures, each with its history."""
+    """Five figures, each with details and its history."""
 
     series: dict[str, Series]
+    totals: State
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         series = self.series
         hits = [_hit_rate(series, i) for i in range(len(series["hit_rate"]))]
-        minute = _known(series["ttft"][-30:])
-        rate = _known(series["output_rate"][-5:])
-        last = [series[name][-1] if series[name] else 0 for name in ("running", "waiting")]
+        output, prompt = (_known(series[name][-5:]) for name in ("output_rate", "prompt_rate"))
+        running, waiting = (series[name][-1] if series[name] else 0 for name in ("running", "waiting"))
+        totals = self.totals
+        overall = totals["cached_tokens"] / totals["prompt_tokens"] if totals["prompt_tokens"] else None
+        rate = hits[-1] if hits and hits[-1] is not None else overall
+        saved = f"saved {_count(totals['cached_tokens'])} tok {_seconds(totals['saved_seconds'])}"
         found = (
-            ("hit rate", _percent(hits[-1] if hits else None), hits, "green", 1.0),
-            ("first token", _seconds(sum(minute) / len(minute)) if minute else "-", series["ttft"], "yellow", None),
-            ("tokens/s", f"{sum(rate) / len(rate):,.0f}" if rate else "-", series["output_rate"], "blue", None),
-            ("running", f"{last[0]:,.0f}, {last[1]:,.0f} waiting", series["running"], "magenta", None),
-        )  # fmt: skip
+            ("hit rate", _percent(rate), saved, hits, "green", 1.0),
+            ("TTFT p50", *self._latency("ttft"), series["ttft_p50"], "yellow", None),
+            ("ITL p50", *self._latency("itl"), series["itl_p50"], "cyan", None),
+            ("tokens/s", _mean(output), f"{_mean(prompt)} prompt", series["output_rate"], "blue", None),
+            ("running", f"{running:,.0f}", f"{waiting:,.0f} waiting", series["running"], "magenta", None),
+        )
         width = max(8, options.max_width // len(found) - 2)
         table = Table.grid(expand=True, padding=(0, 2, 0, 0))
         for _ in found:
@@ -103,10 +111,20 @@ class _Curves:
         table.add_row(
             *(Text.assemble((name + " ", "bright_black"), (figure, "bold")) for name, figure, *_ in found)
         )
-        curves = [_curve(values, width, top, 2) for _, _, values, _, top in found]
+        table.add_row(*(Text(details, style="bright_black") for _, _, details, *_ in found))
+        curves = [_curve(values, width, top, 2) for _, _, _, values, _, top in found]
         for line in range(2):
-            table.add_row(*(Text(curve[line], style=one[3]) for curve, one in zip(curves, found, strict=True)))  # fmt: skip
+            table.add_row(*(Text(curve[line], style=one[4]) for curve, one in zip(curves, found, strict=True)))  # fmt: skip
         yield table
+
+    def _latency(self, name: str) -> tuple[str, str]:
+        """Return p50, then p95 and p99, of the time to first token (TTFT) or between tokens (ITL): the latest that were measured, or those since the start."""
+        p50, p95, p99 = (
+            next((value for value in reversed(self.series[f"{name}_{q}"]) if value is not None), None)
+            or self.totals["latency"][name][q]
+            for q in ("p50", "p95", "p99")
+        )
+        return _seconds(p50), f"p95 {_seconds(p95)} p99 {_seconds(p99)}"
 
 
 def _curve(values: Series, width: int, top: float | None, high: int) -> list[str]:
@@ -191,14 +209,12 @@ def _pool(engine: State) -> str:
     return f"{_bytes(occupied * size)} of {_bytes(pool['slabs'] * size)} occupied, {pool['in_use_pages']:,} pages in use, {pool['cached_pages']:,} cached"
 
 
-def _tiers(engine: State) -> Group:
+def _tiers(engine: State, totals: State) -> Group:
     lines: list[Any] = []
     for tier in engine["tiers"]:
         of = f" of {_bytes(tier['capacity'])}" if tier["capacity"] else ""
         moved = f"↓ {_bytes(tier['bytes_written'])} ↑ {_bytes(tier['bytes_read'])}"
-        outcomes = (*tier["reads"].items(), *tier["writes"].items())
-        failed = sum(count for outcome, count in outcomes if outcome not in ("ok", "missing"))
-        wrong = [f"{failed:,} failed"] if failed else []
+        wrong = [fault_text(tier["faults"])] if tier["faults"] else []
         wrong += [] if tier["breaker"] == "closed" else ["disabled after faults"]
         used = f"{_bytes(tier['bytes'])}{of}  "
         lines.append(Text.assemble((f"{tier['name']} ", "bold"), used, (moved, "cyan")))
@@ -206,12 +222,35 @@ def _tiers(engine: State) -> Group:
             lines.append(Text(f"  {', '.join(wrong)}", style="red"))
     if not lines:
         lines.append(Text("no tiers", style="bright_black"))
+    lines += [Text(text, style="bright_black") for text in (_sources(totals), _ages(totals["ages"])) if text]
     table = Table.grid(padding=(0, 1, 0, 0))
     reasons = engine["pool"]["miss_reasons"]
     most = max(reasons.values(), default=1)
     for why, count in sorted(reasons.items(), key=lambda one: -one[1]):
         table.add_row(why, Text("█" * max(1, round(12 * count / most)), style="blue"), f"{count:,}")
-    return Group(*lines, Text(""), table)
+    tenants = Table.grid(padding=(0, 1, 0, 0))
+    named = sorted(engine["tenants"], key=lambda one: -one["used"]) if len(engine["tenants"]) > 1 else []
+    for tenant in [one for one in named if one["used"] or one["quota"]][:MAX_TENANTS]:
+        tokens = totals["tenants"].get(tenant["name"])
+        rate = tokens["cached_tokens"] / tokens["prompt_tokens"] if tokens else None
+        tenants.add_row(tenant["name"] or "unnamed", _bytes(tenant["used"]), f"hit rate {_percent(rate)}")
+    return Group(*lines, Text(""), table, Text(""), tenants)
+
+
+def _sources(totals: State) -> str:
+    """Return where prompt tokens came from since the start, in percent."""
+    whole = totals["prompt_tokens"]
+    if not whole:
+        return ""
+    parts = [f"{tier_word(tier)} {tokens / whole:.0%}" for tier, tokens in totals["hit_tokens"].items()]
+    return "tokens: " + ", ".join([*parts, f"computed {1 - totals['cached_tokens'] / whole:.0%}"])
+
+
+def _ages(ages: State) -> str:
+    """Return the median idle time of hit and of evicted entries."""
+    words = [("hit again", ages["reused_p50"]), ("evicted", ages["evicted_p50"])]
+    known = [f"{word} after {_seconds(age)}" for word, age in words if age is not None]
+    return "p50: " + ", ".join(known) if known else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +300,7 @@ class _Requests:
         for _ in range(3):
             table.add_column(justify="right", no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
-        heads = ("request", "prompt", "cached", "first", "miss reason")
+        heads = ("request", "prompt", "cached", "first", "lookup ended")
         table.add_row(*(Text(word, style="bright_black") for word in heads))
         for record in self.records[: max(1, (options.height or 10) - 1)]:
             prompt, cached = record["prompt_tokens"], record["cached_tokens"] or 0
@@ -288,7 +327,20 @@ def _known(values: Series) -> list[float]:
 def _tenant(engine: State, place: int | None) -> str:
     if place is None:
         return "not seen yet"
-    return "others" if place >= len(engine["tenants"]) else engine["tenants"][place]["name"] or "everyone"
+    return (
+        "other tenants" if place >= len(engine["tenants"]) else engine["tenants"][place]["name"] or "unnamed"
+    )
+
+
+def _mean(values: list[float]) -> str:
+    return f"{sum(values) / len(values):,.0f}" if values else "-"
+
+
+def _count(number: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:,.0f}"
 
 
 def _percent(value: float | None) -> str:
@@ -307,7 +359,7 @@ def _seconds(value: float | None) -> str:
     if value is None:
         return "-"
     if value < 1:
-        return f"{1000 * value:.0f} ms"
+        return f"{1000 * value:.1f} ms" if value < 0.01 else f"{1000 * value:.0f} ms"
     if value < 60:
         return f"{value:.3g} s"
     return time.strftime(

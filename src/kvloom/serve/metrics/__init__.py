@@ -3,6 +3,7 @@
     metrics.py            Metrics: the server's counters and /metrics
     series.py             Series: names, help texts and Prometheus' text format
     observer.py           RequestObserver: passes each request to the others
+    saved_time.py         SavedTime: the prefill time that cached tokens save
     request_records.py    RequestRecord: one request's numbers, and why it hit or missed
     otel_traces.py        Traces: OpenTelemetry spans
     trace_recorder.py     Recorder: writes a traffic recording for `kvloom replay`
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from .observer import RequestObserver
     from .otel_traces import Traces
     from .request_records import RequestRecord, RequestRecords, explain_miss
-    from .series import PoolInfo, Series, engine_series, exposition, full_name, tenant_series
+    from .series import PoolInfo, Series, age_histogram, engine_series, exposition, full_name, tenant_series
     from .trace_recorder import VERSION, Recorder
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "RequestRecords",
     "Series",
     "Traces",
+    "age_histogram",
     "engine_series",
     "explain_miss",
     "exposition",
@@ -52,6 +54,7 @@ _MODULES = {
     "series": (
         "PoolInfo",
         "Series",
+        "age_histogram",
         "engine_series",
         "exposition",
         "full_name",

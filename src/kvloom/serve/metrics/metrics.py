@@ -6,84 +6,38 @@ Counting adds to plain numbers; series.py names them at scrape time. Engine coun
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from kvloom.core import Histogram
 from kvloom.serve.auth import RequestLimiter
 from kvloom.serve.worker import EngineClient, TenantUsage
 
 from .request_records import RequestRecord
+from .saved_time import SavedTime
 from .series import PoolInfo, Series, engine_series, exposition, tenant_series
 
 __all__ = ["Metrics"]
 
-TTFT_SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-)
-TOKEN_SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-)
-REQUEST_SECONDS = (
-    0.01,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    15,
-    20,
-    30,
-    40,
-    50,
-    60,
-    120,
-    240,
-    480,
-    960,
-)
+TTFT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)  # fmt: skip
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)  # fmt: skip
+REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)  # fmt: skip
 TOKEN_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 
 VLLM_FINISH_REASONS = {"cancelled": "abort", "no_room": "error", "grammar": "error", "failed": "error"}
 """vLLM's names of finish reasons, where they differ."""
+
+
+MAX_TENANTS = 100
+"""Tenants whose tokens are counted by name."""
+
+
+@dataclass(slots=True)
+class TenantTokens:
+    """Finished requests of a tenant, their prompt tokens, and those found in the cache."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class Metrics:
@@ -98,6 +52,8 @@ class Metrics:
         self.prompt_tokens = self.cached_tokens = self.output_tokens = self.disconnected = 0
         self.finish_reasons = Counter({"stop": 0, "length": 0, "cancelled": 0, "failed": 0})
         self.hit_tokens = Counter({"device": 0})
+        self.saved_time = SavedTime()
+        self.tenant_tokens: dict[str, TenantTokens] = {}
         self.ttft, self.inter_token, self.time_per_token = (
             Histogram(TTFT_SECONDS),
             Histogram(TOKEN_SECONDS),
@@ -121,6 +77,7 @@ class Metrics:
         for reason in record.finish_reasons or ["cancelled" if record.is_disconnected else "failed"]:
             self.finish_reasons[reason] += 1
         self.hit_tokens.update(record.hit_tokens)
+        self._count_tenant(record)
         self.request_time.add(record.seconds)
         self.prompt_lengths.add(record.prompt_tokens)
         self.output_lengths.add(record.output_tokens)
@@ -129,7 +86,10 @@ class Metrics:
             return
         self.queue_time.add(record.queue_seconds)
         self.ttft.add(record.ttft_seconds)
-        self.prefill_time.add(record.ttft_seconds - record.queue_seconds)
+        prefill = record.ttft_seconds - record.queue_seconds
+        self.prefill_time.add(prefill)
+        computed = record.prompt_tokens - record.cached_tokens
+        self.saved_time.add(computed, record.cached_tokens, prefill, record.load_seconds)
         self.decode_time.add(record.seconds - record.ttft_seconds)
         self.inference_time.add(record.seconds - record.queue_seconds)
         if record.output_tokens > record.answers:
@@ -138,6 +98,17 @@ class Metrics:
             self.time_per_token.add(each)
             if not record.stream:
                 self.inter_token.add(each, record.output_tokens - record.answers)
+
+    def _count_tenant(self, record: RequestRecord) -> None:
+        """Count a request's tokens for the tenant that it names; tenants beyond MAX_TENANTS are not counted."""
+        use = self.tenant_tokens.get(record.tenant)
+        if use is None:
+            if len(self.tenant_tokens) >= MAX_TENANTS:
+                return
+            use = self.tenant_tokens[record.tenant] = TenantTokens()
+        use.requests += 1
+        use.prompt_tokens += record.prompt_tokens
+        use.cached_tokens += record.cached_tokens
 
     def exposition_text(self, tenant: str | None = None, everyone: bool = False) -> bytes:
         """Return all series as text, with those of `tenant`, or of every tenant for an admin."""
@@ -163,6 +134,7 @@ class Metrics:
             Series("kvloom_finished_answers", "counter", "Finished answers by finish reason", dict(self.finish_reasons), labels=("reason",)),
             Series("", "counter", "Finished answers by finish reason", dict(vllm_reasons), ("vllm:request_success",), ("finished_reason",)),
             Series("kvloom_tier_hit_tokens", "counter", "Prompt tokens found, by tier", dict(self.hit_tokens), labels=("tier",)),
+            Series("kvloom_saved_prefill_seconds", "counter", "Prefill time saved by cached tokens, less load time (an estimate)", self.saved_time.seconds),
             Series("kvloom_time_to_first_token_seconds", "histogram", "Time from request to first token", self.ttft, ("vllm:time_to_first_token_seconds",)),
             Series("kvloom_inter_token_seconds", "histogram", "Time between output tokens", self.inter_token, ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")),
             Series("kvloom_time_per_output_token_seconds", "histogram", "Mean time per output token after the first, one value per request", self.time_per_token, ("vllm:request_time_per_output_token_seconds",), aliases=("kvloom_token_seconds",)),

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvloom.core import NOT_CACHED
+from kvloom.serve.words import POOL
 from kvloom.serve.worker import RequestProgress
 
 __all__ = ["RequestRecord", "RequestRecords", "explain_miss"]
 
 MAX_RECORDS = 1000
-DEVICE = "device"
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +73,12 @@ class RequestRecord:
         return found
 
     @property
+    def load_seconds(self) -> float:
+        """Time from the start of its first load from a tier to the end of its last, summed over its prompts."""
+        loads = [progress.loads for progress in self.progress.values() if progress.loads]
+        return sum(max(load[2] for load in each) - min(load[1] for load in each) for each in loads)
+
+    @property
     def queue_seconds(self) -> float | None:
         """Time until the first step of its first prompt."""
         begun = [progress.started for progress in self.progress.values()]
@@ -124,6 +129,7 @@ class RequestRecord:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "cached_tokens": self.cached_tokens,
+            "computed_tokens": self.prompt_tokens - self.cached_tokens,
             "hits": [{"tier": tier, "tokens": tokens} for tier, tokens in self.hit_tokens.items()],
             "stopped": stopped,
             "preemptions": sum(progress.preemptions for progress in self.progress.values()),
@@ -159,44 +165,34 @@ class RequestRecords:
 
 
 def explain_miss(progress: RequestProgress, length: int, operator: bool) -> tuple[str, str]:
-    """Return the miss reason of a prompt of `length` tokens, and a sentence that explains it."""
+    """Return the miss reason of a prompt of `length` tokens, and a sentence: where its lookup in pool and tiers ended, and why."""
     reason = "other tenant" if operator and progress.in_other_tenant else progress.miss_reason
-    if set(progress.hits) - {DEVICE} and reason in NOT_CACHED:
-        return "loaded", _explain_load(progress, length)
-    at, rest = progress.miss_position, length - progress.miss_position
-    found = f"The first {at:,} of its {length:,} tokens were cached; " if at else "Nothing was cached: "
-    unseen = "went on with the tokens after them" if at else "began with its tokens"
-    pages = "the pages after them" if at else "its pages"
-    known = "the prompt matches further, but"
+    at, found = progress.miss_position, progress.cached_tokens
+    if not reason:
+        return "", "It is loading pages; its lookup has not ended yet."
     when = (
         "" if progress.evicted_at is None else f" {_duration(progress.started - progress.evicted_at)} earlier"
     )
     policy = "" if progress.policy is None else f" by policy {progress.policy}"
-    sentences: Mapping[str, str] = {
-        "complete": f"All but the last token were cached ({at:,} of {length:,}); the last is always computed.",
-        "never seen": f"{found}no earlier request {unseen}.",
-        "evicted": f"{found}{pages} were evicted{when}{policy}.",
-        "other tenant": f"{found}another tenant has the next pages, and tenants never share pages.",
-        "snapshot missing": f"{found}{known} there is no state snapshot, so {rest:,} tokens are computed.",
-        "window page missing": f"{found}{known} pages of a sliding or chunked window were evicted, so {rest:,} tokens are computed.",
-        "media missing": f"{found}{known} pages of an earlier image were evicted, so {rest:,} tokens are computed.",
-        "reading off": "The request disabled reading the cache.",
+    in_tiers = ", and no tier supplied them" if set(progress.hits) - {POOL} else ""
+    further = "the prompt matches further, but"
+    clauses: Mapping[str, str] = {
+        "complete": "all but the last token were cached, and the last is always computed",
+        "never seen": f"no earlier request {'went on' if at else 'began'} with these tokens{in_tiers}",
+        "evicted": f"the next pages were evicted{when}{policy}{in_tiers}",
+        "other tenant": "another tenant has the next pages, and tenants never share pages",
+        "snapshot missing": f"{further} no state snapshot was cached there",
+        "window page missing": f"{further} pages of a sliding or chunked window were evicted",
+        "media missing": f"{further} pages of an earlier image were evicted",
+        "reading off": "the request disabled reading the cache",
     }
-    return reason.replace(" ", "_"), sentences.get(reason, f"{found}{reason}.")
-
-
-def _explain_load(progress: RequestProgress, length: int) -> str:
-    """Return a sentence about tokens loaded from tiers, for a prompt that ran out of cached pages."""
-    (first, tokens), *others = ((tier, count) for tier, count in progress.hits.items() if tier != DEVICE)
-    loaded = f"{tokens:,} were loaded from {first}" + "".join(f" and {n:,} from {tier}" for tier, n in others)
-    here = progress.hits.get(DEVICE, 0)
-    pool = f"; {here:,} were in the pool" if here else ""
     meanwhile = (
-        ", partly during the load, because loading all would have taken longer"
-        if progress.cached_tokens > progress.miss_position
+        f" Of the tokens before it, {at - found:,} were computed while the others loaded."
+        if at > found
         else ""
     )
-    return f"Of its {length:,} tokens, {loaded}{pool}; the other {length - progress.cached_tokens:,} were computed{meanwhile}."
+    end = f"The lookup ended at token {at:,} of {length:,}: {clauses.get(reason, reason)}."
+    return reason.replace(" ", "_"), end + meanwhile
 
 
 def _duration(seconds: float) -> str:

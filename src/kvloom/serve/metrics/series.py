@@ -17,6 +17,7 @@ __all__ = [
     "PoolInfo",
     "Series",
     "Value",
+    "age_histogram",
     "engine_series",
     "exposition",
     "full_name",
@@ -144,8 +145,8 @@ def engine_series(stats: EngineStats, pool: PoolInfo) -> list[Series]:
         Series("kvloom_compacted_pages", "counter", "Pages moved by compaction to free slabs", stats.moved_pages, aliases=("kvloom_moved_pages",)),
     ]  # fmt: skip
     histograms = [
-        Series("kvloom_eviction_age_seconds", "histogram", "Time since the last use of evicted entries", _histogram(stats.eviction_age), ("vllm:kv_block_idle_before_evict_seconds",)),
-        Series("kvloom_reuse_seconds", "histogram", "Time since the last use of hit entries", _histogram(stats.reuse_age), ("vllm:kv_block_reuse_gap_seconds",)),
+        Series("kvloom_eviction_age_seconds", "histogram", "Time since the last use of evicted entries", age_histogram(stats.eviction_age), ("vllm:kv_block_idle_before_evict_seconds",)),
+        Series("kvloom_reuse_seconds", "histogram", "Time since the last use of hit entries", age_histogram(stats.reuse_age), ("vllm:kv_block_reuse_gap_seconds",)),
     ]  # fmt: skip
     return [*gauges, *counters, *histograms, *tier_series(stats)]
 
@@ -211,7 +212,8 @@ def _labelled(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, floa
     return {word.replace(" ", "_"): count for word, count in {**dict.fromkeys(known, 0), **counts}.items()}
 
 
-def _histogram(counts: HistogramCounts) -> Histogram:
+def age_histogram(counts: HistogramCounts) -> Histogram:
+    """Return the histogram of the engine's counts of ages."""
     found = Histogram(SECONDS)
     if counts[0]:
         found.counts, found.total = list(counts[0]), counts[1]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import asdict
 
-from kvloom.serve.worker.stats import tier_usages
+from .messages import TierUsage
+from .stats import tier_usages
 
 if TYPE_CHECKING:
     from kvloom.engine import Engine
@@ -37,5 +39,11 @@ class CacheSnapshot:
         offload = self._engine.offload
         if offload is None:
             return []
-        host, *others = map(asdict, tier_usages(offload))
+        host, *others = ({**asdict(use), "faults": _faults(use)} for use in tier_usages(offload))
         return [{**host, "loaded_tokens": offload.stats.loaded_tokens}, *others]
+
+
+def _faults(use: TierUsage) -> dict[str, int]:
+    """Return the reads and writes of a tier that failed, by outcome."""
+    counts = Counter(use.reads) + Counter(use.writes)
+    return {outcome: count for outcome, count in counts.items() if outcome not in ("ok", "missing")}

@@ -1,6 +1,6 @@
-// The past ten minutes: four cards with a figure and a curve. Pointer and arrow keys read values.
+// The past ten minutes: six cards with a figure and a curve. Pointer and arrow keys read values.
 
-import { byId, compact, h, percent, s, seconds, table, tip, noTip } from "./dom.js";
+import { byId, compact, h, marks, percent, s, seconds, table, tip, noTip } from "./dom.js";
 
 const WIDTH = 320, HEIGHT = 92, TOP = 8, BOTTOM = 76;
 const FEWEST = 60, MOST = 300; // samples across
@@ -15,13 +15,25 @@ function hitRate(series, n, end = series.prompt_rate.length) {
   return total ? asked.reduce((sum, x, i) => sum + x * (hits[i] ?? 0), 0) / total : null;
 }
 
+/** The latest value that was measured; since the start if none was in ten minutes. */
+const latest = (values, total) => values.findLast((v) => v !== null) ?? total ?? null;
+
+function latency(id, title, hue) {
+  const at = (x, totals, q) => seconds(latest(x[`${id}_${q}`], totals.latency[id]?.[q]));
+  return { id, title, lines: [[`${id}_p50`, hue, "p50"], [`${id}_p95`, "red", "p95"]], beside: [[`${id}_p99`, "", "p99"]], show: seconds,
+    figure: (x, totals) => at(x, totals, "p50"), unit: (x, totals) => `p50 · p95 ${at(x, totals, "p95")} · p99 ${at(x, totals, "p99")}` };
+}
+
 const CARDS = [
   { id: "hit", title: "Hit rate", top: 1, lines: [["hit_rate", "green", "of prompt tokens"]], show: (x) => percent(x),
-    figure: (x, raw) => percent(hitRate(raw, 30)), unit: () => "of prompt tokens" },
-  { id: "ttft", title: "Time to first token", lines: [["ttft", "orange", "first token"]], show: seconds,
-    figure: (x, raw) => seconds(mean(last(raw.ttft, 30))), unit: () => "mean of one minute" },
+    figure: (x, totals, raw) => percent(hitRate(raw, 30) ?? (totals.prompt_tokens ? totals.cached_tokens / totals.prompt_tokens : null)),
+    unit: (x, totals) => `of prompt tokens${totals.prompt_tokens ? ` · ${percent(totals.cached_tokens / totals.prompt_tokens)} since the start` : ""}` },
+  { id: "saved", title: "Saved by the cache", lines: [["saved_rate", "sky", "tokens not computed"]], show: (x) => `${compact(x)}/s`,
+    figure: (x, totals) => compact(totals.cached_tokens), unit: (x, totals) => `tokens · about ${seconds(totals.saved_seconds)} of prefill` },
   { id: "rate", title: "Throughput", lines: [["output_rate", "blue", "output"]], beside: [["prompt_rate", "", "prompt"]], show: (x) => `${compact(x)}/s`,
     figure: (x) => compact(mean(last(x.output_rate, 5))), unit: (x) => `output tokens/s · ${compact(mean(last(x.prompt_rate, 5)))} prompt` },
+  latency("ttft", "Time to first token", "orange"),
+  latency("itl", "Time between tokens", "yellow"),
   { id: "load", title: "Requests", lines: [["running", "pink", "running"], ["waiting", "red", "waiting"]], show: compact,
     figure: (x) => compact(x.running.at(-1)), unit: (x) => `running · ${compact(x.waiting.at(-1))} waiting` },
 ];
@@ -41,16 +53,20 @@ export class Curves {
     });
   }
 
-  draw(raw) {
+  draw(raw, totals) {
     const series = { ...raw.series, hit_rate: raw.series.hit_rate.map((_, i) => hitRate(raw.series, 5, i + 1)),
-      ttft: raw.series.ttft.map((_, i) => mean(raw.series.ttft.slice(Math.max(0, i - 4), i + 1).filter((v) => v !== null))) };
+      saved_rate: raw.series.prompt_rate.map((rate, i) => rate * (raw.series.hit_rate[i] ?? 0)) };
     const history = (this.history = { ...raw, series });
     this.across = Math.min(MOST, Math.max(FEWEST, series.running.length));
     if (!series.running.length) return;
     for (const one of this.cards) {
       const { card, svg } = one;
-      one.figure.textContent = card.figure(series, raw.series);
-      one.unit.textContent = card.unit(series);
+      one.figure.textContent = card.figure(series, totals, raw.series);
+      one.unit.textContent = card.unit(series, totals);
+      if (!one.legend && card.lines.length > 1) {
+        one.legend = marks(card.lines.map(([, hue, label]) => [hue, label]));
+        svg.before(one.legend);
+      }
       const most = card.top ?? niceTop(Math.max(0, ...card.lines.flatMap(([name]) => series[name].filter((v) => v !== null))));
       const parts = [
         s("line", { class: "grid", x1: 0, x2: WIDTH, y1: TOP, y2: TOP }), s("line", { class: "grid", x1: 0, x2: WIDTH, y1: BOTTOM, y2: BOTTOM }),
@@ -65,12 +81,12 @@ export class Curves {
     for (let i = series.running.length - 1; i >= 0 && rows.length < 60; i -= Math.max(1, Math.round(10 / history.seconds))) {
       const key = Math.round(history.until - (series.running.length - 1 - i) * history.seconds);
       rows.push({ key, print: String(key), cells: () => [
-        new Date(key * 1000).toLocaleTimeString(), percent(series.hit_rate[i]), seconds(series.ttft[i]), compact(series.output_rate[i]),
+        new Date(key * 1000).toLocaleTimeString(), percent(series.hit_rate[i]), seconds(series.ttft_p50[i]), seconds(series.ttft_p95[i]), seconds(series.itl_p50[i]), seconds(series.itl_p95[i]), compact(series.output_rate[i]),
         compact(series.prompt_rate[i]), compact(series.running[i]), compact(series.waiting[i]), percent(series.used[i]),
       ] });
     }
     if (byId("past").open) {
-      table(byId("past-table"), "The past ten minutes", [["time"], ["hit rate", 1], ["first token", 1], ["output/s", 1], ["prompt/s", 1], ["running", 1], ["waiting", 1], ["pool used", 1]], rows);
+      table(byId("past-table"), "The past ten minutes", [["time"], ["hit rate", 1], ["first token p50", 1], ["p95", 1], ["between tokens p50", 1], ["p95", 1], ["output/s", 1], ["prompt/s", 1], ["running", 1], ["waiting", 1], ["pool used", 1]], rows);
     }
   }
 

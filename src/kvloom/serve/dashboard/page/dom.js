@@ -80,17 +80,29 @@ export function groupColours(groups) {
 export const tenantColour = (place) => (place === null ? "grey" : TENANTS[place % TENANTS.length]);
 export function tenantName(tenants, place) {
   if (place === null || place === undefined) return "not seen yet";
-  if (place >= tenants.length) return "other tenants";
-  return tenants[place].name || "everyone";
+  return place >= tenants.length ? "other tenants" : nameOf(tenants[place].name);
 }
+/** A tenant's name for readers; requests need not name one. */
+export const nameOf = (tenant) => tenant || "unnamed";
+
+const TIERS = { device: "blue", host: "green", disk: "orange" };
+const FURTHER = ["pink", "sky", "yellow"];
+/** Colour and word of a tier, the same wherever it is shown. `i` tells further tiers apart. */
+export const tierHue = (tier, i = 0) => TIERS[tier] ?? FURTHER[i % FURTHER.length];
+export const tierWord = (tier) => (tier === "device" ? "pool" : tier);
+export const swatch = (hue, kind = "") => h("i", { class: `swatch ${kind}`, style: { "background-color": `var(--${hue})` } });
+/** A legend: pairs of colour and words. */
+export const marks = (pairs) => h("ul", { class: "marks" }, pairs.map(([hue, words]) => h("li", {}, swatch(hue), words)));
 
 // -- tables and tips ----------------------------------------------------------------------------
 
-/** Fill a table; a column is [title, numeric?]. Rows that stay keep their focus: they are matched by key. */
+const styled = ([, numeric, kind]) => [numeric ? "n" : "", kind ?? ""].join(" ").trim() || null;
+
+/** Fill a table; a column is [title, numeric?, class?]. Rows that stay keep their focus: they are matched by key. */
 export function table(node, caption, columns, rows) {
   if (!node.tHead) {
     node.append(h("caption", { class: "unseen" }, caption));
-    node.append(h("thead", {}, h("tr", {}, columns.map(([title, n]) => h("th", { scope: "col", class: n ? "n" : null }, title)))));
+    node.append(h("thead", {}, h("tr", {}, columns.map((column) => h("th", { scope: "col", class: styled(column) }, column[0])))));
     node.append(h("tbody"));
   }
   const body = node.tBodies[0];
@@ -98,7 +110,7 @@ export function table(node, caption, columns, rows) {
   const wanted = rows.map(({ key, print, cells, chosen }) => {
     const before = known.get(String(key));
     const row = before && before.dataset.print === print ? before : h("tr", { "data-key": key, "data-print": print },
-      cells().map((cell, i) => h("td", { class: columns[i][1] ? "n" : null }, cell)));
+      cells().map((cell, i) => h("td", { class: styled(columns[i]) }, cell)));
     row.classList.toggle("chosen", Boolean(chosen));
     return row;
   });

@@ -1,14 +1,16 @@
 // The page's main loop: fetches the state while the page is visible, and passes it to the parts that draw.
 
 import { byId, bytes, forgetColours, seconds } from "./dom.js";
+import { Ages } from "./ages.js";
 import { Curves } from "./curves.js";
 import { PoolMap } from "./poolmap.js";
 import { Requests } from "./requests.js";
+import { Tenants } from "./tenants.js";
 import { Tiers } from "./tiers.js";
 import { Tree } from "./tree.js";
 
 const KEY = "kvloom key", THEME = "kvloom theme";
-const curves = new Curves(), map = new PoolMap(), tiers = new Tiers(), requests = new Requests();
+const curves = new Curves(), map = new PoolMap(), tiers = new Tiers(), tenants = new Tenants(), ages = new Ages(), requests = new Requests();
 const tree = new Tree((branch) => map.mark(branch?.cells ?? null));
 let paused = false, failures = 0, timer = null, shownAt = null, told = "", asked = 0, round = 0;
 
@@ -81,11 +83,13 @@ function show(state) {
   if (server.status !== "ok") status("waiting", server.status);
   else if (late !== null && late > 5) status("waiting", `busy, snapshot is ${seconds(Math.round(late))} old`);
   else status("live", "live");
-  curves.draw(state.history);
+  curves.draw(state.history, state.totals);
   if (engine !== null && state.engine_at !== shownAt) {
     shownAt = state.engine_at;
     map.draw(engine);
     tiers.draw(state);
+    tenants.draw(state);
+    ages.draw(state);
     tree.draw(engine);
   }
   performance.measure("kvloom draw", { start: began, end: performance.now() });

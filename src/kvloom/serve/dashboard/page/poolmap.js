@@ -3,7 +3,7 @@
 import { byId, bytes, calm, colour, count, groupColours, h, noTip, percent, plural, STATES, table, tenantColour, tenantName, tip } from "./dom.js";
 
 const RANK = { pinned: 0, "in use": 1, cached: 2, unknown: 3, unbacked: 4 };
-const GLOW_MS = 900;
+const GLOW_MS = 900, TALLEST = 64;
 
 export class PoolMap {
   constructor() {
@@ -78,6 +78,7 @@ export class PoolMap {
     const used = [...rows.values()].reduce((sum, row) => sum + row.bytes, 0);
     const items = [...rows.values()].sort((a, b) => b.bytes - a.bytes);
     items.push({ name: "free", hue: "free", bytes: Math.max(0, total - used) });
+    this.shades();
     const list = byId("legend");
     const focused = document.activeElement?.closest("#legend button")?.dataset.name;
     list.replaceChildren(...items.map((row) => h("li", {}, h("button", {
@@ -85,6 +86,16 @@ export class PoolMap {
       onclick: () => { this.only = this.only === row.name ? null : row.name; this.legend(); this.paint(); },
     }, h("i", { class: "swatch", style: { background: `var(--${row.hue})` } }), row.name, h("small", {}, `${percent(row.bytes / total)} · ${bytes(row.bytes)}`)))));
     if (focused) list.querySelector(`button[data-name="${CSS.escape(focused)}"]`)?.focus();
+  }
+
+  /** What pale, full and dotted tiles mean, in the colour of the largest entry. */
+  shades() {
+    const states = new Set(this.kinds.map((kind) => kind.state));
+    const hue = [...this.kinds].sort((a, b) => b.bytes - a.bytes)[0]?.hues[this.mode] ?? "blue";
+    const item = (kind, words) => h("li", {}, h("i", { class: `swatch ${kind}`, style: { "background-color": `var(--${hue})` } }), words);
+    const one = this.engine.map.slabs === this.engine.map.cells;
+    byId("shades").replaceChildren(...(this.mode === "state" ? [] : [item("", "in use"), item("pale", "cached (paler)"),
+      ...(states.has("pinned") ? [item("dotted", "pinned (dot)")] : [])]), h("li", {}, one ? "a tile is a slab" : `a tile is some ${count(this.engine.map.slabs / this.engine.map.cells)} slabs`));
   }
 
   mark(ranges) {
@@ -101,15 +112,23 @@ export class PoolMap {
     this.pending = requestAnimationFrame(() => { this.pending = null; this.now(); });
   }
 
-  /** Lay tiles out so that all fit: squares of one size, at most 34 pixels. */
+  /** Lay tiles out from edge to edge, as large as fit: squares, or wide tiles for a pool of few slabs. */
   lay() {
     const width = this.width || this.canvas.parentNode.clientWidth, n = this.tiles.length;
     const tall = Math.max(190, Math.min(420, width * 0.44));
-    let size = Math.max(4, Math.min(34, Math.floor(Math.sqrt((width * tall) / n))));
-    while (size > 4 && Math.ceil(n / Math.floor(width / size)) * size > tall) size -= 1;
-    const columns = Math.max(1, Math.floor(width / size)), rows = Math.ceil(n / columns);
-    if (n > columns) size = width / columns; // to the edge
-    return { size, columns, rows, width, height: Math.ceil(rows * size) };
+    const of = (columns) => ({ columns, rows: Math.ceil(n / columns), wide: width / columns, high: Math.min(TALLEST, width / columns) });
+    let best = of(Math.min(n, Math.max(1, Math.floor(width / 4))));
+    for (let rows = best.rows + 1; rows <= n; rows++) {
+      const next = of(Math.ceil(n / rows));
+      if (next.rows * next.high > tall) break;
+      best = next;
+    }
+    return { ...best, width, height: Math.ceil(best.rows * best.high) };
+  }
+
+  /** Left and top edge of a tile. */
+  place(i) {
+    return [(i % this.plan.columns) * this.plan.wide, Math.floor(i / this.plan.columns) * this.plan.high];
   }
 
   now() {
@@ -126,37 +145,41 @@ export class PoolMap {
     brush.clearRect(0, 0, plan.width, plan.height);
     const hues = this.kinds.map((kind) => colour(kind.hues[this.mode]));
     const seen = this.kinds.map((kind) => this.only === null || kind.names[this.mode] === this.only);
-    const gap = plan.size >= 12 ? 2 : plan.size >= 6 ? 1 : 0.5, inner = plan.size - gap;
+    const gap = plan.high >= 12 ? 2 : plan.high >= 6 ? 1 : 0.5, wide = plan.wide - gap, high = plan.high - gap;
     const free = colour("free"), light = colour("ink"), fresh = colour("card"), ring = colour("accent");
     const one = this.engine.map.slabs === tiles.length; // a tile is one slab: show its pages
     for (let i = 0; i < tiles.length; i++) {
-      const x = (i % plan.columns) * plan.size, y = Math.floor(i / plan.columns) * plan.size;
+      const [x, y] = this.place(i);
       const faded = this.marked !== null && !this.marked.has(i);
       brush.globalAlpha = faded ? 0.3 : 1;
       brush.fillStyle = free;
-      brush.fillRect(x, y, inner, inner);
+      brush.fillRect(x, y, wide, high);
       const tile = tiles[i];
       if (!tile.length) continue;
-      const per = this.kinds[tile[0][0]].per, across = Math.ceil(Math.sqrt(per));
-      if (one && per > 1 && inner / across >= 3) this.pages(tile, x, y, inner, per, across, hues, seen, faded);
-      else this.stack(tile, x, y, inner, hues, seen, faded);
+      const per = this.kinds[tile[0][0]].per, across = Math.ceil(Math.sqrt((per * wide) / high));
+      if (one && per > 1 && wide / across >= 3) this.pages(tile, x, y, wide, high, per, across, hues, seen, faded);
+      else this.stack(tile, x, y, wide, high, hues, seen, faded);
       const since = this.glow.get(i);
       if (since !== undefined) {
         const left = 1 - (began - since) / GLOW_MS;
         if (left <= 0) this.glow.delete(i);
-        else { brush.globalAlpha = 0.75 * left; brush.fillStyle = fresh; brush.fillRect(x, y, inner, inner); }
+        else { brush.globalAlpha = 0.75 * left; brush.fillStyle = fresh; brush.fillRect(x, y, wide, high); }
       }
     }
     brush.globalAlpha = 1;
     if (this.marked) {
       brush.strokeStyle = ring;
-      brush.lineWidth = plan.size >= 10 ? 2 : 1;
-      for (const i of this.marked) brush.strokeRect((i % plan.columns) * plan.size + 0.5, Math.floor(i / plan.columns) * plan.size + 0.5, inner - 1, inner - 1);
+      brush.lineWidth = plan.high >= 10 ? 2 : 1;
+      for (const i of this.marked) {
+        const [x, y] = this.place(i);
+        brush.strokeRect(x + 0.5, y + 0.5, wide - 1, high - 1);
+      }
     }
     if (this.at !== null) {
       brush.strokeStyle = light;
       brush.lineWidth = 2;
-      brush.strokeRect((this.at % plan.columns) * plan.size - 0.5, Math.floor(this.at / plan.columns) * plan.size - 0.5, inner + 1, inner + 1);
+      const [x, y] = this.place(this.at);
+      brush.strokeRect(x - 0.5, y - 0.5, wide + 1, high + 1);
     }
     performance.measure("kvloom map", { start: began, end: performance.now() });
     if (this.glow.size) this.paint();
@@ -168,38 +191,38 @@ export class PoolMap {
     return base * (seen ? 1 : 0.12) * (faded ? 0.3 : 1);
   }
 
-  stack(tile, x, y, inner, hues, seen, faded) {
-    let bottom = y + inner;
+  stack(tile, x, y, wide, tall, hues, seen, faded) {
+    let bottom = y + tall;
     for (const [what, share] of tile) {
-      const high = Math.max(0.6, (inner * share) / 1000);
+      const high = Math.max(0.6, (tall * share) / 1000);
       this.brush.globalAlpha = this.strength(this.kinds[what], seen[what], faded);
       this.brush.fillStyle = hues[what];
       bottom -= high;
-      this.brush.fillRect(x, Math.max(y, bottom), inner, Math.min(high, bottom + high - y));
-      if (this.kinds[what].state === "pinned" && inner >= 7) this.stud(x, bottom, inner);
+      this.brush.fillRect(x, Math.max(y, bottom), wide, Math.min(high, bottom + high - y));
+      if (this.kinds[what].state === "pinned" && tall >= 7) this.stud(x, bottom, wide);
     }
   }
 
-  pages(tile, x, y, inner, per, across, hues, seen, faded) {
-    const step = inner / across, side = Math.max(1, step - 1);
+  pages(tile, x, y, wide, high, per, across, hues, seen, faded) {
+    const step = wide / across, down = high / Math.ceil(per / across), side = Math.max(1, step - 1), tall = Math.max(1, down - 1);
     let place = 0;
     for (const [what, share] of tile) {
       this.brush.globalAlpha = this.strength(this.kinds[what], seen[what], faded);
       this.brush.fillStyle = hues[what];
       for (let n = Math.round((share * per) / 1000); n > 0 && place < per; n--, place++) {
-        this.brush.fillRect(x + (place % across) * step, y + Math.floor(place / across) * step, side, side);
+        this.brush.fillRect(x + (place % across) * step, y + Math.floor(place / across) * down, side, tall);
       }
     }
   }
 
-  stud(x, y, inner) {
+  stud(x, y, wide) {
     this.brush.fillStyle = colour("card");
-    this.brush.fillRect(x + inner / 2 - 1.5, y + 2, 3, 3);
+    this.brush.fillRect(x + wide / 2 - 1.5, y + 2, 3, 3);
   }
 
   tileAt(event) {
     if (!this.plan) return null;
-    const column = Math.floor(event.offsetX / this.plan.size), row = Math.floor(event.offsetY / this.plan.size);
+    const column = Math.floor(event.offsetX / this.plan.wide), row = Math.floor(event.offsetY / this.plan.high);
     const i = row * this.plan.columns + column;
     return column < this.plan.columns && i >= 0 && i < this.tiles.length ? i : null;
   }
@@ -230,7 +253,8 @@ export class PoolMap {
     event.preventDefault();
     const to = this.at === null ? 0 : Math.max(0, Math.min(this.tiles.length - 1, this.at + by));
     const box = this.canvas.getBoundingClientRect();
-    this.point(to, box.left + (to % this.plan.columns) * this.plan.size, box.top + Math.floor(to / this.plan.columns) * this.plan.size + 10);
+    const [x, y] = this.place(to);
+    this.point(to, box.left + x, box.top + y + 10);
     byId("map-said").textContent = this.words(to).replaceAll("\n", ", ");
   }
 

@@ -1,10 +1,9 @@
 // Recent requests, and the explanation of one: hits by tier, and the miss reason.
 
-import { byId, compact, count, h, percent, plural, seconds, table } from "./dom.js";
+import { byId, compact, count, h, marks, nameOf, percent, plural, seconds, table, tierHue, tierWord } from "./dom.js";
 
-const HUES = { device: "blue", pool: "blue", host: "green", disk: "orange" };
-const REST = ["pink", "sky", "yellow"];
-const hue = (tier, i) => HUES[tier] ?? REST[i % REST.length];
+const COLUMNS = [["request"], ["tenant", 0, "wide"], ["prompt", 1, "middle"], ["cached", 1], ["from", 0, "middle"], ["computed", 1, "wide"], ["lookup ended", 0],
+  ["first token", 1], ["total", 1, "wide"], ["output", 1, "wide"], ["finished", 0, "middle"]];
 
 export class Requests {
   constructor() {
@@ -24,11 +23,12 @@ export class Requests {
     }
     this.records = new Map(records.map((record) => [record.id, record]));
     byId("requests-about").textContent = records.length ? "Select one to see why it hit or missed." : "None yet.";
-    table(byId("requests-table"), "Recent requests", [["request"], ["tenant"], ["prompt, cached", 1], ["first token", 1], ["finished"]], records.map((record) => ({
-      key: record.id, print: `${record.state} ${record.output_tokens} ${record.ttft_s} ${record.cached_tokens}`,
+    table(byId("requests-table"), "Recent requests", COLUMNS, records.map((record) => ({
+      key: record.id, print: `${record.state} ${record.output_tokens} ${record.ttft_s} ${record.cached_tokens} ${record.stopped?.reason}`,
       cells: () => [
         h("button", { type: "button", class: "mono", "aria-haspopup": "dialog", "aria-label": `Explain request ${record.id}`, onclick: () => this.open(record.id) }, short(record.id)),
-        record.tenant || "everyone", this.found(record), seconds(record.ttft_s), record.finish_reason ?? record.state,
+        nameOf(record.tenant), compact(record.prompt_tokens), this.found(record), this.sources(record), record.stopped ? compact(computed(record)) : "–", reason(record),
+        seconds(record.ttft_s), seconds(record.total_s), compact(record.output_tokens), record.finish_reason ?? record.state,
       ],
     })));
     if (this.opened && this.dialog.open) {
@@ -38,8 +38,15 @@ export class Requests {
   }
 
   found(record) {
+    if (!record.stopped) return "–"; // not looked up yet
+    const part = (tokens) => `${(100 * tokens) / Math.max(1, record.prompt_tokens)}%`;
+    const strip = (record.hits ?? []).map((hit, i) => h("i", { style: { width: part(hit.tokens), background: `var(--${tierHue(hit.tier, i)})` } }));
     const share = record.prompt_tokens ? (record.cached_tokens ?? 0) / record.prompt_tokens : 0;
-    return [`${compact(record.prompt_tokens)} · ${percent(share)}`, h("span", { class: "cached", "aria-hidden": "true" }, h("i", { style: { width: `${100 * share}%` } }))];
+    return [percent(share), h("span", { class: "cached", "aria-hidden": "true" }, strip)];
+  }
+
+  sources(record) {
+    return (record.hits ?? []).map((hit) => tierWord(hit.tier)).join(", ") || "–";
   }
 
   open(id) {
@@ -51,11 +58,10 @@ export class Requests {
   fill(record) {
     this.print = JSON.stringify(record);
     const hits = record.hits ?? [];
-    const found = hits.map((hit, i) => ({ ...hit, hue: hue(hit.tier, i) })).filter((hit) => hit.tokens > 0);
+    const found = hits.map((hit, i) => ({ ...hit, hue: tierHue(hit.tier, i) })).filter((hit) => hit.tokens > 0);
     const part = (tokens) => `${(100 * tokens) / Math.max(1, record.prompt_tokens)}%`;
-    const rest = Math.max(0, record.prompt_tokens - found.reduce((sum, hit) => sum + hit.tokens, 0));
     const facts = [
-      ["tenant", record.tenant || "everyone"], ["state", record.state], ["waited", seconds(record.queue_s)], ["first token after", seconds(record.ttft_s)],
+      ["tenant", nameOf(record.tenant)], ["state", record.state], ["waited", seconds(record.queue_s)], ["first token after", seconds(record.ttft_s)],
       ["total time", seconds(record.total_s)], ["output tokens", count(record.output_tokens)], ["preempted", plural(record.preemptions ?? 0, "time")],
       ["finish reason", record.finish_reason ?? "not yet"],
     ];
@@ -66,14 +72,21 @@ export class Requests {
       h("p", { class: "why" }, sentence(record)),
       h("div", { class: "strip", role: "img", "aria-label": "The prompt: cached and computed tokens" },
         found.map((hit) => h("i", { style: { width: part(hit.tokens), background: `var(--${hit.hue})` } }))),
-      h("ul", { class: "marks" },
-        found.map((hit) => h("li", {}, h("i", { class: "swatch", style: { background: `var(--${hit.hue})` } }), `${count(hit.tokens)} from ${hit.tier}`)),
-        h("li", {}, h("i", { class: "swatch", style: { background: "var(--free)" } }), `${count(rest)} computed`)),
+      marks([...found.map((hit) => [hit.hue, hit.tier === "device" ? `${count(hit.tokens)} in the pool` : `${count(hit.tokens)} loaded from ${hit.tier}`]),
+        ["free", `${count(computed(record))} computed`]]),
       h("dl", {}, facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
       closes,
     );
     if (this.dialog.open) closes.focus();
   }
+}
+
+const computed = (record) => record.computed_tokens ?? record.prompt_tokens - (record.cached_tokens ?? 0);
+
+/** The server's word for why a lookup ended, and where. */
+function reason({ stopped }) {
+  if (!stopped?.reason) return "–";
+  return [stopped.reason.replaceAll("_", " "), h("small", { class: "quiet" }, ` at ${compact(stopped.at_token)}`)];
 }
 
 /** The end of a long id, which is unique enough. */

@@ -1,27 +1,22 @@
-// Tiers from the device pool down, transfers between them, and miss reasons.
+// Tiers from the device pool down, transfers between them, hit rate by tier, and miss reasons.
 
-import { byId, bytes, count, h, percent, plural, s, tenantColour, tenantName } from "./dom.js";
-
-const WHY = {
-  complete: "complete", "never seen": "never seen", evicted: "evicted", "other tenant": "other tenant's", "snapshot missing": "snapshot missing",
-  "window page missing": "window page evicted", "media missing": "image evicted", "reading off": "reading off",
-};
+import { byId, bytes, compact, count, h, marks, percent, plural, s, tierHue, tierWord } from "./dom.js";
 
 export class Tiers {
   draw(state) {
     const { engine } = state;
     const rates = this.rates(engine.tiers, state.engine_at ?? state.now);
     const boxes = [this.device(engine)];
-    for (const [i, tier] of engine.tiers.entries()) boxes.push(this.flow(rates[i]), this.tier(tier));
+    for (const [i, tier] of engine.tiers.entries()) boxes.push(this.flow(rates[i]), this.tier(tier, i, state.words.outcomes));
     if (!engine.tiers.length) {
       boxes.push(h("p", { class: "quiet", style: { "margin-top": "10px" } }, "No tiers: evicted pages are recomputed."));
     }
     byId("tiers-body").replaceChildren(...boxes);
-    this.tenants(engine);
+    this.sources(state.totals, engine.tiers);
     const reasons = Object.entries(engine.pool.miss_reasons).sort((a, b) => b[1] - a[1]);
-    const most = Math.max(1, ...reasons.map(([, n]) => n));
-    byId("miss-reasons").replaceChildren(...reasons.map(([why, n]) => h("li", {}, h("span", {}, WHY[why] ?? why),
-      h("span", { class: "track" }, h("i", { style: { width: `${(100 * n) / most}%` } })), h("b", {}, count(n)))));
+    const all = Math.max(1, reasons.reduce((sum, [, n]) => sum + n, 0)), most = Math.max(1, ...reasons.map(([, n]) => n));
+    byId("miss-reasons").replaceChildren(...reasons.map(([why, n]) => h("li", { title: state.words.miss_reasons[why] }, h("span", {}, why),
+      h("span", { class: "track" }, h("i", { style: { width: `${(100 * n) / most}%` } })), h("b", {}, compact(n)), h("b", {}, percent(n / all)))));
     if (!reasons.length) byId("miss-reasons").replaceChildren(h("li", {}, h("span", { class: "quiet" }, "no lookups yet")));
   }
 
@@ -46,36 +41,40 @@ export class Tiers {
     for (const row of map.legend) if (row.state in by) by[row.state] += row.pages;
     const pages = Math.max(1, by["in use"] + by.cached + by.pinned);
     const part = (name, hue) => h("i", { style: { width: `${(100 * (occupied / total) * by[name]) / pages}%`, background: `var(--${hue})` } });
-    return h("div", { class: "tier" }, h("header", {}, h("strong", {}, "device pool"), h("span", {}, `${bytes(occupied)} of ${bytes(total)}`)),
+    const size = (name) => bytes((occupied * by[name]) / pages);
+    return h("div", { class: "tier" }, h("header", {}, h("strong", {}, "pool"), h("span", {}, `${bytes(occupied)} of ${bytes(total)}`)),
       h("div", { class: "meter" }, part("pinned", "yellow"), part("in use", "red"), part("cached", "sky")),
-      h("p", {}, `${percent(by["in use"] / pages)} of its pages in use, the rest cached · ${plural(pool.evictions, "eviction")}, ${bytes(pool.evicted_bytes)}`));
+      marks([...(by.pinned ? [["yellow", `pinned ${size("pinned")}`]] : []), ["red", `in use ${size("in use")}`], ["sky", `cached ${size("cached")}`], ["free", `free ${bytes(total - occupied)}`]]),
+      h("p", {}, `${plural(pool.evictions, "eviction")}, ${bytes(pool.evicted_bytes)}`));
   }
 
-  tier(tier) {
-    const odd = Object.entries(tier.reads).filter(([outcome, n]) => n && outcome !== "ok" && outcome !== "missing");
+  tier(tier, i, outcomes) {
+    const faults = Object.entries(tier.faults).sort((a, b) => b[1] - a[1]);
     const full = tier.capacity ? Math.min(100, (100 * tier.bytes) / tier.capacity) : 0;
     const back = tier.loaded_tokens === undefined
       ? `read ${count(tier.reads.ok ?? 0)}, missed ${count(tier.reads.missing ?? 0)}` : `${plural(tier.loaded_tokens, "token")} loaded`;
     return h("div", { class: "tier" }, h("header", {}, h("strong", {}, tier.name), h("span", {}, `${bytes(tier.bytes)}${tier.capacity ? ` of ${bytes(tier.capacity)}` : ""}`)),
-      h("div", { class: "meter" }, h("i", { style: { width: `${full}%`, background: "var(--green)" } })),
-      h("p", {}, `${plural(tier.objects, "page")} · ${back}${tier.evicted ? `, ${count(tier.evicted)} evicted` : ""}${tier.breaker === "closed" ? "" : " · disabled after faults"}`
-        + odd.map(([outcome, n]) => ` · ${count(n)} ${outcome}`).join("")));
+      h("div", { class: "meter" }, h("i", { style: { width: `${full}%`, background: `var(--${tierHue(tier.name, i)})` } })),
+      h("p", {}, `${plural(tier.objects, "page")} · ${back}${tier.evicted ? `, ${count(tier.evicted)} evicted` : ""}`,
+        faults.map(([outcome, n]) => h("span", { class: "fault", title: outcomes[outcome] }, ` · ${count(n)} ${outcome}`)),
+        tier.breaker === "closed" ? null : h("span", { class: "fault" }, " · disabled after faults")));
   }
 
-  tenants({ tenants, pool }) {
-    const several = tenants.length > 1;
-    byId("tenants").hidden = byId("tenants-title").hidden = !several;
-    if (!several) return;
-    const total = pool.slabs * pool.slab_bytes;
-    const used = tenants.map((tenant, place) => ({ ...tenant, place })).filter((tenant) => tenant.used || tenant.quota).sort((a, b) => b.used - a.used);
-    byId("tenants").replaceChildren(...used.slice(0, 8).map((tenant) => h("li", {}, h("span", {}, tenantName(tenants, tenant.place)),
-      h("span", { class: "track" }, h("i", { style: { width: `${(100 * tenant.used) / (tenant.quota ?? total)}%`, background: `var(--${tenantColour(tenant.place)})` } })),
-      h("b", {}, tenant.quota ? percent(tenant.used / tenant.quota) : bytes(tenant.used)))));
+  /** Where prompt tokens came from since the server started: the parts add up to 100 %. */
+  sources({ prompt_tokens: all, cached_tokens: cached, hit_tokens: hits }, tiers) {
+    const names = [...new Set(["device", ...tiers.map((tier) => tier.name), ...Object.keys(hits)])];
+    const parts = names.map((name, i) => [tierWord(name), tierHue(name, i - 1), hits[name] ?? 0]);
+    parts.push(["computed", "grey", all - cached]);
+    const share = (n) => (all ? n / all : 0);
+    byId("sources-about").textContent = all ? `${compact(all)} prompt tokens since the start` : "no finished requests yet";
+    byId("sources-strip").replaceChildren(...parts.map(([, hue, n]) => h("i", { style: { width: `${100 * share(n)}%`, background: `var(--${hue})` } })));
+    byId("sources").replaceChildren(...parts.map(([name, hue, n]) => h("li", {}, h("span", {}, h("i", { class: "swatch", style: { background: `var(--${hue})` } }), name),
+      h("b", {}, `${compact(n)} tokens`), h("b", {}, percent(share(n), 1)))));
   }
 
   flow({ down, up }) {
     const arrow = (way, rate, words) => h("span", { class: `${way}${rate > 0 ? " on" : ""}` },
       s("svg", { viewBox: "0 0 14 30", "aria-hidden": "true" }, s("line", { x1: 7, x2: 7, y1: 2, y2: 28 })), `${words} ${bytes(rate)}/s`);
-    return h("div", { class: "flow" }, arrow("down", down, "↓"), arrow("up", up, "↑"));
+    return h("div", { class: "flow" }, arrow("down", down, "↓ offload"), arrow("up", up, "↑ load"));
   }
 }
