@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.serve.dashboard import DashboardState, dashboard_routes
 
+from .access_log import RequestLogger, request_log
 from .api import (
     ChatEndpoint,
     CompletionEndpoint,
@@ -118,7 +119,7 @@ def application(context: ServerContext, dashboard: DashboardState | None = None)
         *dashboard_routes(context, dashboard or DashboardState(context)),
     ]
     handlers: dict[Any, Any] = {ApiError: _error_response, HTTPException: _http_error, Exception: _unexpected}
-    return _CountResponses(Starlette(routes=routes, exception_handlers=handlers), context)
+    return RequestLogger(_CountResponses(Starlette(routes=routes, exception_handlers=handlers), context))
 
 
 class _CountResponses:
@@ -164,7 +165,8 @@ def _json(data: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(data), status, media_type="application/json")
 
 
-async def _error_response(_: Request, error: ApiError) -> Response:
+async def _error_response(request: Request, error: ApiError) -> Response:
+    request_log(request.scope).error = error
     headers = {name.decode(): value.decode() for name, value in error.headers}
     return Response(error.body, error.status, headers)
 

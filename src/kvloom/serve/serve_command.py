@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,6 +133,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-metrics", action="store_true", help="disable metrics and request records, to measure their cost"
     )
+    level = "least severe messages to log (default: info; debug also logs polls of /health and /metrics)"
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=level)
+    form = "format of the log on stderr: text (default), or json, one object per line"
+    add("--log-format", choices=("text", "json"), default="text", help=form)
+    quiet = "log warnings and errors only, and print no start-up message"
+    add("-q", "--quiet", action="store_true", help=quiet)
     parser.epilog = (
         "Metrics are at /metrics; the package contains a Grafana dashboard, kvloom/serve/grafana.json "
         "(docs/observability.md)."
@@ -142,16 +149,19 @@ def run(args: argparse.Namespace) -> int:
     from kvloom.engine import GrammarLimits
     from kvloom.models.specs import folder_of
     from kvloom.serve.auth import ApiKeys, Limits, permission_warning, read_keys
+    from kvloom.serve.logs import configure_logging
     from kvloom.serve.server import ServerOptions, serve
     from kvloom.serve.worker import Start, WatchdogLimits
 
+    level = "warning" if args.quiet and args.log_level in ("debug", "info") else args.log_level
+    configure_logging(level, args.log_format)
     if args.no_auth and args.api_keys is not None:
         raise ValueError("--no-auth and --api-keys exclude each other: use one of them")
     GrammarLimits(args.grammar_seconds, args.grammar_memory)
     caps = _default_caps(args)
     keys = ApiKeys({}, default=caps) if args.api_keys is None else read_keys(args.api_keys, caps)
     if args.api_keys is not None and (warning := permission_warning(args.api_keys)) is not None:
-        print(f"kvloom serve: warning: {warning}", file=sys.stderr)
+        logging.getLogger("kvloom.serve").warning("%s", warning)
     model = folder_of(args.model)
     start = Start(
         model=model,
@@ -169,10 +179,12 @@ def run(args: argparse.Namespace) -> int:
         threads=args.threads,
         tenants=keys.tenants,
         tiers=tuple(args.tier),
-        progress=sys.stderr.isatty(),
+        progress=sys.stderr.isatty() and not args.quiet,
         observe=not args.no_metrics,
         grammar_seconds=args.grammar_seconds,
         grammar_memory=args.grammar_memory,
+        log_level=level,
+        log_format=args.log_format,
     )
     limits = Limits(
         body_bytes=args.max_body,
@@ -202,6 +214,7 @@ def run(args: argparse.Namespace) -> int:
             record=args.record,
             otlp=args.otlp,
             metrics_auth=args.metrics_auth,
+            quiet=args.quiet,
         )
     )
 

@@ -10,11 +10,11 @@ serves HTTP.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerOptions", "serve"]
 
+log = logging.getLogger("kvloom.serve")
+
 BAD_START = 2
 METRICS_AUTH = ("auto", "key", "open")
 SEND_BUFFER_BYTES = 1 << 17
@@ -73,6 +75,8 @@ class ServerOptions:
     """The model completes code instead of chats; the example command follows."""
     record: str | None = None
     otlp: str | None = None
+    quiet: bool = False
+    """Print no start-up message."""
     metrics_auth: str = "auto"
     """Whether /metrics requires a key: "key", "open", or "auto" (if other machines can reach the server)."""
 
@@ -126,7 +130,7 @@ def serve(options: ServerOptions) -> int:
     )
     _raise_file_limit()
     config = uvicorn.Config(
-        _placeholder, loop="auto", http=limited_connection(options.limits.connections), ws="none", lifespan="off", log_level="warning", access_log=False,
+        _placeholder, loop="auto", http=limited_connection(options.limits.connections), ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=2,
     )  # fmt: skip
     with (
@@ -140,7 +144,7 @@ class _Lifecycle:
     def __init__(self, options: ServerOptions, config: uvicorn.Config, listener: socket.socket) -> None:
         self.options, self.listener = options, listener
         self.engine = EngineClient(
-            options.start, _log, self._engine_ready, options.watchdog, explain=engine_error
+            options.start, log.warning, self._engine_ready, options.watchdog, explain=engine_error
         )
         limiter = RequestLimiter(options.limits.answers, shared=len(options.keys.tenants) > 1)
         recorder = None
@@ -179,7 +183,7 @@ class _Lifecycle:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
         named = self.options.model_name if self.options.completes_code else self.options.start.model
-        _log(f"loading {named} ...")
+        log.info("loading %s ...", named)
         work = asyncio.create_task(self._work())
         http = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         idle = asyncio.create_task(self._close_idle())
@@ -193,7 +197,7 @@ class _Lifecycle:
             failed = work.exception()
             if not isinstance(failed, StartError | OSError | ValueError):
                 raise failed or RuntimeError("the engine client ended unexpectedly")
-            _log(f"error: {failed}")
+            log.error("%s", failed)
             return BAD_START
         finally:
             for task in (idle, watch, stop):
@@ -223,12 +227,15 @@ class _Lifecycle:
         self._ready = facts
         self._loaded.set()
         if again:
-            _log(f"engine restarted as process {self.engine.pid} in {facts.load_seconds:.1f} s")
+            log.warning("engine restarted as process %s in %.1f s", self.engine.pid, facts.load_seconds)
         else:
             self._print_ready()
 
     def _print_ready(self) -> None:
         if self._ready is None or self.context.encoder is None:
+            return
+        log.info("ready: %s", self.context.model)
+        if self.options.quiet:
             return
         from .startup_message import print_startup
 
@@ -255,14 +262,19 @@ class _Lifecycle:
         limiter, seconds = self.context.limiter, self.options.drain_seconds
         limiter.is_draining = True
         if limiter.requests:
-            _log(
-                f"draining: waiting up to {seconds:g} s for {_count_requests(limiter)}; a second signal stops at once"
+            log.info(
+                "draining: waiting up to %g s for %s; a second signal stops at once",
+                seconds,
+                _count_requests(limiter),
             )
             waits = {asyncio.create_task(limiter.idle.wait()), asyncio.create_task(self._stop_now.wait())}
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             for task in waits:
                 task.cancel()
-        _log(f"stopped; {_count_requests(limiter)} cut off" if limiter.requests else "stopped")
+        if limiter.requests:
+            log.warning("stopped; %s cut off", _count_requests(limiter))
+        else:
+            log.info("stopped")
 
     async def _close_idle(self) -> None:
         seconds = self.options.limits.request_seconds
@@ -306,10 +318,6 @@ def _raise_file_limit() -> None:
     """Raise the limit of open files to this user's maximum: each connection is one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _log(line: str) -> None:
-    print(f"kvloom serve: {line}", file=sys.stderr, flush=True)
 
 
 async def _placeholder(*_: object) -> None:

@@ -254,7 +254,8 @@ class PromptEncoder:
         except _REFUSALS as error:
             why = str(error) or type(error).__name__
             why = (why.replace(mark, "") if mark else why)[:MAX_REASON_CHARACTERS]
-            raise bad_request(f"the chat template rejects these messages: {why}", "messages") from None
+            refused = "the chat template rejects these messages"  # its reason may contain their text
+            raise bad_request(f"{refused}: {why}", "messages", logged=refused) from None
 
         def encode(text: str) -> list[int]:
             return list(tokenizer(text, add_special_tokens=special)["input_ids"])

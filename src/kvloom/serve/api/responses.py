@@ -142,8 +142,8 @@ class ResponseBuilder(ABC):
         if delta.finish_reason in _FINISH_ERRORS:
             raise _FINISH_ERRORS[delta.finish_reason]
         if delta.finish_reason == "grammar":
-            why = f"the requested format allows no token of this model: {delta.stop_reason}"
-            raise bad_request(why, "response_format")
+            why = "the requested format allows no token of this model"
+            raise bad_request(f"{why}: {delta.stop_reason}", "response_format", logged=why)
         self.usage.completion += len(delta.tokens)
         self.usage.cached[delta.id] = delta.cached_tokens
 

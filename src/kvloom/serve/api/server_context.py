@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
+from kvloom.serve.access_log import request_log
 from kvloom.serve.auth import ApiKeys, Limits, RequestLimiter
 from kvloom.serve.errors import ApiError, bad_request, body_too_large, draining, engine_loading, unknown_model
 from kvloom.serve.metrics import Metrics, RequestObserver
@@ -55,7 +56,11 @@ class ServerContext:
 
     def authenticate(self, request: Request) -> str | None:
         """Return the tenant of a request's key; None without keys. Raises ApiError 401."""
-        return self.keys.authenticate(request.headers.get("authorization")) if self.keys else None
+        if not self.keys:
+            return None
+        tenant = self.keys.authenticate(request.headers.get("authorization"))
+        request_log(request.scope).tenant = tenant
+        return tenant
 
     def visible_tenant(self, request: Request) -> str | None:
         """Return the tenant whose requests a key may see; None means all: an admin key, or no keys. Raises ApiError 401."""

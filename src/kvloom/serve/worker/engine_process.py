@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvloom.serve.logs import configure_logging
+
 from .messages import (
     HEADER_BYTES,
     Add,
@@ -65,6 +67,7 @@ def main(fd: int) -> None:
     link = socket.socket(fileno=fd)
     start = _receive(link)
     assert isinstance(start, Start), f"the first message must be Start, got {start!r}"
+    configure_logging(start.log_level, start.log_format)
     inbox: Inbox = SimpleQueue()
     sender = _Sender(link)
     grace = CLOSE_SECONDS if start.tiers else 0.0

@@ -68,6 +68,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     | `progress`                          | show progress bars on stderr                                     |
     | `observe`                           | False: send neither stats nor request progress                   |
     | `grammar_seconds`, `grammar_memory` | limits of one grammar                                            |
+    | `log_level`, `log_format`           | of the engine process's log                                      |
     """
 
     model: str
@@ -89,6 +90,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     observe: bool = True
     grammar_seconds: float = 2.0
     grammar_memory: int = 256 << 20
+    log_level: str = "info"
+    log_format: Literal["text", "json"] = "text"
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
