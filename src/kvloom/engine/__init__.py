@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .execution import default_token_budget, use_threads
     from .llm import LLM, Completion, Delta, Result
-    from .offload import OffloadManager
+    from .offload import OffloadManager, opened_tiers
     from .preflight import check_engine, check_model
     from .request import Request
     from .sampling import (
@@ -63,6 +63,7 @@ __all__ = [
     "check_engine",
     "check_model",
     "default_token_budget",
+    "opened_tiers",
     "use_threads",
 ]
 
@@ -72,7 +73,7 @@ _MODULES = {
     "engine": ("Engine",),
     "execution": ("default_token_budget", "use_threads"),
     "llm": ("LLM", "Completion", "Delta", "Result"),
-    "offload": ("OffloadManager",),
+    "offload": ("OffloadManager", "opened_tiers"),
     "preflight": ("check_engine", "check_model"),
     "request": ("Request",),
     "sampling": (

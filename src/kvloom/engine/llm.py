@@ -20,10 +20,12 @@ import torch
 
 from kvloom.models.loading import LoadFormat, choose_device, load
 from kvloom.models.specs import KVDtype, folder_of
+from kvloom.tiers import OpenTier
 
 from .config import EngineConfig
 from .engine import Engine
 from .execution import default_token_budget, use_threads
+from .offload import opened_tiers
 from .preflight import check_engine
 from .request import Request
 from .sampling import Detokenizer, Finish, GrammarLimits, SamplingParams, TokenLogprobs
@@ -113,6 +115,7 @@ class LLM:
     ) -> None:
         self.tokenizer, self.processor = tokenizer, processor
         self._folder = folder_of(model) if isinstance(model, str) else None
+        opened: Sequence[str | OpenTier] = tiers
         if self._folder is not None:
             check_engine(
                 self._folder,
@@ -127,7 +130,8 @@ class LLM:
             where = choose_device(device)
             if dtype == "auto" and where.type == "cpu" and self._folder != model:
                 dtype = "float32"  # an embedded model, as in `kvloom serve`
-            model, found = load(self._folder, dtype, where, load_format, progress)
+            with opened_tiers(tiers) as opened:  # before minutes of loading
+                model, found = load(self._folder, dtype, where, load_format, progress)
             self.tokenizer = tokenizer or found
         if token_budget is None:
             token_budget = default_token_budget(next(model.parameters()).device)
@@ -139,7 +143,7 @@ class LLM:
             max_running=max_running,
             max_context=max_context,
             batch_invariant=batch_invariant,
-            tiers=tiers,
+            tiers=opened,
             grammar_limits=GrammarLimits(grammar_seconds, grammar_memory),
         )
         self.engine = Engine(model, config, self.tokenizer)

@@ -6,6 +6,8 @@ the rest.
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import socket
 from collections.abc import Iterable
@@ -26,9 +28,10 @@ from kvloom.models.specs import (
     load_config,
     model_spec,
 )
-from kvloom.tiers import check_tiers
+from kvloom.tiers import check_tiers, scheme_of, split_write_policy
+from kvloom.tiers.host import HostURL
 
-__all__ = ["check_engine", "check_model"]
+__all__ = ["check_engine", "check_model", "host_slab_bytes"]
 
 HUB_SECONDS = 5.0
 
@@ -48,6 +51,7 @@ def check_engine(
 
     Takes milliseconds; seconds if a model hub cannot be reached."""
     kv_dtypes(kv_dtype)
+    tiers = list(tiers)
     check_tiers(tiers)
     if device is not None and device.startswith("cuda"):
         _check_gpu(device)
@@ -56,12 +60,24 @@ def check_engine(
     spec = None if config is None else _spec(config, dtype, kv_dtype, static)
     if static:
         _check_scales(kv_dtype, kv_scales, spec)
-    if spec is not None and spec.media is None and pool_bytes is not None:
+    if spec is not None and spec.media is None:
         slab_bytes = PoolLayout.build(spec.layers).slab_bytes
-        if pool_bytes < 2 * slab_bytes:
+        for host in (text for text in tiers if scheme_of(text) == "host"):
+            host_slab_bytes(slab_bytes, HostURL.parse(split_write_policy(host)[0]).capacity)
+        if pool_bytes is not None and pool_bytes < 2 * slab_bytes:
             raise ValueError(
                 f"a pool of {pool_bytes:,} bytes is too small: give at least two slabs of {slab_bytes:,} bytes"
             )
+
+
+def host_slab_bytes(slab_bytes: int, capacity: int) -> int:
+    """Return the least slab of a host tier for a pool's slabs. Raises ValueError if the tier is smaller."""
+    unit = math.lcm(slab_bytes, mmap.PAGESIZE)
+    if capacity < unit:
+        raise ValueError(
+            f"host tier of {capacity:,} bytes is too small: its slabs have {unit:,} bytes; give it at least one"
+        )
+    return unit
 
 
 def check_model(model: str, load_format: str = "auto") -> dict[str, Any] | None:

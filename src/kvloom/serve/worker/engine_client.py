@@ -19,6 +19,7 @@ from contextlib import suppress
 import msgspec
 
 from kvloom.serve.errors import ApiError, bad_request, engine_died, engine_loading, grammars_busy
+from kvloom.tiers import mark_optional
 
 from .messages import (
     HEADER_BYTES,
@@ -217,7 +218,7 @@ class EngineClient:
 
         watching = asyncio.create_task(watch())
         try:
-            self._send(self.start)
+            self._send(self.start if self.info is None else _restart(self.start))
             while not failure:
                 header = await reader.readexactly(HEADER_BYTES)
                 message = self._decoder.decode(await reader.readexactly(body_length(header)))
@@ -281,3 +282,8 @@ class EngineClient:
     def _send(self, message: ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame(message))
+
+
+def _restart(start: Start) -> Start:
+    """Return the options of a restarted engine: a tier that is unavailable now must not keep it from serving."""
+    return msgspec.structs.replace(start, tiers=tuple(map(mark_optional, start.tiers)))

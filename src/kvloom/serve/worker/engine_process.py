@@ -111,18 +111,19 @@ class _Sender:
 def load_engine(start: Start) -> Engine:
     """Load the engine that `start` describes. Takes minutes for a large model."""
     from kvloom.core import Tenant
-    from kvloom.engine import Engine, EngineConfig, GrammarLimits, use_threads
+    from kvloom.engine import Engine, EngineConfig, GrammarLimits, opened_tiers, use_threads
     from kvloom.models.loading import choose_device, load
 
     device = choose_device(start.device)
     use_threads(start.threads)
-    model, tokenizer = load(
-        start.model,
-        start.cpu_dtype if start.dtype == "auto" and device.type == "cpu" else start.dtype,
-        device,
-        load_format=start.load_format,
-        progress=start.progress,
-    )
+    with opened_tiers(start.tiers) as tiers:  # before minutes of loading
+        model, tokenizer = load(
+            start.model,
+            start.cpu_dtype if start.dtype == "auto" and device.type == "cpu" else start.dtype,
+            device,
+            load_format=start.load_format,
+            progress=start.progress,
+        )
     config = EngineConfig(
         pool_bytes=start.pool_bytes,
         memory_fraction=start.memory_fraction,
@@ -132,7 +133,7 @@ def load_engine(start: Start) -> Engine:
         kv_scales=start.kv_scales,
         batch_invariant=start.batch_invariant,
         tenants=[Tenant(t.name, t.quota, t.weight, t.firm) for t in start.tenants],
-        tiers=start.tiers,
+        tiers=tiers,
         grammar_limits=GrammarLimits(start.grammar_seconds, start.grammar_memory),
     )
     engine = Engine(model, config, tokenizer)
