@@ -112,6 +112,7 @@ def test_list() -> None:
         (["plan", "llama-3-8b", "--context", "-5"], "-5 is out of range"),
         (["plan", "llama-3-8b", "--context", "many"], "'many' is not an integer"),
         (["plan", "llama-3-8b", "--concurrency", "0"], "0 is out of range"),
+        (["plan", "llama-3-8b", "--gpu-memory", "80"], "80 is 80 bytes; did you mean 80GiB?"),
         (["plan", "llama-3-8b", "--gpu-memory", "80 gigs"], "'80 gigs' is not understood"),
         (["plan", "llama-3-8b", "--gpu-memory=-1GiB"], "'-1GiB' is not understood"),
         (["plan", "llama-3-8b", "--kv-dtype", "int3"], "'int3' is not known"),

@@ -36,6 +36,7 @@ __all__ = [
     "dtype",
     "error_text",
     "interpreter",
+    "memory",
     "number",
     "parse_size",
     "progress_bar",
@@ -123,6 +124,15 @@ def size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def memory(text: str) -> int:
+    """An argparse type: a size of at least 1 MiB, so that a forgotten unit is noticed."""
+    found = size(text)
+    if found < 1 << 20:
+        hint = f"; did you mean {text}GiB?" if text.isdigit() else ""
+        raise argparse.ArgumentTypeError(f"{text} is {found:,} bytes{hint}")
+    return found
 
 
 def dtype(text: str) -> str:

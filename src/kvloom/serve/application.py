@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -27,6 +28,8 @@ from .api import (
     DetokenizeEndpoint,
     ServerContext,
     TokenizeEndpoint,
+    documentation_routes,
+    openapi,
     parse_digits,
 )
 from .errors import ApiError, bad_request, not_found, unknown_model, unknown_request
@@ -101,7 +104,11 @@ def application(context: ServerContext, dashboard: DashboardState | None = None)
             raise unknown_request(id_)
         return _json(found.to_dict(operator=tenant is None))
 
+    async def root(_: Request) -> Response:
+        return RedirectResponse("/dashboard")
+
     routes = [
+        Route("/", root),
         Route("/v1/completions", CompletionEndpoint(context), methods=["POST"]),
         Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
         Route("/v1/models", models),
@@ -119,7 +126,18 @@ def application(context: ServerContext, dashboard: DashboardState | None = None)
         *dashboard_routes(context, dashboard or DashboardState(context)),
     ]
     handlers: dict[Any, Any] = {ApiError: _error_response, HTTPException: _http_error, Exception: _unexpected}
-    return RequestLogger(_CountResponses(Starlette(routes=routes, exception_handlers=handlers), context))
+    described = openapi(routes, metadata.version("kvloom"))
+    routes += documentation_routes(described)
+    app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
+    if context.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=context.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return RequestLogger(_CountResponses(app, context))
 
 
 class _CountResponses:

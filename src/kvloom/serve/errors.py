@@ -16,6 +16,7 @@ __all__ = [
     "bad_request",
     "body_too_large",
     "context_too_long",
+    "cut_off",
     "draining",
     "engine_died",
     "engine_loading",
@@ -166,6 +167,12 @@ def draining() -> ApiError:
     return ApiError(
         503, "the server is shutting down and accepts no requests", code="draining", retry_after=10
     )
+
+
+def cut_off() -> ApiError:
+    return ApiError(
+        503, "the server is stopping; this answer was cut off: send the request again", code="server_stopping", retry_after=10
+    )  # fmt: skip
 
 
 def engine_loading() -> ApiError:

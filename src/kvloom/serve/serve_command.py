@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ from kvloom.arguments import (
     whole,
 )
 
+from .http_client import KEY
+
 if TYPE_CHECKING:
     from kvloom.serve.auth import Caps
 
@@ -51,8 +54,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="port (default: 8000; 0: any free port)",
     )
     add("--name", metavar="NAME", help="name of the model in requests (default: its folder's name)")
-    keys = "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [max_…=N] [admin]`"
+    keys = (
+        "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [max_…=N] [admin]`; "
+        "an admin key sees all tenants and the dashboard"
+    )
     add("--api-keys", metavar="FILE", help=keys)
+    key = f"an admin API key of tenant 'default'; repeatable (default: ${KEY}, which other users cannot see)"
+    add("--api-key", action="append", default=[], metavar="KEY", help=key)
     add(
         "--no-auth",
         action="store_true",
@@ -133,6 +141,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-metrics", action="store_true", help="disable metrics and request records, to measure their cost"
     )
+    origin = "origin of web pages that may use the server, such as https://example.org; repeatable"
+    add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
+    add("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate chain (PEM)")
+    add("--ssl-keyfile", metavar="FILE", help="private key of the certificate (default: in the same file)")
+    add("--ssl-ca-certs", metavar="FILE", help="require client certificates of these authorities (PEM)")
     level = "least severe messages to log (default: info; debug also logs polls of /health and /metrics)"
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=level)
     form = "format of the log on stderr: text (default), or json, one object per line"
@@ -155,11 +168,19 @@ def run(args: argparse.Namespace) -> int:
 
     level = "warning" if args.quiet and args.log_level in ("debug", "info") else args.log_level
     configure_logging(level, args.log_format)
-    if args.no_auth and args.api_keys is not None:
-        raise ValueError("--no-auth and --api-keys exclude each other: use one of them")
+    for option in ("api_keys", "api_key"):
+        if args.no_auth and getattr(args, option):
+            raise ValueError(
+                f"--no-auth and --{option.replace('_', '-')} exclude each other: use one of them"
+            )
+    own = args.api_key
+    if not own and not args.no_auth and args.api_keys is None and os.environ.get(KEY):
+        own = [os.environ[KEY]]
+        logging.getLogger("kvloom.serve").info("requests need the API key of $%s; --no-auth ignores it", KEY)
+    has_keys = bool(own) or args.api_keys is not None
     GrammarLimits(args.grammar_seconds, args.grammar_memory)
-    caps = _default_caps(args)
-    keys = ApiKeys({}, default=caps) if args.api_keys is None else read_keys(args.api_keys, caps)
+    caps = _default_caps(args, has_keys)
+    keys = read_keys(args.api_keys, caps, own) if has_keys else ApiKeys({}, default=caps)
     if args.api_keys is not None and (warning := permission_warning(args.api_keys)) is not None:
         logging.getLogger("kvloom.serve").warning("%s", warning)
     model = folder_of(args.model)
@@ -215,16 +236,20 @@ def run(args: argparse.Namespace) -> int:
             otlp=args.otlp,
             metrics_auth=args.metrics_auth,
             quiet=args.quiet,
+            cors_origins=tuple(args.cors_origin),
+            ssl_certfile=args.ssl_certfile,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_ca_certs=args.ssl_ca_certs,
         )
     )
 
 
-def _default_caps(args: argparse.Namespace) -> Caps:
+def _default_caps(args: argparse.Namespace, has_keys: bool) -> Caps:
     """Return the limits of tenants whose keys set none. Without keys, only the given options limit requests."""
     from kvloom.serve.auth import PRESSURE, Caps
 
     answers, ttl = args.max_answers, args.max_ttl
-    if args.api_keys is not None:
+    if has_keys:
         places = args.max_running + args.max_queue
         answers = answers or max(1, min(args.max_running, places * PRESSURE // (PRESSURE + 1)))
         ttl = ttl or MAX_TTL_SECONDS

@@ -10,17 +10,20 @@ serves HTTP.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import math
+import re
 import resource
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -38,7 +41,7 @@ from .api import (
 from .application import application
 from .auth import ApiKeys, Limits, RequestLimiter
 from .dashboard import DashboardState
-from .errors import draining
+from .errors import cut_off
 from .metrics import Metrics, Recorder, RequestObserver
 from .worker import EngineClient, Ready, Start, StartError, WatchdogLimits
 
@@ -75,17 +78,38 @@ class ServerOptions:
     """The model completes code instead of chats; the example command follows."""
     record: str | None = None
     otlp: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the server; "*" is any."""
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    """Serve HTTPS with this certificate and key. With `ssl_ca_certs`, clients must present a certificate of it."""
     quiet: bool = False
     """Print no start-up message."""
     metrics_auth: str = "auto"
     """Whether /metrics requires a key: "key", "open", or "auto" (if other machines can reach the server)."""
 
     def __post_init__(self) -> None:
+        _resolve(self.host, self.port)
         if not self.keys and not is_loopback(self.host):
             raise ValueError(
                 f"host {self.host!r} is reachable from other machines, and there are no API keys: "
-                "use --api-keys FILE, or a loopback host such as 127.0.0.1"
+                "use --api-keys FILE or --api-key KEY; --no-auth is for a loopback host such as 127.0.0.1"
             )
+        if not self.keys and "*" in self.cors_origins:
+            raise ValueError(
+                "--cors-origin '*' lets every web page use the server, and there are no API keys: "
+                "name the origins, or use --api-keys FILE or --api-key KEY"
+            )
+        for origin in self.cors_origins:
+            if origin != "*" and re.fullmatch(r"https?://[^\s/?#@]+", origin) is None:
+                raise ValueError(
+                    f"--cors-origin {origin!r} is not an origin: write it like https://example.org:8443"
+                )
+        if (self.ssl_keyfile or self.ssl_ca_certs) and self.ssl_certfile is None:
+            raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        if self.ssl_certfile is not None:
+            _check_certificate(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
         if self.metrics_auth not in METRICS_AUTH:
             raise ValueError(f"metrics_auth {self.metrics_auth!r} must be one of {', '.join(METRICS_AUTH)}")
         if self.metrics_auth == "key" and not self.keys:
@@ -132,6 +156,8 @@ def serve(options: ServerOptions) -> int:
     config = uvicorn.Config(
         _placeholder, loop="auto", http=limited_connection(options.limits.connections), ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, timeout_keep_alive=30, timeout_graceful_shutdown=2,
+        ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile, ssl_ca_certs=options.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_NONE if options.ssl_ca_certs is None else ssl.CERT_REQUIRED,
     )  # fmt: skip
     with (
         _listen(options.host, options.port, options.limits.read_seconds) as listener,
@@ -168,6 +194,7 @@ class _Lifecycle:
             options.start.model,
             int(time.time()),
             metrics_need_key=options.metrics_need_key,
+            cors_origins=options.cors_origins,
         )
         self.dashboard = DashboardState(self.context)
         config.app = application(self.context, self.dashboard)
@@ -202,7 +229,7 @@ class _Lifecycle:
         finally:
             for task in (idle, watch, stop):
                 task.cancel()
-            self.engine.fail_all(draining())
+            self.engine.fail_all(cut_off())
             await asyncio.sleep(ERROR_SECONDS)
             self.server.should_exit = True
             await http
@@ -240,7 +267,8 @@ class _Lifecycle:
         from .startup_message import print_startup
 
         host, port = self.listener.getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self.options.ssl_certfile is None else "https"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         seconds = time.monotonic() - self._began
         has_chat = bool(getattr(self.context.encoder.tokenizer, "chat_template", None))
         has_chat = has_chat and not self.options.completes_code
@@ -297,7 +325,7 @@ def _count_requests(limiter: RequestLimiter) -> str:
 
 def _listen(host: str, port: int, read_seconds: float) -> socket.socket:
     """Return a listening socket. The kernel closes connections whose client reads nothing for `read_seconds`."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, kind, protocol, _, address = _resolve(host, port)
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -308,10 +336,37 @@ def _listen(host: str, port: int, read_seconds: float) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
+        remedy = "use an address of this machine with --host" if error.errno == errno.EADDRNOTAVAIL else ""
         raise OSError(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
+            f"cannot listen on {host} port {port}: {error.strerror}; {remedy or 'choose another with --port'}"
         ) from None
     return listener
+
+
+def _resolve(host: str, port: int) -> Any:
+    """Return the first address of a host. Raises ValueError if it has none."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ValueError(
+            f"host {host!r} is neither an IP address nor a known name ({error.strerror}); "
+            "use an address of this machine, such as 127.0.0.1"
+        ) from None
+
+
+def _check_certificate(certfile: str, keyfile: str | None, ca_certs: str | None) -> None:
+    """Raise ValueError for files that TLS cannot use."""
+    for option, path in (("certfile", certfile), ("keyfile", keyfile), ("ca-certs", ca_certs)):
+        if path is not None and not Path(path).is_file():
+            raise ValueError(f"--ssl-{option} {path}: there is no such file")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, lambda: "")
+        if ca_certs is not None:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(ca_certs)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ValueError(
+            f"--ssl-certfile {certfile} cannot be used ({error}): give a certificate and its key without password, in PEM format"
+        ) from None
 
 
 def _raise_file_limit() -> None:

@@ -38,6 +38,8 @@ class ServerContext:
     encoder: PromptEncoder | None = None
     metrics_need_key: bool = False
     """Whether /metrics requires a key."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the server."""
     body_bytes_in_flight: int = 0
     """Bytes of request bodies being read."""
 
@@ -98,12 +100,13 @@ class ServerContext:
         if self.keys:
             return
         host = request.headers.get("host", "localhost")
-        page = request.headers.get("origin", "http://localhost").partition("://")[2]
+        origin = request.headers.get("origin", "http://localhost")
+        page = "localhost" if origin in self.cors_origins else origin.partition("://")[2]
         for name in (_host_name(host), _host_name(page)):
             if not is_loopback(name):
                 raise ApiError(
                     403,
-                    f"{name!r} is not a loopback name; without API keys only loopback names are accepted: start the server with --api-keys",
+                    f"{name!r} is not a loopback name; without API keys only loopback names are accepted: use --api-keys or --api-key, or allow a page with --cors-origin",
                 )
 
     async def read_body(self, request: Request) -> bytes:
