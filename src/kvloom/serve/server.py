@@ -56,6 +56,8 @@ BAD_START = 2
 METRICS_AUTH = ("auto", "key", "open")
 SEND_BUFFER_BYTES = 1 << 17
 """Kernel buffer for a client that does not read; a larger one would hide a slow reader."""
+LOADING_SECONDS = 5.0
+"""Interval of messages while the model loads."""
 ERROR_SECONDS = 0.1
 """Time to deliver errors to requests that are cut off."""
 
@@ -215,6 +217,7 @@ class _Lifecycle:
         http = asyncio.create_task(self.server.serve(sockets=[self.listener]))
         idle = asyncio.create_task(self._close_idle())
         watch = asyncio.create_task(self.dashboard.sample_history())
+        waiting = asyncio.create_task(self._report_loading(named))
         stop = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -227,7 +230,7 @@ class _Lifecycle:
             log.error("%s", failed)
             return BAD_START
         finally:
-            for task in (idle, watch, stop):
+            for task in (idle, watch, waiting, stop):
                 task.cancel()
             self.engine.fail_all(cut_off())
             await asyncio.sleep(ERROR_SECONDS)
@@ -236,6 +239,13 @@ class _Lifecycle:
             self.engine.close()
             await asyncio.gather(work, return_exceptions=True)
             await asyncio.to_thread(self.observer.close)
+
+    async def _report_loading(self, model: str) -> None:
+        """Log the time since the start until the engine is ready."""
+        while not self._loaded.is_set():
+            await asyncio.sleep(LOADING_SECONDS)
+            if not self._loaded.is_set():
+                log.info("loading %s ... %.0f s", model, time.monotonic() - self._began)
 
     async def _work(self) -> None:
         await asyncio.gather(self.engine.run(), self._load_tokenizer())
@@ -253,6 +263,8 @@ class _Lifecycle:
         again = self._ready is not None
         self._ready = facts
         self._loaded.set()
+        if self.observer.recorder is not None:
+            self.observer.recorder.bytes_per_token = facts.bytes_per_token
         if again:
             log.warning("engine restarted as process %s in %.1f s", self.engine.pid, facts.load_seconds)
         else:
