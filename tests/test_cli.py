@@ -181,6 +181,44 @@ def test_early_errors_need_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_prompt_from_standard_input() -> None:
+    command = [sys.executable, "-m", "kvloom.cli", "generate", "kvloom-llama"]
+    options = ["--device", "cpu", "--max-tokens", "4"]
+    said = [
+        subprocess.run(
+            [*command, *prompt, *options],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        for prompt, text in (
+            (["def add(a, b):"], ""),
+            (["-"], "def add(a, b):\n"),
+            (["-"], ""),
+            (["-", "-"], "a"),
+        )
+    ]
+    assert [done.returncode for done in said] == [0, 0, 2, 2]
+    assert said[0].stdout == said[1].stdout
+    assert said[0].stdout.strip()
+    assert "standard input is empty" in said[2].stderr
+    assert "- is given twice" in said[3].stderr
+
+
+def test_the_package_lists_its_names_without_loading_them() -> None:
+    code = (
+        "import sys, kvloom; assert {'LLM', 'SamplingParams', '__version__'} <= set(dir(kvloom)); "
+        "print(kvloom.__version__); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert kvloom("--version").stdout == f"kvloom {done.stdout}"
+
+
 def test_the_version() -> None:
     done = kvloom("--version")
     assert (done.returncode, done.stdout.split()[0]) == (0, "kvloom")

@@ -9,6 +9,9 @@ import argparse
 import difflib
 import re
 import shutil
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -34,6 +37,7 @@ __all__ = [
     "Parser",
     "device",
     "dtype",
+    "elapsed",
     "error_text",
     "interpreter",
     "memory",
@@ -191,6 +195,30 @@ def error_text(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+@contextmanager
+def elapsed(words: str, shown: bool) -> Iterator[None]:
+    """Show words and the seconds since the start on stderr until the block ends, if `shown`."""
+    done = threading.Event()
+
+    def show() -> None:
+        began = time.monotonic()
+        while not done.wait(0.5):
+            print(
+                f"\r\x1b[K{words} ... {time.monotonic() - began:.0f} s", end="", file=sys.stderr, flush=True
+            )
+
+    thread = threading.Thread(target=show, daemon=True)
+    if shown:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if shown:
+            thread.join()
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from kvloom.arguments import (
     TIER,
     device,
     dtype,
+    elapsed,
     number,
     size,
     token_ids,
@@ -41,7 +42,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to a parser."""
     add = parser.add_argument
     add("model", metavar="MODEL", help=MODEL)
-    add("prompts", nargs="*", metavar="PROMPT", help="prompt texts")
+    add("prompts", nargs="*", metavar="PROMPT", help="prompt texts; - reads one from standard input")
     add(
         "--tokens",
         action="append",
@@ -112,9 +113,9 @@ def run(args: argparse.Namespace) -> int:
     from .preflight import check_engine
     from .sampling import SamplingParams
 
-    prompts = [*args.prompts, *map(token_ids, args.tokens)]
+    prompts: list[str | list[int]] = [*_texts(args.prompts), *map(token_ids, args.tokens)]
     if not prompts:
-        raise ValueError("there is no prompt: give a PROMPT or --tokens")
+        raise ValueError("there is no prompt: give a PROMPT or --tokens; - reads standard input")
     args.json |= args.logprobs is not None or args.prompt_logprobs is not None
     if args.stream and (len(prompts) > 1 or args.n > 1 or args.json):
         raise ValueError(
@@ -141,7 +142,8 @@ def run(args: argparse.Namespace) -> int:
         tiers=args.tier,
         device=args.device,
     )
-    from .llm import LLM
+    with elapsed("loading torch", sys.stderr.isatty()):
+        from .llm import LLM
 
     llm = LLM(
         args.model,
@@ -188,6 +190,16 @@ def _generate(
         for done in result.outputs:
             print(shown(done.text, done.token_ids))
     return 0
+
+
+def _texts(given: list[str]) -> list[str]:
+    """Return prompt texts; `-` is the text of standard input without its last line end."""
+    if given.count("-") > 1:
+        raise ValueError("- is given twice: standard input is one prompt")
+    texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in given]
+    if "-" in given and not texts[given.index("-")]:
+        raise ValueError("standard input is empty: write a prompt to it")
+    return texts
 
 
 def _schema(given: str | None) -> str | None:
