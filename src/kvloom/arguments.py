@@ -55,7 +55,7 @@ DEVICE = "cpu, cuda or cuda:N (default: a GPU if there is one)"
 DTYPE = "dtype of the weights: bfloat16, float16 or float32 (default: auto, the checkpoint's)"
 KV_DTYPE = "dtype of the KV cache: bf16, fp16, fp32, int8 or fp8 (default: the model's); per kind of layer: fp8,sliding=bf16"
 KV_SCALES = "scales for int8 and fp8: dynamic (default), checkpoint, or a file from `kvloom calibrate`"
-MODEL = "folder of a Hugging Face model, its hub id, or an embedded model: kvloom-llama, kvloom-hybrid"
+MODEL = "folder of a Hugging Face model, its hub id, or an embedded model: kvloom-llama, kvloom-draft; kvloom-hybrid in a source checkout"
 POOL = "size of the page pool (default: 1GiB; on a GPU the memory left)"
 LOAD_FORMAT = (
     "'random' uses random weights: MODEL may be a config.json or a name of `kvloom plan --list`, too"

@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "replay": ("kvloom.replay.command", "Replay recorded traffic: hit rates, cache sizes."),
     "bench": ("kvloom.bench.command", "Run benchmarks of kvloom and its peers."),
+    "completion": ("kvloom.completion", "Print a script that completes commands and options in a shell."),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kvloom.serve.access_log import RequestLog, _log_request as log_request
 from kvloom.serve.errors import ApiError
 from tests.serve.running import MODEL, Running, running
 
@@ -154,6 +156,25 @@ def test_quiet_prints_warnings_only(folder: Path) -> None:
     assert process.returncode == 0
     assert "status=404" in said
     assert all("WARNING" in line for line in said.splitlines()), said
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "level"),
+    [
+        ("/health", 503, logging.DEBUG),
+        ("/health", 500, logging.ERROR),
+        ("/metrics", 401, logging.WARNING),
+        ("/v1/models", 200, logging.INFO),
+        ("/v1/completions", 503, logging.WARNING),
+    ],
+)
+def test_the_level_of_a_line(path: str, status: int, level: int, caplog: pytest.LogCaptureFixture) -> None:
+    entry = RequestLog("some-id", error=ApiError(status, "loading") if status >= 400 else None)
+    with caplog.at_level(logging.DEBUG, "kvloom.access"):
+        log_request("GET", path, status, 0.5, entry)
+    (line,) = caplog.records
+    assert line.levelno == level
+    assert vars(line)["fields"].get("reason") == ("loading" if status >= 400 else None)
 
 
 def test_the_log_of_an_error_leaves_out_quoted_values() -> None:

@@ -20,7 +20,7 @@ __all__ = ["RequestLog", "RequestLogger", "log_rejected", "request_log"]
 MAX_PATH_CHARACTERS = 200
 MAX_REASON_CHARACTERS = 300
 POLLED = ("/health", "/ping", "/metrics", "/kvloom/state")
-"""Addresses that monitors poll; their successes are logged at level debug."""
+"""Addresses that monitors poll; success and 503 (loading, draining) are logged at level debug."""
 KEY = "kvloom.log"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -77,7 +77,7 @@ class RequestLogger:
 
 def _log_request(method: str, path: str, status: int, seconds: float, log: RequestLog) -> None:
     level = logging.DEBUG if path in POLLED else logging.INFO
-    if status >= 400:
+    if status >= 400 and not (path in POLLED and status == 503):
         level = logging.ERROR if status >= 500 and status != 503 else logging.WARNING
     if not access.isEnabledFor(level):
         return

@@ -73,11 +73,12 @@ def application(context: ServerContext, dashboard: DashboardState | None = None)
     async def version(_: Request) -> Response:
         return _json({"version": metadata.version("kvloom")})
 
-    async def health(_: Request) -> Response:
-        if context.limiter.is_draining:
-            return _json({"status": "draining"}, 503)
+    async def health(request: Request) -> Response:
         loaded = context.engine.is_ready and context.encoder is not None
-        return _json({"status": "ok"}) if loaded else _json({"status": "loading"}, 503)
+        status = "draining" if context.limiter.is_draining else "ok" if loaded else "loading"
+        if status != "ok":
+            request_log(request.scope).error = ApiError(503, status)
+        return _json({"status": status}, 200 if status == "ok" else 503)
 
     async def metrics(request: Request) -> Response:
         open_ = not context.keys
