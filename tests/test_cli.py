@@ -4,10 +4,12 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from kvloom.arguments import elapsed
 from kvloom.cli import COMMANDS, main
 
 
@@ -205,6 +207,20 @@ def test_a_prompt_from_standard_input() -> None:
     assert said[0].stdout.strip()
     assert "standard input is empty" in said[2].stderr
     assert "- is given twice" in said[3].stderr
+
+
+def test_seconds_are_shown_while_a_command_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    with elapsed("loading", shown=True):
+        end = time.monotonic() + 30
+        shown = ""
+        while "loading ... " not in shown:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+            shown += capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("\r\x1b[K")
+    with elapsed("loading", shown=False):
+        pass
+    assert capsys.readouterr().err == ""
 
 
 def test_the_package_lists_its_names_without_loading_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,18 @@ def test_invalid_arguments_are_refused_with_a_remedy(
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "nowhere.jsonl"]) == 2
     assert "nowhere.jsonl: no such file" in capsys.readouterr().err
+
+
+def test_a_terminal_shows_progress(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["replay", trace, "--policy", "lru"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["replay", trace, "--policy", "lru", "--capacity", "4"]) == 0
+    shown = capsys.readouterr().err
+    assert f"reading {trace}" in shown
+    assert "lru at 4 blocks: 6 of 6 requests (100%)" in shown
 
 
 def test_one_more_gigabyte_adds_at_most_what_is_missing(
