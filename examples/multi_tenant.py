@@ -40,8 +40,9 @@ def server(keys: Path) -> Iterator[str]:
         str(keys),
         "--pool",
         "64MiB",
+        "--quiet",
     ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command)
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(600):

@@ -4,10 +4,12 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from kvloom.arguments import elapsed
 from kvloom.cli import COMMANDS, main
 
 
@@ -112,6 +114,7 @@ def test_list() -> None:
         (["plan", "llama-3-8b", "--context", "-5"], "-5 is out of range"),
         (["plan", "llama-3-8b", "--context", "many"], "'many' is not an integer"),
         (["plan", "llama-3-8b", "--concurrency", "0"], "0 is out of range"),
+        (["plan", "llama-3-8b", "--gpu-memory", "80"], "80 is 80 bytes; did you mean 80GiB?"),
         (["plan", "llama-3-8b", "--gpu-memory", "80 gigs"], "'80 gigs' is not understood"),
         (["plan", "llama-3-8b", "--gpu-memory=-1GiB"], "'-1GiB' is not understood"),
         (["plan", "llama-3-8b", "--kv-dtype", "int3"], "'int3' is not known"),
@@ -178,6 +181,58 @@ def test_early_errors_need_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_prompt_from_standard_input() -> None:
+    command = [sys.executable, "-m", "kvloom.cli", "generate", "kvloom-llama"]
+    options = ["--device", "cpu", "--max-tokens", "4"]
+    said = [
+        subprocess.run(
+            [*command, *prompt, *options],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        for prompt, text in (
+            (["def add(a, b):"], ""),
+            (["-"], "def add(a, b):\n"),
+            (["-"], ""),
+            (["-", "-"], "a"),
+        )
+    ]
+    assert [done.returncode for done in said] == [0, 0, 2, 2]
+    assert said[0].stdout == said[1].stdout
+    assert said[0].stdout.strip()
+    assert "standard input is empty" in said[2].stderr
+    assert "- is given twice" in said[3].stderr
+
+
+def test_seconds_are_shown_while_a_command_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    with elapsed("loading", shown=True):
+        end = time.monotonic() + 30
+        shown = ""
+        while "loading ... " not in shown:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+            shown += capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("\r\x1b[K")
+    with elapsed("loading", shown=False):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_the_package_lists_its_names_without_loading_them() -> None:
+    code = (
+        "import sys, kvloom; assert {'LLM', 'SamplingParams', '__version__'} <= set(dir(kvloom)); "
+        "print(kvloom.__version__); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert kvloom("--version").stdout == f"kvloom {done.stdout}"
 
 
 def test_the_version() -> None:

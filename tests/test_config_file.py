@@ -69,7 +69,7 @@ def test_environment_wins_over_the_file_and_arguments_over_both(
     ("content", "said"),
     [
         ("[serve]\nports = 1", "[serve] 'ports' is not an argument; did you mean 'port'?"),
-        ("[server]\nport = 1", "'server' is not one of the tables [engine], [serve], [generate]"),
+        ("[server]\nport = 1", "'server' is not one of the tables [engine], [serve], [generate], [chat]"),
         ("port = 1", "'port' is not one of the tables"),
         ("[serve]\nport = [1]", "port [1] must be one value"),
         ("[engine]\ntier = 'host:1GiB'", "tier 'host:1GiB' must be a list"),

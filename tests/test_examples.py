@@ -16,6 +16,7 @@ EXPECTED = {
     "offline.py": "31 of 38 prompt tokens cached",
     "tiers_and_restart.py": "after a restart: 576 of 583 prompt tokens cached",
     "multi_tenant.py": "blue, the same text:  0 of 482 prompt tokens cached",
+    "numpy_engine.py": "same tokens as without a cache",
     "toy_engine.py": "12 requests; cached prompt tokens:",
     "custom_policy.py": "deepest first:",
 }

@@ -9,6 +9,9 @@ import argparse
 import difflib
 import re
 import shutil
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -26,8 +29,10 @@ __all__ = [
     "Parser",
     "device",
     "dtype",
+    "elapsed",
     "error_text",
     "interpreter",
+    "memory",
     "number",
     "parse_size",
     "progress_bar",
@@ -40,7 +45,7 @@ __all__ = [
 DEVICE = "cpu, cuda or cuda:N (default: a GPU if there is one)"
 DTYPE = "dtype of the weights: bfloat16, float16 or float32 (default: auto, the checkpoint's)"
 KV_DTYPE = "dtype of the KV cache: bf16, fp16, fp32, int8 or fp8 (default: the model's); per kind of layer: fp8,sliding=bf16"
-MODEL = "folder of a Hugging Face model, its hub id, or an embedded model: kvloom-llama, kvloom-hybrid"
+MODEL = "folder of a Hugging Face model, its hub id, or an embedded model: kvloom-llama, kvloom-draft; kvloom-hybrid in a source checkout"
 SERVER = "address of the server, such as 127.0.0.1:8000 or https://host/path (default: http://127.0.0.1:8000)"
 THREADS = "CPU threads for the model (default: $KVLOOM_THREADS, $OMP_NUM_THREADS, or all cores but one)"
 MAX_NUMBER = 10**12
@@ -104,6 +109,15 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def memory(text: str) -> int:
+    """An argparse type: a size of at least 1 MiB, so that a forgotten unit is noticed."""
+    found = size(text)
+    if found < 1 << 20:
+        hint = f"; did you mean {text}GiB?" if text.isdigit() else ""
+        raise argparse.ArgumentTypeError(f"{text} is {found:,} bytes{hint}")
+    return found
+
+
 def dtype(text: str) -> str:
     """An argparse type: a weight dtype by torch's name, or a short name of --kv-dtype."""
     found = DTYPES.get(text.lower(), text.lower())
@@ -160,6 +174,30 @@ def error_text(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+@contextmanager
+def elapsed(words: str, shown: bool) -> Iterator[None]:
+    """Show words and the seconds since the start on stderr until the block ends, if `shown`."""
+    done = threading.Event()
+
+    def show() -> None:
+        began = time.monotonic()
+        while not done.wait(0.5):
+            print(
+                f"\r\x1b[K{words} ... {time.monotonic() - began:.0f} s", end="", file=sys.stderr, flush=True
+            )
+
+    thread = threading.Thread(target=show, daemon=True)
+    if shown:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if shown:
+            thread.join()
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 @contextmanager

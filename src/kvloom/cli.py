@@ -20,6 +20,7 @@ INTERRUPTED = 130
 COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("kvloom.plan.command", "Compare the KV memory of a model under three allocation schemes."),
     "generate": ("kvloom.engine.generate_command", "Generate text from prompts offline."),
+    "chat": ("kvloom.serve.chat_command", "Chat in the terminal with a local model or a server."),
     "calibrate": ("kvloom.engine.calibrate_command", "Compute static scales for a quantised KV cache."),
     "serve": ("kvloom.serve.serve_command", "Start an OpenAI-compatible server."),
     "explain": ("kvloom.serve.explain_command", "Explain why a request hit or missed the cache."),
@@ -34,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "replay": ("kvloom.replay.command", "Replay recorded traffic: hit rates, cache sizes."),
     "config": ("kvloom.config_command", "Show the configuration of a command, and where each value is from."),
     "bench": ("kvloom.bench.command", "Run benchmarks of kvloom and its peers."),
+    "completion": ("kvloom.completion", "Print a script that completes commands and options in a shell."),
 }
 
 

@@ -24,11 +24,13 @@ from typing import Any
 
 __all__ = ["CONFIGURABLE", "Source", "add_config_argument", "apply_configuration"]
 
-CONFIGURABLE = ("serve", "generate")
+CONFIGURABLE = ("serve", "generate", "chat")
 """Commands that read configuration files and environment variables."""
 SHARED = "engine"
 """The table of the file that all commands read."""
 PREFIX = "KVLOOM_"
+READ_BY_COMMANDS = ("api_key",)
+"""Arguments whose environment variable the commands read themselves."""
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 _HELP = "TOML file with values for these arguments (default: $KVLOOM_CONFIG; see `kvloom config --help`)"
 
@@ -77,7 +79,7 @@ def configured_arguments(
             found[actions[key].dest] = Source(_words(actions[key], value, key), f"{path} [{table}]")
     for key, action in actions.items():
         name = PREFIX + key.upper().replace("-", "_")
-        if name in environ:
+        if name in environ and action.dest not in READ_BY_COMMANDS:
             found[action.dest] = Source(
                 _words(action, _from_text(action, environ[name], name), name), f"${name}"
             )

@@ -347,6 +347,11 @@ def test_ratios_separate_measured_and_quoted_figures(
     }  # fmt: skip
     engine_report.render(report)
     shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 120
+    assert "…" not in shown
+    assert "preempted" not in shown  # no runner reports it here
+    for head in ("output tokens/s", "prefill tokens/s", "same answers"):
+        assert head in shown  # in one line
     assert "quoted" in shown
     assert "not of this run" in shown
 

@@ -284,3 +284,29 @@ def test_command_accepts_texts_and_ids(folder: Path, capsys: pytest.CaptureFixtu
     ):
         assert main(["generate", *wrong]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_chat_writes_the_prompt_with_the_template() -> None:
+    tokenizer = byte_level()
+    llm = kvloom.LLM(tiny("llama", vocab_size=len(tokenizer)), pool_bytes=1 << 22, tokenizer=tokenizer)
+    hello = [{"role": "user", "content": "hello"}]
+    with pytest.raises(ValueError, match="no chat template: use generate"):
+        llm.chat(hello)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{{ mark }}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    ids = tokenizer("[user]hello[assistant]", add_special_tokens=False)["input_ids"]
+    assert llm.chat_prompt(hello) == ids
+    (one,) = llm.chat(hello, GREEDY)
+    assert one.prompt_token_ids == ids
+    assert one.outputs == llm.generate([ids], GREEDY)[0].outputs
+    first, second = llm.chat([hello, [*hello, {"role": "assistant", "content": "hi"}, *hello]], GREEDY)
+    assert first.outputs == one.outputs
+    assert len(second.prompt_token_ids) > len(ids)
+    assert (
+        llm.tokenizer.decode(llm.chat_prompt(hello, add_generation_prompt=False, mark="!")) == "[user]hello!"
+    )
+    with pytest.raises(ValueError, match="messages is empty"):
+        llm.chat([])
+    llm.close()

@@ -102,11 +102,13 @@ def test_lossy_without_a_lossy_tier_changes_nothing(tmp_path: Path) -> None:
 
 def test_quantised_pages_are_not_re_encoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kvloom.tiers"):
-        engine = make_engine(tiny("llama"), POOL, "int8", tiers=[f"fp8:disk:{tmp_path}:64MiB"])
+        engine = make_engine(tiny("llama"), POOL, "int8", tiers=[f"fp8:disk:{tmp_path}:64MiB?optional=1"])
     assert "left out" in caplog.text
     assert "cannot re-encode pages" in caplog.text
     assert not offload_of(engine).transfers.queues
     closed(engine)
+    with pytest.raises(ValueError, match="cannot re-encode pages"):
+        make_engine(tiny("llama"), POOL, "int8", tiers=[f"fp8:disk:{tmp_path}:64MiB"])
 
 
 def test_pages_are_re_encoded_once() -> None:

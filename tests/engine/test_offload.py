@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvloom.core import CacheControl, Loading, LoadPlan, Match, Tenant, allocator as room
-from kvloom.engine import Engine, OffloadConfig, OffloadManager, Request, SamplingParams
+from kvloom.engine import Engine, OffloadConfig, OffloadManager, Request, SamplingParams, opened_tiers
 from kvloom.engine.execution import InflightStep
 from kvloom.engine.offload import HostPages, manager as offload_manager
 from kvloom.tiers import DiskConfig, DiskTier, Objects, OpenTier
@@ -642,8 +642,24 @@ def test_loaded_pages_of_queued_requests_do_not_block_earlier_ones(
     closed(engine)
 
 
-def test_unavailable_tier_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tier_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     tiers = [f"disk:{tmp_path}:64MiB"]
+    first = make_engine(tiny("llama"), POOL, tiers=tiers)
+    with pytest.raises(ValueError, match=r"disk:.* cannot be used: .*; correct it, or add optional=1"):
+        make_engine(tiny("llama"), POOL, tiers=tiers)  # two on one directory
+    with pytest.raises(ValueError, match="cannot be used"), opened_tiers(tiers):
+        pass
+    closed(first)
+    with pytest.raises(RuntimeError), opened_tiers(tiers):
+        raise RuntimeError  # loading failed: the tier is closed again
+    with opened_tiers(["host:8MiB", *tiers, "redis://127.0.0.1:1?capacity=1MiB&optional=1"]) as found:
+        assert [isinstance(one, str) for one in found] == [True, False, True]
+    second = make_engine(tiny("llama"), POOL, tiers=found[:2])
+    closed(second)
+
+
+def test_unavailable_tier_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiers = [f"disk:{tmp_path}:64MiB?optional=1"]
     first = make_engine(tiny("llama"), POOL, tiers=tiers)
     second = make_engine(tiny("llama"), POOL, tiers=tiers)  # two on one directory
     assert "is left out, serving goes on without it" in caplog.text
@@ -657,7 +673,7 @@ def test_unavailable_tier_is_used_once_it_opens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(away, "FIRST_PAUSE", 0.05)
-    tiers = [f"disk:{tmp_path}:64MiB"]
+    tiers = [f"disk:{tmp_path}:64MiB?optional=1"]
     first = make_engine(tiny("llama"), POOL, tiers=tiers)
     second = make_engine(tiny("llama"), POOL, tiers=tiers)
     (lane,) = offload_of(second).transfers.queues
@@ -685,7 +701,7 @@ def test_unavailable_tier_is_used_once_it_opens(
 
 def test_unavailable_tier_closes_with_its_engine(tmp_path: Path) -> None:
     first = make_engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])
-    second = make_engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])
+    second = make_engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB?optional=1"])
     closed(second)
     closed(first)
     third = make_engine(tiny("llama"), POOL, tiers=[f"disk:{tmp_path}:64MiB"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvloom.cli import main
+from kvloom.replay import Recorder
 
 ROWS = [
     {"timestamp": 1000 * i, "input_length": 1024, "output_length": 5, "hash_ids": ids}
@@ -88,7 +90,9 @@ def test_plot_writes_an_image(trace: str, tmp_path: Path, capsys: pytest.Capture
     path = tmp_path / "out.png"
     assert main(["replay", trace, "--policy", "lru", "--policy", "ideal", "--plot", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.count("lru") >= 4, "with --plot the sizes are chosen"
+    shown = capsys.readouterr()
+    assert f"wrote {path}" in shown.err
+    assert shown.out.count("lru") >= 4, "with --plot the sizes are chosen"
     assert main(["replay", trace, "--plot", str(tmp_path / "no" / "out.png")]) == 2
     assert "cannot write the plot" in capsys.readouterr().err
 
@@ -121,3 +125,51 @@ def test_invalid_arguments_are_refused_with_a_remedy(
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "nowhere.jsonl"]) == 2
     assert "nowhere.jsonl: no such file" in capsys.readouterr().err
+
+
+def test_a_terminal_shows_progress(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["replay", trace, "--policy", "lru"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["replay", trace, "--policy", "lru", "--capacity", "4"]) == 0
+    shown = capsys.readouterr().err
+    assert f"reading {trace}" in shown
+    assert "lru at 4 blocks: 6 of 6 requests (100%)" in shown
+
+
+def test_one_more_gigabyte_adds_at_most_what_is_missing(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", trace, "--size", "--target", "0.2", "--model", "kvloom-llama", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["curve"][0]["next_gigabyte"] > 0
+    for point in [*found["curve"], {"hit_rate": found["target"], **found}]:
+        assert point["next_gigabyte"] <= found["ideal"] - point["hit_rate"] + 1e-9
+    assert main(["replay", trace, "--size", "--target", "0.2"]) == 0
+    gains = [float(word[1:]) for word in capsys.readouterr().out.split() if word.startswith("+")]
+    assert gains
+    assert max(gains) <= 46.67
+
+
+def test_a_recording_sizes_its_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def recorded(name: str, model: str, per_token: int | None) -> str:
+        path = tmp_path / f"{name}.jsonl"
+        with Recorder(path, block_tokens=16, model=model) as recorder:
+            recorder.bytes_per_token = per_token
+            recorder.add(0.0, list(range(64)), 64)
+            recorder.add(1.0, list(range(64)), 64)
+        return str(path)
+
+    def blocks(*arguments: str) -> int:
+        assert main(["replay", *arguments, "--capacity", "1MiB", "--policy", "lru", "--json"]) == 0
+        return int(json.loads(capsys.readouterr().out)[0]["capacity_blocks"])
+
+    stated = recorded("stated", "any", 1024)
+    assert blocks(stated) == 64
+    assert blocks(stated, "--model", "llama-3.2-1b") == 2
+    assert blocks(recorded("named", "llama-3.2-1b", None)) == 2
+    unknown = recorded("unknown", "any", None)
+    assert main(["replay", unknown, "--capacity", "2MiB", "--policy", "lru"]) == 0
+    assert "the recording's model 'any' is not known here" in capsys.readouterr().err

@@ -156,7 +156,7 @@ def running(folder: Path, *arguments: str, seconds: float = 90) -> Iterator[Runn
             assert line is not None, f"the server did not start: {said}"
             if found := re.search(r"\(process (\d+)\)", line):
                 engine = int(found[1])
-            if found := re.search(r"serves \S+ at (http://\S+);", line):
+            if found := re.search(r"serves \S+ at (https?://\S+);", line):
                 url = found[1]
         yield Running(process, url, engine, said)
         if process.poll() is None:

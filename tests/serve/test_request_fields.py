@@ -96,6 +96,27 @@ def test_prompt_log_probabilities_equal_the_models(server: Running, folder: Path
     assert all(len(place) == 1 for place in chat["prompt_logprobs"][1:])
 
 
+@pytest.mark.parametrize("prompt", ["plain text", "€ and ü", "<|special|> <s> text", [1, 70, 1, 80]])
+def test_text_offsets_are_positions_in_the_returned_text(server: Running, prompt: Any) -> None:
+    for echo in (True, False):
+        found = server.complete(
+            prompt=prompt, max_tokens=5, temperature=0, echo=echo, logprobs=0, ignore_eos=True
+        )
+        text, told = found["choices"][0]["text"], found["choices"][0]["logprobs"]
+        offsets = told["text_offset"]
+        assert len(offsets) == len(told["tokens"])
+        assert offsets[0] == 0
+        assert offsets == sorted(offsets)
+        assert offsets[-1] <= len(text)
+        for token, start in zip(told["tokens"], offsets, strict=True):
+            if not token.startswith("piece:"):  # a part of a character
+                assert text.startswith(token, start) or token in ("<s>", "</s>", "<pad>"), (
+                    token,
+                    start,
+                    text,
+                )
+
+
 def test_structured_outputs_follow_vllms_fields(server: Running) -> None:
     def text(**outputs: Any) -> str:
         found = server.complete(prompt="x", max_tokens=40, temperature=0, structured_outputs=outputs)

@@ -28,7 +28,7 @@ from tests.serve.running import MODEL, Running
 
 RED, BLUE, ADMIN = "key-of-red-1", "key-of-blue-1", "key-of-admin-1"
 FIELDS = {
-    "id", "tenant", "state", "arrived", "queue_s", "ttft_s", "total_s", "prompts", "answers", "prompt_tokens", "output_tokens",
+    "id", "request_id", "tenant", "state", "arrived", "queue_s", "ttft_s", "total_s", "prompts", "answers", "prompt_tokens", "output_tokens",
     "cached_tokens", "computed_tokens", "hits", "stopped", "preemptions", "finish_reason",
 }  # fmt: skip
 

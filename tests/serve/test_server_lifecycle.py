@@ -126,7 +126,7 @@ def test_a_second_signal_exits_at_once_with_the_engine(folder: Path) -> None:
         found.process.send_signal(signal.SIGINT)
         found.wait_for(lambda: any("draining" in line for line in found.said))
         found.process.send_signal(signal.SIGINT)
-        with pytest.raises(openai.APIError, match="shutting down"):
+        with pytest.raises(openai.APIError, match="the server is stopping; this answer was cut off"):
             list(stream)
         assert found.process.wait(10) == 0
         assert any("1 request cut off" in line for line in found.said)
@@ -140,7 +140,22 @@ def test_invalid_options_are_reported_at_start(
     recording = tmp_path / "traffic.jsonl"
     recording.write_text("yesterday's")
     for wrong, said in (
-        (["--host", "0.0.0.0"], "no API keys"),
+        (
+            ["--host", "0.0.0.0"],
+            "no API keys: use --api-keys FILE or --api-key KEY; --no-auth is for a loopback",
+        ),
+        (["--host", "999.1.1.1"], "host '999.1.1.1' is neither an IP address nor a known name"),
+        (["--host", "192.0.2.1", "--api-key", "key-of-ops-1"], "use an address of this machine with --host"),
+        (["--no-auth", "--api-key", "key-of-ops-1"], "--no-auth and --api-key exclude each other"),
+        (["--api-key", "short"], "key 1 of --api-key: a key must have at least 8 characters"),
+        (["--api-key", "with a space"], "printable ASCII without spaces"),
+        (["--cors-origin", "*"], "lets every web page use the server"),
+        (["--cors-origin", "https://example.org/page"], "is not an origin"),
+        (["--ssl-keyfile", str(keys)], "need --ssl-certfile"),
+        (["--ssl-certfile", str(tmp_path / "none")], "there is no such file"),
+        (["--ssl-certfile", str(keys)], "cannot be used"),
+        (["--tier", "host:1"], "host tier of 1 bytes is too small"),
+        (["--tier", f"disk:{tmp_path}/kv:1GiB?optional=maybe"], "optional='maybe' must be 0 or 1"),
         (["--host", "0.0.0.0", "--no-auth"], "no API keys"),
         (["--no-auth", "--api-keys", str(keys)], "use one of them"),
         (["--api-keys", str(keys)], "line 1"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvloom.cli import main
+from kvloom.serve.worker import Start
+from kvloom.serve.worker.engine_client import _restart
 
 from .running import Running, running
 
@@ -21,7 +25,7 @@ def test_a_restarted_server_hits_pages_on_disk(folder: Path, tmp_path: Path) -> 
     with running(folder, *tiers) as server:
         first = server.complete(**ASKED)
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    with running(folder, *tiers, "--tier", "peer://me:secret@127.0.0.1:1") as server:
+    with running(folder, *tiers, "--tier", "peer://me:secret@127.0.0.1:1?optional=1") as server:
         assert "tier host: 8 MiB" in server.said
         told = next(line for line in server.said if line.startswith(f"tier disk:{tmp_path}: 256 MiB, "))
         assert told.endswith("pages stored")
@@ -69,6 +73,45 @@ def test_a_partial_hit_from_a_tier_is_explained_with_one_account(
                 assert at == (400 if len(hits) > 1 else 200)
             else:
                 assert (hits, at) == ({}, 0)
+
+
+def test_an_unusable_tier_ends_the_start_before_loading(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for tier in ("peer://me:secret@127.0.0.1:1", f"disk:{tmp_path}/file:256MiB"):
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "kvloom.cli",
+                "serve",
+                str(folder),
+                "--port",
+                "0",
+                "--device",
+                "cpu",
+                "--tier",
+                tier,
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert "cannot be used" in done.stderr
+        assert "add optional=1 to its options" in done.stderr
+        assert "secret" not in done.stderr
+        assert done.stdout == ""
+
+
+def test_a_restarted_engine_does_not_require_its_tiers() -> None:
+    tiers = ["host:1GiB", "redis://host?capacity=1GiB", "disk:/kv:1GiB?optional=1&write=back"]
+    start = Start("model", settings={"tiers": tiers})
+    assert _restart(start).settings["tiers"] == [
+        "host:1GiB?optional=1",
+        "redis://host?capacity=1GiB&optional=1",
+        "disk:/kv:1GiB?write=back&optional=1",
+    ]
 
 
 def test_stores_after_the_last_token_are_reported_while_idle(folder: Path, tmp_path: Path) -> None:

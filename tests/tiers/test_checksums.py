@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -42,6 +44,26 @@ def test_native_checksums_equal_those_of_the_package(
     data = (seed * (run_bytes * runs // len(seed) + 1))[: run_bytes * runs]
     page = memoryview(bytes(offset) + data)[offset:]
     assert checksums.run_checksums(page, run_bytes) == plain(data, run_bytes)
+
+
+def test_native_checksums_of_every_length(native: ModuleType) -> None:
+    data = os.urandom(5000)
+    for length in (*range(600), 1024, 4096, 5000):
+        assert native.checksum(data[:length]) == xxhash.xxh3_64_intdigest(data[:length]), length
+
+
+def test_a_disk_tier_needs_no_package_for_its_checksums(native: ModuleType, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['xxhash'] = None\n"
+        "from kvloom.tiers import open_tier\n"
+        f"tier = open_tier('disk:{tmp_path}:64MiB'); print(tier.name); tier.close()\n"
+        f"tier = open_tier('disk:{tmp_path}:64MiB'); tier.close()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path) in done.stdout
 
 
 @pytest.mark.parametrize("wide", [True, False])

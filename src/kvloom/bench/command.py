@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "benchmark",
         type=_current_name,
-        choices=BENCHMARKS,
+        choices=tuple(BENCHMARKS),
         nargs="?",
         metavar="BENCHMARK",
         help="one of the benchmarks listed here",

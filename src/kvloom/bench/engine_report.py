@@ -1,4 +1,4 @@
-"""The report of `kvloom bench engine`: rows of plain data, ratios, and two tables.
+"""The report of `kvloom bench engine`: rows of plain data, ratios, and three tables of at most 120 columns.
 
 Measures nothing. Quoted figures, not measured in the same run, are stored here and labelled as quoted.
 """
@@ -137,9 +137,10 @@ def rows_of(
 def render(report: dict[str, Any]) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-    console.print(_times(report))
-    console.print(_details(report))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    for table in (_times(report), *_details(report)):
+        console.print(table)
+        console.print()
     for name, each in report["runners"].items():
         if each["start_s"] is not None:
             notes = "".join(f", {key} {value}" for key, value in each["notes"].items())
@@ -156,9 +157,11 @@ def render(report: dict[str, Any]) -> None:
 def _table(title: str, *columns: str) -> Any:
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("work", "size", "on") else "right")
+        table.add_column(
+            column, justify="left" if column in ("work", "size", "on") else "right", overflow="fold"
+        )
     return table
 
 
@@ -182,25 +185,48 @@ def _times(report: dict[str, Any]) -> Any:
     return table
 
 
-def _details(report: dict[str, Any]) -> Any:
-    """Return the table of details. A blank means: not measured."""
-    table = _table(
-        "Details", "work", "on", "output tokens/s", "prefill tokens/s", "TFLOP/s", "first token s",
-        "decode TB/s", "peak running", "hit rate",
-        "waste", "of the pool", "preempted", "same answers", "processor s", "/ kvloom",
-    )  # fmt: skip
+def _details(report: dict[str, Any]) -> list[Any]:
+    """Return the tables of details: speed, and cache. A blank was not measured; a column without figures is left out."""
+    speed: list[list[str]] = []
+    cache: list[list[str]] = []
     for row in report["rows"]:
         for name, seen in row["runs"].items():
             waste = seen.get("waste")
             much = waste is not None and waste > GOAL_WASTE and report["scale"] == 1
             wasted = "" if waste is None else f"{'[red]' if much else ''}{waste:.2%}"
-            table.add_row(
+            speed.append([
                 row["work"], name, _number(seen["output_tokens_s"]), _number(seen.get("prefill_tokens_s")),
                 _number(seen.get("prefill_tflops")), _number(seen.get("first_token_s"), 3),
-                _number(seen.get("decode_tb_s"), 2), _number(seen.get("peak_running")), _share(seen.get("hit_rate")),
-                wasted, _share(seen.get("pool_waste")), _number(seen.get("preemptions")), _share(seen.get("same_answers")),
-                _number(seen.get("processor_s"), 3), _number(row["processor_ratios"].get(name), 2),
-            )  # fmt: skip
+                _number(seen.get("decode_tb_s"), 2), _number(seen.get("processor_s"), 3),
+                _number(row["processor_ratios"].get(name), 2),
+            ])  # fmt: skip
+            cache.append([
+                row["work"], name, _number(seen.get("peak_running")), _share(seen.get("hit_rate")), wasted,
+                _share(seen.get("pool_waste")), _number(seen.get("preemptions")), _share(seen.get("same_answers")),
+            ])  # fmt: skip
+    speed_columns = (
+        "work", "on", "output tokens/s", "prefill tokens/s", "TFLOP/s", "first token s", "decode TB/s", "processor s",
+        "/ kvloom",
+    )  # fmt: skip
+    cache_columns = (
+        "work",
+        "on",
+        "peak running",
+        "hit rate",
+        "waste",
+        "of the pool",
+        "preempted",
+        "same answers",
+    )
+    return [_filled("Speed", speed_columns, speed), _filled("Cache", cache_columns, cache)]
+
+
+def _filled(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    """Return a table without empty columns."""
+    used = [place for place, _ in enumerate(columns) if any(row[place] for row in rows)]
+    table = _table(title, *(columns[place] for place in used))
+    for row in rows:
+        table.add_row(*(row[place] for place in used))
     return table
 
 

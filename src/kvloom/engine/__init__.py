@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .execution import default_token_budget, use_threads
     from .llm import LLM, Completion, Delta, Result
-    from .offload import OffloadManager
+    from .offload import OffloadManager, opened_tiers
     from .options import add_engine_arguments, engine_settings
     from .preflight import check_engine, check_model
     from .request import Request
@@ -68,6 +68,7 @@ __all__ = [
     "default_token_budget",
     "engine_config",
     "engine_settings",
+    "opened_tiers",
     "use_threads",
 ]
 
@@ -77,7 +78,7 @@ _MODULES = {
     "engine": ("Engine",),
     "execution": ("default_token_budget", "use_threads"),
     "llm": ("LLM", "Completion", "Delta", "Result"),
-    "offload": ("OffloadManager",),
+    "offload": ("OffloadManager", "opened_tiers"),
     "options": ("add_engine_arguments", "engine_settings"),
     "preflight": ("check_engine", "check_model"),
     "request": ("Request",),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvloom.arguments import MODEL, number, token_ids, whole
+from kvloom.arguments import MODEL, elapsed, number, token_ids, whole
 
 from .options import add_engine_arguments, engine_settings
 
@@ -23,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to a parser."""
     add = parser.add_argument
     add("model", metavar="MODEL", help=MODEL)
-    add("prompts", nargs="*", metavar="PROMPT", help="prompt texts")
+    add("prompts", nargs="*", metavar="PROMPT", help="prompt texts; - reads one from standard input")
     add(
         "--tokens",
         action="append",
@@ -90,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
     from .preflight import check_engine
     from .sampling import SamplingParams
 
-    prompts = [*args.prompts, *map(token_ids, args.tokens)]
+    prompts: list[str | list[int]] = [*_texts(args.prompts), *map(token_ids, args.tokens)]
     if not prompts:
-        raise ValueError("there is no prompt: give a PROMPT or --tokens")
+        raise ValueError("there is no prompt: give a PROMPT or --tokens; - reads standard input")
     args.json |= args.logprobs is not None or args.prompt_logprobs is not None
     samples = max(args.n, args.best_of or 1, args.beam_width)
     if args.stream and (len(prompts) > 1 or samples > 1 or args.json):
@@ -121,7 +121,8 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         device=args.device,
     )
-    from .llm import LLM
+    with elapsed("loading torch", sys.stderr.isatty()):
+        from .llm import LLM
 
     llm = LLM(
         args.model,
@@ -162,6 +163,16 @@ def _generate(
         for done in result.outputs:
             print(shown(done.text, done.token_ids))
     return 0
+
+
+def _texts(given: list[str]) -> list[str]:
+    """Return prompt texts; `-` is the text of standard input without its last line end."""
+    if given.count("-") > 1:
+        raise ValueError("- is given twice: standard input is one prompt")
+    texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in given]
+    if "-" in given and not texts[given.index("-")]:
+        raise ValueError("standard input is empty: write a prompt to it")
+    return texts
 
 
 def _schema(given: str | None) -> str | None:

@@ -3,6 +3,7 @@
     llm = LLM("path/to/model")
     for result in llm.generate(["Once upon a time"], SamplingParams(temperature=0)):
         print(result.outputs[0].text)
+    print(llm.chat([{"role": "user", "content": "Hello"}])[0].outputs[0].text)
     for delta in llm.stream("Once upon a time"):
         print(delta.text, end="")
 
@@ -23,6 +24,7 @@ from kvloom.models.specs import folder_of
 from .config import engine_config
 from .engine import Engine
 from .execution import default_token_budget, use_threads
+from .offload import opened_tiers
 from .preflight import check_engine
 from .request import Request
 from .sampling import Detokenizer, Finish, SamplingParams, TokenLogprobs
@@ -30,6 +32,7 @@ from .sampling import Detokenizer, Finish, SamplingParams, TokenLogprobs
 __all__ = ["LLM", "Completion", "Delta", "Result"]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,9 @@ class LLM:
             chosen = choose_device(device)
             if dtype == "auto" and chosen.type == "cpu" and self._folder != model:
                 dtype = "float32"  # an embedded model, as in `kvloom serve`
-            model, found = load(self._folder, dtype, chosen, load_format, progress)
+            with opened_tiers(config.tiers) as opened:  # before minutes of loading
+                model, found = load(self._folder, dtype, chosen, load_format, progress)
+            config = replace(config, tiers=opened)
             self.tokenizer = tokenizer or found
         if config.token_budget is None:
             config = replace(config, token_budget=default_token_budget(next(model.parameters()).device))
@@ -153,6 +158,33 @@ class LLM:
             self._cancel(requests)
             raise
         return [self._result(prompt, request) for prompt, request in zip(many, requests, strict=True)]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = False,
+        **template: Any,
+    ) -> list[Result]:
+        """Return the answers to one conversation or several. A message has `role` and `content`; see `chat_prompt`."""
+        one = not messages or isinstance(messages[0], Mapping)
+        many = [messages] if one else list(messages)
+        return self.generate([self.chat_prompt(each, **template) for each in many], params, progress)
+
+    def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
+        """Return the token ids of a conversation, written by the tokenizer's chat template.
+
+        `template` sets its variables, such as `tools` and `add_generation_prompt` (default: True). Special tokens in contents are
+        recognised. Raises ValueError without a chat template, or without messages."""
+        if not messages:
+            raise ValueError(
+                "messages is empty: give at least one, such as {'role': 'user', 'content': 'Hello'}"
+            )
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError("the model has no chat template: use generate")
+        template = {"add_generation_prompt": True, **template, "tokenize": False}
+        text = self.tokenizer.apply_chat_template(list(messages), **template)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def stream(
         self,

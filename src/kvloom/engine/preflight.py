@@ -7,6 +7,8 @@ errors are found while loading.
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import socket
 from pathlib import Path
@@ -26,11 +28,12 @@ from kvloom.models.specs import (
     load_config,
     model_spec,
 )
-from kvloom.tiers import check_tiers
+from kvloom.tiers import check_tiers, scheme_of, split_write_policy
+from kvloom.tiers.host import HostURL
 
 from .config import EngineConfig
 
-__all__ = ["check_engine", "check_model"]
+__all__ = ["check_engine", "check_model", "host_slab_bytes"]
 
 HUB_SECONDS = 5.0
 
@@ -48,7 +51,8 @@ def check_engine(
     Takes milliseconds; seconds if a model hub cannot be reached."""
     kv_dtype, kv_scales, pool_bytes = config.kv_dtype, config.kv_scales, config.pool_bytes
     kv_dtypes(kv_dtype)
-    check_tiers([tier for tier in config.tiers if isinstance(tier, str)])
+    tiers = [tier for tier in config.tiers if isinstance(tier, str)]
+    check_tiers(tiers)
     make_policy(config.eviction_policy)
     if device is not None and device.startswith("cuda"):
         _check_gpu(device)
@@ -57,12 +61,24 @@ def check_engine(
     spec = None if found is None else _spec(found, dtype, kv_dtype, static)
     if static:
         _check_scales(kv_dtype, kv_scales, spec)
-    if spec is not None and spec.media is None and pool_bytes is not None:
+    if spec is not None and spec.media is None:
         slab_bytes = PoolLayout.build(spec.layers, config.block_tokens).slab_bytes
-        if pool_bytes < 2 * slab_bytes:
+        for host in (text for text in tiers if scheme_of(text) == "host"):
+            host_slab_bytes(slab_bytes, HostURL.parse(split_write_policy(host)[0]).capacity)
+        if pool_bytes is not None and pool_bytes < 2 * slab_bytes:
             raise ValueError(
                 f"a pool of {pool_bytes:,} bytes is too small: give at least two slabs of {slab_bytes:,} bytes"
             )
+
+
+def host_slab_bytes(slab_bytes: int, capacity: int) -> int:
+    """Return the least slab of a host tier for a pool's slabs. Raises ValueError if the tier is smaller."""
+    unit = math.lcm(slab_bytes, mmap.PAGESIZE)
+    if capacity < unit:
+        raise ValueError(
+            f"host tier of {capacity:,} bytes is too small: its slabs have {unit:,} bytes; give it at least one"
+        )
+    return unit
 
 
 def check_model(model: str, load_format: str = "auto") -> dict[str, Any] | None:

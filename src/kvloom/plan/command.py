@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from kvloom.arguments import KV_DTYPE, size, whole
+from kvloom.arguments import KV_DTYPE, memory, whole
 
 __all__ = ["arguments", "run"]
 
@@ -43,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-dtype", metavar="D", help=KV_DTYPE)
     add(
         "--gpu-memory",
-        type=size,
+        type=memory,
         metavar="SIZE",
         help="memory for the cache, such as 40GiB: shows how many requests fit",
     )

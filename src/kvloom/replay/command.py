@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from kvloom.arguments import number, parse_size, whole
 from kvloom.core import PoolLayout, format_bytes
-from kvloom.models.specs import load_spec
+from kvloom.models.specs import folder_of, load_spec
 
 from .cost import CostModel, Load, estimate
 from .simulator import NAMES, Outcome, Tier, TierUse, replay
@@ -49,7 +50,7 @@ def arguments(parser: ArgumentParser) -> None:
     add(
         "--model",
         metavar="MODEL",
-        help="model that defines the bytes per token (default: an 8B Llama 3, 128 KiB per token)",
+        help="model that defines the bytes per token (default: the recording's, else an 8B Llama 3: 128 KiB per token)",
     )
     add(
         "--kv-dtype",
@@ -109,12 +110,11 @@ def run(args: Namespace) -> int:
         from .plot import check_plot
 
         check_plot(args.plot)
+    _say(f"reading {', '.join(args.traces)}")
     traffic = read_traces(args.traces, args.seed, args.spread)
     if not traffic.requests:
         raise ValueError("the traces contain no requests")
-    per_token = DEFAULT_BYTES
-    if args.model is not None:
-        per_token = PoolLayout.build(load_spec(args.model, args.kv_dtype).layers).bytes_per_token()
+    per_token = _bytes_per_token(args, traffic)
     block = per_token * traffic.block_tokens
     blocks = _Capacities(traffic, block)
     tiers = [blocks.tier(text) for text in args.tier]
@@ -127,19 +127,39 @@ def run(args: Namespace) -> int:
     rows: list[Row] = []
     for capacity in capacities:
         for policy in policies:
-            _say(f"{policy} at {capacity:,} blocks")
-            outcome = replay(traffic, capacity, policy, tiers=tiers, ended=args.ended)
+            shown = _Progress(f"{policy} at {capacity:,} blocks", len(traffic.requests))
+            outcome = replay(traffic, capacity, policy, tiers=tiers, ended=args.ended, progress=shown)
             rows.append((outcome, estimate(traffic, outcome, cost) if cost else None))
     _say("")
     if args.plot:
         from .plot import plot_curves
 
         plot_curves(traffic, [outcome for outcome, _ in rows], args.plot)
+        print(f"wrote {args.plot}", file=sys.stderr)
     if args.json:
         print(json.dumps([_plain(outcome, load, block) for outcome, load in rows], indent=2))
     else:
         _tables(traffic, rows, block)
     return 0
+
+
+def _bytes_per_token(args: Namespace, traffic: Traffic) -> int:
+    """Return the bytes per token of --model, else of the recording, else of an 8B Llama 3."""
+    model = args.model or (traffic.model if args.kv_dtype or traffic.bytes_per_token is None else "")
+    if not model:
+        return traffic.bytes_per_token or DEFAULT_BYTES
+    try:
+        return PoolLayout.build(load_spec(folder_of(model), args.kv_dtype).layers).bytes_per_token()
+    except ValueError:
+        if args.model is not None or args.kv_dtype is not None:
+            raise
+    _say("")
+    print(
+        f"the recording's model {model!r} is not known here: sizes assume {format_bytes(DEFAULT_BYTES)} per token; "
+        "use --model with its folder",
+        file=sys.stderr,
+    )
+    return DEFAULT_BYTES
 
 
 def _policies(asked: Sequence[str]) -> list[str]:
@@ -316,6 +336,19 @@ def _about(traffic: Traffic) -> str:
 
 def _console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+
+
+class _Progress:
+    """Shows the share of replayed requests on a terminal, at most every 0.2 seconds."""
+
+    def __init__(self, words: str, total: int) -> None:
+        self._words, self._total, self._shown = words, total, 0.0
+        _say(words)
+
+    def __call__(self, done: int) -> None:
+        if (now := time.monotonic()) - self._shown > 0.2:
+            self._shown = now
+            _say(f"{self._words}: {done:,} of {self._total:,} requests ({done / self._total:.0%})")
 
 
 def _say(text: str) -> None:

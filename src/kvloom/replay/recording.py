@@ -49,4 +49,12 @@ def read_recording(lines: Iterator[dict[str, Any]], origin: str) -> Traffic:
         for row, (at, prompt, output, tenant, session, ending) in zip(blocks, about, strict=True)
     ]
     requests.sort(key=lambda r: r.at)
-    return Traffic(tuple(requests), block, distinct, origin)
+    model, per_token = head.get("model"), head.get("bytes_per_token")
+    return Traffic(
+        tuple(requests),
+        block,
+        distinct,
+        origin,
+        model if isinstance(model, str) else "",
+        per_token if type(per_token) is int and per_token > 0 else None,
+    )

@@ -18,7 +18,7 @@ GIGABYTE = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The hit rate at one size, and the gain of one more gigabyte there."""
+    """The hit rate at one size, and the gain of one more gigabyte there, at most up to the ideal."""
 
     capacity_blocks: int
     bytes: int
@@ -121,9 +121,9 @@ def size_cache(
     found = _least(rate, wanted, sorted(known), precision)
     more = max(1, GIGABYTE // block_bytes)
     reach = found or max(known)
-    gain = (rate(reach + more) - rate(reach)) * GIGABYTE / (more * block_bytes)
+    gain = _gain(rate(reach + more) - rate(reach), more * block_bytes, ideal - rate(reach))
     tiers = _share(limits, reach * block_bytes, lambda size: rate(max(1, size // block_bytes)))
-    curve = _curve({blocks: known[blocks] for blocks in {*grid, reach}}, block_bytes)
+    curve = _curve({blocks: known[blocks] for blocks in {*grid, reach}}, block_bytes, ideal)
     size = None if found is None else found * block_bytes
     return Sizing(policy, wanted, ideal, found, size, tiers, gain, curve)
 
@@ -155,13 +155,19 @@ def _share(
     return tuple(tiers)
 
 
-def _curve(known: dict[int, float], block_bytes: int) -> tuple[Point, ...]:
+def _gain(hit_rate: float, size: int, most: float) -> float:
+    """Return the gain of a gigabyte, if `size` bytes add `hit_rate`: in proportion, and at most up to the ideal."""
+    return min(hit_rate * GIGABYTE / size, max(0.0, most))
+
+
+def _curve(known: dict[int, float], block_bytes: int, ideal: float) -> tuple[Point, ...]:
     sizes = sorted(known)
     points = []
     for i, blocks in enumerate(sizes):
         nearby = sizes[min(i + 1, len(sizes) - 1)]
         gain = 0.0
         if nearby > blocks:
-            gain = (known[nearby] - known[blocks]) * GIGABYTE / ((nearby - blocks) * block_bytes)
+            size = (nearby - blocks) * block_bytes
+            gain = _gain(known[nearby] - known[blocks], size, ideal - known[blocks])
         points.append(Point(blocks, blocks * block_bytes, known[blocks], gain))
     return tuple(points)

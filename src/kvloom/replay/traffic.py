@@ -34,12 +34,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests in order of arrival; `distinct` blocks, numbered from 0."""
+    """Requests in order of arrival; `distinct` blocks, numbered from 0. `model` and `bytes_per_token` are those of a recording, if
+    it states them."""
 
     requests: tuple[Request, ...]
     block_tokens: int
     distinct: int
     origin: str = ""
+    model: str = ""
+    bytes_per_token: int | None = None
     _asked: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +94,10 @@ class Traffic:
                 )
             distinct += part.distinct
         requests.sort(key=lambda r: r.at)
-        return cls(tuple(requests), sizes.pop(), distinct, ", ".join(p.origin for p in parts))
+        origins = ", ".join(p.origin for p in parts)
+        models = {(p.model, p.bytes_per_token) for p in parts}
+        model, per_token = models.pop() if len(models) == 1 else ("", None)
+        return cls(tuple(requests), sizes.pop(), distinct, origins, model, per_token)
 
 
 def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tuple[list[Blocks], int]:

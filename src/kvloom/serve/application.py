@@ -13,13 +13,15 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.serve.dashboard import DashboardState, dashboard_routes
 
+from .access_log import RequestLogger, request_log
 from .api import (
     ChatEndpoint,
     CompletionEndpoint,
@@ -27,6 +29,8 @@ from .api import (
     PoolEndpoint,
     ServerContext,
     TokenizeEndpoint,
+    documentation_routes,
+    openapi,
     parse_digits,
 )
 from .errors import ApiError, bad_request, not_found, unknown_model, unknown_request
@@ -70,11 +74,12 @@ def application(context: ServerContext, dashboard: DashboardState | None = None)
     async def version(_: Request) -> Response:
         return _json({"version": metadata.version("kvloom")})
 
-    async def health(_: Request) -> Response:
-        if context.limiter.is_draining:
-            return _json({"status": "draining"}, 503)
+    async def health(request: Request) -> Response:
         loaded = context.engine.is_ready and context.encoder is not None
-        return _json({"status": "ok"}) if loaded else _json({"status": "loading"}, 503)
+        status = "draining" if context.limiter.is_draining else "ok" if loaded else "loading"
+        if status != "ok":
+            request_log(request.scope).error = ApiError(503, status)
+        return _json({"status": status}, 200 if status == "ok" else 503)
 
     async def metrics(request: Request) -> Response:
         open_ = not context.keys
@@ -101,7 +106,11 @@ def application(context: ServerContext, dashboard: DashboardState | None = None)
             raise unknown_request(id_)
         return _json(found.to_dict(operator=tenant is None))
 
+    async def root(_: Request) -> Response:
+        return RedirectResponse("/dashboard")
+
     routes = [
+        Route("/", root),
         Route("/admin/pool", PoolEndpoint(context), methods=["GET", "POST"]),
         Route("/v1/completions", CompletionEndpoint(context), methods=["POST"]),
         Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
@@ -120,7 +129,18 @@ def application(context: ServerContext, dashboard: DashboardState | None = None)
         *dashboard_routes(context, dashboard or DashboardState(context)),
     ]
     handlers: dict[Any, Any] = {ApiError: _error_response, HTTPException: _http_error, Exception: _unexpected}
-    return _CountResponses(Starlette(routes=routes, exception_handlers=handlers), context)
+    described = openapi(routes, metadata.version("kvloom"))
+    routes += documentation_routes(described)
+    app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
+    if context.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=context.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return RequestLogger(_CountResponses(app, context))
 
 
 class _CountResponses:
@@ -166,7 +186,8 @@ def _json(data: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(data), status, media_type="application/json")
 
 
-async def _error_response(_: Request, error: ApiError) -> Response:
+async def _error_response(request: Request, error: ApiError) -> Response:
+    request_log(request.scope).error = error
     headers = {name.decode(): value.decode() for name, value in error.headers}
     return Response(error.body, error.status, headers)
 

@@ -5,6 +5,7 @@ Every folder of the server raises ApiError; this module imports none of them.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ __all__ = [
     "bodies_full",
     "body_too_large",
     "context_too_long",
+    "cut_off",
     "draining",
     "engine_died",
     "engine_loading",
@@ -46,7 +48,8 @@ RETRY_SECONDS = 1
 
 
 class ApiError(Exception):
-    """An error response. `retry_after` is sent as a header, in seconds."""
+    """An error response. `retry_after` is sent as a header, in seconds. `logged` replaces the message in the log: for
+    messages that may contain text of the request."""
 
     def __init__(
         self,
@@ -55,10 +58,17 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        logged: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after = retry_after
+        self._logged = logged
+
+    @property
+    def log_text(self) -> str:
+        """The message for the log. Quoted parts may be values of the request; they are left out."""
+        return self._logged or re.sub(r"['\"].*['\"]", "'…'", self.message, flags=re.DOTALL)
 
     @property
     def body(self) -> bytes:
@@ -80,8 +90,10 @@ class ApiError(Exception):
         return [(b"content-type", b"application/json"), *more]
 
 
-def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    return ApiError(400, message, param, code)
+def bad_request(
+    message: str, param: str | None = None, code: str | None = None, logged: str | None = None
+) -> ApiError:
+    return ApiError(400, message, param, code, logged=logged)
 
 
 def invalid_key(given: bool) -> ApiError:
@@ -156,13 +168,21 @@ def bodies_full() -> ApiError:
 
 
 def grammars_busy(why: str, param: str | None) -> ApiError:
-    return ApiError(429, why, param, "rate_limit_exceeded", retry_after=RETRY_SECONDS)
+    return ApiError(
+        429, why, param, "rate_limit_exceeded", retry_after=RETRY_SECONDS, logged="too many grammars"
+    )
 
 
 def draining() -> ApiError:
     return ApiError(
         503, "the server is shutting down and accepts no requests", code="draining", retry_after=10
     )
+
+
+def cut_off() -> ApiError:
+    return ApiError(
+        503, "the server is stopping; this answer was cut off: send the request again", code="server_stopping", retry_after=10
+    )  # fmt: skip
 
 
 def engine_loading() -> ApiError:

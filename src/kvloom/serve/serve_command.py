@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvloom.arguments import MAX_NUMBER, MODEL, number, size, whole
 from kvloom.engine import add_engine_arguments, engine_settings
+
+from .http_client import KEY
 
 if TYPE_CHECKING:
     from kvloom.serve.auth import Caps
@@ -31,8 +35,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="port (default: 8000; 0: any free port)",
     )
     add("--name", metavar="NAME", help="name of the model in requests (default: its folder's name)")
-    keys = "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [max_…=N] [admin]`"
+    keys = (
+        "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [max_…=N] [admin]`; "
+        "an admin key sees all tenants and the dashboard"
+    )
     add("--api-keys", metavar="FILE", help=keys)
+    key = f"an admin API key of tenant 'default'; repeatable (default: ${KEY}, which other users cannot see)"
+    add("--api-key", action="append", default=[], metavar="KEY", help=key)
     add(
         "--no-auth",
         action="store_true",
@@ -91,6 +100,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-metrics", action="store_true", help="disable metrics and request records, to measure their cost"
     )
+    origin = "origin of web pages that may use the server, such as https://example.org; repeatable"
+    add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
+    add("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate chain (PEM)")
+    add("--ssl-keyfile", metavar="FILE", help="private key of the certificate (default: in the same file)")
+    add("--ssl-ca-certs", metavar="FILE", help="require client certificates of these authorities (PEM)")
+    level = "least severe messages to log (default: info; debug also logs polls of /health and /metrics)"
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=level)
+    form = "format of the log on stderr: text (default), or json, one object per line"
+    add("--log-format", choices=("text", "json"), default="text", help=form)
+    quiet = "log warnings and errors only, and print no start-up message"
+    add("-q", "--quiet", action="store_true", help=quiet)
     add_engine_arguments(parser)
     parser.epilog = (
         "Metrics are at /metrics; the package contains a Grafana dashboard, kvloom/serve/grafana.json "
@@ -102,17 +122,28 @@ def run(args: argparse.Namespace) -> int:
     from kvloom.engine import engine_config
     from kvloom.models.specs import folder_of
     from kvloom.serve.auth import ApiKeys, Limits, permission_warning, read_keys
+    from kvloom.serve.logs import configure_logging
     from kvloom.serve.server import ServerOptions, serve
     from kvloom.serve.worker import Start, WatchdogLimits
 
-    if args.no_auth and args.api_keys is not None:
-        raise ValueError("--no-auth and --api-keys exclude each other: use one of them")
+    level = "warning" if args.quiet and args.log_level in ("debug", "info") else args.log_level
+    configure_logging(level, args.log_format)
+    for option in ("api_keys", "api_key"):
+        if args.no_auth and getattr(args, option):
+            raise ValueError(
+                f"--no-auth and --{option.replace('_', '-')} exclude each other: use one of them"
+            )
+    own = args.api_key
+    if not own and not args.no_auth and args.api_keys is None and os.environ.get(KEY):
+        own = [os.environ[KEY]]
+        logging.getLogger("kvloom.serve").info("requests need the API key of $%s; --no-auth ignores it", KEY)
+    has_keys = bool(own) or args.api_keys is not None
     settings = engine_settings(args)
     engine_config(**settings)
-    caps = _default_caps(args)
-    keys = ApiKeys({}, default=caps) if args.api_keys is None else read_keys(args.api_keys, caps)
+    caps = _default_caps(args, has_keys)
+    keys = read_keys(args.api_keys, caps, own) if has_keys else ApiKeys({}, default=caps)
     if args.api_keys is not None and (warning := permission_warning(args.api_keys)) is not None:
-        print(f"kvloom serve: warning: {warning}", file=sys.stderr)
+        logging.getLogger("kvloom.serve").warning("%s", warning)
     model = folder_of(args.model)
     start = Start(
         model=model,
@@ -122,9 +153,11 @@ def run(args: argparse.Namespace) -> int:
         load_format=args.load_format,
         threads=args.threads,
         tenants=keys.tenants,
-        progress=sys.stderr.isatty(),
+        progress=sys.stderr.isatty() and not args.quiet,
         observe=not args.no_metrics,
         settings=settings,
+        log_level=level,
+        log_format=args.log_format,
     )
     limits = Limits(
         body_bytes=args.max_body,
@@ -154,16 +187,21 @@ def run(args: argparse.Namespace) -> int:
             record=args.record,
             otlp=args.otlp,
             metrics_auth=args.metrics_auth,
+            quiet=args.quiet,
+            cors_origins=tuple(args.cors_origin),
+            ssl_certfile=args.ssl_certfile,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_ca_certs=args.ssl_ca_certs,
         )
     )
 
 
-def _default_caps(args: argparse.Namespace) -> Caps:
+def _default_caps(args: argparse.Namespace, has_keys: bool) -> Caps:
     """Return the limits of tenants whose keys set none. Without keys, only the given options limit requests."""
     from kvloom.serve.auth import PRESSURE, Caps
 
     answers, ttl = args.max_answers, args.max_ttl
-    if args.api_keys is not None:
+    if has_keys:
         places = args.max_running + args.max_queue
         answers = answers or max(1, min(args.max_running, places * PRESSURE // (PRESSURE + 1)))
         ttl = ttl or MAX_TTL_SECONDS

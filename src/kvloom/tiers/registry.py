@@ -30,7 +30,9 @@ __all__ = [
     "WritePolicy",
     "check_tiers",
     "find_parser",
+    "is_optional",
     "known_schemes",
+    "mark_optional",
     "open_tier",
     "open_with_policy",
     "parse_tier",
@@ -167,7 +169,7 @@ def open_with_policy(url: str, shares: Shares | None = None) -> OpenTier:
 
 
 def split_write_policy(url: str) -> tuple[str, WritePolicy]:
-    """Returns a URL without its option `write`, and the policy.
+    """Returns a URL without its options `write` and `optional`, and the policy.
 
     The default is `back` for host memory that is not shared with other processes, else `through`.
     """
@@ -176,6 +178,7 @@ def split_write_policy(url: str) -> tuple[str, WritePolicy]:
         raise ValueError(
             f"tier {redact_url(url)!r} has several question marks; write options as ?name=value&name=value"
         )
+    url = _without_optional(url)
     found = re.search(r"(?<=[?&])write=([^&]*)(?:&|$)", url)
     if found is None:
         private = scheme == "host" and re.search(r"[?&]share=", url) is None
@@ -185,3 +188,28 @@ def split_write_policy(url: str) -> tuple[str, WritePolicy]:
             f"tier {redact_url(url)!r}: write={found[1]!r} is none of {', '.join(WRITE_POLICIES)}"
         )
     return (url[: found.start()] + url[found.end() :]).rstrip("?&"), cast(WritePolicy, found[1])
+
+
+_OPTIONAL = re.compile(r"(?<=[?&])optional=([^&]*)(?:&|$)")
+
+
+def is_optional(url: str) -> bool:
+    """Whether a URL has the option `optional=1`: the engine starts without the tier if it cannot be opened.
+
+    Raises ValueError for another value.
+    """
+    found = _OPTIONAL.search(url)
+    if found is not None and found[1] not in ("0", "1"):
+        raise ValueError(f"tier {redact_url(url)!r}: optional={found[1]!r} must be 0 or 1")
+    return found is not None and found[1] == "1"
+
+
+def mark_optional(url: str) -> str:
+    """Returns a URL with the option `optional=1`."""
+    rest = _without_optional(url)
+    return f"{rest}{'&' if '?' in rest else '?'}optional=1"
+
+
+def _without_optional(url: str) -> str:
+    is_optional(url)
+    return _OPTIONAL.sub("", url).rstrip("?&")

@@ -9,7 +9,7 @@
     load_or_recompute.py  LoadOrRecompute: how far a request computes while its pages load
     throughput.py         TimeModel: measured seconds per amount
     host_pages.py         HostPages: copies between pool and host memory, on a GPU by streams
-    open_tiers.py         open_offload: opens configured tiers under one cache
+    open_tiers.py         open_offload, opened_tiers: opens configured tiers
     session_history.py    SessionHistory: tokens of past sessions, for prefetches
     stats.py              OffloadStats: counters
 
@@ -40,7 +40,7 @@ from .host_pages import Event, HostPages, Ids, LoadEvent, form_of, open_host
 from .load_job import LoadJob, Phase, PoolCopy
 from .load_or_recompute import Estimates, LoadOrRecompute, Progress
 from .manager import OffloadManager
-from .open_tiers import open_offload
+from .open_tiers import open_offload, opened_tiers
 from .session_history import SessionHistory
 from .stats import OffloadStats
 from .store import HostStore
@@ -68,4 +68,5 @@ __all__ = [
     "form_of",
     "open_host",
     "open_offload",
+    "opened_tiers",
 ]

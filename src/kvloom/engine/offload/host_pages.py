@@ -9,8 +9,6 @@ on page ids and offsets in the arena; does not see hashes or requests.
 from __future__ import annotations
 
 import contextlib
-import math
-import mmap
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvloom.core import PageGroup, PoolLayout
+from kvloom.engine.preflight import host_slab_bytes
 from kvloom.kernels.copy import Copier, FinishedEvent
 from kvloom.tiers import Form, HostConfig, HostTier
 from kvloom.tiers.host import SharedMemory, copy_pages
@@ -55,11 +54,7 @@ def open_host(
 
     `shared`: other processes on this host may map the memory and read it. Returns that memory, or None if the system
     does not support it."""
-    unit = math.lcm(layout.slab_bytes, mmap.PAGESIZE)
-    if capacity < unit:
-        raise ValueError(
-            f"host tier of {capacity:,} bytes is too small: its slabs have {unit:,} bytes; give it at least one"
-        )
+    unit = host_slab_bytes(layout.slab_bytes, capacity)
     slab = unit * max(1, min(_SLAB_BYTES, capacity // 32) // unit)
     memory = None
     if shared:

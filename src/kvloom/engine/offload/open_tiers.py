@@ -1,13 +1,14 @@
 """Opens the configured tiers of one cache: host memory first, then the others.
 
-An invalid tier text is refused before any tier is opened. A tier that cannot be opened is logged and left out; the
-engine retries it in the background.
+An invalid tier text is refused before any tier is opened. A tier that cannot be opened is an error. With `?optional=1`
+it is logged and left out; the engine retries it in the background.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence as Many
+from collections.abc import Callable, Iterator, Sequence as Many
+from contextlib import contextmanager
 
 import torch
 
@@ -19,8 +20,10 @@ from kvloom.tiers import (
     LossyTier,
     OpenTier,
     Shares,
+    SupportsShares,
     TierError,
     check_tiers,
+    is_optional,
     lossy_form,
     open_with_policy,
     scheme_of,
@@ -35,11 +38,44 @@ from kvloom.tiers.transfers import UnavailableTier
 from .host_pages import form_of, open_host
 from .manager import OffloadManager
 
-__all__ = ["open_offload"]
+__all__ = ["open_offload", "opened_tiers"]
 
 log = logging.getLogger("kvloom.tiers")
 STAGING_BYTES = {False: 256 << 20, True: 4 << 30}
 """Bytes of host memory without a configured host tier, by whether there is a GPU: every transfer passes through host memory."""
+
+
+@contextmanager
+def opened_tiers(tiers: Many[str | OpenTier]) -> Iterator[list[str | OpenTier]]:
+    """Open the required tiers of other media than host memory, before a model is loaded; the rest stays text.
+
+    Closes them if the block fails. Raises ValueError for a tier that cannot be opened."""
+    check_tiers(text for text in tiers if isinstance(text, str))
+    found: list[str | OpenTier] = []
+    try:
+        for text in tiers:
+            is_later = isinstance(text, OpenTier) or scheme_of(text) == "host" or is_optional(text)
+            found.append(text if is_later else _open_required(str(text)))
+        yield found
+    except BaseException:
+        for place in found:
+            if isinstance(place, OpenTier) and place not in tiers:
+                place.tier.close()
+        raise
+
+
+def _open_required(text: str) -> OpenTier:
+    try:
+        return open_with_policy(text)
+    except TierError as error:
+        raise _unusable(text, error) from error
+
+
+def _unusable(text: str, error: TierError) -> ValueError:
+    return ValueError(
+        f"tier {url_label(text)} cannot be used: {error}; correct it, or add optional=1 to its options "
+        "to start without it"
+    )
 
 
 def open_offload(
@@ -51,7 +87,8 @@ def open_offload(
 ) -> OffloadManager:
     """Open tiers (`host:64GiB`, `disk:/path:1TiB`, …) and return the offload manager of a cache.
 
-    Raises ValueError for a text that is not a tier. Logs and leaves out a tier that cannot be opened."""
+    Raises ValueError for a text that is not a tier, and for a tier that cannot be opened. With `optional=1` the latter is
+    logged and left out."""
     layout, device = cache.layout, buffer.device
     check_tiers(text for text in tiers if isinstance(text, str))
     hosts = [text for text in tiers if isinstance(text, str) and text.startswith("host:")]
@@ -74,10 +111,18 @@ def open_offload(
         for text in tiers:
             if isinstance(text, OpenTier):
                 places.append(text)
+                if shares and isinstance(text.tier, SupportsShares):
+                    text.tier.set_shares(shares)
+                try:
+                    _checked(text, layout)
+                except TierError as error:
+                    raise _unusable(text.tier.name, error) from error
             elif text not in hosts:
                 try:
                     places.append(_checked(open_with_policy(text, shares), layout))
                 except TierError as error:
+                    if not is_optional(text):
+                        raise _unusable(text, error) from error
                     unavailable.append((url_label(text), str(error)))
                     log.warning("tier %s is left out, serving goes on without it: %s", *unavailable[-1])
                     if _should_retry(text, error):

@@ -55,7 +55,8 @@ def embedded(name: str = "llama") -> str:
     if PREFIX + name not in embedded_models():
         found = ", ".join(embedded_models()) or "none"
         raise ValueError(
-            f"this installation has no embedded model {PREFIX + name!r} (it has {found}): name a MODEL, a folder or hub id"
+            f"this installation has no embedded model {PREFIX + name!r} (it has {found}): name a MODEL, a folder or hub id; "
+            "a source checkout (pip install -e .) has all embedded models"
         )
     return str(_embedded() / name)
 

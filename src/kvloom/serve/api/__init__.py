@@ -11,6 +11,7 @@
     templates.py          chat templates within limits
     control_tokens.py     control tokens in the texts of a request
     responses.py          responses, whole or as events
+    openapi.py            /openapi.json and /docs, from the fields
     connection.py         HTTP connections with limits
 
 Imports worker, auth and metrics. The routes are in serve/application.py.
@@ -21,6 +22,7 @@ from __future__ import annotations
 from .admin import PoolEndpoint
 from .connection import close_idle, limited_connection
 from .generation import ChatEndpoint, CompletionEndpoint
+from .openapi import documentation_routes, openapi
 from .prompts import PromptEncoder, load_tokenizer
 from .request_fields import engine_error
 from .server_context import ServerContext, is_loopback, parse_digits
@@ -35,9 +37,11 @@ __all__ = [
     "ServerContext",
     "TokenizeEndpoint",
     "close_idle",
+    "documentation_routes",
     "engine_error",
     "is_loopback",
     "limited_connection",
     "load_tokenizer",
+    "openapi",
     "parse_digits",
 ]

@@ -13,6 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from kvloom.serve.access_log import log_rejected
 from kvloom.serve.errors import ApiError
 
 __all__ = ["Connection", "close_idle", "limited_connection"]
@@ -30,15 +31,13 @@ def _final_response(error: ApiError) -> bytes:
     )
 
 
-_HEAD_TOO_LARGE = _final_response(ApiError(431, f"request head exceeds the limit of {HEAD_BYTES:,} bytes"))
-_NOT_HTTP = _final_response(ApiError(400, "not a valid HTTP/1.1 request"))
-_TOO_MANY = _final_response(
-    ApiError(
-        503,
-        "too many open connections: close some, or raise --max-connections",
-        code="too_many_connections",
-        retry_after=1,
-    )
+_HEAD_TOO_LARGE = ApiError(431, f"request head exceeds the limit of {HEAD_BYTES:,} bytes")
+_NOT_HTTP = ApiError(400, "not a valid HTTP/1.1 request")
+_TOO_MANY = ApiError(
+    503,
+    "too many open connections: close some, or raise --max-connections",
+    code="too_many_connections",
+    retry_after=1,
 )
 
 
@@ -72,9 +71,10 @@ class Connection(HttpToolsProtocol):
         """Called by uvicorn for data that it cannot parse."""
         self._close_with(_NOT_HTTP)
 
-    def _close_with(self, response: bytes) -> None:
+    def _close_with(self, error: ApiError) -> None:
         if not self.transport.is_closing():
-            self.transport.write(response)
+            log_rejected(error)
+            self.transport.write(_final_response(error))
             self.transport.close()
 
     def on_message_begin(self) -> None:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from kvloom.engine import SamplingParams
+from kvloom.serve.access_log import RequestLog, request_log
 from kvloom.serve.errors import ApiError, bad_request, context_too_long, slow_reader
 from kvloom.serve.metrics import RequestRecord
 from kvloom.serve.worker import Add, Delta, Ready, ResponseStream
@@ -57,11 +58,13 @@ class GenerationEndpoint(ABC):
             stream = ResponseStream(ids, n, context.limits.unread_characters if is_stream else None)
             context.engine.require_ready()
             record = context.observer.start(response.id, scope["path"], messages, started, request.headers)
+            log = request_log(scope)
+            log.record, record.request_id = record, log.id
             context.engine.submit(messages, stream)
             watcher = asyncio.create_task(_watch_disconnect(receive, stream))
             try:
                 if is_stream:
-                    events = _EventStream(context, stream, response, send, record)
+                    events = _EventStream(context, stream, response, send, record, log)
                     if not await events.run() and "kvloom.abort" in scope:
                         scope["kvloom.abort"]()
                         await watcher
@@ -224,10 +227,11 @@ class _EventStream:
         response: ResponseBuilder,
         send: Send,
         record: RequestRecord,
+        log: RequestLog,
     ) -> None:
         self._service, self._stream, self._response, self._send = context, stream, response, send
         self._seconds = context.limits.read_seconds
-        self._record = record
+        self._record, self._log = record, log
         self._last = 0.0
 
     async def run(self) -> bool:
@@ -246,6 +250,7 @@ class _EventStream:
                 await self._write(self._response.last_event(), more=False)
         except ApiError as error:
             self._record.error_code = error.code or str(error.status)
+            self._log.error = error
             if error.code == "slow_reader":
                 return False
             await self._write(b"data: " + error.body + b"\n\n", more=False)

@@ -256,7 +256,8 @@ class PromptEncoder:
         except _REFUSALS as error:
             why = str(error) or type(error).__name__
             why = (why.replace(mark, "") if mark else why)[:MAX_REASON_CHARACTERS]
-            raise bad_request(f"the chat template rejects these messages: {why}", "messages") from None
+            refused = "the chat template rejects these messages"  # its reason may contain their text
+            raise bad_request(f"{refused}: {why}", "messages", logged=refused) from None
 
         def encode(text: str) -> list[int]:
             return list(tokenizer(text, add_special_tokens=special)["input_ids"])
@@ -294,6 +295,37 @@ class PromptEncoder:
                 found = f"{PARTIAL_TOKEN}{self.tokenizer.convert_ids_to_tokens(token)}"
             self._token_texts[token] = found
         return found
+
+    def text_offsets(self, ids: list[int], start: int, text: str | None = None) -> tuple[list[int], int]:
+        """Return the offset of each token's first character, from `start` on, and the offset after the last.
+
+        With `text`, offsets are positions in it: a token that it does not contain (special tokens, the end of a stop text) has
+        no characters. Tokens of a partial character share its offset."""
+        offsets, at = [], start
+        partial: list[int] = []
+
+        def after(piece: str) -> int:
+            if text is None or text.startswith(piece, at):
+                return at + len(piece)
+            # some tokenizers drop the space of a single token
+            return at + 1 + len(piece) if text.startswith(f" {piece}", at) else at
+
+        for token in ids:
+            piece = self.token_text(token)
+            if piece.startswith(PARTIAL_TOKEN):
+                offsets.append(at)
+                partial.append(token)
+                piece = self.text(partial)
+                if BROKEN in piece:
+                    continue
+            elif partial:  # the character was never completed
+                at = after(self.text(partial))
+                offsets.append(at)
+            else:
+                offsets.append(at)
+            partial.clear()
+            at = after(piece)
+        return offsets, at
 
 
 def _encode(text: str, limits: PromptLimits, param: str, encode: Encode) -> list[int]:
@@ -357,6 +389,10 @@ def _flatten_content(place: int, message: dict[str, Any]) -> dict[str, Any]:
         raise bad_request(f"{where}: content must be a string or a list of parts", "messages")
     texts = []
     for part in content:
+        if isinstance(part, dict) and part.get("type") == "text" and not isinstance(part.get("text"), str):
+            raise bad_request(
+                f"{where}: a content part of type text needs the field text, a string", "messages"
+            )
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise bad_request(

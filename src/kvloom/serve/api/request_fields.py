@@ -388,4 +388,4 @@ def engine_error(said: str) -> ApiError:
     if name == "json_schema":
         name = "response_format"
     known = name in {*ChatFields.__struct_fields__, *CompletionFields.__struct_fields__}
-    return bad_request(said, name if known else None)
+    return bad_request(said, name if known else None, logged=f"invalid {name or 'request'}")

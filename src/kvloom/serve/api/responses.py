@@ -74,6 +74,7 @@ class ResponseBuilder(ABC):
         self._usage_always = bool(self._usage_last and usage and usage.continuous_usage_stats)
         self.finish_reasons: list[str] = []
         self._sent_characters: dict[int, int] = {}  # by choice
+        self._token_offsets: dict[int, int] = {}  # characters of the tokens so far, by choice
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._head = {
             "id": self.id,
@@ -144,8 +145,8 @@ class ResponseBuilder(ABC):
         if delta.finish_reason in _FINISH_ERRORS:
             raise _FINISH_ERRORS[delta.finish_reason]
         if delta.finish_reason == "grammar":
-            why = f"the requested format allows no token of this model: {delta.stop_reason}"
-            raise bad_request(why, "response_format")
+            why = "the requested format allows no token of this model"
+            raise bad_request(f"{why}: {delta.stop_reason}", "response_format", logged=why)
         self.usage.completion += len(delta.tokens)
         self.usage.cached[delta.id] = delta.cached_tokens
 
@@ -185,20 +186,15 @@ class CompletionResponse(ResponseBuilder):
 
     def _logprobs(self, delta: Delta, offset: int) -> dict[str, Any]:
         assert delta.logprobs is not None
-        ids, places = delta.tokens, delta.logprobs
-        if self._echo and delta.id in self._prompt_logprobs:
-            prompt = self._prompts[self._prompt_index[delta.id]].tokens
-            ids, places = (
-                [*prompt, *ids],
-                [[], *self._prompt_logprobs[delta.id], *places],
-            )  # the first token has no log-probability
-        tokens, offsets = [], []
-        for token in ids:
-            tokens.append(self._encoder.token_text(token))
-            offsets.append(offset)
-            offset += len(tokens[-1])
+        ids, places = self._tokens(delta), delta.logprobs
+        if len(ids) > len(places):
+            places = [[], *self._prompt_logprobs[delta.id], *places]  # the first token has no log-probability
+        index = self._index(delta)
+        offsets, self._token_offsets[index] = self._encoder.text_offsets(
+            ids, self._token_offsets.get(index, 0)
+        )
         return {
-            "tokens": tokens,
+            "tokens": [self._encoder.token_text(token) for token in ids],
             "token_logprobs": [place[0][1] if place else None for place in places],
             "top_logprobs": [
                 {self._encoder.token_text(token): value for token, value, _ in place} or None
@@ -207,7 +203,16 @@ class CompletionResponse(ResponseBuilder):
             "text_offset": offsets,
         }
 
+    def _tokens(self, delta: Delta) -> list[int]:
+        """Return the tokens with log-probabilities: those of the answer, after those of an echoed prompt."""
+        if not self._echo or delta.id not in self._prompt_logprobs:
+            return delta.tokens
+        return [*self._prompts[self._prompt_index[delta.id]].tokens, *delta.tokens]
+
     def _whole_choice(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
+        if choice["logprobs"] is not None:  # the complete text is known here
+            offsets, _ = self._encoder.text_offsets(self._tokens(delta), 0, choice["text"])
+            choice["logprobs"]["text_offset"] = offsets
         return (
             {**choice, "prompt_logprobs": self._prompt_logprob_list(delta.id)}
             if self._wants_prompt_logprobs

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from kvloom.serve.access_log import request_log
 from kvloom.serve.auth import ApiKeys, BodyLimiter, HeldBody, Limits, RequestLimiter
 from kvloom.serve.errors import ApiError, bad_request, body_too_large, draining, engine_loading, unknown_model
 from kvloom.serve.metrics import Metrics, RequestObserver
@@ -45,6 +46,8 @@ class ServerContext:
     encoder: PromptEncoder | None = None
     metrics_need_key: bool = False
     """Whether /metrics requires a key."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the server."""
     bodies: BodyLimiter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +71,11 @@ class ServerContext:
 
     def authenticate(self, request: Request) -> str | None:
         """Return the tenant of a request's key; None without keys. Raises ApiError 401."""
-        return self.keys.authenticate(request.headers.get("authorization")) if self.keys else None
+        if not self.keys:
+            return None
+        tenant = self.keys.authenticate(request.headers.get("authorization"))
+        request_log(request.scope).tenant = tenant
+        return tenant
 
     def visible_tenant(self, request: Request) -> str | None:
         """Return the tenant whose requests a key may see; None means all: an admin key, or no keys. Raises ApiError 401."""
@@ -107,12 +114,13 @@ class ServerContext:
         if self.keys:
             return
         host = request.headers.get("host", "localhost")
-        page = request.headers.get("origin", "http://localhost").partition("://")[2]
+        origin = request.headers.get("origin", "http://localhost")
+        page = "localhost" if origin in self.cors_origins else origin.partition("://")[2]
         for name in (_host_name(host), _host_name(page)):
             if not is_loopback(name):
                 raise ApiError(
                     403,
-                    f"{name!r} is not a loopback name; without API keys only loopback names are accepted: start the server with --api-keys",
+                    f"{name!r} is not a loopback name; without API keys only loopback names are accepted: use --api-keys or --api-key, or allow a page with --cors-origin",
                 )
 
     async def read_body(self, request: Request, held: HeldBody) -> bytes:

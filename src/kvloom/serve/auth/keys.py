@@ -26,9 +26,11 @@ from kvloom.serve.worker import TenantConfig
 
 from .limits import Caps
 
-__all__ = ["ApiKeys", "permission_warning", "read_keys"]
+__all__ = ["OWN_TENANT", "ApiKeys", "permission_warning", "read_keys"]
 
 MIN_KEY_CHARACTERS = 8
+OWN_TENANT = "default"
+"""Tenant of keys from the command line. They are admin keys."""
 CAPS = {"max_answers": int, "max_open": int, "max_ttl": float, "max_priority": int}
 """Caps that a key can set for its tenant, and their types."""
 KeyRow = tuple[str, str, str, int | None, float | None, dict[str, Any], bool]
@@ -82,15 +84,16 @@ def _bearer_key(authorization: str | None) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def read_keys(path: str, default: Caps | None = None) -> ApiKeys:
-    """Read a key file. Keys without caps get those of `default`. Raises ValueError with the line or position, never with
-    the key."""
+def read_keys(path: str | None, default: Caps | None = None, own: Collection[str] = ()) -> ApiKeys:
+    """Read a key file, and add `own` keys of the operator. Keys without caps get those of `default`. Raises ValueError with
+    the line or position, never with the key."""
     default = default or Caps()
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text") from None
-    rows = _from_json(text, path) if text.lstrip().startswith("{") else _from_lines(text, path)
+    rows = [] if path is None else _read_file(path)
+    path = path or "--api-key"
+    for number, key in enumerate(dict.fromkeys(own), 1):
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise ValueError(f"--api-key, key {number}: a key must be printable ASCII without spaces")
+        rows.append((f"key {number} of --api-key", key, OWN_TENANT, None, None, {}, True))
     keys: dict[str, TenantConfig] = {}
     tenants: dict[str, tuple[TenantConfig, Caps]] = {}
     is_firm = any(weight is not None for *_, weight, _, _ in rows)
@@ -112,6 +115,14 @@ def read_keys(path: str, default: Caps | None = None) -> ApiKeys:
         raise ValueError(f"{path} contains no keys")
     caps_of = {name: caps for name, (_, caps) in tenants.items()}
     return ApiKeys(keys, [key for _, key, *_, is_admin in rows if is_admin], caps_of, default)
+
+
+def _read_file(path: str) -> list[KeyRow]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8 text") from None
+    return _from_json(text, path) if text.lstrip().startswith("{") else _from_lines(text, path)
 
 
 def permission_warning(path: str) -> str | None:

@@ -31,6 +31,7 @@ class RequestRecord:
     | `finish_reasons`                     | of each finished answer                                            |
     | `error_code`                         | of the error response, if any                                      |
     | `progress`                           | the engine's latest report of each prompt                          |
+    | `request_id`                         | of the header x-request-id                                         |
     """
 
     id: str
@@ -49,6 +50,7 @@ class RequestRecord:
     error_code: str | None = None
     finish_reasons: list[str] = field(default_factory=list)
     progress: dict[int, RequestProgress] = field(default_factory=dict)
+    request_id: str = ""
 
     @property
     def state(self) -> str:
@@ -118,6 +120,7 @@ class RequestRecord:
             stopped = {"at_token": progress.miss_position, "reason": word, "text": text}
         return {
             "id": self.id,
+            "request_id": self.request_id,
             "tenant": self.tenant,
             "state": self.state,
             "arrived": round(self.arrived, 3),
@@ -154,9 +157,11 @@ class RequestRecords:
             self._ring.popitem(last=False)
 
     def find(self, id_: str, tenant: str | None) -> RequestRecord | None:
-        """Return a record if `tenant` (None: any) may see it."""
+        """Return the record with an id, or the newest with a request id, if `tenant` (None: any) may see it. O(records)."""
         found = self._ring.get(id_)
-        return found if found is not None and tenant in (None, found.tenant) else None
+        if found is not None:
+            return found if tenant in (None, found.tenant) else None
+        return next((one for one in self.latest(len(self), tenant) if id_ and one.request_id == id_), None)
 
     def latest(self, count: int, tenant: str | None) -> list[RequestRecord]:
         """Return the newest records that `tenant` (None: any) may see, newest first. O(records)."""

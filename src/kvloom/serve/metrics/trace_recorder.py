@@ -2,7 +2,7 @@
 
 A file is JSON lines, gzipped if its name ends in .gz:
 
-    {"kvloom": "traffic", "version": 1, "block_tokens": 64, "model": "llama"}
+    {"kvloom": "traffic", "version": 1, "block_tokens": 64, "model": "llama", "bytes_per_token": 131072}
     {"at": 0.25, "prompt": 1000, "output": 128, "names": "9f3c…", "tenant": "4be1", "session": "77a0", "ending": "stop"}
 
 `names` are the hashes of the full blocks of prompt and answer, 8 bytes each, in one hexadecimal string. Hashes, tenants
@@ -55,8 +55,8 @@ class Recorder:
         _make_private(path)
         raw = gzip.open(path, "wb") if path.name.endswith(".gz") else path.open("wb")  # noqa: SIM115
         self._file = io.TextIOWrapper(raw, encoding="utf-8", newline="\n")
-        head = {"kvloom": "traffic", "version": VERSION, "block_tokens": block_tokens, "model": model}
-        self._write(head)
+        self.bytes_per_token: int | None = None
+        """Of the pool's layout; set it before the first request, so that `kvloom replay` knows the size of a block."""
 
     def add(
         self,
@@ -92,6 +92,8 @@ class Recorder:
             line["session"] = self._hashed(session.encode(), _ID_BYTES)
         if ending is not None:
             line["ending"] = ending
+        if self._unused is not None:
+            self._write_head()
         self._write(line)
         self._unused = None
 
@@ -113,6 +115,17 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _write_head(self) -> None:
+        head = {
+            "kvloom": "traffic",
+            "version": VERSION,
+            "block_tokens": self.block_tokens,
+            "model": self.model,
+        }
+        self._write(
+            head if self.bytes_per_token is None else {**head, "bytes_per_token": self.bytes_per_token}
+        )
 
     def _hashed(self, word: bytes, size: int) -> str:
         return blake2b(word, digest_size=size, key=self._key).hexdigest()

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from kvloom.serve.errors import ApiError, bad_request, engine_died, engine_loading, grammars_busy
+from kvloom.tiers import mark_optional
 
 from .messages import (
     HEADER_BYTES,
@@ -235,7 +236,7 @@ class EngineClient:
 
         watching = asyncio.create_task(watch())
         try:
-            self._send(self.start)
+            self._send(self.start if self.info is None else _restart(self.start))
             while not failure:
                 header = await reader.readexactly(HEADER_BYTES)
                 message = self._decoder.decode(await reader.readexactly(body_length(header)))
@@ -307,3 +308,9 @@ class EngineClient:
     def _send(self, message: ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame(message))
+
+
+def _restart(start: Start) -> Start:
+    """Return the options of a restarted engine: a tier that is unavailable now must not keep it from serving."""
+    tiers = [mark_optional(tier) for tier in start.settings.get("tiers", ())]
+    return msgspec.structs.replace(start, settings={**start.settings, "tiers": tiers})

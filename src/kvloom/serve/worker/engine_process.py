@@ -16,11 +16,14 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from kvloom.serve.logs import configure_logging
 
 from .messages import (
     HEADER_BYTES,
@@ -66,6 +69,7 @@ def main(fd: int) -> None:
     link = socket.socket(fileno=fd)
     start = _receive(link)
     assert isinstance(start, Start), f"the first message must be Start, got {start!r}"
+    configure_logging(start.log_level, start.log_format)
     inbox: Inbox = SimpleQueue()
     sender = _Sender(link)
     grace = CLOSE_SECONDS if start.settings.get("tiers") else 0.0
@@ -109,20 +113,22 @@ class _Sender:
 def load_engine(start: Start) -> Engine:
     """Load the engine that `start` describes. Takes minutes for a large model."""
     from kvloom.core import Tenant
-    from kvloom.engine import Engine, engine_config, use_threads
+    from kvloom.engine import Engine, engine_config, opened_tiers, use_threads
     from kvloom.models.loading import choose_device, load
 
     device = choose_device(start.device)
     use_threads(start.threads)
-    model, tokenizer = load(
-        start.model,
-        start.cpu_dtype if start.dtype == "auto" and device.type == "cpu" else start.dtype,
-        device,
-        load_format=start.load_format,
-        progress=start.progress,
-    )
     tenants = [Tenant(t.name, t.quota, t.weight, t.firm) for t in start.tenants]
     config = engine_config(**start.settings, tenants=tenants)
+    with opened_tiers(config.tiers) as tiers:  # before minutes of loading
+        model, tokenizer = load(
+            start.model,
+            start.cpu_dtype if start.dtype == "auto" and device.type == "cpu" else start.dtype,
+            device,
+            load_format=start.load_format,
+            progress=start.progress,
+        )
+    config = replace(config, tiers=tiers)
     engine = Engine(model, config, tokenizer)
     _warm_up(engine, start.progress)
     return engine

@@ -69,6 +69,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     | `progress`  | show progress bars on stderr                                  |
     | `observe`   | False: send neither stats nor request progress                |
     | `settings`  | settings of the engine: arguments of `engine_config`          |
+    | `log_level`, `log_format` | of the engine process's log                                  |
     """
 
     model: str
@@ -81,6 +82,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     progress: bool = False
     observe: bool = True
     settings: dict[str, Any] = {}
+    log_level: str = "info"
+    log_format: Literal["text", "json"] = "text"
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

@@ -44,12 +44,18 @@ _xxh3: Callable[[Any], int] | None = None
 
 def checksum(data: memoryview | bytes) -> int:
     """Returns the 64-bit xxh3: as fast as memory here; zlib's crc32 reaches a quarter of it."""
+    if _native is not None:
+        value: int = _native.checksum(data)
+        return value
     global _xxh3  # noqa: PLW0603  imported on first use: a tier without checksums does not need the package
     if _xxh3 is None:
         try:
             found: Callable[[Any], int] = import_module("xxhash").xxh3_64_intdigest
         except ImportError as error:
-            raise TierError("the package 'xxhash' is missing: pip install 'kvloom[tiers]'") from error
+            raise TierError(
+                "there are no checksums: kvloom was built without a compiler, and the package 'xxhash' is missing: "
+                "pip install 'kvloom[tiers]'"
+            ) from error
         _xxh3 = found
     return _xxh3(data)
 
