@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["arguments", "run"]
 
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen", "llama3_json", "mistral", "pythonic")
 MAX_TTL_SECONDS = 86400.0
 """Default of --max-ttl with API keys."""
 
@@ -124,6 +125,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     template = "CPU seconds of the chat template per request at most (default: 2)"
     add("--template-seconds", type=number(0, above=True), default=2.0, metavar="S", help=template)
     add("--chat-template", metavar="FILE", help="Jinja chat template to use instead of the model's")
+    calls = "format of the model's tool calls (default: auto: detected from the chat template; none: calls stay text)"
+    add("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help=calls)
     record = "record block hashes, lengths and times of requests (never text) in this new file, for `kvloom replay`"
     add("--record", metavar="FILE", help=record)
     add("--otlp", metavar="URL", help="send traces to this OTLP/HTTP receiver, such as http://127.0.0.1:4318")
@@ -198,6 +201,7 @@ def run(args: argparse.Namespace) -> int:
             drain_seconds=args.drain_seconds,
             watchdog=WatchdogLimits(args.silent_seconds, args.step_seconds),
             chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
+            tool_call_parser=args.tool_call_parser,
             completes_code=model != args.model,
             record=args.record,
             otlp=args.otlp,

@@ -27,6 +27,7 @@ import uvicorn
 from kvloom.engine import check_engine
 
 from .api import (
+    AnswerFormats,
     PromptEncoder,
     ServerContext,
     close_idle,
@@ -69,6 +70,8 @@ class ServerOptions:
     drain_seconds: float = 30.0
     watchdog: WatchdogLimits = field(default_factory=WatchdogLimits)
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str | None = None
     completes_code: bool = False
     """The model completes code instead of chats; the example command follows."""
     record: str | None = None
@@ -215,6 +218,8 @@ class _Lifecycle:
             await self._loaded.wait()
         found = await asyncio.to_thread(load_tokenizer, model, template)
         seconds = self.options.limits.template_seconds
+        parsers = self.options.tool_call_parser, self.options.reasoning_parser
+        self.context.answers = AnswerFormats.of(found, *parsers)
         self.context.encoder = await asyncio.to_thread(PromptEncoder, found, seconds)
         self._print_ready()
 

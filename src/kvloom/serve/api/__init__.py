@@ -7,6 +7,7 @@
     prompts.py            PromptEncoder: texts and chats to token ids
     templates.py          chat templates within limits
     control_tokens.py     control tokens in the texts of a request
+    answers/              reasoning and tool calls in an answer; forced calls
     responses.py          responses, whole or as events
     connection.py         HTTP connections with limits
 
@@ -15,6 +16,7 @@ Imports worker, auth and metrics. The routes are in serve/application.py.
 
 from __future__ import annotations
 
+from .answers import AnswerFormats
 from .connection import close_idle, limited_connection
 from .generation import ChatEndpoint, CompletionEndpoint
 from .prompts import PromptEncoder, load_tokenizer
@@ -23,6 +25,7 @@ from .server_context import ServerContext, is_loopback, parse_digits
 from .tokenize import DetokenizeEndpoint, TokenizeEndpoint
 
 __all__ = [
+    "AnswerFormats",
     "ChatEndpoint",
     "CompletionEndpoint",
     "DetokenizeEndpoint",

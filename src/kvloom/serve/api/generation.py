@@ -9,17 +9,28 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from kvloom.engine import SamplingParams
+from kvloom.serve.api.answers import AnswerParser, forced_functions, forced_grammar
 from kvloom.serve.errors import ApiError, bad_request, context_too_long, slow_reader
 from kvloom.serve.metrics import RequestRecord
 from kvloom.serve.worker import Add, Delta, Ready, ResponseStream
 
 from .prompts import Prompt, PromptEncoder, PromptLimits
-from .request_fields import ChatFields, CompletionFields, check_tokens, read_fields, sampling_params
+from .request_fields import (
+    MAX_GRAMMAR_CHARACTERS,
+    ChatFields,
+    CompletionFields,
+    check_tokens,
+    read_fields,
+    sampling_params,
+)
 from .responses import ChatResponse, CompletionResponse, ResponseBuilder
 from .server_context import ServerContext
 
@@ -62,18 +73,7 @@ class GenerationEndpoint(ABC):
             ids, n = [message.id for message in messages], messages[0].params.n
             is_stream = bool(fields.stream)
             stream = ResponseStream(ids, n, context.limits.unread_characters if is_stream else None)
-            response = (ChatResponse if isinstance(fields, ChatFields) else CompletionResponse)(
-                context.model,
-                given,
-                ids,
-                n,
-                prompts,
-                echo=bool(isinstance(fields, CompletionFields) and fields.echo),
-                token_ids=bool(fields.return_token_ids),
-                top_logprobs=messages[0].params.logprobs or 0,
-                usage=fields.stream_options,
-                prompt_logprobs=fields.prompt_logprobs is not None,
-            )
+            response = self.response(fields, given, ids, messages[0].params, prompts)
             context.engine.require_ready()
             record = context.observer.start(response.id, scope["path"], messages, started, request.headers)
             context.engine.submit(messages, stream)
@@ -98,6 +98,17 @@ class GenerationEndpoint(ABC):
                 )
                 record.is_disconnected = stream.is_disconnected
                 context.observer.finish(record)
+
+    @abstractmethod
+    def response(
+        self,
+        fields: CompletionFields | ChatFields,
+        prompts: list[Prompt],
+        ids: list[int],
+        params: SamplingParams,
+        encoder: PromptEncoder,
+    ) -> ResponseBuilder:
+        """Return the builder of the response."""
 
     def _messages(
         self, fields: CompletionFields | ChatFields, prompts: list[Prompt], tenant: str, facts: Ready
@@ -162,16 +173,77 @@ class CompletionEndpoint(GenerationEndpoint):
         assert isinstance(fields, CompletionFields)
         return await prompts.encode_completion(fields, limits)
 
+    def response(
+        self,
+        fields: CompletionFields | ChatFields,
+        prompts: list[Prompt],
+        ids: list[int],
+        params: SamplingParams,
+        encoder: PromptEncoder,
+    ) -> ResponseBuilder:
+        assert isinstance(fields, CompletionFields)
+        more = _response_options(fields, params)
+        return CompletionResponse(
+            self.context.model, prompts, ids, params.n, encoder, echo=bool(fields.echo), **more
+        )
+
 
 class ChatEndpoint(GenerationEndpoint):
     def read(self, body: bytes) -> ChatFields:
-        return read_fields(body, ChatFields)
+        return self.with_tools(read_fields(body, ChatFields))
+
+    def with_tools(self, fields: ChatFields) -> ChatFields:
+        """Return the fields with the grammar of a forced call, and with special tokens where a parser needs them."""
+        changes: dict[str, Any] = {}
+        functions = forced_functions(fields.tools, fields.tool_choice)
+        if functions is not None:
+            for name in ("response_format", "structured_outputs", "regex", "grammar"):
+                if getattr(fields, name) is not None:
+                    raise bad_request(f"tool_choice forces a call, so {name} cannot hold: remove one", name)
+            many = fields.tool_choice == "required" and fields.parallel_tool_calls is not False
+            grammar = forced_grammar(functions, many)
+            if len(grammar) > MAX_GRAMMAR_CHARACTERS:
+                raise bad_request(
+                    f"tools: their schemas have more than {MAX_GRAMMAR_CHARACTERS:,} characters: send fewer",
+                    "tools",
+                )
+            changes["grammar"] = f"start: answer\n{grammar}"
+        formats = self.context.answers
+        if formats.special and fields.skip_special_tokens is None and (fields.tools or formats.reasoning):
+            changes["skip_special_tokens"] = False
+        return msgspec.structs.replace(fields, **changes) if changes else fields
 
     async def prompts(
         self, fields: CompletionFields | ChatFields, prompts: PromptEncoder, limits: PromptLimits
     ) -> list[Prompt]:
         assert isinstance(fields, ChatFields)
         return [await prompts.encode_chat(fields, limits)]
+
+    def response(
+        self,
+        fields: CompletionFields | ChatFields,
+        prompts: list[Prompt],
+        ids: list[int],
+        params: SamplingParams,
+        encoder: PromptEncoder,
+    ) -> ResponseBuilder:
+        assert isinstance(fields, ChatFields)
+        return ChatResponse(
+            self.context.model,
+            prompts,
+            ids,
+            params.n,
+            encoder,
+            new_parser=self.new_parser(fields, prompts[0].text or ""),
+            warning=self.context.answers.tools_warning(_forces_call(fields)) if _has_tools(fields) else None,
+            **_response_options(fields, params),
+        )
+
+    def new_parser(self, fields: ChatFields, prompt: str) -> Callable[[], AnswerParser | None]:
+        """Return what makes the parser of each answer."""
+        formats, parallel = self.context.answers, fields.parallel_tool_calls is not False
+        has_tools, forced = _has_tools(fields), _forces_call(fields)
+        return lambda: formats.parser(prompt, has_tools, forced, parallel)
 
 
 class _EventStream:
@@ -196,7 +268,8 @@ class _EventStream:
         if not pieces:
             return True
         body = self._body(pieces)
-        await self._send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        headers = [*EVENTS, *_warning(self._response)]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             while pieces:
                 await self._write(body)
@@ -239,8 +312,31 @@ async def _send_whole(stream: ResponseStream, response: ResponseBuilder, send: S
         return
     body = response.whole(found)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    headers += _warning(response)
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def _has_tools(fields: ChatFields) -> bool:
+    return bool(fields.tools) and fields.tool_choice != "none"
+
+
+def _forces_call(fields: ChatFields) -> bool:
+    return fields.tool_choice not in (None, "auto", "none")
+
+
+def _warning(response: ResponseBuilder) -> list[tuple[bytes, bytes]]:
+    return [] if response.warning is None else [(b"x-kvloom-warning", response.warning.encode())]
+
+
+def _response_options(fields: CompletionFields | ChatFields, params: SamplingParams) -> dict[str, Any]:
+    """Return the options that all responses share."""
+    return {
+        "token_ids": bool(fields.return_token_ids),
+        "top_logprobs": params.logprobs or 0,
+        "usage": fields.stream_options,
+        "prompt_logprobs": fields.prompt_logprobs is not None,
+    }
 
 
 async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:

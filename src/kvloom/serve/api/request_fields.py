@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvloom.engine import SamplingParams
+from kvloom.serve.api.answers import check_tools, forced_functions
 from kvloom.serve.api.templates import count_characters
 from kvloom.serve.errors import ApiError, bad_request
 
 __all__ = [
+    "MAX_GRAMMAR_CHARACTERS",
     "UNSUPPORTED",
     "ChatFields",
     "CompletionFields",
@@ -163,6 +165,7 @@ class ChatFields(RequestFields, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     modalities: list[str] | None = None
@@ -301,11 +304,8 @@ def _check_chat(fields: ChatFields) -> None:
         raise bad_request(
             f"modalities {fields.modalities} cannot be had here: answers are text", "modalities"
         )
-    if fields.tool_choice not in (None, "auto", "none"):
-        raise bad_request(
-            "tool_choice must be auto or none: tools are shown to the model, but its output is not constrained to them",
-            "tool_choice",
-        )
+    check_tools(fields.tools)
+    forced_functions(fields.tools, fields.tool_choice)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise bad_request("top_logprobs require logprobs: true", "top_logprobs")
     if not 0 <= (fields.top_logprobs or 0) <= MAX_LOGPROBS:

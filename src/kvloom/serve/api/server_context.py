@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
 
+from kvloom.serve.api.answers import AnswerFormats
 from kvloom.serve.auth import ApiKeys, Limits, RequestLimiter
 from kvloom.serve.errors import ApiError, bad_request, body_too_large, draining, engine_loading, unknown_model
 from kvloom.serve.metrics import Metrics, RequestObserver
@@ -35,6 +36,8 @@ class ServerContext:
     model_path: str
     created: int
     encoder: PromptEncoder | None = None
+    answers: AnswerFormats = field(default_factory=AnswerFormats)
+    """How the model writes tool calls and reasoning; known once the tokenizer is loaded."""
     metrics_need_key: bool = False
     """Whether /metrics requires a key."""
     body_bytes_in_flight: int = 0

@@ -1,0 +1,85 @@
+"""Formats in which models write their reasoning before the answer, under vLLM's names.
+
+deepseek_r1   reasoning</think>answer; the first <think> may be in the answer, in the prompt, or missing
+qwen3         <think>reasoning</think>answer; the first <think> may be in the answer or in the prompt. Without it there is
+              no reasoning
+"""
+
+from __future__ import annotations
+
+from .pieces import Piece, partial_marker
+
+__all__ = ["REASONING_PARSERS", "DeepSeekReasoning", "QwenReasoning", "ReasoningParser"]
+
+BEGIN, END = "<think>", "</think>"
+
+
+class ReasoningParser:
+    """Parses one answer. `is_open`: it begins with reasoning, with or without <think>."""
+
+    markers = (BEGIN, END)
+
+    def __init__(self, is_open: bool) -> None:
+        self._is_open = is_open
+        self._state = "start"
+        self._rest = ""  # unread: whitespace, or the start of a marker
+
+    @classmethod
+    def opens(cls, prompt: str) -> bool:
+        """Whether the answer to a prompt begins with reasoning."""
+        raise NotImplementedError
+
+    def feed(self, text: str, ended: bool = False) -> list[Piece]:
+        """Read more text; return its pieces as far as they are certain. `ended`: no more comes."""
+        self._rest += text
+        pieces: list[Piece] = []
+        if self._state == "start":
+            self._start(ended)
+        if self._state == "reasoning":
+            self._reasoning(pieces, ended)
+        if self._state == "space":  # between reasoning and answer
+            self._rest = self._rest.lstrip()
+            self._state = "answer" if self._rest else "space"
+        if self._state == "answer" and self._rest:
+            pieces.append(Piece("content", self._rest))
+            self._rest = ""
+        return pieces
+
+    def _start(self, ended: bool) -> None:
+        begin = self._rest.lstrip()
+        if begin.startswith(BEGIN):
+            self._state, self._rest = "reasoning", begin[len(BEGIN) :].lstrip()
+        elif ended or not BEGIN.startswith(begin):
+            self._state = "reasoning" if self._is_open else "answer"
+            self._rest = begin if self._is_open else self._rest
+
+    def _reasoning(self, pieces: list[Piece], ended: bool) -> None:
+        before, end, after = self._rest.partition(END)
+        if end:
+            self._state, self._rest = "space", after
+            before = before.rstrip()
+        else:
+            certain = (
+                before.rstrip() if ended else before[: len(before) - partial_marker(before, END)].rstrip()
+            )
+            before, self._rest = certain, before[len(certain) :]
+        if before:
+            pieces.append(Piece("reasoning", before))
+
+
+class DeepSeekReasoning(ReasoningParser):
+    @classmethod
+    def opens(cls, prompt: str) -> bool:
+        return not prompt.rstrip().endswith(END)
+
+
+class QwenReasoning(ReasoningParser):
+    @classmethod
+    def opens(cls, prompt: str) -> bool:
+        return prompt.rstrip().endswith(BEGIN)
+
+
+REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
+    "deepseek_r1": DeepSeekReasoning,
+    "qwen3": QwenReasoning,
+}
