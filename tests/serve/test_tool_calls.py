@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from openai import OpenAI
 
 from kvloom.serve.api.answers import TOOL_CALL_PARSERS, AnswerFormats, Piece
+from kvloom.serve.api.answers.reasoning import DeepSeekReasoning, QwenReasoning, ReasoningParser
 from kvloom.serve.api.answers.tool_calls import ForcedCalls, ToolCallParser, detect_parser
+from tests.engine.made_tokenizers import byte_level
 from tests.serve.running import MODEL, Running, running
 
 HERMES = """{%- if tools %}Tools:{% for t in tools %} {{ t | tojson }}{% endfor %}
@@ -152,7 +155,11 @@ def test_the_format_is_detected_from_the_template() -> None:
 def hermes(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     template = tmp_path_factory.mktemp("template") / "hermes.jinja"
     template.write_text(HERMES)
-    with running(folder, "--pool", "64MiB", "--chat-template", str(template)) as found:
+    options = ("--chat-template", str(template), "--reasoning-parser", "qwen3")
+    thinks = tmp_path_factory.mktemp("models") / MODEL
+    shutil.copytree(folder, thinks)
+    byte_level("<think>", "</think>").save_pretrained(thinks)
+    with running(thinks, "--pool", "64MiB", *options) as found:
         yield found
 
 
@@ -333,3 +340,96 @@ def test_calls_and_results_reach_the_template_as_text(hermes: Running) -> None:
 def test_invalid_tools_are_refused(hermes: Running, fields: dict[str, Any], param: str) -> None:
     status, _, found = hermes.send("POST", "/v1/chat/completions", {"messages": USER, **fields})
     assert (status, found["error"]["param"]) == (400, param)
+
+
+REASONED: list[tuple[type[ReasoningParser], bool, str, str, str]] = [
+    (QwenReasoning, False, "<think>\nhm < x\n</think>\n\nyes \n", "hm < x", "yes \n"),
+    (QwenReasoning, False, "  plain", "", "  plain"),
+    (QwenReasoning, False, "<thin", "", "<thin"),
+    (QwenReasoning, True, "hm</think>yes", "hm", "yes"),
+    (QwenReasoning, True, " <think>hm </thin", "hm </thin", ""),
+    (DeepSeekReasoning, True, "hm\n\nand</think>\na</think>b", "hm\n\nand", "a</think>b"),
+    (DeepSeekReasoning, True, "never ends", "never ends", ""),
+    (DeepSeekReasoning, False, "yes", "", "yes"),
+]
+
+
+@pytest.mark.parametrize(("kind", "is_open", "text", "reasoning", "content"), REASONED)
+def test_reasoning_is_the_same_whole_and_in_pieces(
+    kind: type[ReasoningParser], is_open: bool, text: str, reasoning: str, content: str
+) -> None:
+    for size in (len(text), 1, 2, 5):
+        parser = kind(is_open)
+        pieces = [p for i in range(0, len(text), size) for p in parser.feed(text[i : i + size])]
+        pieces += parser.feed("", ended=True)
+        found = {k: "".join(p.text for p in pieces if p.kind == k) for k in ("reasoning", "content")}
+        assert found == {"reasoning": reasoning, "content": content}
+
+
+def test_the_prompt_decides_whether_reasoning_is_open() -> None:
+    assert [QwenReasoning.opens(text) for text in ("a<think>\n", "<think>\n\n</think>\n\n", "a")] == [
+        True,
+        False,
+        False,
+    ]
+    assert [DeepSeekReasoning.opens(text) for text in ("a<think>\n", "</think>\n\n", "a")] == [
+        True,
+        False,
+        True,
+    ]
+
+
+THOUGHT = byte_level("<think>", "</think>")
+LETTER, END = (THOUGHT(text)["input_ids"] for text in ("a", "</think>"))
+THINKS: dict[str, Any] = {
+    "temperature": 0,
+    "max_tokens": 300,
+    "chat_template_kwargs": {"think": True},
+    "logit_bias": {str(LETTER[0]): 100, str(END[0]): 90},  # a few letters, then the end of reasoning
+    "frequency_penalty": 2,
+}
+
+
+def test_reasoning_is_split_from_content(hermes: Running, client: OpenAI) -> None:
+    """A structure holds after the reasoning."""
+    assert len(END) == 1
+    body = {"messages": USER, **THINKS, "structured_outputs": {"choice": ["b/c"]}}
+    status, _, found = hermes.send("POST", "/v1/chat/completions", body)
+    assert status == 200, found
+    message = found["choices"][0]["message"]
+    assert message["content"] == "b/c"
+    assert set(message["reasoning_content"]) == {"a"}
+    assert message["reasoning"] == message["reasoning_content"]
+    more: Any = {name: body[name] for name in ("chat_template_kwargs", "structured_outputs")}
+    chunks = client.chat.completions.create(
+        model=MODEL, messages=USER, stream=True, temperature=0, max_tokens=300, logit_bias=body["logit_bias"], frequency_penalty=2, extra_body=more
+    )  # fmt: skip
+    deltas = [choice.delta.model_dump() for chunk in chunks for choice in chunk.choices]
+    reasoning = [delta["reasoning_content"] for delta in deltas if "reasoning_content" in delta]
+    assert "".join(reasoning) == message["reasoning_content"]
+    assert len(reasoning) > 1
+    assert "".join(delta["content"] or "" for delta in deltas) == "b/c"
+
+
+def test_schemas_and_forced_calls_follow_reasoning(hermes: Running) -> None:
+    schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["x"]}}}
+    calls = {"tools": [WEATHER], "tool_choice": NAMED, "stop": []}
+    messages = []
+    for more in ({"response_format": schema}, calls):
+        status, _, found = hermes.send("POST", "/v1/chat/completions", {"messages": USER, **THINKS, **more})
+        assert status == 200, found
+        messages.append(found["choices"][0]["message"])
+    assert all(message["reasoning_content"] for message in messages)
+    assert messages[0]["content"] == '"x"'
+    assert messages[1]["content"] is None
+    assert messages[1]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+def test_a_cut_reasoning_has_no_content_and_a_closed_prompt_no_reasoning(hermes: Running) -> None:
+    _, _, cut = hermes.send("POST", "/v1/chat/completions", {"messages": USER, **THINKS, "max_tokens": 2})
+    message = cut["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == (None, "aa")
+    plain = {**THINKS, "chat_template_kwargs": {}, "max_tokens": 2}
+    _, _, found = hermes.send("POST", "/v1/chat/completions", {"messages": USER, **plain})
+    assert found["choices"][0]["message"]["content"] == "aa"
+    assert "reasoning_content" not in found["choices"][0]["message"]

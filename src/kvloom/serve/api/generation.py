@@ -10,6 +10,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from kvloom.engine import SamplingParams
-from kvloom.serve.api.answers import AnswerParser, forced_functions, forced_grammar
+from kvloom.serve.api.answers import ANSWER, AnswerParser, forced_functions, forced_grammar
 from kvloom.serve.errors import ApiError, bad_request, context_too_long, slow_reader
 from kvloom.serve.metrics import RequestRecord
 from kvloom.serve.worker import Add, Delta, Ready, ResponseStream
@@ -118,7 +119,7 @@ class GenerationEndpoint(ABC):
             Add(
                 id_,
                 prompt.tokens,
-                self._params(fields, prompt.tokens, tenant, facts),
+                self._params(fields, prompt, tenant, facts),
                 bool(fields.stream),
                 tenant,
                 fields.session_id,
@@ -134,9 +135,10 @@ class GenerationEndpoint(ABC):
         ]
 
     def _params(
-        self, fields: CompletionFields | ChatFields, tokens: list[int], tenant: str, facts: Ready
+        self, fields: CompletionFields | ChatFields, prompt: Prompt, tenant: str, facts: Ready
     ) -> SamplingParams:
         """Return the sampling parameters of a prompt. Raises ApiError for an invalid prompt or field."""
+        tokens = prompt.tokens
         chat, count = isinstance(fields, ChatFields), len(tokens)
         param = "messages" if chat else "prompt"
         longest, most = (
@@ -148,6 +150,11 @@ class GenerationEndpoint(ABC):
             wanted = fields.max_completion_tokens
         new = min(longest if chat else DEFAULT_TOKENS, max(1, longest - count)) if wanted is None else wanted
         params = sampling_params(fields, new, facts.vocab_size)
+        grammar = (
+            self.context.answers.reasoning_grammar(prompt.text or "", params.structure) if chat else None
+        )
+        if grammar is not None:
+            params = replace(params, json_schema=None, regex=None, grammar=grammar)
         if not count:
             raise bad_request("the prompt is empty: it must have at least one token", param)
         if count > most:
@@ -207,7 +214,7 @@ class ChatEndpoint(GenerationEndpoint):
                     f"tools: their schemas have more than {MAX_GRAMMAR_CHARACTERS:,} characters: send fewer",
                     "tools",
                 )
-            changes["grammar"] = f"start: answer\n{grammar}"
+            changes["grammar"] = ANSWER + grammar
         formats = self.context.answers
         if formats.special and fields.skip_special_tokens is None and (fields.tools or formats.reasoning):
             changes["skip_special_tokens"] = False
@@ -234,16 +241,18 @@ class ChatEndpoint(GenerationEndpoint):
             ids,
             params.n,
             encoder,
-            new_parser=self.new_parser(fields, prompts[0].text or ""),
+            new_parser=self.new_parser(fields, prompts[0].text or "", params),
             warning=self.context.answers.tools_warning(_forces_call(fields)) if _has_tools(fields) else None,
             **_response_options(fields, params),
         )
 
-    def new_parser(self, fields: ChatFields, prompt: str) -> Callable[[], AnswerParser | None]:
+    def new_parser(
+        self, fields: ChatFields, prompt: str, params: SamplingParams
+    ) -> Callable[[], AnswerParser | None]:
         """Return what makes the parser of each answer."""
         formats, parallel = self.context.answers, fields.parallel_tool_calls is not False
         has_tools, forced = _has_tools(fields), _forces_call(fields)
-        return lambda: formats.parser(prompt, has_tools, forced, parallel)
+        return lambda: formats.parser(prompt, params.structure, has_tools, forced, parallel)
 
 
 class _EventStream:

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from .answer_parser import AnswerFormats, AnswerParser
 from .pieces import Piece
+from .reasoning import ANSWER, REASONING_PARSERS
 from .tool_calls import TOOL_CALL_PARSERS
 from .tool_choice import check_tools, forced_functions, forced_grammar
 
 __all__ = [
+    "ANSWER",
+    "REASONING_PARSERS",
     "TOOL_CALL_PARSERS",
     "AnswerFormats",
     "AnswerParser",

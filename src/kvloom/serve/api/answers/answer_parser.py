@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .pieces import Piece
-from .reasoning import REASONING_PARSERS, ReasoningParser
+from .reasoning import REASONING, REASONING_PARSERS, ReasoningParser, after_reasoning
 from .tool_calls import TOOL_CALL_PARSERS, ForcedCalls, ToolCallParser, detect_parser
 
 __all__ = ["AnswerFormats", "AnswerParser"]
@@ -65,13 +65,20 @@ class AnswerFormats:
         markers = {*(found.markers if found else ()), *(thinks.markers if thinks else ())}
         return AnswerFormats(found, thinks, TOOLS_VARIABLE.search(text) is not None, bool(special & markers))
 
-    def opens_reasoning(self, prompt: str) -> bool:
-        """Whether the answer to a prompt begins with reasoning."""
-        return self.reasoning is not None and self.reasoning.opens(prompt)
+    def reasoning_grammar(self, prompt: str, structure: tuple[str, str] | None) -> str | None:
+        """Return the grammar of an answer with reasoning before a required structure; None if the structure holds from the start."""
+        if structure is None or self.reasoning is None or not self.reasoning.opens(prompt):
+            return None
+        return after_reasoning(*structure)
 
-    def parser(self, prompt: str, tools: bool, forced: bool, parallel: bool) -> AnswerParser | None:
-        """Return the parser of one answer to a prompt; None if its text needs none. `tools`: it may call tools; `forced`: it must."""
-        reasoning = None if self.reasoning is None else self.reasoning(self.reasoning.opens(prompt))
+    def parser(
+        self, prompt: str, structure: tuple[str, str] | None, tools: bool, forced: bool, parallel: bool
+    ) -> AnswerParser | None:
+        """Return the parser of one answer to a prompt; None if its text needs none. `structure` is the required one of the whole
+        text. `tools`: the answer may call tools; `forced`: it must."""
+        reasoning = None
+        if self.reasoning is not None and (structure is None or structure[1].startswith(REASONING)):
+            reasoning = self.reasoning(self.reasoning.opens(prompt))
         kind = ForcedCalls if forced else self.calls if tools else None
         calls = None if kind is None else kind()
         return None if reasoning is None and calls is None else AnswerParser(reasoning, calls, parallel)

@@ -7,11 +7,22 @@ qwen3         <think>reasoning</think>answer; the first <think> may be in the an
 
 from __future__ import annotations
 
-from .pieces import Piece, partial_marker
+import json
+import re
 
-__all__ = ["REASONING_PARSERS", "DeepSeekReasoning", "QwenReasoning", "ReasoningParser"]
+from .pieces import Piece, partial_marker
+from .tool_choice import JSON_SPACING
+
+__all__ = ["ANSWER", "REASONING", "REASONING_PARSERS", "ReasoningParser", "after_reasoning"]
 
 BEGIN, END = "<think>", "</think>"
+ANSWER = "start: answer\n"
+"""The first line of a grammar that `after_reasoning` can extend."""
+REASONING = f'''start: reasoning SPACE answer
+reasoning[suffix="{END}"]: /(.|\\n)*/
+SPACE: /\\n{{0,2}}/
+'''
+SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 class ReasoningParser:
@@ -22,6 +33,7 @@ class ReasoningParser:
     def __init__(self, is_open: bool) -> None:
         self._is_open = is_open
         self._state = "start"
+        self._began = False
         self._rest = ""  # unread: whitespace, or the start of a marker
 
     @classmethod
@@ -48,12 +60,14 @@ class ReasoningParser:
     def _start(self, ended: bool) -> None:
         begin = self._rest.lstrip()
         if begin.startswith(BEGIN):
-            self._state, self._rest = "reasoning", begin[len(BEGIN) :].lstrip()
+            self._state, self._rest = "reasoning", begin[len(BEGIN) :]
         elif ended or not BEGIN.startswith(begin):
             self._state = "reasoning" if self._is_open else "answer"
             self._rest = begin if self._is_open else self._rest
 
     def _reasoning(self, pieces: list[Piece], ended: bool) -> None:
+        if not self._began:
+            self._rest = self._rest.lstrip()
         before, end, after = self._rest.partition(END)
         if end:
             self._state, self._rest = "space", after
@@ -64,6 +78,7 @@ class ReasoningParser:
             )
             before, self._rest = certain, before[len(certain) :]
         if before:
+            self._began = True
             pieces.append(Piece("reasoning", before))
 
 
@@ -83,3 +98,16 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     "deepseek_r1": DeepSeekReasoning,
     "qwen3": QwenReasoning,
 }
+
+
+def after_reasoning(kind: str, text: str) -> str | None:
+    """Return the grammar, in Lark notation, of reasoning before an answer of a required structure. None for a grammar of the
+    request: its names are its own."""
+    if kind == "json_schema":
+        schema = json.loads(text)
+        schema = {"x-guidance": JSON_SPACING, **schema} if isinstance(schema, dict) else schema
+        return f"{REASONING}answer: %json {json.dumps(schema)}\n"
+    if kind == "regex":
+        escaped = SLASH.sub(lambda found: {"/": "\\/", "\n": "\\n"}.get(found[0], found[0]), text)
+        return f"{REASONING}answer: /{escaped}/\n"
+    return REASONING + text.removeprefix(ANSWER) if text.startswith(ANSWER) else None

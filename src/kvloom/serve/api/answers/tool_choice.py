@@ -12,13 +12,13 @@ from typing import Any
 
 from kvloom.serve.errors import bad_request
 
-__all__ = ["check_tools", "forced_functions", "forced_grammar"]
+__all__ = ["JSON_SPACING", "check_tools", "forced_functions", "forced_grammar"]
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Where spaces stand in arguments: a small model that may put them anywhere puts nothing else."""
+JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Where spaces stand in JSON: a small model that may put them anywhere puts nothing else."""
 
 MORE_CALLS = '(", " call)*'
 
@@ -75,7 +75,7 @@ def forced_grammar(functions: Tools, many: bool) -> str:
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         head = json.dumps(json.dumps({"name": function["name"], "arguments": 0})[:-2])
-        schema = {"x-guidance": SPACING, **(function.get("parameters") or NO_PARAMETERS)}
+        schema = {"x-guidance": JSON_SPACING, **(function.get("parameters") or NO_PARAMETERS)}
         rules.append(f'call_{i}: {head} arguments_{i} "}}"')
         rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
     return "\n".join(rules) + "\n"
