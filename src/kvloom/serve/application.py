@@ -24,6 +24,7 @@ from .api import (
     ChatEndpoint,
     CompletionEndpoint,
     DetokenizeEndpoint,
+    ResponsesEndpoint,
     ServerContext,
     TokenizeEndpoint,
     parse_digits,
@@ -32,7 +33,7 @@ from .errors import ApiError, bad_request, not_found, unknown_model, unknown_req
 
 __all__ = ["application"]
 
-ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models", "/health", "/metrics")
 MAX_RECORDS = 1000
 
 
@@ -103,6 +104,7 @@ def application(context: ServerContext, dashboard: DashboardState | None = None)
     routes = [
         Route("/v1/completions", CompletionEndpoint(context), methods=["POST"]),
         Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
+        Route("/v1/responses", ResponsesEndpoint(context), methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/v1/sessions/{session:path}", end_session, methods=["DELETE"]),

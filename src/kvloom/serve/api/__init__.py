@@ -2,6 +2,8 @@
 
     server_context.py     ServerContext: state and checks that all endpoints share
     generation.py         endpoints that generate: completions and chats
+    openai_responses.py   /v1/responses, as a chat
+    translation.py        reading requests of other APIs
     tokenize.py           /tokenize and /detokenize
     request_fields.py     fields of a request, and their sampling parameters
     prompts.py            PromptEncoder: texts and chats to token ids
@@ -19,6 +21,7 @@ from __future__ import annotations
 from .answers import AnswerFormats
 from .connection import close_idle, limited_connection
 from .generation import ChatEndpoint, CompletionEndpoint
+from .openai_responses import ResponsesEndpoint
 from .prompts import PromptEncoder, load_tokenizer
 from .request_fields import engine_error
 from .server_context import ServerContext, is_loopback, parse_digits
@@ -30,6 +33,7 @@ __all__ = [
     "CompletionEndpoint",
     "DetokenizeEndpoint",
     "PromptEncoder",
+    "ResponsesEndpoint",
     "ServerContext",
     "TokenizeEndpoint",
     "close_idle",

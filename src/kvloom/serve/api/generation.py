@@ -242,9 +242,13 @@ class ChatEndpoint(GenerationEndpoint):
             params.n,
             encoder,
             new_parser=self.new_parser(fields, prompts[0].text or "", params),
-            warning=self.context.answers.tools_warning(_forces_call(fields)) if _has_tools(fields) else None,
+            warning=self.tools_warning(fields),
             **_response_options(fields, params),
         )
+
+    def tools_warning(self, fields: ChatFields) -> str | None:
+        """Return what is missing for the tools of a request."""
+        return self.context.answers.tools_warning(_forces_call(fields)) if _has_tools(fields) else None
 
     def new_parser(
         self, fields: ChatFields, prompt: str, params: SamplingParams
@@ -290,7 +294,7 @@ class _EventStream:
             self._record.error_code = error.code or str(error.status)
             if error.code == "slow_reader":
                 return False
-            await self._write(b"data: " + error.body + b"\n\n", more=False)
+            await self._write(self._response.error_event(error), more=False)
         return True
 
     def _body(self, pieces: list[Delta]) -> bytes:

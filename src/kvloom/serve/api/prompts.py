@@ -275,6 +275,12 @@ class PromptEncoder:
         """Return the text of token ids."""
         return await self._run(lambda: self._text(ids), len(ids))
 
+    def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of a part of an answer."""
+        if self.tokenizer is None or not text:
+            return 0
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     async def token_strings(self, ids: list[int]) -> list[str]:
         """Return tokens as the tokenizer spells them."""
         tokenizer = self.tokenizer

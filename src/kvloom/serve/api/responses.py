@@ -140,6 +140,10 @@ class ResponseBuilder(ABC):
         last = {**self._head, "object": self.event_object, "choices": [], "usage": self.usage.to_dict()}
         return (_event(last) if self._usage_last else b"") + b"data: [DONE]\n\n"
 
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the end of a stream that failed."""
+        return b"data: " + error.body + b"\n\n"
+
     def _index(self, delta: Delta) -> int:
         return self._prompt_index[delta.id] * self._n + delta.index
 

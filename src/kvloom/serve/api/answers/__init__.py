@@ -4,6 +4,7 @@
     tool_calls.py      one parser for each format of tool calls, and their registry
     reasoning.py       one parser for each format of reasoning, and their registry
     tool_choice.py     checks of tools; the grammar that forces a call
+    blocks.py          the same parts as blocks that open and close
     answer_parser.py   AnswerFormats: the formats of a model; AnswerParser: one answer
 
 A whole answer is parsed as one piece, so whole answers and streams have the same parts.
@@ -12,6 +13,7 @@ A whole answer is parsed as one piece, so whole answers and streams have the sam
 from __future__ import annotations
 
 from .answer_parser import AnswerFormats, AnswerParser
+from .blocks import Block, BlockChange, Blocks
 from .pieces import Piece
 from .reasoning import ANSWER, REASONING_PARSERS
 from .tool_calls import TOOL_CALL_PARSERS
@@ -23,6 +25,9 @@ __all__ = [
     "TOOL_CALL_PARSERS",
     "AnswerFormats",
     "AnswerParser",
+    "Block",
+    "BlockChange",
+    "Blocks",
     "Piece",
     "check_tools",
     "forced_functions",
