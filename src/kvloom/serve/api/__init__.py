@@ -3,6 +3,7 @@
     server_context.py     ServerContext: state and checks that all endpoints share
     generation.py         endpoints that generate: completions and chats
     openai_responses.py   /v1/responses, as a chat
+    anthropic_messages.py /v1/messages, as a chat
     translation.py        reading requests of other APIs
     tokenize.py           /tokenize and /detokenize
     request_fields.py     fields of a request, and their sampling parameters
@@ -19,6 +20,7 @@ Imports worker, auth and metrics. The routes are in serve/application.py.
 from __future__ import annotations
 
 from .answers import AnswerFormats
+from .anthropic_messages import CountTokensEndpoint, MessagesEndpoint
 from .connection import close_idle, limited_connection
 from .generation import ChatEndpoint, CompletionEndpoint
 from .openai_responses import ResponsesEndpoint
@@ -31,7 +33,9 @@ __all__ = [
     "AnswerFormats",
     "ChatEndpoint",
     "CompletionEndpoint",
+    "CountTokensEndpoint",
     "DetokenizeEndpoint",
+    "MessagesEndpoint",
     "PromptEncoder",
     "ResponsesEndpoint",
     "ServerContext",

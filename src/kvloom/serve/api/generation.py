@@ -65,7 +65,7 @@ class GenerationEndpoint(ABC):
         context.check_model(fields.model)
         tenant = context.request_tenant(request, fields)
         answers, caps = _answer_count(fields), context.keys.caps(tenant)
-        caps.check(answers, fields.ttl, fields.priority)
+        caps.check(answers, self.longest_ttl(fields), fields.priority)
         with context.limiter.admit(answers, tenant, caps.open):
             most = self._max_prompt_tokens(tenant, facts)
             limits = PromptLimits(most, facts.vocab_size, _tokens_to_keep(fields, most))
@@ -111,6 +111,10 @@ class GenerationEndpoint(ABC):
     ) -> ResponseBuilder:
         """Return the builder of the response."""
 
+    def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
+        """Return the longest time for which a request retains pages."""
+        return fields.ttl
+
     def _messages(
         self, fields: CompletionFields | ChatFields, prompts: list[Prompt], tenant: str, facts: Ready
     ) -> list[Add]:
@@ -130,6 +134,7 @@ class GenerationEndpoint(ABC):
                 fields.cache_salt or "",
                 bool(fields.end_session),
                 bool(fields.lossy),
+                [(-(-stop // facts.block_tokens) * facts.block_tokens, ttl) for stop, ttl in prompt.retain],
             )
             for id_, prompt in zip(self.context.engine.new_ids(len(prompts)), prompts, strict=True)
         ]

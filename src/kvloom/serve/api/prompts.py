@@ -64,10 +64,11 @@ Some = TypeVar("Some")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and their text if known."""
+    """Token ids, and their text if known. `retain`: positions up to which pages are retained, and for how many seconds."""
 
     tokens: list[int]
     text: str | None = None
+    retain: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

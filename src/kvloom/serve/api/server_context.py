@@ -58,11 +58,11 @@ class ServerContext:
 
     def authenticate(self, request: Request) -> str | None:
         """Return the tenant of a request's key; None without keys. Raises ApiError 401."""
-        return self.keys.authenticate(request.headers.get("authorization")) if self.keys else None
+        return self.keys.authenticate(_authorization(request)) if self.keys else None
 
     def visible_tenant(self, request: Request) -> str | None:
         """Return the tenant whose requests a key may see; None means all: an admin key, or no keys. Raises ApiError 401."""
-        given = request.headers.get("authorization")
+        given = _authorization(request)
         tenant = self.authenticate(request)
         return None if self.keys.is_admin(given) else tenant
 
@@ -135,6 +135,12 @@ class ServerContext:
         finally:
             self.body_bytes_in_flight -= len(data)
         return bytes(data)
+
+
+def _authorization(request: Request) -> str | None:
+    """Return a request's Authorization header, or the same for a key in `x-api-key`, which Anthropic's clients send."""
+    key = request.headers.get("x-api-key")
+    return request.headers.get("authorization", None if key is None else f"Bearer {key}")
 
 
 def parse_digits(text: str) -> int | None:

@@ -94,7 +94,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 class Add(msgspec.Struct, frozen=True, tag=True):
     """One prompt; the deltas of its answers carry `id`. With `stream` deltas arrive per step, else once at the end.
     Pages computed under a `salt` match requests with the same salt only. `ends_session`: this is the session's last
-    request. `lossy`: pages that a tier re-encoded may serve it."""
+    request. `lossy`: pages that a tier re-encoded may serve it. `retain`: the first tokens of the prompt, up to a position,
+    are evicted later for some seconds."""
 
     id: int
     prompt: list[int]
@@ -109,6 +110,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     salt: str = ""
     ends_session: bool = False
     lossy: bool = False
+    retain: list[tuple[int, float]] = []
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
