@@ -93,7 +93,7 @@ WRONG: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETIONS, {**GOOD, "stream_options": {"include_usage": True}}, 400, "stream_options", "stream"),
     (COMPLETIONS, {**GOOD, "ttl": -1}, 400, "ttl", "positive"),
     (COMPLETIONS, {**GOOD, "priority": "high"}, 400, "priority", "str"),
-    (COMPLETIONS, {**GOOD, "store": "yes"}, 400, "store", "bool"),
+    (COMPLETIONS, {**GOOD, "cache": {"store": "yes"}}, 400, "cache", "bool"),
     (COMPLETIONS, {**GOOD, "tenant": "t" * 999}, 400, "tenant", "longer"),
     (COMPLETIONS, {**GOOD, "response_format": {"type": "xml"}}, 400, "response_format", "xml"),
     (COMPLETIONS, {**GOOD, "regex": "("}, 400, "regex", "regex"),

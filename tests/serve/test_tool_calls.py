@@ -433,3 +433,14 @@ def test_a_cut_reasoning_has_no_content_and_a_closed_prompt_no_reasoning(hermes:
     _, _, found = hermes.send("POST", "/v1/chat/completions", {"messages": USER, **plain})
     assert found["choices"][0]["message"]["content"] == "aa"
     assert "reasoning_content" not in found["choices"][0]["message"]
+
+
+def test_a_schema_that_no_grammar_can_hold_is_refused(hermes: Running) -> None:
+    function = {"name": "f", "parameters": {"type": "string", "pattern": "("}}
+    body = {
+        "messages": USER,
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+    }
+    status, _, found = hermes.send("POST", "/v1/chat/completions", body)
+    assert (status, found["error"]["param"]) == (400, "tools"), found

@@ -70,6 +70,7 @@ class ServerOptions:
     drain_seconds: float = 30.0
     watchdog: WatchdogLimits = field(default_factory=WatchdogLimits)
     chat_template: str | None = None
+    allow_chat_template: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str | None = None
     completes_code: bool = False
@@ -220,7 +221,9 @@ class _Lifecycle:
         seconds = self.options.limits.template_seconds
         parsers = self.options.tool_call_parser, self.options.reasoning_parser
         self.context.answers = AnswerFormats.of(found, *parsers)
-        self.context.encoder = await asyncio.to_thread(PromptEncoder, found, seconds)
+        self.context.encoder = await asyncio.to_thread(
+            PromptEncoder, found, seconds, self.options.allow_chat_template
+        )
         self._print_ready()
 
     def _engine_ready(self, facts: Ready) -> None:

@@ -9,6 +9,7 @@
     request_fields.py     fields of a request, and their sampling parameters
     prompts.py            PromptEncoder: texts and chats to token ids
     templates.py          chat templates within limits
+    template_process.py   chat templates of requests, in a process with limits
     control_tokens.py     control tokens in the texts of a request
     answers/              reasoning and tool calls in an answer; forced calls
     responses.py          responses, whole or as events

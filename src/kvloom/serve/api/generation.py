@@ -28,6 +28,7 @@ from .request_fields import (
     MAX_GRAMMAR_CHARACTERS,
     ChatFields,
     CompletionFields,
+    beam_width,
     check_tokens,
     read_fields,
     sampling_params,
@@ -89,6 +90,8 @@ class GenerationEndpoint(ABC):
                     await _send_whole(stream, response, send)
             except ApiError as error:
                 record.error_code = error.code or str(error.status)
+                if error.param == "grammar" and isinstance(fields, ChatFields) and _forces_call(fields):
+                    error.param = "tools"  # its schemas make the grammar
                 raise
             finally:
                 watcher.cancel()
@@ -129,8 +132,8 @@ class GenerationEndpoint(ABC):
                 fields.session_id,
                 fields.priority or 0,
                 fields.ttl,
-                fields.store is not False,
-                fields.read is not False,
+                fields.cache is None or fields.cache.store is not False,
+                fields.read is not False and (fields.cache is None or fields.cache.read is not False),
                 fields.cache_salt or "",
                 bool(fields.end_session),
                 bool(fields.lossy),
@@ -154,7 +157,9 @@ class GenerationEndpoint(ABC):
         if isinstance(fields, ChatFields) and wanted is None:
             wanted = fields.max_completion_tokens
         new = min(longest if chat else DEFAULT_TOKENS, max(1, longest - count)) if wanted is None else wanted
-        params = sampling_params(fields, new, facts.vocab_size)
+        encoder = self.context.encoder
+        bad = encoder.bad_words(fields.bad_words) if fields.bad_words and encoder is not None else []
+        params = sampling_params(fields, new, facts.vocab_size, bad)
         grammar = (
             self.context.answers.reasoning_grammar(prompt.text or "", params.structure) if chat else None
         )
@@ -374,9 +379,9 @@ def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | N
 
 def _answer_count(fields: CompletionFields | ChatFields) -> int:
     """Return the number of answers that a request asks for."""
-    each = max(1, fields.n or 1)
+    each = max(1, fields.n or 1, fields.best_of or 1, beam_width(fields))
     if isinstance(fields, ChatFields):
         return each
     prompt = fields.prompt
     many = 1 if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else len(prompt)
-    return many * max(each, fields.best_of or 1)
+    return many * each

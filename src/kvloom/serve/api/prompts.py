@@ -19,6 +19,7 @@ from jinja2.exceptions import TemplateError
 
 from kvloom.models.specs import known_models
 from kvloom.serve.api.control_tokens import MARK_CHARACTERS, ControlTokens, Encode
+from kvloom.serve.api.template_process import TemplateProcess
 from kvloom.serve.api.templates import (
     RenderError,
     count_characters,
@@ -52,6 +53,13 @@ RENDERED_CHARACTERS = 1 << 24
 TAIL_TOKENS = 256
 """Extra tokens encoded before the kept ones: a cut changes the first tokens after it."""
 MAX_REASON_CHARACTERS = 500
+INFILLING = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001 - these letters are meant
+)
+"""Tokens before the text, between text and suffix, and after the suffix."""
 ROLE = re.compile(r"[\w .-]{1,64}")
 
 _REFUSALS = (
@@ -132,7 +140,9 @@ def _plain_file(folder: Path) -> bool:
 class PromptEncoder:
     """Encodes with one tokenizer. Without a tokenizer, prompts are token ids and answers have no text."""
 
-    def __init__(self, tokenizer: Any | None, template_seconds: float = 2.0) -> None:
+    def __init__(
+        self, tokenizer: Any | None, template_seconds: float = 2.0, allow_templates: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.template_seconds = template_seconds
         self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -140,10 +150,17 @@ class PromptEncoder:
         self._token_texts: dict[int, str] = {}
         self._reserved: frozenset[str] = frozenset()
         self._control: ControlTokens | None = None
+        self._templates: TemplateProcess | None = None
+        self._any_control: ControlTokens | None = None
         if tokenizer is not None and tokenizer.chat_template:
             limit_templates(tokenizer)
             self._reserved = reserved_names(tokenizer)
             self._control = ControlTokens(tokenizer)
+        if tokenizer is not None and allow_templates:
+            self._reserved = reserved_names(tokenizer)
+            self._any_control = ControlTokens(tokenizer, any_template=True)
+            self._templates = TemplateProcess()
+            self._own = ThreadPoolExecutor(1, thread_name_prefix="request-templates")
 
     async def encode_completion(self, fields: CompletionFields, limits: PromptLimits) -> list[Prompt]:
         """Return the prompts of a completion: texts or token ids. A text with far too many tokens is refused before it is encoded
@@ -159,6 +176,8 @@ class PromptEncoder:
             raise bad_request("prompt is empty: send a text, token ids, or a list of these", "prompt")
         if any(isinstance(item, int) for item in many):
             raise bad_request("prompt mixes token ids with texts or lists: send one kind", "prompt")
+        if fields.suffix:
+            many = [self._infilling(item, fields.suffix) for item in many]
         texts = [item for item in many if isinstance(item, str)]
         if texts and self.tokenizer is None:
             raise bad_request("this model has no tokenizer: send prompts as token ids", "prompt")
@@ -183,12 +202,30 @@ class PromptEncoder:
 
         return await self._run(lambda: [make(item) for item in many], sum(map(len, many)))
 
+    def _infilling(self, prompt: str | list[int], suffix: str) -> str:
+        """Return the prompt that asks for the text between `prompt` and `suffix`, in the format of the model."""
+        known = () if self.tokenizer is None else self.tokenizer.get_added_vocab()
+        form = next((one for one in INFILLING if all(token in known for token in one)), None)
+        if form is None:
+            raise bad_request(
+                "suffix: this model has no infilling tokens: send a prompt without suffix", "suffix"
+            )
+        if not isinstance(prompt, str):
+            raise bad_request("suffix needs prompts as text, not as token ids", "suffix")
+        before, between, after = form
+        return before + prompt + between + suffix + after
+
     async def encode_chat(self, fields: ChatFields, limits: PromptLimits) -> Prompt:
         """Return the prompt that the chat template writes. Control tokens in the request's texts are encoded as text; those of the
         template as tokens."""
         if not fields.messages:
             raise bad_request("messages is empty: send at least one", "messages")
-        if self.tokenizer is None or not self.tokenizer.chat_template:
+        if fields.chat_template and self._templates is None:
+            raise bad_request(
+                "chat_template is not allowed: templates are code; use the server's, or start it with --allow-chat-template",
+                "chat_template",
+            )
+        if self.tokenizer is None or not (self.tokenizer.chat_template or fields.chat_template):
             raise bad_request(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
                 "messages",
@@ -206,8 +243,11 @@ class PromptEncoder:
         def write() -> Prompt:
             messages = [_flatten_content(i, message) for i, message in enumerate(fields.messages)]
             count_characters(messages, "messages")  # includes parsed tool calls
-            return self._render(messages, more, generate, on, bool(fields.add_special_tokens), limits)
+            special = bool(fields.add_special_tokens)
+            return self._render(messages, more, generate, on, special, limits, fields.chat_template)
 
+        if fields.chat_template:  # it may take long: it delays no other request
+            return await asyncio.get_running_loop().run_in_executor(self._own, write)
         return await self._run(write, characters + PER_MESSAGE * len(fields.messages))
 
     def _template_variables(self, fields: ChatFields) -> dict[str, Any]:
@@ -234,22 +274,38 @@ class PromptEncoder:
         on: bool,
         special: bool,
         limits: PromptLimits,
+        template: str | None,
     ) -> Prompt:
-        """Render the chat template and encode the result. Raises ApiError if the template fails or exceeds a limit."""
-        assert self.tokenizer is not None and self._control is not None
+        """Render the chat template and encode the result. Raises ApiError if the template fails or exceeds a limit. `template` is the
+        request's own."""
+        control = self._any_control if template else self._control
+        assert self.tokenizer is not None and control is not None
         tokenizer = self.tokenizer
         most = RENDERED_CHARACTERS if limits.truncates else limits.max_characters
-        marked, variables, mark = self._control.mark(messages, more)
+        marked, variables, mark = control.mark(messages, more)
         most += MARK_CHARACTERS if mark else 0
         try:
-            with render_limits(most, self.template_seconds):
-                text = tokenizer.apply_chat_template(
-                    marked,
-                    **variables,
-                    tokenize=False,
+            if template:
+                assert self._templates is not None
+                text = self._templates.render(
+                    self.template_seconds,
+                    most,
+                    conversations=[marked],
+                    chat_template=template,
                     add_generation_prompt=generate,
                     continue_final_message=on,
+                    **tokenizer.special_tokens_map,
+                    **variables,
                 )
+            else:
+                with render_limits(most, self.template_seconds):
+                    text = tokenizer.apply_chat_template(
+                        marked,
+                        **variables,
+                        tokenize=False,
+                        add_generation_prompt=generate,
+                        continue_final_message=on,
+                    )
         except RenderError as error:
             raise bad_request(f"messages: {error}", "messages", "context_length_exceeded") from None
         except _REFUSALS as error:
@@ -262,7 +318,7 @@ class PromptEncoder:
 
         if not mark:
             return self.truncate(Prompt(_encode(text, limits, "messages", encode), text), limits.keep)
-        text, wanted, encoder = self._control.unmark(text, mark, encode, special)
+        text, wanted, encoder = control.unmark(text, mark, encode, special)
         return self.truncate(Prompt(_encode(wanted, limits, "messages", encoder), text), limits.keep)
 
     def truncate(self, prompt: Prompt, keep: int | None) -> Prompt:
@@ -281,6 +337,24 @@ class PromptEncoder:
         if self.tokenizer is None or not text:
             return 0
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def bad_words(self, words: list[str]) -> list[list[int]]:
+        """Return the token sequences of words that must not be sampled: each alone, and after a space where that is another token."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise bad_request("this model has no tokenizer: use logit_bias", "bad_words")
+        found: list[list[int]] = []
+        for word in words:
+            alone, spaced = (
+                list(tokenizer(text, add_special_tokens=False)["input_ids"])
+                for text in (word.lstrip(), " " + word.lstrip())
+            )
+            if not alone:
+                raise bad_request(f"bad_words: {word[:64]!r} has no tokens: remove it", "bad_words")
+            found.append(alone)
+            if len(spaced) == len(alone) and spaced[0] != alone[0]:
+                found.append(spaced)
+        return found
 
     async def token_strings(self, ids: list[int]) -> list[str]:
         """Return tokens as the tokenizer spells them."""

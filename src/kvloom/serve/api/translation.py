@@ -12,7 +12,17 @@ from .request_fields import RequestFields, check_depth, paused_gc
 
 __all__ = ["copied_fields", "read_object", "text_of_parts"]
 
-NOT_COPIED = {"max_tokens", "logprobs", "n", "best_of", "response_format", "stream_options", "store", "read"}
+NOT_COPIED = {
+    "max_tokens",
+    "logprobs",
+    "n",
+    "best_of",
+    "use_beam_search",
+    "beam_width",
+    "response_format",
+    "stream_options",
+    "read",
+}
 COPIED = [
     *(name for name in RequestFields.__struct_fields__ if name not in NOT_COPIED),
     *("parallel_tool_calls", "chat_template_kwargs"),
