@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from kvloom.serve.api.answers import TOOL_CALL_PARSERS, AnswerFormats, Piece
+from kvloom.serve.api.answers import TOOL_CALL_PARSERS, AnswerFormats, Piece, last_marker
 from kvloom.serve.api.answers.reasoning import DeepSeekReasoning, QwenReasoning, ReasoningParser
 from kvloom.serve.api.answers.tool_calls import ForcedCalls, ToolCallParser, detect_parser
 from tests.engine.made_tokenizers import byte_level
@@ -377,6 +377,15 @@ def test_the_prompt_decides_whether_reasoning_is_open() -> None:
         False,
         True,
     ]
+
+
+def test_a_continued_message_decides_by_its_last_marker() -> None:
+    assert [last_marker(text) for text in ("a<think>b", "<think>a</think>b", "b", "")] == [
+        "<think>",
+        *["</think>"] * 3,
+    ]
+    assert DeepSeekReasoning.opens(last_marker("<think>b"))
+    assert not DeepSeekReasoning.opens(last_marker("b"))
 
 
 THOUGHT = byte_level("<think>", "</think>")

@@ -99,7 +99,7 @@ class MessagesEndpoint(ChatEndpoint):
             ids,
             params.n,
             encoder,
-            new_parser=self.new_parser(fields, prompts[0].text or "", params),
+            new_parser=self.new_parser(fields, prompts[0], params),
             warning=self.tools_warning(fields),
         )
 

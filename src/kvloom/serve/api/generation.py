@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from kvloom.engine import SamplingParams
-from kvloom.serve.api.answers import ANSWER, AnswerParser, forced_functions, forced_grammar
+from kvloom.serve.api.answers import ANSWER, AnswerParser, forced_functions, forced_grammar, last_marker
 from kvloom.serve.errors import ApiError, bad_request, context_too_long, slow_reader
 from kvloom.serve.metrics import RequestRecord
 from kvloom.serve.worker import Add, Delta, Ready, ResponseStream
@@ -160,9 +160,9 @@ class GenerationEndpoint(ABC):
         encoder = self.context.encoder
         bad = encoder.bad_words(fields.bad_words) if fields.bad_words and encoder is not None else []
         params = sampling_params(fields, new, facts.vocab_size, bad)
-        grammar = (
-            self.context.answers.reasoning_grammar(prompt.text or "", params.structure) if chat else None
-        )
+        grammar = None
+        if isinstance(fields, ChatFields):
+            grammar = self.context.answers.reasoning_grammar(_end_of_prompt(fields, prompt), params.structure)
         if grammar is not None:
             params = replace(params, json_schema=None, regex=None, grammar=grammar)
         if not count:
@@ -251,7 +251,7 @@ class ChatEndpoint(GenerationEndpoint):
             ids,
             params.n,
             encoder,
-            new_parser=self.new_parser(fields, prompts[0].text or "", params),
+            new_parser=self.new_parser(fields, prompts[0], params),
             warning=self.tools_warning(fields),
             **_response_options(fields, params),
         )
@@ -261,12 +261,12 @@ class ChatEndpoint(GenerationEndpoint):
         return self.context.answers.tools_warning(_forces_call(fields)) if _has_tools(fields) else None
 
     def new_parser(
-        self, fields: ChatFields, prompt: str, params: SamplingParams
+        self, fields: ChatFields, prompt: Prompt, params: SamplingParams
     ) -> Callable[[], AnswerParser | None]:
         """Return what makes the parser of each answer."""
         formats, parallel = self.context.answers, fields.parallel_tool_calls is not False
-        has_tools, forced = _has_tools(fields), _forces_call(fields)
-        return lambda: formats.parser(prompt, params.structure, has_tools, forced, parallel)
+        has_tools, forced, end = _has_tools(fields), _forces_call(fields), _end_of_prompt(fields, prompt)
+        return lambda: formats.parser(end, params.structure, has_tools, forced, parallel)
 
 
 class _EventStream:
@@ -338,6 +338,14 @@ async def _send_whole(stream: ResponseStream, response: ResponseBuilder, send: S
     headers += _warning(response)
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def _end_of_prompt(fields: ChatFields, prompt: Prompt) -> str:
+    """Return the end of a prompt that decides whether reasoning follows: of a message that is continued, its last marker."""
+    if not fields.continue_final_message:
+        return prompt.text or ""
+    content = fields.messages[-1].get("content")
+    return last_marker(content if isinstance(content, str) else "")
 
 
 def _has_tools(fields: ChatFields) -> bool:

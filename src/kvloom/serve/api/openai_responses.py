@@ -69,7 +69,7 @@ class ResponsesEndpoint(ChatEndpoint):
             params.n,
             encoder,
             top_logprobs=params.logprobs or 0,
-            new_parser=self.new_parser(fields, prompts[0].text or "", params),
+            new_parser=self.new_parser(fields, prompts[0], params),
             warning=self.tools_warning(fields),
             original=fields.original,
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 from .answer_parser import AnswerFormats, AnswerParser
 from .blocks import Block, BlockChange, Blocks
 from .pieces import Piece
-from .reasoning import ANSWER, REASONING_PARSERS
+from .reasoning import ANSWER, REASONING_PARSERS, last_marker
 from .tool_calls import TOOL_CALL_PARSERS
 from .tool_choice import check_tools, forced_functions, forced_grammar
 
@@ -32,4 +32,5 @@ __all__ = [
     "check_tools",
     "forced_functions",
     "forced_grammar",
+    "last_marker",
 ]

@@ -13,7 +13,7 @@ import re
 from .pieces import Piece, partial_marker
 from .tool_choice import JSON_SPACING
 
-__all__ = ["ANSWER", "REASONING", "REASONING_PARSERS", "ReasoningParser", "after_reasoning"]
+__all__ = ["ANSWER", "REASONING", "REASONING_PARSERS", "ReasoningParser", "after_reasoning", "last_marker"]
 
 BEGIN, END = "<think>", "</think>"
 ANSWER = "start: answer\n"
@@ -98,6 +98,11 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     "deepseek_r1": DeepSeekReasoning,
     "qwen3": QwenReasoning,
 }
+
+
+def last_marker(message: str) -> str:
+    """Return <think> if the reasoning of an unfinished message is open, else </think>."""
+    return BEGIN if message.rfind(BEGIN) > message.rfind(END) else END
 
 
 def after_reasoning(kind: str, text: str) -> str | None:
