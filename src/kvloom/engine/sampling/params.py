@@ -219,9 +219,8 @@ class SamplingParams:
             raise ValueError(f"n {self.n} must not exceed beam_width {self.beam_width}")
         if not math.isfinite(self.length_penalty):
             raise ValueError(f"length_penalty {self.length_penalty} must be finite")
-        changes_logits = self.has_penalties or self.structure or self.logit_bias
-        changes_logits = changes_logits or self.allowed_token_ids is not None or self.bad_token_ids
-        if self.best_of is not None or changes_logits or self.stops:
+        masks = self.structure is not None or self.allowed_token_ids is not None or self.bad_token_ids
+        if self.best_of is not None or self.has_penalties or self.logit_bias or masks or self.stops:
             raise ValueError(
                 "beam_width excludes best_of, penalties, logit_bias, allowed and bad tokens, stop texts and structured "
                 "output: remove them"
