@@ -17,7 +17,13 @@ PROMPTS = [list(range(3, 24)), [9, 8, 7], list(range(40, 3, -1))]
 
 
 def wanted(
-    model: Any, prompt: list[int], width: int, new: int, eos: int | None = None, penalty: float = 1.0
+    model: Any,
+    prompt: list[int],
+    width: int,
+    new: int,
+    eos: int | None = None,
+    penalty: float = 1.0,
+    early: bool = False,
 ) -> Any:
     """Return the texts and scores of generate(), best first."""
     model.set_attn_implementation("eager")
@@ -31,6 +37,7 @@ def wanted(
             eos_token_id=eos,
             pad_token_id=0,
             length_penalty=penalty,
+            early_stopping=early,
             return_dict_in_generate=True,
             output_scores=True,
         )
@@ -81,6 +88,24 @@ def test_beams_that_finish_early_match_generate(width: int, penalty: float) -> N
                 (one.finish_reason == "stop") == (one.output[-1] == eos) for one in request.returned_samples
             )
     assert ended or penalty == 2.0  # which likes long texts
+
+
+def test_early_stopping_matches_generate() -> None:
+    model, reference = tiny("llama"), tiny("llama")
+    differs = 0
+    for prompt in PROMPTS:
+        plain, _ = wanted(reference, prompt, 2, 12)
+        for eos in {token for text in plain for token in text[1:6]}:
+            texts, _ = wanted(reference, prompt, 2, 12, eos, 2.0, early=True)
+            engine = make_engine(model, POOL)
+            more = {"stop_token_ids": (eos,), "length_penalty": 2.0}
+            early, full = (
+                engine.add(prompt, params(2, 12, **more, early_stopping=stops)) for stops in (True, False)
+            )
+            engine.run()
+            assert [one.output for one in early.returned_samples] == texts
+            differs += [one.output for one in full.returned_samples] != texts
+    assert differs  # the search without it goes on
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,14 @@ def test_biases_and_masked_end_tokens() -> None:
     assert chosen(logit_bias={0: -100}) == 1
     assert chosen(min_tokens=1) == 1
     assert chosen(min_tokens=1, stop_token_ids=(1, 500)) == 2
+    assert chosen(allowed_token_ids=(2, 3, 999)) == 2
+    assert chosen(allowed_token_ids=[3], logit_bias={0: 100}) == 3
+    assert chosen(bad_token_ids=[(0,), (1,)]) == 2
+    assert chosen(bad_token_ids=[(3, 0)]) == 0  # nothing comes before it
+    assert chosen(bad_token_ids=[(2, 3, 0), (3, 1)], output=(2, 3)) == 2
+    assert chosen(bad_token_ids=[(2, 3, 0)], output=(3, 3)) == 0
+    both = [request(temperature=0, allowed_token_ids=(3,)), request(temperature=0)]
+    assert sampler.choose(logits.repeat(2, 1), both).tokens.tolist() == [3, 0]
     long = request(temperature=0, min_tokens=1, output=(3,))
     assert int(sampler.choose(logits, [long]).tokens) == 0
 
@@ -293,6 +301,9 @@ def test_rows_and_requests_must_match() -> None:
         ({"repetition_penalty": 0}, "repetition_penalty 0"),
         ({"logit_bias": {4: 101}}, "logit_bias 4: 101"),
         ({"logit_bias": {-4: 1}}, "logit_bias -4"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must have at least one"),
+        ({"allowed_token_ids": [-1, 2]}, "allowed_token_ids"),
+        ({"bad_token_ids": [[]]}, "bad_token_ids"),
         ({"stop": ["a", ""]}, "has an empty text"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
         ({"logprobs": -1}, "logprobs -1"),
@@ -303,6 +314,7 @@ def test_rows_and_requests_must_match() -> None:
         ({"beam_width": 4}, "needs temperature 0"),
         ({"beam_width": 4, "temperature": 0, "n": 5}, "n 5 must not exceed beam_width 4"),
         ({"beam_width": 4, "temperature": 0, "stop": "x"}, "beam_width excludes"),
+        ({"beam_width": 4, "temperature": 0, "allowed_token_ids": [1]}, "beam_width excludes"),
         ({"regex": "a", "grammar": "b"}, "regex and grammar"),
         ({"json_schema": "{"}, "not JSON"),
         ({"json_schema": {"a": {1, 2}}}, "cannot be encoded as JSON"),
@@ -320,7 +332,14 @@ def test_parameters_that_need_the_last_token() -> None:
         {"stop": "x"},
         {"n": 3},
         {"logprobs": 5},
+        {"allowed_token_ids": [1], "bad_token_ids": [[2], [3]]},
     ):
         assert not SamplingParams(**kind).needs_last_token
-    for kind in ({"presence_penalty": 1}, {"repetition_penalty": 1.1}, {"regex": "a"}, {"json_schema": {}}):
+    for kind in (
+        {"presence_penalty": 1},
+        {"repetition_penalty": 1.1},
+        {"regex": "a"},
+        {"json_schema": {}},
+        {"bad_token_ids": [[2, 3]]},
+    ):
         assert SamplingParams(**kind).needs_last_token

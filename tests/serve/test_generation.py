@@ -212,10 +212,12 @@ def test_usage_reports_cached_tokens(server: Running) -> None:
         assert found["total_tokens"] == 104
         return int(found["prompt_tokens_details"]["cached_tokens"])
 
-    assert cached(tenant="usage", store=False) == 0
+    assert cached(tenant="usage", cache={"store": False}) == 0
     assert cached(tenant="usage") == 0  # nothing was stored
     assert cached(tenant="usage") == 99
-    assert cached(tenant="usage", read=False) == 0
+    assert cached(tenant="usage", cache={"read": False}) == 0
+    assert cached(tenant="usage", read=False) == 0  # its former name
+    assert cached(tenant="usage", store=False) == 99  # OpenAI's field: not about the cache
     assert cached(tenant="another") == 0  # what one tenant stored is not there for others
     assert cached(tenant="usage", session_id="s", ttl=5.0, priority=3) == 99
     status, _, told = server.send("POST", "/v1/sessions/s?tenant=usage")

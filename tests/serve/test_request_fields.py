@@ -48,7 +48,7 @@ def test_tool_calls_and_results_are_messages(server: Running, client: OpenAI) ->
     assert chat_text(server, messages=messages) == "[user]hi[assistant](Oslo)[tool]rain[assistant]"
     tools: Any = [TOOL]
     found = client.chat.completions.create(model=MODEL, messages=messages, tools=tools, max_tokens=3)
-    assert found.choices[0].message.tool_calls is None  # what the model writes is told as it is
+    assert found.choices[0].message.tool_calls is None  # the template's format is unknown
 
 
 def test_a_salt_separates_cached_pages(server: Running) -> None:

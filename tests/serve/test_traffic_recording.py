@@ -65,8 +65,8 @@ def test_a_recording_contains_hashes_lengths_and_times_only(recording: tuple[Run
     before = len(path.read_text().splitlines())
     word = "unmistakable words"
     server.complete(prompt=word, max_tokens=3, session_id="my session", tenant="my tenant")
-    server.complete(prompt=word, max_tokens=3, store=False)
-    server.complete(prompt=word, max_tokens=3, read=False)
+    server.complete(prompt=word, max_tokens=3, cache={"store": False})
+    server.complete(prompt=word, max_tokens=3, cache={"read": False})
     text = path.read_text()
     head, *lines = [json.loads(line) for line in text.splitlines()]
     assert head["model"] == MODEL

@@ -25,8 +25,11 @@ from .access_log import RequestLogger, request_log
 from .api import (
     ChatEndpoint,
     CompletionEndpoint,
+    CountTokensEndpoint,
     DetokenizeEndpoint,
+    MessagesEndpoint,
     PoolEndpoint,
+    ResponsesEndpoint,
     ServerContext,
     TokenizeEndpoint,
     documentation_routes,
@@ -37,7 +40,15 @@ from .errors import ApiError, bad_request, not_found, unknown_model, unknown_req
 
 __all__ = ["application"]
 
-ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
+ENDPOINTS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/models",
+    "/health",
+    "/metrics",
+)
 MAX_RECORDS = 1000
 
 
@@ -114,6 +125,9 @@ def application(context: ServerContext, dashboard: DashboardState | None = None)
         Route("/admin/pool", PoolEndpoint(context), methods=["GET", "POST"]),
         Route("/v1/completions", CompletionEndpoint(context), methods=["POST"]),
         Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
+        Route("/v1/responses", ResponsesEndpoint(context), methods=["POST"]),
+        Route("/v1/messages", MessagesEndpoint(context), methods=["POST"]),
+        Route("/v1/messages/count_tokens", CountTokensEndpoint(context), methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/v1/sessions/{session:path}", end_session, methods=["DELETE"]),

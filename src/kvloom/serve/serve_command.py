@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["arguments", "run"]
 
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen", "llama3_json", "mistral", "pythonic")
+REASONING_PARSERS = ("deepseek_r1", "qwen3")
 MAX_TTL_SECONDS = 86400.0
 """Default of --max-ttl with API keys."""
 
@@ -92,6 +94,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     template = "CPU seconds of the chat template per request at most (default: 2)"
     add("--template-seconds", type=number(0, above=True), default=2.0, metavar="S", help=template)
     add("--chat-template", metavar="FILE", help="Jinja chat template to use instead of the model's")
+    own = "accept chat_template in requests: templates are code of clients; each renders in a process with limits"
+    add("--allow-chat-template", action="store_true", help=own)
+    calls = "format of the model's tool calls (default: auto: detected from the chat template; none: calls stay text)"
+    add("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help=calls)
+    reasoning = "format of the model's reasoning (default: none: reasoning stays text)"
+    add("--reasoning-parser", choices=REASONING_PARSERS, help=reasoning)
     record = "record block hashes, lengths and times of requests (never text) in this new file, for `kvloom replay`"
     add("--record", metavar="FILE", help=record)
     add("--otlp", metavar="URL", help="send traces to this OTLP/HTTP receiver, such as http://127.0.0.1:4318")
@@ -183,6 +191,9 @@ def run(args: argparse.Namespace) -> int:
             drain_seconds=args.drain_seconds,
             watchdog=WatchdogLimits(args.silent_seconds, args.step_seconds),
             chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
+            allow_chat_template=args.allow_chat_template,
+            tool_call_parser=args.tool_call_parser,
+            reasoning_parser=args.reasoning_parser,
             completes_code=model != args.model,
             record=args.record,
             otlp=args.otlp,

@@ -30,6 +30,7 @@ import uvicorn
 from kvloom.engine import check_engine, engine_config
 
 from .api import (
+    AnswerFormats,
     PromptEncoder,
     ServerContext,
     close_idle,
@@ -77,6 +78,9 @@ class ServerOptions:
     drain_seconds: float = 30.0
     watchdog: WatchdogLimits = field(default_factory=WatchdogLimits)
     chat_template: str | None = None
+    allow_chat_template: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str | None = None
     completes_code: bool = False
     """Whether the model completes code instead of chats; the printed example request depends on it."""
     record: str | None = None
@@ -255,7 +259,11 @@ class _Lifecycle:
             await self._loaded.wait()
         found = await asyncio.to_thread(load_tokenizer, model, template)
         seconds = self.options.limits.template_seconds
-        self.context.encoder = await asyncio.to_thread(PromptEncoder, found, seconds)
+        parsers = self.options.tool_call_parser, self.options.reasoning_parser
+        self.context.answers = AnswerFormats.of(found, *parsers)
+        self.context.encoder = await asyncio.to_thread(
+            PromptEncoder, found, seconds, self.options.allow_chat_template
+        )
         self._print_ready()
 
     def _engine_ready(self, facts: Ready) -> None:

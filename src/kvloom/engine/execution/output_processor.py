@@ -141,6 +141,10 @@ class OutputProcessor:
         for slot in beams.slots:
             slot.beams = None  # each slot finishes on its own
         for slot, why in zip(beams.slots, beams.endings, strict=True):
+            if slot.text is not None:
+                hides_end = why == "stop" and not slot.params.include_stop_str_in_output
+                for token in slot.output[: -1 if hides_end else None]:
+                    slot.text.add(token, may_stop=False)
             self._finish(slot, why)
 
     def _finish(self, request: Request, why: Finish) -> None:

@@ -5,7 +5,7 @@
     decide   returns the successors (slot to continue, token, score), best first; none: the search is over
 
 The score of a finished beam is its log-probability / length ** length_penalty. The search ends at `max_tokens`, or when the best
-live beam could not enter the `beam_width` best finished ones.
+live beam could not enter the `beam_width` best finished ones; with `early_stopping`, when `beam_width` beams have finished.
 """
 
 from __future__ import annotations
@@ -154,6 +154,8 @@ class BeamSearch(Generic[S]):
     def _is_over(self, best: float, length: int) -> bool:
         params = self.slots[0].params
         full = len(self._finished) >= params.beam_width
+        if full and params.early_stopping:
+            return True
         return full and best / length**params.length_penalty <= self._finished[-1].score
 
     def _end(self, successor: Successor[S], why: Finish) -> None:

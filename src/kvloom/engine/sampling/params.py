@@ -47,8 +47,9 @@ class SamplingParams:
     | sampling       | `temperature` (0: greedy), `top_k` (0: all), `top_p`, `min_p`, `seed`                          |
     | logits         | `presence_penalty`, `frequency_penalty` (output only), `repetition_penalty` (prompt too), `logit_bias` |
     | stops          | `stop` (texts, removed unless `include_stop_str_in_output`), `stop_token_ids`, `ignore_eos`    |
-    | samples        | `n`; the best `n` of `best_of` by cumulative log-probability, or of `beam_width` beams (`length_penalty`) |
-    | log-probabilities | `logprobs`: of each token and of the most likely ones; `prompt_logprobs`: of the prompt |
+    | tokens         | `allowed_token_ids`: no others are sampled; `bad_token_ids`: sequences whose last token is not sampled after the others |
+    | samples        | `n`; the best `n` of `best_of` by cumulative log-probability, or of `beam_width` beams (`length_penalty`; `early_stopping`: end as soon as `beam_width` texts have finished) |
+    | log-probabilities | `logprobs`: of each token and the most likely ones beside it; `prompt_logprobs`: of the prompt |
     | structure      | one of `json_schema`, `regex`, `grammar` (Lark notation)                                       |
 
     The same `seed` gives the same tokens, whatever other requests run. Log-probabilities are the model's own, before temperature,
@@ -74,11 +75,14 @@ class SamplingParams:
     best_of: int | None = None
     beam_width: int = 1
     length_penalty: float = 1.0
+    early_stopping: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     json_schema: str | Mapping[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(str(text) for text in self.stop)
@@ -86,6 +90,11 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
         bias = {int(token): float(value) for token, value in self.logit_bias.items()}
         object.__setattr__(self, "logit_bias", bias)
+        if self.allowed_token_ids is not None:
+            allowed = tuple(sorted({int(token) for token in self.allowed_token_ids}))
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        bad = tuple(tuple(int(token) for token in tokens) for tokens in self.bad_token_ids)
+        object.__setattr__(self, "bad_token_ids", bad)
         self._check_integers()
         self._check_lengths()
         self._check_sampling()
@@ -124,7 +133,8 @@ class SamplingParams:
     @property
     def needs_last_token(self) -> bool:
         """Whether the host needs each token before the next can be sampled."""
-        return self.has_penalties or self.structure is not None or self.beam_width > 1
+        follows = any(len(tokens) > 1 for tokens in self.bad_token_ids)
+        return self.has_penalties or self.structure is not None or self.beam_width > 1 or follows
 
     @property
     def wants_logprobs(self) -> bool:
@@ -181,6 +191,11 @@ class SamplingParams:
                 raise ValueError(
                     f"logit_bias {token}: {value} must map a token id to a value from -100 to 100"
                 )
+        allowed = self.allowed_token_ids
+        if allowed is not None and (not allowed or allowed[0] < 0):
+            raise ValueError("allowed_token_ids must have at least one token id, and none below 0")
+        if any(not tokens or min(tokens) < 0 for tokens in self.bad_token_ids):
+            raise ValueError("bad_token_ids must be sequences of token ids: remove empty and negative ones")
 
     def _check_samples(self) -> None:
         for name in ("n", "beam_width"):
@@ -205,9 +220,11 @@ class SamplingParams:
             raise ValueError(f"n {self.n} must not exceed beam_width {self.beam_width}")
         if not math.isfinite(self.length_penalty):
             raise ValueError(f"length_penalty {self.length_penalty} must be finite")
-        if self.best_of is not None or self.has_penalties or self.structure or self.stops or self.logit_bias:
+        masks = self.structure is not None or self.allowed_token_ids is not None or self.bad_token_ids
+        if self.best_of is not None or self.has_penalties or self.logit_bias or masks or self.stops:
             raise ValueError(
-                "beam_width excludes best_of, penalties, logit_bias, stop texts and structured output: remove them"
+                "beam_width excludes best_of, penalties, logit_bias, allowed and bad tokens, stop texts and structured "
+                "output: remove them"
             )
 
     def _check_structure(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvloom.kernels.fused import row_argmax
@@ -91,6 +92,10 @@ class _Plan:
     penalised: list[int]
     structured: list[int]
     short: list[int]  # rows with `min_tokens`
+    allowed: (
+        tuple[list[int], npt.NDArray[np.int32]] | None
+    )  # rows with allowed tokens, and a bit for each token
+    bad: list[int]  # rows with bad tokens
     with_logprobs: list[int]  # rows that request log-probabilities
     logprob_rows: torch.Tensor | None  # None: all
 
@@ -150,6 +155,10 @@ class Sampler:
         early = [row for row in plan.short if counts[row] < requests[row].params.min_tokens]
         if early:
             mask_tokens(changed, [(row, self.eos + requests[row].params.stop_token_ids) for row in early])
+        if plan.allowed is not None:
+            apply_grammar_mask(changed, *plan.allowed)
+        if plan.bad:
+            mask_tokens(changed, [(row, _bad_tokens(requests[row])) for row in plan.bad])
         if plan.structured:
             states = [requests[row].structure for row in plan.structured]
             apply_grammar_mask(
@@ -219,6 +228,8 @@ def _make_plan(requests: list[SamplingRequest], vocabulary: int, device: torch.d
     penalised = [i for i, params in enumerate(every) if params.has_penalties]
     structured = [i for i, request in enumerate(requests) if request.structure is not None]
     short = [i for i, params in enumerate(every) if params.min_tokens]
+    allowed = [i for i, params in enumerate(every) if params.allowed_token_ids is not None]
+    bad = [i for i, params in enumerate(every) if params.bad_token_ids]
     biased = [
         (i * vocabulary + token, value)
         for i, params in enumerate(every)
@@ -233,15 +244,37 @@ def _make_plan(requests: list[SamplingRequest], vocabulary: int, device: torch.d
         requests=requests,
         vocabulary=vocabulary,
         device=device,
-        changes_logits=bool(biased or penalised or structured or short),
+        changes_logits=bool(biased or penalised or structured or short or allowed or bad),
         draws=tuple(_draws(every, vocabulary, device)),
         bias=bias,
         penalised=penalised,
         structured=structured,
         short=short,
+        allowed=_allowed_bits(every, allowed, vocabulary) if allowed else None,
+        bad=bad,
         with_logprobs=with_logprobs,
         logprob_rows=_rows(with_logprobs, len(requests), device),
     )
+
+
+def _allowed_bits(
+    every: list[SamplingParams], rows: list[int], vocabulary: int
+) -> tuple[list[int], npt.NDArray[np.int32]]:
+    """Return rows and one bit for each token that they may sample."""
+    flags = np.zeros((len(rows), -(-vocabulary // 32) * 32), dtype=np.uint8)
+    for place, row in enumerate(rows):
+        flags[place, [token for token in every[row].allowed_token_ids or () if token < vocabulary]] = 1
+    return rows, np.packbits(flags, axis=1, bitorder="little").view(np.int32)
+
+
+def _bad_tokens(request: SamplingRequest) -> list[int]:
+    """Return the tokens that would complete a bad sequence now."""
+    output = request.tokens[len(request.prompt) :] if request.params.needs_last_token else []
+    return [
+        tokens[-1]
+        for tokens in request.params.bad_token_ids
+        if len(tokens) == 1 or output[1 - len(tokens) :] == list(tokens[:-1])
+    ]
 
 
 def _draws(every: list[SamplingParams], vocabulary: int, device: torch.device) -> Iterable[_Draw]:

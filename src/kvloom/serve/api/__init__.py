@@ -2,6 +2,9 @@
 
     server_context.py     ServerContext: state and checks that all endpoints share
     generation.py         endpoints that generate: completions and chats
+    openai_responses.py   /v1/responses, as a chat
+    anthropic_messages.py /v1/messages, as a chat
+    translation.py        reading requests of other APIs
     tokenize.py           /tokenize and /detokenize
     admin.py              /admin/pool
     request_fields.py     fields of a request, and their sampling parameters
@@ -9,7 +12,9 @@
     prompts.py            PromptEncoder: texts and chats to token ids
     fair_thread.py        a thread that encodes for tenants in turn
     templates.py          chat templates within limits
+    template_process.py   chat templates of requests, in a process with limits
     control_tokens.py     control tokens in the texts of a request
+    answers/              reasoning and tool calls in an answer; forced calls
     responses.py          responses, whole or as events
     openapi.py            /openapi.json and /docs, from the fields
     connection.py         HTTP connections with limits
@@ -20,8 +25,11 @@ Imports worker, auth and metrics. The routes are in serve/application.py.
 from __future__ import annotations
 
 from .admin import PoolEndpoint
+from .answers import AnswerFormats
+from .anthropic_messages import CountTokensEndpoint, MessagesEndpoint
 from .connection import close_idle, limited_connection
 from .generation import ChatEndpoint, CompletionEndpoint
+from .openai_responses import ResponsesEndpoint
 from .openapi import documentation_routes, openapi
 from .prompts import PromptEncoder, load_tokenizer
 from .request_fields import engine_error
@@ -29,11 +37,15 @@ from .server_context import ServerContext, is_loopback, parse_digits
 from .tokenize import DetokenizeEndpoint, TokenizeEndpoint
 
 __all__ = [
+    "AnswerFormats",
     "ChatEndpoint",
     "CompletionEndpoint",
+    "CountTokensEndpoint",
     "DetokenizeEndpoint",
+    "MessagesEndpoint",
     "PoolEndpoint",
     "PromptEncoder",
+    "ResponsesEndpoint",
     "ServerContext",
     "TokenizeEndpoint",
     "close_idle",

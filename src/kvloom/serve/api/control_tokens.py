@@ -37,9 +37,10 @@ Encode = Callable[[str], list[int]]
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: its special tokens, and other added tokens that its chat template writes."""
+    """The control tokens of a tokenizer: its special tokens, and other added tokens that its chat template writes. With
+    `any_template`, all added tokens: the template comes with a request."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, any_template: bool = False) -> None:
         added = {
             token.content: token
             for token in tokenizer.added_tokens_decoder.values()
@@ -47,7 +48,7 @@ class ControlTokens:
         }
         template = _template_text(tokenizer)
         special = {text for text, token in added.items() if token.special}
-        written = {text for text in added if text in template and not text.isspace()}
+        written = {text for text in added if (any_template or text in template) and not text.isspace()}
         self._special, self._all = _Texts(special), _Texts(special | written)
         self._ids = {
             id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.content in self._all.texts

@@ -9,19 +9,32 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from kvloom.engine import SamplingParams
 from kvloom.serve.access_log import RequestLog, request_log
+from kvloom.serve.api.answers import ANSWER, AnswerParser, forced_functions, forced_grammar, last_marker
 from kvloom.serve.errors import ApiError, bad_request, context_too_long, slow_reader
 from kvloom.serve.metrics import RequestRecord
 from kvloom.serve.worker import Add, Delta, Ready, ResponseStream
 
 from .prompts import Prompt, PromptEncoder, PromptLimits
-from .request_fields import ChatFields, CompletionFields, check_tokens, read_fields, sampling_params
+from .request_fields import (
+    MAX_GRAMMAR_CHARACTERS,
+    ChatFields,
+    CompletionFields,
+    beam_width,
+    check_tokens,
+    read_fields,
+    sampling_params,
+)
 from .responses import ChatResponse, CompletionResponse, ResponseBuilder
 from .server_context import ServerContext
 
@@ -53,7 +66,7 @@ class GenerationEndpoint(ABC):
         started = time.monotonic()
         context, request = self.context, Request(scope, receive)
         with ExitStack() as admitted:
-            messages, response, is_stream = await self._prepare(request, admitted)
+            messages, response, is_stream, forced = await self._prepare(request, admitted)
             ids, n = [message.id for message in messages], messages[0].params.n
             stream = ResponseStream(ids, n, context.limits.unread_characters if is_stream else None)
             context.engine.require_ready()
@@ -72,6 +85,8 @@ class GenerationEndpoint(ABC):
                     await self._send_whole(stream, response, messages[0].tenant, send)
             except ApiError as error:
                 record.error_code = error.code or str(error.status)
+                if error.param == "grammar" and forced:
+                    error.param = "tools"  # its schemas make the grammar
                 raise
             finally:
                 watcher.cancel()
@@ -98,13 +113,14 @@ class GenerationEndpoint(ABC):
         else:
             body = response.whole(found)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers += _warning(response)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _prepare(
         self, request: Request, admitted: ExitStack
-    ) -> tuple[list[Add], ResponseBuilder, bool]:
-        """Return the engine's messages, an empty response, and whether it is a stream. `admitted` releases the request's place.
+    ) -> tuple[list[Add], ResponseBuilder, bool, bool]:
+        """Return the engine's messages, an empty response, whether it is a stream, and whether a tool call is forced. `admitted` releases the request's place.
         Raises ApiError. The body and its fields, which may be large, are released before the answer begins."""
         context = self.context
         account = context.authenticate(request) or ""  # before reading the body
@@ -115,25 +131,34 @@ class GenerationEndpoint(ABC):
             context.check_model(fields.model)
             tenant = context.request_tenant(request, fields)
             answers, caps = _answer_count(fields), context.keys.caps(tenant)
-            caps.check(answers, fields.ttl, fields.priority)
+            caps.check(answers, self.longest_ttl(fields), fields.priority)
             admitted.enter_context(context.limiter.admit(answers, tenant, caps.open))
             most = self._max_prompt_tokens(tenant, facts)
             limits = PromptLimits(most, facts.vocab_size, _tokens_to_keep(fields, most))
-            given = await prompts.run(lambda: self.prompts(fields, prompts, limits), account, len(body))
+            has_template = isinstance(fields, ChatFields) and bool(fields.chat_template)
+            given = await prompts.run(
+                lambda: self.prompts(fields, prompts, limits), account, len(body), has_template
+            )
         messages = self._messages(fields, given, tenant, facts)
-        response = (ChatResponse if isinstance(fields, ChatFields) else CompletionResponse)(
-            context.model,
-            given,
-            [message.id for message in messages],
-            messages[0].params.n,
-            prompts,
-            echo=bool(isinstance(fields, CompletionFields) and fields.echo),
-            token_ids=bool(fields.return_token_ids),
-            top_logprobs=messages[0].params.logprobs or 0,
-            usage=fields.stream_options,
-            prompt_logprobs=fields.prompt_logprobs is not None,
-        )
-        return messages, response, bool(fields.stream)
+        ids = [message.id for message in messages]
+        response = self.response(fields, given, ids, messages[0].params, prompts)
+        forced = isinstance(fields, ChatFields) and _forces_call(fields)
+        return messages, response, bool(fields.stream), forced
+
+    @abstractmethod
+    def response(
+        self,
+        fields: CompletionFields | ChatFields,
+        prompts: list[Prompt],
+        ids: list[int],
+        params: SamplingParams,
+        encoder: PromptEncoder,
+    ) -> ResponseBuilder:
+        """Return the builder of the response."""
+
+    def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
+        """Return the longest time for which a request retains pages."""
+        return fields.ttl
 
     def _messages(
         self, fields: CompletionFields | ChatFields, prompts: list[Prompt], tenant: str, facts: Ready
@@ -144,17 +169,18 @@ class GenerationEndpoint(ABC):
             Add(
                 id_,
                 prompt.tokens,
-                self._params(fields, prompt.tokens, tenant, facts, made),
+                self._params(fields, prompt, tenant, facts, made),
                 bool(fields.stream),
                 tenant,
                 fields.session_id,
                 fields.priority or 0,
                 fields.ttl,
-                fields.store is not False,
-                fields.read is not False,
+                fields.cache is None or fields.cache.store is not False,
+                fields.read is not False and (fields.cache is None or fields.cache.read is not False),
                 fields.cache_salt or "",
                 bool(fields.end_session),
                 bool(fields.lossy),
+                [(-(-stop // facts.block_tokens) * facts.block_tokens, ttl) for stop, ttl in prompt.retain],
             )
             for id_, prompt in zip(self.context.engine.new_ids(len(prompts)), prompts, strict=True)
         ]
@@ -162,12 +188,13 @@ class GenerationEndpoint(ABC):
     def _params(
         self,
         fields: CompletionFields | ChatFields,
-        tokens: list[int],
+        prompt: Prompt,
         tenant: str,
         facts: Ready,
         made: dict[int, SamplingParams],
     ) -> SamplingParams:
         """Return the sampling parameters of a prompt. Raises ApiError for an invalid prompt or field."""
+        tokens = prompt.tokens
         chat, count = isinstance(fields, ChatFields), len(tokens)
         param = "messages" if chat else "prompt"
         longest, most = (
@@ -179,7 +206,7 @@ class GenerationEndpoint(ABC):
             wanted = fields.max_completion_tokens
         new = min(longest if chat else DEFAULT_TOKENS, max(1, longest - count)) if wanted is None else wanted
         if new not in made:
-            made[new] = sampling_params(fields, new, facts.vocab_size)
+            made[new] = self._new_params(fields, prompt, new, facts)
         if not count:
             raise bad_request("the prompt is empty: it must have at least one token", param)
         if count > most:
@@ -188,6 +215,19 @@ class GenerationEndpoint(ABC):
             raise context_too_long(count, new, longest, param)
         check_tokens(tokens, facts.vocab_size, param)
         return made[new]
+
+    def _new_params(
+        self, fields: CompletionFields | ChatFields, prompt: Prompt, new: int, facts: Ready
+    ) -> SamplingParams:
+        encoder = self.context.encoder
+        bad = encoder.bad_words(fields.bad_words) if fields.bad_words and encoder is not None else []
+        params = sampling_params(fields, new, facts.vocab_size, bad)
+        grammar = None
+        if isinstance(fields, ChatFields):
+            grammar = self.context.answers.reasoning_grammar(_end_of_prompt(fields, prompt), params.structure)
+        if grammar is not None:
+            params = replace(params, json_schema=None, regex=None, grammar=grammar)
+        return params
 
     def _max_prompt_tokens(self, tenant: str, facts: Ready) -> int:
         """Return the most prompt tokens of a tenant's request. One token is left for the answer."""
@@ -205,16 +245,83 @@ class CompletionEndpoint(GenerationEndpoint):
         assert isinstance(fields, CompletionFields)
         return prompts.encode_completion(fields, limits)
 
+    def response(
+        self,
+        fields: CompletionFields | ChatFields,
+        prompts: list[Prompt],
+        ids: list[int],
+        params: SamplingParams,
+        encoder: PromptEncoder,
+    ) -> ResponseBuilder:
+        assert isinstance(fields, CompletionFields)
+        more = _response_options(fields, params)
+        return CompletionResponse(
+            self.context.model, prompts, ids, params.n, encoder, echo=bool(fields.echo), **more
+        )
+
 
 class ChatEndpoint(GenerationEndpoint):
     def read(self, body: bytes) -> ChatFields:
-        return read_fields(body, ChatFields)
+        return self.with_tools(read_fields(body, ChatFields))
+
+    def with_tools(self, fields: ChatFields) -> ChatFields:
+        """Return the fields with the grammar of a forced call, and with special tokens where a parser needs them."""
+        changes: dict[str, Any] = {}
+        functions = forced_functions(fields.tools, fields.tool_choice)
+        if functions is not None:
+            for name in ("response_format", "structured_outputs", "regex", "grammar"):
+                if getattr(fields, name) is not None:
+                    raise bad_request(f"tool_choice forces a call, so {name} cannot hold: remove one", name)
+            many = fields.tool_choice == "required" and fields.parallel_tool_calls is not False
+            grammar = forced_grammar(functions, many)
+            if len(grammar) > MAX_GRAMMAR_CHARACTERS:
+                raise bad_request(
+                    f"tools: their schemas have more than {MAX_GRAMMAR_CHARACTERS:,} characters: send fewer",
+                    "tools",
+                )
+            changes["grammar"] = ANSWER + grammar
+        formats = self.context.answers
+        if formats.special and fields.skip_special_tokens is None and (fields.tools or formats.reasoning):
+            changes["skip_special_tokens"] = False
+        return msgspec.structs.replace(fields, **changes) if changes else fields
 
     def prompts(
         self, fields: CompletionFields | ChatFields, prompts: PromptEncoder, limits: PromptLimits
     ) -> list[Prompt]:
         assert isinstance(fields, ChatFields)
         return [prompts.encode_chat(fields, limits)]
+
+    def response(
+        self,
+        fields: CompletionFields | ChatFields,
+        prompts: list[Prompt],
+        ids: list[int],
+        params: SamplingParams,
+        encoder: PromptEncoder,
+    ) -> ResponseBuilder:
+        assert isinstance(fields, ChatFields)
+        return ChatResponse(
+            self.context.model,
+            prompts,
+            ids,
+            params.n,
+            encoder,
+            new_parser=self.new_parser(fields, prompts[0], params),
+            warning=self.tools_warning(fields),
+            **_response_options(fields, params),
+        )
+
+    def tools_warning(self, fields: ChatFields) -> str | None:
+        """Return what is missing for the tools of a request."""
+        return self.context.answers.tools_warning(_forces_call(fields)) if _has_tools(fields) else None
+
+    def new_parser(
+        self, fields: ChatFields, prompt: Prompt, params: SamplingParams
+    ) -> Callable[[], AnswerParser | None]:
+        """Return what makes the parser of each answer."""
+        formats, parallel = self.context.answers, fields.parallel_tool_calls is not False
+        has_tools, forced, end = _has_tools(fields), _forces_call(fields), _end_of_prompt(fields, prompt)
+        return lambda: formats.parser(end, params.structure, has_tools, forced, parallel)
 
 
 class _EventStream:
@@ -240,7 +347,8 @@ class _EventStream:
         if not pieces:
             return True
         body = self._body(pieces)
-        await self._send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        headers = [*EVENTS, *_warning(self._response)]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             while pieces:
                 await self._write(body)
@@ -253,7 +361,7 @@ class _EventStream:
             self._log.error = error
             if error.code == "slow_reader":
                 return False
-            await self._write(b"data: " + error.body + b"\n\n", more=False)
+            await self._write(self._response.error_event(error), more=False)
         return True
 
     def _body(self, pieces: list[Delta]) -> bytes:
@@ -276,6 +384,36 @@ class _EventStream:
             raise slow_reader(f"no data was read for {self._seconds:g} seconds") from None
 
 
+def _end_of_prompt(fields: ChatFields, prompt: Prompt) -> str:
+    """Return the end of a prompt that decides whether reasoning follows: of a message that is continued, its last marker."""
+    if not fields.continue_final_message:
+        return prompt.text or ""
+    content = fields.messages[-1].get("content")
+    return last_marker(content if isinstance(content, str) else "")
+
+
+def _has_tools(fields: ChatFields) -> bool:
+    return bool(fields.tools) and fields.tool_choice != "none"
+
+
+def _forces_call(fields: ChatFields) -> bool:
+    return fields.tool_choice not in (None, "auto", "none")
+
+
+def _warning(response: ResponseBuilder) -> list[tuple[bytes, bytes]]:
+    return [] if response.warning is None else [(b"x-kvloom-warning", response.warning.encode())]
+
+
+def _response_options(fields: CompletionFields | ChatFields, params: SamplingParams) -> dict[str, Any]:
+    """Return the options that all responses share."""
+    return {
+        "token_ids": bool(fields.return_token_ids),
+        "top_logprobs": params.logprobs or 0,
+        "usage": fields.stream_options,
+        "prompt_logprobs": fields.prompt_logprobs is not None,
+    }
+
+
 async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
     """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
@@ -294,9 +432,9 @@ def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | N
 
 def _answer_count(fields: CompletionFields | ChatFields) -> int:
     """Return the number of answers that a request asks for."""
-    each = max(1, fields.n or 1)
+    each = max(1, fields.n or 1, fields.best_of or 1, beam_width(fields))
     if isinstance(fields, ChatFields):
         return each
     prompt = fields.prompt
     many = 1 if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else len(prompt)
-    return many * max(each, fields.best_of or 1)
+    return many * each

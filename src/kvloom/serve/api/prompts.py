@@ -18,6 +18,7 @@ from jinja2.exceptions import TemplateError
 from kvloom.models.specs import known_models
 from kvloom.serve.api.control_tokens import MARK_CHARACTERS, ControlTokens, Encode
 from kvloom.serve.api.json_limits import check_structure, check_values, paused_gc
+from kvloom.serve.api.template_process import TemplateProcess
 from kvloom.serve.api.templates import (
     RenderError,
     limit_templates,
@@ -51,6 +52,13 @@ RENDERED_CHARACTERS = 1 << 24
 TAIL_TOKENS = 256
 """Extra tokens encoded before the kept ones, because a cut changes the first tokens after it."""
 MAX_REASON_CHARACTERS = 500
+INFILLING = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001 - these letters are meant
+)
+"""Tokens before the text, between text and suffix, and after the suffix."""
 ROLE = re.compile(r"[\w .-]{1,64}")
 
 _REFUSALS = (
@@ -63,10 +71,11 @@ Some = TypeVar("Some")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and their text if known."""
+    """Token ids, and their text if known. `retain`: positions up to which pages are retained, and for how many seconds."""
 
     tokens: list[int]
     text: str | None = None
+    retain: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,21 +142,34 @@ class PromptEncoder:
     """Encodes with one tokenizer. Without a tokenizer, prompts are token ids and answers have no text. Encoding takes up to
     seconds: call it by `run`."""
 
-    def __init__(self, tokenizer: Any | None, template_seconds: float = 2.0) -> None:
+    def __init__(
+        self, tokenizer: Any | None, template_seconds: float = 2.0, allow_templates: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.template_seconds = template_seconds
         self._short = FairThread("tokenizer")
         self._long = FairThread("long-tokenizer")
+        self._own = FairThread("request-templates")
         self._token_texts: dict[int, str] = {}
         self._reserved: frozenset[str] = frozenset()
         self._control: ControlTokens | None = None
+        self._templates: TemplateProcess | None = None
+        self._any_control: ControlTokens | None = None
         if tokenizer is not None and tokenizer.chat_template:
             limit_templates(tokenizer)
             self._reserved = reserved_names(tokenizer)
             self._control = ControlTokens(tokenizer)
+        if tokenizer is not None and allow_templates:
+            self._reserved = reserved_names(tokenizer)
+            self._any_control = ControlTokens(tokenizer, any_template=True)
+            self._templates = TemplateProcess()
 
-    async def run(self, work: Callable[[], Some], tenant: str, size: int) -> Some:
-        """Return the result of `work` for a request of `size` bytes. It runs outside the event loop, tenants in turn."""
+    async def run(self, work: Callable[[], Some], tenant: str, size: int, has_template: bool = False) -> Some:
+        """Return the result of `work` for a request of `size` bytes. It runs outside the event loop, tenants in turn.
+
+        A request with a chat template of its own (`has_template`) may take long: it uses a thread of its own."""
+        if has_template:
+            return await self._own.run(tenant, work)
         return await (self._short if size <= LONG_BYTES else self._long).run(tenant, work)
 
     def encode_completion(self, fields: CompletionFields, limits: PromptLimits) -> list[Prompt]:
@@ -164,6 +186,8 @@ class PromptEncoder:
             raise bad_request("prompt is empty: send a text, token ids, or a list of these", "prompt")
         if any(isinstance(item, int) for item in many):
             raise bad_request("prompt mixes token ids with texts or lists: send one kind", "prompt")
+        if fields.suffix:
+            many = [self._infilling(item, fields.suffix) for item in many]
         texts = [item for item in many if isinstance(item, str)]
         if texts and self.tokenizer is None:
             raise bad_request("this model has no tokenizer: send prompts as token ids", "prompt")
@@ -188,12 +212,30 @@ class PromptEncoder:
 
         return [make(item) for item in many]
 
+    def _infilling(self, prompt: str | list[int], suffix: str) -> str:
+        """Return the prompt that asks for the text between `prompt` and `suffix`, in the format of the model."""
+        known = () if self.tokenizer is None else self.tokenizer.get_added_vocab()
+        form = next((one for one in INFILLING if all(token in known for token in one)), None)
+        if form is None:
+            raise bad_request(
+                "suffix: this model has no infilling tokens: send a prompt without suffix", "suffix"
+            )
+        if not isinstance(prompt, str):
+            raise bad_request("suffix needs prompts as text, not as token ids", "suffix")
+        before, between, after = form
+        return before + prompt + between + suffix + after
+
     def encode_chat(self, fields: ChatFields, limits: PromptLimits) -> Prompt:
         """Return the prompt that the chat template writes. Control tokens in the request's texts are encoded as text; those of the
         template as tokens."""
         if not fields.messages:
             raise bad_request("messages is empty: send at least one", "messages")
-        if self.tokenizer is None or not self.tokenizer.chat_template:
+        if fields.chat_template and self._templates is None:
+            raise bad_request(
+                "chat_template is not allowed: templates are code; use the server's, or start it with --allow-chat-template",
+                "chat_template",
+            )
+        if self.tokenizer is None or not (self.tokenizer.chat_template or fields.chat_template):
             raise bad_request(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
                 "messages",
@@ -209,7 +251,9 @@ class PromptEncoder:
         messages = [_flatten_content(i, message) for i, message in enumerate(fields.messages)]
         if any("tool_calls" in message for message in messages):
             check_values([messages], "messages")  # with the parsed arguments
-        return self._render(messages, more, generate, on, bool(fields.add_special_tokens), limits)
+        return self._render(
+            messages, more, generate, on, bool(fields.add_special_tokens), limits, fields.chat_template
+        )
 
     def _template_variables(self, fields: ChatFields) -> dict[str, Any]:
         """Return the template variables besides the messages. Raises ApiError for a reserved name."""
@@ -235,22 +279,38 @@ class PromptEncoder:
         on: bool,
         special: bool,
         limits: PromptLimits,
+        template: str | None,
     ) -> Prompt:
-        """Render the chat template and encode the result. Raises ApiError if the template fails or exceeds a limit."""
-        assert self.tokenizer is not None and self._control is not None
+        """Render the chat template and encode the result. Raises ApiError if the template fails or exceeds a limit. `template` is the
+        request's own."""
+        control = self._any_control if template else self._control
+        assert self.tokenizer is not None and control is not None
         tokenizer = self.tokenizer
         most = RENDERED_CHARACTERS if limits.truncates else limits.max_characters
-        marked, variables, mark = self._control.mark(messages, more)
+        marked, variables, mark = control.mark(messages, more)
         most += MARK_CHARACTERS if mark else 0
         try:
-            with render_limits(most, self.template_seconds):
-                text = tokenizer.apply_chat_template(
-                    marked,
-                    **variables,
-                    tokenize=False,
+            if template:
+                assert self._templates is not None
+                text = self._templates.render(
+                    self.template_seconds,
+                    most,
+                    conversations=[marked],
+                    chat_template=template,
                     add_generation_prompt=generate,
                     continue_final_message=on,
+                    **tokenizer.special_tokens_map,
+                    **variables,
                 )
+            else:
+                with render_limits(most, self.template_seconds):
+                    text = tokenizer.apply_chat_template(
+                        marked,
+                        **variables,
+                        tokenize=False,
+                        add_generation_prompt=generate,
+                        continue_final_message=on,
+                    )
         except RenderError as error:
             raise bad_request(f"messages: {error}", "messages", "context_length_exceeded") from None
         except _REFUSALS as error:
@@ -264,7 +324,7 @@ class PromptEncoder:
 
         if not mark:
             return self.truncate(Prompt(_encode(text, limits, "messages", encode), text), limits.keep)
-        text, wanted, encoder = self._control.unmark(text, mark, encode, special)
+        text, wanted, encoder = control.unmark(text, mark, encode, special)
         return self.truncate(Prompt(_encode(wanted, limits, "messages", encoder), text), limits.keep)
 
     def truncate(self, prompt: Prompt, keep: int | None) -> Prompt:
@@ -277,6 +337,30 @@ class PromptEncoder:
     def text(self, ids: list[int]) -> str:
         """Return the text of token ids."""
         return "" if self.tokenizer is None else str(self.tokenizer.decode(ids))
+
+    def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of a part of an answer."""
+        if self.tokenizer is None or not text:
+            return 0
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def bad_words(self, words: list[str]) -> list[list[int]]:
+        """Return the token sequences of words that must not be sampled: each alone, and after a space where that is another token."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise bad_request("this model has no tokenizer: use logit_bias", "bad_words")
+        found: list[list[int]] = []
+        for word in words:
+            alone, spaced = (
+                list(tokenizer(text, add_special_tokens=False)["input_ids"])
+                for text in (word.lstrip(), " " + word.lstrip())
+            )
+            if not alone:
+                raise bad_request(f"bad_words: {word[:64]!r} has no tokens: remove it", "bad_words")
+            found.append(alone)
+            if len(spaced) == len(alone) and spaced[0] != alone[0]:
+                found.append(spaced)
+        return found
 
     def token_strings(self, ids: list[int]) -> list[str]:
         """Return tokens as the tokenizer spells them."""

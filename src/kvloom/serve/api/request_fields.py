@@ -1,7 +1,7 @@
 """Fields of a request's JSON, and their sampling parameters. msgspec checks types, SamplingParams checks values.
 
 OpenAI's fields keep their names; other servers' fields (top_k, min_p, ignore_eos, …) and the cache's (tenant, priority,
-ttl, store, read, session_id) are added. Unknown fields are ignored. Known fields that are not supported and would change
+ttl, cache, session_id) are added. Unknown fields are ignored. Known fields that are not supported and would change
 the answer are refused (UNSUPPORTED). docs/server.md lists all three kinds.
 """
 
@@ -15,15 +15,18 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvloom.engine import SamplingParams
+from kvloom.serve.api.answers import check_tools, forced_functions
 from kvloom.serve.api.json_limits import check_structure, check_values, paused_gc
 from kvloom.serve.errors import ApiError, bad_request
 
 __all__ = [
+    "MAX_GRAMMAR_CHARACTERS",
     "UNSUPPORTED",
     "ChatFields",
     "CompletionFields",
     "RequestFields",
     "StreamOptions",
+    "beam_width",
     "check_tokens",
     "engine_error",
     "read_fields",
@@ -34,6 +37,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_LOGPROBS = 20
 MAX_BEST_OF = 32
+MAX_BAD_WORDS = 128
 MAX_GRAMMAR_CHARACTERS = 1 << 16
 INTEGERS = range(-(1 << 63), 1 << 63)
 MAX_STOP_TOKENS = 1024
@@ -45,18 +49,13 @@ _WORD = re.compile(r"[a-z_]+")
 
 
 UNSUPPORTED: dict[str, str] = {
-    "allowed_token_ids": "use logit_bias, regex or grammar",
     "audio": "answers are text only",
-    "bad_words": "use logit_bias or stop",
-    "chat_template": "templates are code: set the server's with --chat-template",
     "function_call": "use tool_choice",
     "functions": "use tools",
     "kv_transfer_params": "requests cannot hand over pages",
     "logits_processors": "requests cannot contain code",
     "prompt_embeds": "send text or token ids",
     "return_tokens_as_token_ids": "use return_token_ids",
-    "suffix": "infilling is not supported",
-    "use_beam_search": "use n, or best_of",
     "web_search_options": "web search is not supported",
 }
 """Unsupported fields of other servers, and what to use instead."""
@@ -86,6 +85,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     grammar: str | None = None
 
 
+class CacheFields(msgspec.Struct, frozen=True):
+    """Whether a request stores pages in the cache, and reads pages from it."""
+
+    store: bool | None = None
+    read: bool | None = None
+
+
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of both endpoints. Unsupported fields are declared too, so that they are detected."""
 
@@ -96,6 +102,11 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -105,6 +116,8 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
@@ -120,24 +133,19 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str | None = None
     priority: int | None = None
     ttl: float | None = None
-    store: bool | None = None
-    read: bool | None = None
+    cache: CacheFields | None = None
+    read: bool | None = None  # deprecated: cache.read
     session_id: str | None = None
     end_session: bool | None = None
     cache_salt: str | None = None
     lossy: bool | None = None
-    allowed_token_ids: Any = None
     audio: Any = None
-    bad_words: Any = None
-    chat_template: Any = None
     function_call: Any = None
     functions: Any = None
     kv_transfer_params: Any = None
     logits_processors: Any = None
     prompt_embeds: Any = None
     return_tokens_as_token_ids: Any = None
-    suffix: Any = None
-    use_beam_search: Any = None
     web_search_options: Any = None
 
 
@@ -145,7 +153,7 @@ class CompletionFields(RequestFields, frozen=True, kw_only=True):
     prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    suffix: str | None = None
 
 
 class ChatFields(RequestFields, frozen=True, kw_only=True):
@@ -155,9 +163,11 @@ class ChatFields(RequestFields, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     modalities: list[str] | None = None
@@ -248,6 +258,13 @@ def _check(fields: RequestFields) -> None:
         )
     if fields.prompt_logprobs is not None and fields.stream:
         raise bad_request("prompt_logprobs are not available with stream: omit stream", "prompt_logprobs")
+    words = fields.bad_words or []
+    if len(words) > MAX_BAD_WORDS or not all(0 < len(word) <= MAX_STOP_CHARACTERS for word in words):
+        raise bad_request(
+            f"bad_words allows {MAX_BAD_WORDS} texts of 1 to {MAX_STOP_CHARACTERS} characters; {len(words)} were sent",
+            "bad_words",
+        )
+    _check_samples(fields)
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("stream_options require stream: true", "stream_options")
     if isinstance(fields, CompletionFields):
@@ -256,18 +273,36 @@ def _check(fields: RequestFields) -> None:
         _check_chat(fields)
 
 
+def beam_width(fields: RequestFields) -> int:
+    """Return the number of beams; 1 without beam search. As in vLLM, `use_beam_search` searches with `best_of` or `n` beams."""
+    if fields.beam_width is not None or not fields.use_beam_search:
+        return fields.beam_width or 1
+    return max(fields.best_of or 1, fields.n or 1)
+
+
+def _check_samples(fields: RequestFields) -> None:
+    n, best_of, width = fields.n or 1, fields.best_of, beam_width(fields)
+    if fields.use_beam_search and width < 2:
+        raise bad_request("use_beam_search needs beam_width, best_of or n above 1", "use_beam_search")
+    for name, value in (("best_of", best_of), ("beam_width", width)):
+        if value is not None and not 0 < value <= MAX_BEST_OF:
+            raise bad_request(f"{name} {value} must lie in n to {MAX_BEST_OF}", name)
+    if fields.stream and width > 1:
+        raise bad_request("beam search is not available with stream: beams change until the end", "stream")
+    if fields.stream and best_of is not None and best_of > n:
+        raise bad_request(
+            "best_of above n is not available with stream: answers are ranked at the end", "best_of"
+        )
+    if width < 2 and (fields.length_penalty is not None or fields.early_stopping is not None):
+        name = "length_penalty" if fields.length_penalty is not None else "early_stopping"
+        raise bad_request(f"{name} needs beam search: set use_beam_search or beam_width", name)
+
+
 def _check_completion(fields: CompletionFields) -> None:
     if fields.echo and fields.logprobs is not None and fields.stream:
         raise bad_request("echo with logprobs is not available with stream: omit stream", "echo")
     if not 0 <= (fields.logprobs or 0) <= MAX_LOGPROBS:
         raise bad_request(f"logprobs {fields.logprobs} must lie in 0 to {MAX_LOGPROBS}", "logprobs")
-    n, best_of = fields.n or 1, fields.best_of
-    if best_of is not None and best_of > MAX_BEST_OF:
-        raise bad_request(f"best_of {best_of} must lie in n to {MAX_BEST_OF}", "best_of")
-    if best_of is not None and best_of > n and fields.stream:
-        raise bad_request(
-            "best_of above n is not available with stream: answers are ranked at the end", "best_of"
-        )
 
 
 def _check_chat(fields: ChatFields) -> None:
@@ -275,34 +310,44 @@ def _check_chat(fields: ChatFields) -> None:
         raise bad_request(
             f"modalities {fields.modalities} cannot be had here: answers are text", "modalities"
         )
-    if fields.tool_choice not in (None, "auto", "none"):
-        raise bad_request(
-            "tool_choice must be auto or none: tools are shown to the model, but its output is not constrained to them",
-            "tool_choice",
-        )
+    check_tools(fields.tools)
+    forced_functions(fields.tools, fields.tool_choice)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise bad_request("top_logprobs require logprobs: true", "top_logprobs")
     if not 0 <= (fields.top_logprobs or 0) <= MAX_LOGPROBS:
         raise bad_request(
             f"top_logprobs {fields.top_logprobs} must lie in 0 to {MAX_LOGPROBS}", "top_logprobs"
         )
+    if len(fields.chat_template or "") > MAX_GRAMMAR_CHARACTERS:
+        raise bad_request(
+            f"chat_template is longer than {MAX_GRAMMAR_CHARACTERS:,} characters", "chat_template"
+        )
     if fields.max_tokens is not None and fields.max_completion_tokens not in (None, fields.max_tokens):
         raise bad_request("max_tokens and max_completion_tokens differ: send one", "max_tokens")
 
 
 def sampling_params(
-    fields: CompletionFields | ChatFields, max_tokens: int, vocabulary: int
+    fields: CompletionFields | ChatFields,
+    max_tokens: int,
+    vocabulary: int,
+    bad_token_ids: Sequence[Sequence[int]] = (),
 ) -> SamplingParams:
-    """Return the sampling parameters of a request. Raises ApiError for invalid values."""
+    """Return the sampling parameters of a request. `bad_token_ids` are its bad words. Raises ApiError for invalid values."""
     given: dict[str, Any] = {
         name: value
         for name in (
             "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
             "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "regex", "grammar",
-            "include_stop_str_in_output", "skip_special_tokens", "best_of",
+            "include_stop_str_in_output", "skip_special_tokens", "best_of", "allowed_token_ids", "length_penalty", "early_stopping",
         )
         if (value := getattr(fields, name, None)) is not None
     }  # fmt: skip
+    given["bad_token_ids"] = bad_token_ids
+    if (width := beam_width(fields)) > 1:
+        given["beam_width"] = width
+        given.setdefault("temperature", 0.0)
+        if fields.use_beam_search:
+            given.pop("best_of", None)  # the number of beams
     if isinstance(fields, ChatFields):
         given["logprobs"] = (fields.top_logprobs or 0) if fields.logprobs else None
     else:
@@ -312,7 +357,7 @@ def sampling_params(
     given["prompt_logprobs"] = max((int(most) for most in asked if most is not None), default=None)
     if given.get("top_k") == -1:  # other servers' value for "all"
         given["top_k"] = 0
-    for name in ("logit_bias", "stop_token_ids"):
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         beyond = next((token for token in getattr(fields, name) or () if token >= vocabulary), None)
         if beyond is not None:
             raise bad_request(f"{name}: token {beyond} is outside the vocabulary of {vocabulary}", name)

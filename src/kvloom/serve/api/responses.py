@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from kvloom.serve.api.answers import AnswerParser, Piece
 from kvloom.serve.errors import ApiError, bad_request, pool_full
 from kvloom.serve.worker import Delta, TokenLogprob
 
@@ -46,7 +48,8 @@ class ResponseBuilder(ABC):
     """Builds the response of one HTTP request. `ids` are its prompts, with `n` answers each; `echo` repeats each
     prompt's text.
 
-    Each delta updates `usage` and `finish_reasons`."""
+    `new_parser` makes the parser of an answer, or None: then its text is content. `warning` is sent as a header. Each
+    delta updates `usage` and `finish_reasons`."""
 
     prefix = ""
     whole_object = ""
@@ -64,6 +67,8 @@ class ResponseBuilder(ABC):
         top_logprobs: int = 0,
         usage: StreamOptions | None = None,
         prompt_logprobs: bool = False,
+        new_parser: Callable[[], AnswerParser | None] = lambda: None,
+        warning: str | None = None,
     ) -> None:
         self.usage = Usage(sum(len(prompt.tokens) for prompt in prompts))
         self._prompts, self._echo, self._wants_prompt_logprobs = prompts, echo, prompt_logprobs
@@ -73,6 +78,8 @@ class ResponseBuilder(ABC):
         self._usage_last = bool(usage and usage.include_usage)
         self._usage_always = bool(self._usage_last and usage and usage.continuous_usage_stats)
         self.finish_reasons: list[str] = []
+        self._new_parser, self._parsers = new_parser, dict[int, AnswerParser | None]()  # by choice
+        self.warning = warning
         self._sent_characters: dict[int, int] = {}  # by choice
         self._token_offsets: dict[int, int] = {}  # characters of the tokens so far, by choice
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
@@ -135,6 +142,10 @@ class ResponseBuilder(ABC):
         """Return the end of a stream, with its usage if requested."""
         last = {**self._head, "object": self.event_object, "choices": [], "usage": self.usage.to_dict()}
         return (_event(last) if self._usage_last else b"") + b"data: [DONE]\n\n"
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the end of a stream that failed."""
+        return b"data: " + error.body + b"\n\n"
 
     def _index(self, delta: Delta) -> int:
         return self._prompt_index[delta.id] * self._n + delta.index
@@ -234,7 +245,44 @@ class ChatResponse(ResponseBuilder):
 
     def _whole_choice(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
         text = choice.pop("text")
-        return {**choice, "message": {"role": "assistant", "content": text, "refusal": None}}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if (parser := self._new_parser()) is not None:
+            message |= _whole_message(parser.feed(text, ended=True))
+            choice["finish_reason"] = _finish_reason(delta, parser)
+        return {**choice, "message": message}
+
+    def event(self, delta: Delta) -> bytes:
+        """Return the events of a delta: one for each piece of its answer."""
+        index = self._index(delta)
+        first = index not in self._parsers
+        if first:
+            self._parsers[index] = self._new_parser()
+        parser = self._parsers[index]
+        if parser is None:
+            return super().event(delta)
+        self._count(delta)
+        choice = self._choice(delta)
+        choice.pop("stop_reason", None)
+        pieces = parser.feed(choice.pop("text"), ended=delta.finish_reason is not None)
+        deltas: list[dict[str, Any]] = [_delta(piece) for piece in pieces]
+        if delta.finish_reason is not None or not deltas:
+            deltas.append({})
+        if first:
+            deltas[0] = {"role": "assistant", **deltas[0]}
+        final = {"finish_reason": _finish_reason(delta, parser), "stop_reason": delta.stop_reason}
+        usage = {"usage": self.usage.to_dict()} if self._usage_always else {}
+        events = []
+        for place, fields in enumerate(deltas):
+            once = choice if not place else {"index": index, "logprobs": None}
+            is_last = delta.finish_reason is not None and place == len(deltas) - 1
+            ending = final if is_last else {"finish_reason": None}
+            entry = {
+                **self._head,
+                "object": self.event_object,
+                "choices": [{**once, **ending, "delta": fields}],
+            }
+            events.append(_event({**entry, **usage}))
+        return b"".join(events)
 
     def _event_choice(self, choice: dict[str, Any], delta: Delta, first: bool) -> dict[str, Any]:
         entry = {"content": choice.pop("text")}
@@ -260,6 +308,42 @@ class ChatResponse(ResponseBuilder):
             "logprob": entry[1],
             "bytes": None if name.startswith(PARTIAL_TOKEN) else list(name.encode()),
         }
+
+
+def _whole_message(pieces: list[Piece]) -> dict[str, Any]:
+    """Return the fields of a message that follow from the pieces of its answer."""
+    texts: dict[str, list[str]] = {"content": [], "reasoning": []}
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.kind != "call":
+            texts[piece.kind].append(piece.text)
+        elif piece.id is not None:
+            function = {"name": piece.name, "arguments": piece.text}
+            calls.append({"id": piece.id, "type": "function", "function": function})
+        else:
+            calls[-1]["function"]["arguments"] += piece.text
+    content, reasoning = "".join(texts["content"]), "".join(texts["reasoning"])
+    message: dict[str, Any] = {"content": content if content or not (calls or reasoning) else None}
+    if reasoning:
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    """Return a piece as the delta of an event."""
+    if piece.kind == "content":
+        return {"content": piece.text}
+    if piece.kind == "reasoning":
+        return {"reasoning_content": piece.text, "reasoning": piece.text}
+    function: dict[str, Any] = {"arguments": piece.text}
+    if piece.id is None:
+        return {"tool_calls": [{"index": piece.index, "function": function}]}
+    function = {"name": piece.name, **function}
+    return {"tool_calls": [{"index": piece.index, "id": piece.id, "type": "function", "function": function}]}
+
+
+def _finish_reason(delta: Delta, parser: AnswerParser) -> str | None:
+    return "tool_calls" if delta.finish_reason == "stop" and parser.has_calls else delta.finish_reason
 
 
 def _event(data: dict[str, Any]) -> bytes:

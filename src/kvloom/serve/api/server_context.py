@@ -11,6 +11,7 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from kvloom.serve.access_log import request_log
+from kvloom.serve.api.answers import AnswerFormats
 from kvloom.serve.auth import ApiKeys, BodyLimiter, HeldBody, Limits, RequestLimiter
 from kvloom.serve.errors import ApiError, bad_request, body_too_large, draining, engine_loading, unknown_model
 from kvloom.serve.metrics import Metrics, RequestObserver
@@ -44,6 +45,8 @@ class ServerContext:
     model_path: str
     created: int
     encoder: PromptEncoder | None = None
+    answers: AnswerFormats = field(default_factory=AnswerFormats)
+    """How the model writes tool calls and reasoning; known once the tokenizer is loaded."""
     metrics_need_key: bool = False
     """Whether /metrics requires a key."""
     cors_origins: tuple[str, ...] = ()
@@ -73,13 +76,13 @@ class ServerContext:
         """Return the tenant of a request's key; None without keys. Raises ApiError 401."""
         if not self.keys:
             return None
-        tenant = self.keys.authenticate(request.headers.get("authorization"))
+        tenant = self.keys.authenticate(_authorization(request))
         request_log(request.scope).tenant = tenant
         return tenant
 
     def visible_tenant(self, request: Request) -> str | None:
         """Return the tenant whose requests a key may see; None means all: an admin key, or no keys. Raises ApiError 401."""
-        given = request.headers.get("authorization")
+        given = _authorization(request)
         tenant = self.authenticate(request)
         return None if self.keys.is_admin(given) else tenant
 
@@ -154,6 +157,12 @@ class ServerContext:
         if size <= SMALL_BODY_BYTES or self.encoder is None:
             return read()
         return await self.encoder.run(read, account, size)
+
+
+def _authorization(request: Request) -> str | None:
+    """Return a request's Authorization header, or the same for a key in `x-api-key`, which Anthropic's clients send."""
+    key = request.headers.get("x-api-key")
+    return request.headers.get("authorization", None if key is None else f"Bearer {key}")
 
 
 def parse_digits(text: str) -> int | None:

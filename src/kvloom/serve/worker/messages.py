@@ -90,7 +90,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     """One prompt; the deltas of its answers have its `id`. With `stream` deltas arrive per step, else once at the end.
 
     Pages computed under a `salt` match only requests with the same salt. `ends_session`: this is the session's last
-    request. `lossy`: the request accepts pages that a tier re-encoded."""
+    request. `lossy`: the request accepts pages that a tier re-encoded. `retain`: the
+    first tokens of the prompt, up to a position, are evicted later for some seconds."""
 
     id: int
     prompt: list[int]
@@ -105,6 +106,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     salt: str = ""
     ends_session: bool = False
     lossy: bool = False
+    retain: list[tuple[int, float]] = []
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -253,7 +253,9 @@ class Worker:
 
     def _add(self, message: Add, reserved_bytes: int) -> bool:
         structure = self._compiled.pop(message.id, None)
-        retain = () if message.ttl is None else (RetainRange(ttl=message.ttl),)
+        retain = [RetainRange(stop=stop, ttl=ttl) for stop, ttl in sorted(message.retain)]
+        if message.ttl is not None:
+            retain.append(RetainRange(ttl=message.ttl))
         session = None if message.session is None else _session_key(message.tenant, message.session)
         control = CacheControl(
             tenant=message.tenant,
@@ -261,7 +263,7 @@ class Worker:
             store=message.store,
             read=message.read,
             session=session,
-            retain=retain,
+            retain=tuple(retain),
             lossy=message.lossy,
         )
         try:

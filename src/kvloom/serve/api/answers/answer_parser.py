@@ -1,0 +1,92 @@
+"""Splits an answer into reasoning, content and tool calls, by the formats of the served model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from .pieces import Piece
+from .reasoning import REASONING, REASONING_PARSERS, ReasoningParser, after_reasoning
+from .tool_calls import TOOL_CALL_PARSERS, ForcedCalls, ToolCallParser, detect_parser
+
+__all__ = ["AnswerFormats", "AnswerParser"]
+
+TOOLS_VARIABLE = re.compile(r"\btools\b")
+
+
+class AnswerParser:
+    """Parses one answer. Without `parallel`, only its first call is returned."""
+
+    def __init__(
+        self, reasoning: ReasoningParser | None, calls: ToolCallParser | None, parallel: bool = True
+    ) -> None:
+        self._reasoning, self._calls, self._parallel = reasoning, calls, parallel
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the answer has a tool call so far."""
+        return self._calls is not None and self._calls.calls > 0
+
+    def feed(self, text: str, ended: bool = False) -> list[Piece]:
+        """Read more text; return its pieces as far as they are certain. `ended`: no more comes."""
+        if self._reasoning is not None:
+            read = self._reasoning.feed(text, ended)
+        else:
+            read = [Piece("content", text)] if text else []
+        if self._calls is None:
+            return read
+        pieces: list[Piece] = []
+        for piece in read:
+            pieces += self._calls.feed(piece.text) if piece.kind == "content" else [piece]
+        if ended:
+            pieces += self._calls.finish()
+        return [piece for piece in pieces if self._parallel or not piece.index]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormats:
+    """How the served model writes tool calls and reasoning. `shows_tools`: its chat template shows tools to the model.
+    `special`: a marker is a special token, so answers keep special tokens."""
+
+    calls: type[ToolCallParser] | None = None
+    reasoning: type[ReasoningParser] | None = None
+    shows_tools: bool = False
+    special: bool = False
+
+    @staticmethod
+    def of(tokenizer: Any | None, calls: str = "auto", reasoning: str | None = None) -> AnswerFormats:
+        """Return the formats for parser names; "auto" detects the format of calls from the chat template."""
+        template = getattr(tokenizer, "chat_template", None) or ""
+        text = "\n".join(template.values()) if isinstance(template, dict) else template
+        found = detect_parser(text) if calls == "auto" else TOOL_CALL_PARSERS.get(calls)
+        thinks = None if reasoning is None else REASONING_PARSERS[reasoning]
+        special = set(getattr(tokenizer, "all_special_tokens", ()))
+        markers = {*(found.markers if found else ()), *(thinks.markers if thinks else ())}
+        return AnswerFormats(found, thinks, TOOLS_VARIABLE.search(text) is not None, bool(special & markers))
+
+    def reasoning_grammar(self, prompt: str, structure: tuple[str, str] | None) -> str | None:
+        """Return the grammar of an answer with reasoning before a required structure; None if the structure holds from the start."""
+        if structure is None or self.reasoning is None or not self.reasoning.opens(prompt):
+            return None
+        return after_reasoning(*structure)
+
+    def parser(
+        self, prompt: str, structure: tuple[str, str] | None, tools: bool, forced: bool, parallel: bool
+    ) -> AnswerParser | None:
+        """Return the parser of one answer to a prompt; None if its text needs none. `structure` is the required one of the whole
+        text. `tools`: the answer may call tools; `forced`: it must."""
+        reasoning = None
+        if self.reasoning is not None and (structure is None or structure[1].startswith(REASONING)):
+            reasoning = self.reasoning(self.reasoning.opens(prompt))
+        kind = ForcedCalls if forced else self.calls if tools else None
+        calls = None if kind is None else kind()
+        return None if reasoning is None and calls is None else AnswerParser(reasoning, calls, parallel)
+
+    def tools_warning(self, forced: bool) -> str | None:
+        """Return what is missing for tool calls with this model."""
+        if not self.shows_tools:
+            return "the chat template does not show tools to the model; use --chat-template FILE"
+        if self.calls is None and not forced:
+            return "tool calls stay text: the format is unknown; use --tool-call-parser NAME"
+        return None

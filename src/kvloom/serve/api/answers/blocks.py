@@ -1,0 +1,65 @@
+"""The blocks of an answer: runs of reasoning, content or one call, which open, grow and close one after another.
+
+The Responses API (items) and the Messages API (content blocks) describe answers this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .pieces import Piece
+
+__all__ = ["Block", "BlockChange", "Blocks"]
+
+
+@dataclass(slots=True)
+class Block:
+    """One block. `first` is its first piece, with the id and the name of a call."""
+
+    index: int
+    first: Piece
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> Literal["reasoning", "content", "call"]:
+        return self.first.kind
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+
+BlockChange = tuple[Literal["open", "grow", "close"], Block, str]
+"""What happens to a block; the text by which it grows."""
+
+
+class Blocks:
+    """The blocks of one answer so far."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._is_open = False
+
+    def add(self, pieces: Iterable[Piece]) -> list[BlockChange]:
+        """Add pieces; return the changes, in order."""
+        changes: list[BlockChange] = []
+        for piece in pieces:
+            last = self.blocks[-1].first if self._is_open else None
+            if last is None or piece.id is not None or (piece.kind, piece.index) != (last.kind, last.index):
+                changes += self.close()
+                self.blocks.append(Block(len(self.blocks), piece))
+                self._is_open = True
+                changes.append(("open", self.blocks[-1], ""))
+            if piece.text:
+                self.blocks[-1].parts.append(piece.text)
+                changes.append(("grow", self.blocks[-1], piece.text))
+        return changes
+
+    def close(self) -> list[BlockChange]:
+        """Close the open block, if any."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        return [("close", self.blocks[-1], "")]

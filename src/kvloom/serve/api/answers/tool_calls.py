@@ -1,0 +1,247 @@
+"""Formats in which models write tool calls, under vLLM's names.
+
+    hermes, qwen   <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, any number, also after text
+    llama3_json    {"name": "f", "parameters": {"a": 1}}, more after ";" or ","
+    mistral        [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}], or [TOOL_CALLS]f[ARGS]{"a": 1}
+    pythonic       [f(a=1), g()]
+
+A text that is not a call stays content. `ForcedCalls` reads the format of a forced call (tool_choice.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import secrets
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from .pieces import Parsing, Piece, Reading, TextSource
+
+__all__ = ["TOOL_CALL_PARSERS", "ForcedCalls", "ToolCallParser", "detect_parser"]
+
+ALPHANUMERIC = string.ascii_letters + string.digits
+ARGS = "[ARGS]"
+CALL = re.compile(r"[A-Za-z_][\w.]*\(")
+LITERAL_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+
+
+class ToolCallParser(ABC):
+    """Parses one answer. `markers` are texts that must stay in it, even if they are special tokens."""
+
+    markers: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self._source = TextSource(self.new_id)
+        self._run: Parsing | None = self.parse(self._source)
+
+    @abstractmethod
+    def parse(self, source: TextSource) -> Parsing:
+        """Read a source to its end, and add its pieces."""
+
+    @staticmethod
+    def new_id() -> str:
+        return f"call_{secrets.token_hex(12)}"
+
+    @property
+    def calls(self) -> int:
+        """The number of calls so far."""
+        return self._source.calls
+
+    def feed(self, text: str) -> list[Piece]:
+        """Read more text; return its pieces as far as they are certain."""
+        self._source.rest += text
+        return self._advance()
+
+    def finish(self) -> list[Piece]:
+        """Return the remaining pieces: no more text comes."""
+        self._source.ended = True
+        self._advance_only()
+        self._source.end_content()
+        return self._source.take()
+
+    def _advance(self) -> list[Piece]:
+        self._advance_only()
+        return self._source.take()
+
+    def _advance_only(self) -> None:
+        if self._run is not None:
+            try:
+                next(self._run)
+            except StopIteration:
+                self._run = None
+
+
+class HermesParser(ToolCallParser):
+    BEGIN, END = "<tool_call>", "</tool_call>"
+    markers = (BEGIN, END)
+
+    def parse(self, source: TextSource) -> Parsing:
+        while (yield from source.content_until(self.BEGIN)):
+            yield from source.skip_space()
+            if not source.rest.startswith("{"):
+                source.add_content(self.BEGIN)
+                continue
+            if (yield from source.call_object(self.BEGIN)):
+                yield from source.skip_space()
+                yield from source.skip(self.END)
+
+
+class Llama3JsonParser(ToolCallParser):
+    TAG = "<|python_tag|>"
+
+    def parse(self, source: TextSource) -> Parsing:
+        yield from source.skip_space()
+        yield from source.skip(self.TAG)
+        yield from source.skip_space()
+        while source.rest.startswith("{") and (yield from source.call_object()):
+            yield from _skip_separators(source, ";,")
+        yield from source.rest_as_content()
+
+
+class MistralParser(ToolCallParser):
+    BEGIN = "[TOOL_CALLS]"
+    markers = (BEGIN, ARGS)
+
+    @staticmethod
+    def new_id() -> str:
+        """Return nine letters and digits: Mistral's templates require it."""
+        return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
+
+    def parse(self, source: TextSource) -> Parsing:
+        while (yield from source.content_until(self.BEGIN)):
+            yield from source.skip_space()
+            if source.rest.startswith("["):
+                source.rest = source.rest[1:]
+                yield from _skip_separators(source, ",")
+                while source.rest.startswith("{") and (yield from source.call_object()):
+                    yield from _skip_separators(source, ",")
+                yield from source.skip("]")
+            else:
+                yield from self._named_call(source)
+
+    def _named_call(self, source: TextSource) -> Parsing:
+        while "{" not in source.rest and not source.ended:
+            yield
+        head, brace, after = source.rest.partition("{")
+        name = head.partition("[")[0].strip()  # before [CALL_ID] and [ARGS]
+        if not brace or not name:
+            source.add_content(self.BEGIN)
+            return
+        source.rest = brace + after
+        yield from source.call_object(self.BEGIN + head, name)
+
+
+class PythonicParser(ToolCallParser):
+    """Calls are added one by one, when they are complete: their arguments are converted to JSON."""
+
+    def parse(self, source: TextSource) -> Parsing:
+        yield from source.skip_space()
+        if source.rest.startswith("["):
+            source.rest = source.rest[1:]
+            before = "["
+            while (yield from self._call(source, before)):
+                before = ""
+                yield from _skip_separators(source, ",")
+                if source.rest.startswith("]"):
+                    source.rest = source.rest[1:]
+                    break
+        yield from source.rest_as_content()
+
+    def _call(self, source: TextSource, before: str) -> Reading:
+        """Read one call. Return False if none follows."""
+        yield from source.skip_space()
+        end, depth, quote, escaped = 0, 0, "", False
+        while True:
+            for letter in source.rest[end:]:
+                end += 1
+                if quote:
+                    if escaped or letter == "\\":
+                        escaped = not escaped
+                    elif letter == quote:
+                        quote = ""
+                elif letter in "'\"":
+                    quote = letter
+                elif letter in "([{":
+                    depth += 1
+                elif letter in ")]}":
+                    depth -= 1
+                    if depth <= 0:
+                        break
+            else:
+                if not source.ended:
+                    yield
+                    continue
+            break
+        text = source.rest[:end]
+        call = _python_call(text)
+        if call is None:
+            source.add_content(before)
+            return False
+        source.rest = source.rest[end:]
+        source.start_call(*call)
+        return True
+
+
+class ForcedCalls(ToolCallParser):
+    """A JSON array of calls, as `forced_grammar` forces it. Other text is dropped: it is an incomplete call."""
+
+    def parse(self, source: TextSource) -> Parsing:
+        yield from source.skip_space()
+        yield from source.skip("[")
+        yield from source.skip_space()
+        while source.rest.startswith("{") and (yield from source.call_object()):
+            yield from _skip_separators(source, ",")
+
+    def finish(self) -> list[Piece]:
+        return [piece for piece in super().finish() if piece.kind == "call"]
+
+
+TOOL_CALL_PARSERS: dict[str, type[ToolCallParser]] = {
+    "hermes": HermesParser,
+    "qwen": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+    "pythonic": PythonicParser,
+}
+
+
+def detect_parser(template: str) -> type[ToolCallParser] | None:
+    """Return the parser of the calls that a chat template writes; None for an unknown format."""
+    if "[TOOL_CALLS]" in template:
+        return MistralParser
+    if "<tool_call>" in template and "<function=" not in template:
+        return HermesParser
+    if "<|python_start|>" in template:
+        return PythonicParser
+    if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
+        return Llama3JsonParser
+    return None
+
+
+def _skip_separators(source: TextSource, letters: str) -> Parsing:
+    """Skip whitespace and separators between calls."""
+    while True:
+        source.rest = source.rest.lstrip(letters + string.whitespace)
+        if source.rest or source.ended:
+            return
+        yield
+
+
+def _python_call(text: str) -> tuple[str, str] | None:
+    """Return name and arguments (JSON) of a Python call with literal keyword arguments; None for other text."""
+    if CALL.match(text) is None:
+        return None
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        arguments: Mapping[str | None, Any] = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+        if None in arguments:
+            return None
+        return ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False)
+    except LITERAL_ERRORS:
+        return None
