@@ -238,7 +238,17 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]:
     """Start a server; return its process, address, model name and engine process."""
-    command = [sys.executable, "-m", "kvloom.cli", "serve", "--port", "0", "--log-level", "warning", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "kvloom.cli",
+        "serve",
+        "--port",
+        "0",
+        "--log-level",
+        "warning",
+        *arguments,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     engine, end = 0, time.monotonic() + STARTUP_SECONDS
