@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in CONFIGURABLE:
             add_config_argument(parser)
             argv, _ = apply_configuration(name, parser, argv)
-        code = int(command.run(parser.parse_args(argv)) or 0)
+        # Prompts of `generate` may follow options; `bench` hands its arguments on as they are.
+        parse = parser.parse_intermixed_args if name == "generate" else parser.parse_args
+        code = int(command.run(parse(argv)) or 0)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader closed the pipe (`| head`): discard buffered output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
