@@ -34,14 +34,14 @@ $(STAMP): pyproject.toml requirements.lock src/kvloom/core/_native.c src/kvloom/
 	else $(BIN)/python -m pip install --quiet --editable '.[engine,serve,grammar,dev]'; fi
 	@touch $@
 
-test: setup lint ## lint, formatting, types and tests (about 15 minutes on two cores)
+test: setup lint ## lint, formatting, types and the quick tests (10 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=10
 
-test-full: setup lint ## all tests, the slow ones too
+test-full: setup lint ## all tests, the slow ones too (half an hour on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
 
-test-slow: setup ## the slow tests alone (10 minutes at most): training, more compiled models, more benchmarks
-	OMP_NUM_THREADS=1 timeout 600 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=10
+test-slow: setup ## the slow tests alone: all parameter sets, training, compiled models, benchmarks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=10
 
 test-gpu: ## the tests of kernels, models and engine on this machine's GPU, by a Python that has its torch and pytest-xdist: GPU_PYTHON=python3
 	@if $(GPU_PYTHON) -c 'import sys, torch, xdist; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then \

@@ -47,6 +47,22 @@ def private_directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the parameter sets of tests with `few(n)` as slow, but for n of them at equal distances."""
+    sets: dict[tuple[object, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") is not None:
+            sets.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    for same in sets.values():
+        marker = same[0].get_closest_marker("few")
+        assert marker is not None
+        quick = {int((i + 0.5) * len(same) / marker.args[0]) for i in range(marker.args[0])}
+        for i, item in enumerate(same):
+            if i not in quick:
+                item.add_marker(pytest.mark.slow)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Free device memory that earlier tests left, for tests that need the whole device."""
     if item.get_closest_marker("alone") is not None:

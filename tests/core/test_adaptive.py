@@ -229,6 +229,7 @@ def test_an_ended_session_is_evicted_first() -> None:
 
 
 @pytest.mark.parametrize("traffic", ["zipf", "loop", "scan", "one shot"])
+@pytest.mark.few(1)
 def test_on_other_traffic_it_is_hardly_ever_behind_least_recently_used(traffic: str) -> None:
     rng = np.random.default_rng(11)
     services = [Service(120, policy) for policy in ("lru", "adaptive")]

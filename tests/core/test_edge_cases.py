@@ -119,6 +119,7 @@ def test_copies_to_pages_that_were_let_go_are_forgotten() -> None:
         )
 
 
+@pytest.mark.slow
 def test_more_than_32767_checkpoints_may_share_a_window() -> None:
     layout = PoolLayout.build({"s": attention(Visibility("sliding", 1024)), "f": attention()})
     cache = KVCache(layout, 200_000, max_tokens=64)
@@ -216,6 +217,7 @@ def test_layouts_for_elastic_memory_exist_for_odd_sizes() -> None:
     assert all(layout.slab_bytes % g.page_stride == 0 for g in layout.groups)
 
 
+@pytest.mark.slow
 def test_a_late_listener_of_a_deep_tree_gets_hashes() -> None:
     cache = KVCache(PoolLayout.build(LAYOUTS["full"]), 3000, max_tokens=30_000)
     tokens = np.arange(20_000, dtype=np.int32)

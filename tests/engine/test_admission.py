@@ -30,6 +30,7 @@ def asked(seed: str, count: int, longest: int) -> list[list[int]]:
         ("gemma3_text", True, True), ("llama4_text", True, True), ("qwen3_next", True, True),
     ],
 )  # fmt: skip
+@pytest.mark.few(2)
 def test_no_preemption_with_known_output_lengths(family: str, ahead: bool, foresees: bool) -> None:
     model, prompts = tiny(family), asked(family, 10, 40)
     wanted = expected(model, prompts, 28)

@@ -57,6 +57,7 @@ def invariant_engine(model: Any, budget: int) -> Engine:
     return made
 
 
+@pytest.mark.slow
 def test_invariant_kernels_give_equal_bits_for_any_batch_and_chunks() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     model = tiny(
@@ -92,6 +93,7 @@ def test_invariant_kernels_give_equal_bits_for_any_batch_and_chunks() -> None:
         ("lfm2", {"layer_types": ["conv"]}),
     ],
 )
+@pytest.mark.few(2)
 def test_invariant_kernels_give_equal_states_for_any_chunks(
     family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

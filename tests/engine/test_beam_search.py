@@ -68,6 +68,7 @@ def test_beams_match_generate(family: str) -> None:
 
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 2.0, -1.0])
 @pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.few(2)
 def test_beams_that_finish_early_match_generate(width: int, penalty: float) -> None:
     model = tiny("llama")
     reference = tiny("llama")
@@ -112,6 +113,7 @@ def test_early_stopping_matches_generate() -> None:
     ("family", "slabs", "new"),
     [("llama", 5, 8), ("gemma3_text", 4, 8), ("qwen3_next", 4, 20), ("bamba", 5, 8)],
 )
+@pytest.mark.few(1)
 def test_preempted_beams_return_the_same_texts(family: str, slabs: int, new: int) -> None:
     model = tiny(family)
     expected = [wanted(model, prompt, 4, new)[0] for prompt in PROMPTS]

@@ -27,6 +27,7 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0)
 @pytest.mark.parametrize(
     ("family", "slabs"), [("llama", 0), ("gemma3_text", 0), ("qwen3_next", 3), ("bamba", 6)]
 )
+@pytest.mark.few(2)
 def test_random_requests_in_a_small_pool_match_generate(family: str, slabs: int, ahead: bool) -> None:
     rng = random.Random(family)
     model = tiny(family)
@@ -76,6 +77,7 @@ def test_cached_prefix_is_hit_and_counted() -> None:
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "bamba", "mamba"])
 @pytest.mark.parametrize("size", [32, 45])
+@pytest.mark.few(3)
 def test_repeated_prompt_is_a_hit(family: str, size: int) -> None:
     rng = random.Random(size)
     model = tiny(family)
@@ -248,6 +250,7 @@ def test_running_request_leaves_checkpoints_for_queued_ones(family: str) -> None
 
 
 @pytest.mark.parametrize(("family", "kib"), [("llama", 512), ("gemma3_text", 768), ("qwen3_next", 512)])
+@pytest.mark.few(1)
 def test_pages_of_queued_requests_are_evicted_last(
     family: str, kib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

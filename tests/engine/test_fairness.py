@@ -36,6 +36,7 @@ def steps_to_first(engine: Engine, request: Request, most: int = 200) -> int:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("attack", ["streams", "priority", "n", "beams", "long prompts"])
+@pytest.mark.few(2)
 def test_flooding_tenant_does_not_delay_another_tenants_first_token(attack: str, ahead: bool) -> None:
     model = tiny("llama", max_position_embeddings=512)
     engine = make_engine(model, 1 << 22, token_budget=128, max_running=8, ahead=ahead, tenants=TENANTS)
@@ -101,6 +102,7 @@ def test_computed_tokens_follow_weights(weights: tuple[float, float]) -> None:
 @pytest.mark.parametrize(
     ("family", "below"), [("llama", False), ("llama", True), ("qwen3_next", True), ("gemma3_text", False)]
 )
+@pytest.mark.few(1)
 def test_tenant_gets_pages_from_a_tenant_that_uses_all(family: str, below: bool) -> None:
     model = tiny(family, max_position_embeddings=512)
     layout = make_engine(model, 1 << 24).layout
@@ -177,6 +179,7 @@ def test_single_tenant_is_scheduled_by_rank() -> None:
 
 
 @pytest.mark.parametrize("seed", [104, 108])
+@pytest.mark.few(1)
 def test_random_requests_of_tenants_finish_and_lose_no_page(seed: int) -> None:
     """Random requests of four tenants in a tight pool: samples, beams, retention, priorities, cancelling, a tier. (With seed 104
     a tenant without room once stopped another, whose beams waited for each other.)"""

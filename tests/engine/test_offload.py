@@ -154,6 +154,7 @@ def test_other_weights_layouts_tenants_and_dtypes_share_no_pages_on_disk(tmp_pat
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
 @pytest.mark.parametrize("write", ["through", "back"])
+@pytest.mark.few(2)
 def test_host_memory_keeps_the_hits_of_a_small_pool(family: str, write: str) -> None:
     """Conversations of a few turns, in a pool for about a tenth of their pages."""
     model = tiny(family, max_position_embeddings=512)
@@ -485,6 +486,7 @@ class LatePages(HostPages):
 
 @pytest.mark.parametrize("write", ["through", "back"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba", "qwen3_next"])
+@pytest.mark.few(2)
 def test_slow_copies_neither_overwrite_nor_read_other_pages(
     family: str, write: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,6 +521,7 @@ def test_slow_copies_neither_overwrite_nor_read_other_pages(
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("slabs", [20, 24, 28, 32])
+@pytest.mark.few(4)
 def test_returning_conversations_keep_their_loaded_pages(
     slabs: int, ahead: bool, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -544,6 +547,7 @@ def test_returning_conversations_keep_their_loaded_pages(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
+@pytest.mark.few(1)
 def test_pages_stay_in_full_host_memory_while_they_load(family: str) -> None:
     """The pool evicts pages into a full host memory, where the pages to be loaded are the oldest."""
     prompts = drawn((family, "in turns"), *[70] * 6)

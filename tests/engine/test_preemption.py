@@ -43,6 +43,7 @@ class BrokenError(RuntimeError):
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "bamba"])
+@pytest.mark.few(2)
 def test_failed_step_is_discarded_and_recomputed(family: str, ahead: bool) -> None:
     rng = random.Random(f"{family}, no ties")  # of two tokens with equal logits, rounding would choose
     model = tiny(family)

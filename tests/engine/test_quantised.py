@@ -101,6 +101,7 @@ def calibrated(model: Any, folder: Path, prompts: list[list[int]]) -> str:
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.few(2)
 def test_quantised_tokens_do_not_depend_on_cache_preemption_or_batch(
     family: str, dtype: str, static: bool, tmp_path: Path
 ) -> None:
@@ -198,6 +199,7 @@ CHUNKS = 5e-4
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3"])
+@pytest.mark.few(1)
 def test_quantised_logits_are_close_to_float32_for_any_chunks(family: str, tmp_path: Path) -> None:
     model = tiny(family)
     prompts = drawn(family, 4, 90)

@@ -17,6 +17,7 @@ from .batches import DEVICE
     "shape", [(1, 1), (3, 17), (2, 2048), (5, 10_001), (1, 150_000), (70, 3000)], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.few(4)
 def test_it_is_what_torch_finds(shape: tuple[int, int], dtype: torch.dtype) -> None:
     wide = torch.randn(shape[0], shape[1] + 8, generator=torch.Generator().manual_seed(shape[1])).to(dtype)
     rows = wide[:, 4 : 4 + shape[1]]  # not dense

@@ -60,6 +60,7 @@ KINDS: dict[str, tuple[Shape, Visibility, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(2)
 def test_a_token_attends_alike_in_a_chunk_alone_and_among_others(kind: str) -> None:
     shape, span, extra = KINDS[kind]
     dtype = shape.dtype if shape.dtype.itemsize > 1 else HALF

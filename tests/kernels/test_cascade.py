@@ -111,6 +111,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.few(1)
 def test_shared_prefixes_give_what_plain_decode_gives(case: int) -> None:
     lengths, queries, shared, span = CASES[case]
     shape = Shape(8, 2, 64, 64, dtype=torch.float32)
@@ -144,6 +145,7 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize("case", range(len(WINDOWS)))
+@pytest.mark.few(1)
 def test_shared_runs_in_windows_give_what_plain_decode_gives_as_they_pass(case: int) -> None:
     lengths, queries, shared, span = WINDOWS[case]
     shape = Shape(8, 2, 64, 64, dtype=torch.float32)

@@ -49,6 +49,7 @@ def check(
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.few(4)
 def test_head_sizes(dim: int, order: str) -> None:
     shape = Shape(4, 2, dim, dim, dtype=torch.float32)
     check(Batch(shape, [1, 37, 130, 16], [1, 1, 1, 1], order=order, seed=dim))
@@ -91,6 +92,7 @@ def test_softcap_sinks_and_scale_together(queries: int) -> None:
 
 @pytest.mark.parametrize("toll", [0, 1], ids=["walked", "one by one"])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128] if DEVICE == "cuda" else [80])
+@pytest.mark.few(1)
 def test_both_kernels_over_the_work_list_in_half_precision(toll: int, dim: int) -> None:
     """Tiles walked in one loop, and begun one by one; long and short stretches, so that tiles are cut or many follow."""
     half = torch.bfloat16 if DEVICE == "cuda" and dim % 64 == 0 else torch.float16
@@ -129,6 +131,7 @@ def test_drafts_see_only_their_branch() -> None:
     check(batch, Mask(FULL, trees=trees.to(DEVICE)), queries=8)
 
 
+@pytest.mark.slow
 def test_draft_trees_of_many_rows_take_several_tiles() -> None:
     torch.manual_seed(1)
     shape = Shape(8, 2, 64, 64, dtype=torch.float32)
@@ -176,6 +179,7 @@ def test_empty_rows_and_padding() -> None:
 
 
 @pytest.mark.parametrize("heads", [(3, 3), (7, 1), (10, 2), (32, 1), (40, 1)], ids=str)
+@pytest.mark.few(2)
 def test_groups_of_any_size(heads: tuple[int, int]) -> None:
     shape = Shape(*heads, 64, 64, dtype=torch.float32)
     check(Batch(shape, [50, 20], [2, 1]), queries=2)
@@ -183,6 +187,7 @@ def test_groups_of_any_size(heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 @pytest.mark.parametrize("order", ["NHD", "HND", "HDN"])
+@pytest.mark.few(1)
 def test_quantised_pages_with_their_scales(dtype: torch.dtype, order: str) -> None:
     if dtype == torch.float8_e4m3fn and DEVICE == "cpu":
         pytest.skip("Triton's interpreter has no float8")
@@ -222,6 +227,7 @@ def test_a_window_that_begins_inside_a_page_of_8_bits(case: tuple[int, int]) -> 
     assert relative(out, batch.expected(Mask(span))[0]) < 5e-3
 
 
+@pytest.mark.slow
 def test_latent_pages_are_keys_and_values() -> None:
     shape = Shape(16, 1, 576, 512, dtype=torch.float32)
     check(Batch(shape, [70, 1], [1, 1]), scale=0.07)
@@ -229,6 +235,7 @@ def test_latent_pages_are_keys_and_values() -> None:
     check(Batch(shape, [33, 20], [2, 1]), queries=2, scale=0.07)
 
 
+@pytest.mark.slow
 def test_random_batches() -> None:
     """Lengths, queries, heads and spans at random, all of them cut at other places."""
     for seed in range(8):

@@ -253,6 +253,7 @@ def test_the_driver_holds_what_is_mapped_and_no_handles(books: Books) -> None:
 @pytest.mark.parametrize("call", ["create", "map", "allow"])
 @pytest.mark.parametrize("before", [0, 1, 3])
 @pytest.mark.parametrize("code", [CudaError.OUT_OF_MEMORY, 1])
+@pytest.mark.few(1)
 def test_mapping_is_all_or_nothing(books: Books, call: str, before: int, code: int) -> None:
     with ElasticBuffer(2 << 20, 100, "cuda:0") as buffer:
         mappings, allowed = dict(books.mappings), set(books.allowed)

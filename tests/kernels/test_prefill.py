@@ -214,6 +214,7 @@ def test_random_batches() -> None:
 
 
 @pytest.mark.parametrize("span", [FULL, Visibility("sliding", 210)], ids=str)
+@pytest.mark.few(1)
 def test_few_queries_after_much_are_cut_and_joined(span: Visibility) -> None:
     batch = Batch(Shape(4, 2, 64, 80, dtype=torch.float32), [500, 30, 411], [3, 2, 9], span)
     sinks = torch.randn(4).to(DEVICE)
@@ -250,6 +251,7 @@ def test_descriptors() -> None:
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("kind", ["full", "sliding", "chunked"])
+@pytest.mark.few(3)
 def test_random_rows_by_descriptors(
     dims: tuple[int, int], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +281,7 @@ def test_small_heads_over_many_tokens_by_descriptors() -> None:
 
 
 @pytest.mark.parametrize("span", [FULL, Visibility("sliding", 20), Visibility("chunked", 24)], ids=str)
+@pytest.mark.few(1)
 def test_new_tokens_at_hand_are_read_where_they_lie(
     span: Visibility, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,7 @@ def run(plan: PrefillPlan, batch: Batch, mask: Mask | None = None) -> tuple[torc
 
 
 @pytest.mark.parametrize("faster", [True, False], ids=["faster", "slower"])
+@pytest.mark.few(1)
 def test_the_faster_one_computes_and_is_remembered(monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
     measured, fake = timed(monkeypatch, faster), Fake()
     batch = Batch(SHAPE, [40, 9, 0, 33], [12, 9, 0, 1])

@@ -599,6 +599,7 @@ TRITON_LENGTHS = [
 
 @pytest.mark.parametrize("lengths", TRITON_LENGTHS, ids=case_name)
 @pytest.mark.parametrize(("name", "options"), TRITON_CASES, ids=case_name)
+@pytest.mark.few(15)
 def test_triton_is_the_plain_path(name: str, options: Arguments, lengths: list[int]) -> None:
     pytest.importorskip("triton")
     torch.manual_seed(len(lengths))

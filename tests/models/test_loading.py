@@ -108,6 +108,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.few(5)
 def test_a_shipped_config_is_as_large_as_the_model_and_runs(name: str) -> None:
     config = transformers_config(name, "random")
     with torch.device("meta"):
@@ -221,6 +222,7 @@ def small(model_type: str) -> Any:
     return config_of(model_type) if model_type in TINY else transformers.AutoConfig.for_model(model_type)
 
 
+@pytest.mark.slow
 def test_every_causal_model_of_transformers_runs_or_is_refused_with_a_reason() -> None:
     supported, refused, skipped = [], {}, []
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

@@ -59,6 +59,7 @@ def mixed(family: str, rng: random.Random) -> tuple[list[int], list[Picture]]:
 @pytest.mark.parametrize(
     ("family", "ahead"), [*((name, False) for name in TINY), *((name, True) for name in MAIN)]
 )
+@pytest.mark.few(3)
 def test_images_and_text_in_a_pool_far_too_small_give_generates_tokens(family: str, ahead: bool) -> None:
     rng = random.Random(family)
     model = vision_model(family)

@@ -99,7 +99,7 @@ class Running:
         rows = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in rows}
 
-    def wait_for(self, what: Callable[[], bool], seconds: float = 20) -> None:
+    def wait_for(self, what: Callable[[], bool], seconds: float = 60) -> None:
         """Wait until something is so."""
         end = time.monotonic() + seconds
         while not what():
@@ -117,7 +117,7 @@ class Running:
 
 
 @contextmanager
-def running(folder: Path, *arguments: str, seconds: float = 90) -> Iterator[Running]:
+def running(folder: Path, *arguments: str, seconds: float = 300) -> Iterator[Running]:
     """Start `kvloom serve` and wait until it is ready; at the end it must stop by itself on SIGTERM."""
     command = [
         sys.executable,
