@@ -9,7 +9,7 @@ import pytest
 
 from kvloom.arguments import Parser
 from kvloom.cli import main
-from kvloom.config_file import add_config_argument, apply_configuration
+from kvloom.config_file import apply_configuration
 from kvloom.serve import serve_command
 
 FILE = """
@@ -37,7 +37,6 @@ def path(tmp_path: Path) -> Path:
 def parsed(*argv: str) -> dict[str, object]:
     parser = Parser(prog="kvloom serve")
     serve_command.arguments(parser)
-    add_config_argument(parser)
     words, _ = apply_configuration("serve", parser, argv)
     return vars(parser.parse_args(words))
 

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         from kvloom.arguments import Parser  # imports numpy: inside the try for Ctrl-C
-        from kvloom.config_file import CONFIGURABLE, add_config_argument, apply_configuration
+        from kvloom.config_file import CONFIGURABLE, apply_configuration
 
         if name not in COMMANDS:
             _no_command(name)
@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = Parser(prog=f"kvloom {name}", description=COMMANDS[name][1])
         command.arguments(parser)
         if name in CONFIGURABLE:
-            add_config_argument(parser)
             argv, _ = apply_configuration(name, parser, argv)
         # Prompts of `generate` may follow options; `bench` hands its arguments on as they are.
         parse = parser.parse_intermixed_args if name == "generate" else parser.parse_args

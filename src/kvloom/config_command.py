@@ -7,7 +7,7 @@ import json
 from importlib import import_module
 
 from kvloom.arguments import Parser
-from kvloom.config_file import CONFIGURABLE, add_config_argument, apply_configuration
+from kvloom.config_file import CONFIGURABLE, apply_configuration
 
 __all__ = ["arguments", "run"]
 
@@ -43,7 +43,6 @@ def run(args: argparse.Namespace) -> int:
 
     parser = Parser(prog=f"kvloom {args.command}")
     import_module(COMMANDS[args.command][0]).arguments(parser)
-    add_config_argument(parser)
     argv = [] if args.config is None else [f"--config={args.config}"]
     words, found = apply_configuration(args.command, parser, argv)
     values = vars(parser.parse_known_args([*words, *_required(parser)])[0])

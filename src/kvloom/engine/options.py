@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from kvloom.arguments import DEVICE, DTYPE, KV_DTYPE, THREADS, device, dtype, number, size, whole
+from kvloom.config_file import add_config_argument
 from kvloom.core import POLICIES
 
 from .config import EngineConfig
@@ -35,7 +36,8 @@ _SETTINGS = {one.name for one in fields(EngineConfig)} | {"load", "grammar_secon
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of weights, page pool, prefix cache, tiers, steps and limits."""
+    """Add the arguments of weights, page pool, prefix cache, tiers, steps and limits, and `--config`."""
+    add_config_argument(parser)
     add = parser.add_argument_group("model").add_argument
     add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
     add("--device", type=device, metavar="D", help=DEVICE)
