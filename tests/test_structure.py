@@ -19,7 +19,7 @@ PINS = Path(__file__).parent / "public_names.json"
 
 LINE = [
     "core",
-    "arguments tiers kernels",
+    "arguments config_file tiers kernels",
     "models",
     "engine",
     "serve",
@@ -27,7 +27,7 @@ LINE = [
     "replay adapters plan",
     "bench",
     "cli",
-    "completion",
+    "completion config_command",
 ]
 """Imports point to the left; folders in one entry do not import each other."""
 RANK = {room: rank for rank, rooms in enumerate(LINE) for room in rooms.split()}
