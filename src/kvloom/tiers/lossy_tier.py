@@ -33,6 +33,8 @@ class LossyTier(WrappedTier):
             raise ValueError(f"coding={coding!r} is none of {', '.join(CODINGS)}")
         super().__init__(inner, threads)
         self.coding = coding
+        self.exact_groups: frozenset[int] = frozenset()
+        """Groups whose pages are stored unchanged: states, whose errors would grow with every token."""
 
     @property
     def name(self) -> str:
@@ -44,8 +46,11 @@ class LossyTier(WrappedTier):
 
     def _encoded(self, objects: Objects) -> Objects:
         """Returns the objects' representation in the inner tier; the same for the exact and the lossy form."""
-        exact = replace(objects.form, exact=True)
-        return Objects(objects.block_hashes, objects.group, lossy_form(exact, self.coding), objects.tenant)
+        if objects.group in self.exact_groups:
+            form = replace(objects.form, exact=False)
+        else:
+            form = lossy_form(replace(objects.form, exact=True), self.coding)
+        return Objects(objects.block_hashes, objects.group, form, objects.tenant)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         """Never finds an exact page."""
@@ -63,6 +68,8 @@ class LossyTier(WrappedTier):
             transfer.settle_pending(Outcome.MISSING)
             return transfer
         encoded = self._encoded(objects)
+        if objects.group in self.exact_groups:
+            return self.inner.read(encoded, into, part)
         run, coded_bytes = objects.form.run_bytes, encoded.form.run_bytes
         encoded_part = (start // run * coded_bytes, stop // run * coded_bytes)
 
@@ -91,6 +98,8 @@ class LossyTier(WrappedTier):
         transfer = Transfer(len(objects), self._transfer_counts, "write", objects.form.page_bytes)
         if self._closed:
             return self._failed(objects, "write")
+        if objects.group in self.exact_groups:
+            return self.inner.write(encoded, source)
         form = objects.form
 
         def work() -> None:

@@ -189,12 +189,17 @@ def _unavailable_place(text: str, shares: Shares, reason: str) -> OpenTier:
 
 
 def _checked(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """Return `place` if its tier can store the layout's pages; else close it and raise TierError."""
-    coding = place.tier.coding if isinstance(place.tier, LossyTier) else None
-    if coding is not None:
+    """Return `place` if its tier can store the layout's pages; else close it and raise TierError.
+
+    A tier that re-encodes pages stores states unchanged."""
+    if isinstance(place.tier, LossyTier):
+        units = unit_forms(layout)
+        place.tier.exact_groups = frozenset(group.index for group in layout.of("state"))
         try:
             for group in layout.groups:
-                lossy_form(form_of(group, 0), coding)
+                if group.index not in place.tier.exact_groups:
+                    form = form_of(group, 0)
+                    lossy_form(units[form].form if form in units else form, place.tier.coding)
         except ValueError as error:
             place.tier.close()
             raise TierError(f"this tier cannot re-encode pages of this model: {error}") from error
