@@ -7,6 +7,7 @@
     mooncake.py          Mooncake Store
     mooncake_client.py   its client library, once per tier
     s3.py                an S3 bucket
+    tenant_limits.py     tenants' limits, by what this process stored
     nixl.py              a disk tier with NIXL as transport
     bounded_calls.py     timeouts for libraries without them
     byte_stream.py       bytes over a socket, with checksums
