@@ -8,6 +8,8 @@
     lossy_tier.py       a tier that re-encodes pages inside another tier
     unit_tier.py        a tier that stores pages of HASH_TOKENS tokens inside another tier
     wrapped_tier.py     the base of both
+    stored_page.py      a tier's pages, for operators
+    tiers_command.py    `kvloom tiers`
     workers.py          threads that run jobs in order
     aligned_memory.py   memory in whole blocks
     host/ disk/ remote/ peer/    one folder per medium

@@ -10,7 +10,7 @@ on the server, and fills it only if it still exists. So every value is counted. 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -166,6 +166,41 @@ class RedisStore(Store):
         objects, counts = self._replies(2)
         # The server is not trusted: counts stay within the range of metrics.
         return Usage(*(max(0, min(int(count or 0), _MAX_COUNT)) for count in (objects, *counts[:2])))
+
+    # --- for operators
+
+    def scan(self, prefix: bytes, count: int) -> Iterator[list[bytes]]:
+        """Yields all keys with a prefix, in batches of about `count`, each once."""
+        cursor, seen = b"0", set[bytes]()
+        while True:
+            cursor, keys = self._connection.call("SCAN", cursor, "MATCH", prefix + b"*", "COUNT", count)
+            fresh = [key for key in dict.fromkeys(keys) if key not in seen]
+            seen.update(fresh)
+            if fresh:
+                yield fresh
+            if cursor == b"0":
+                return
+
+    def commands(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Returns the short replies of commands; an error is a RedisReplyError in its place."""
+        self._connection.send(commands)
+        return [self._connection.read_reply() for _ in commands]
+
+    def sizes(self, keys: Sequence[bytes]) -> list[int]:
+        """Returns the counted bytes of values, without using them."""
+        return [int(size or 0) for size in self._connection.call("HMGET", _SIZES, *keys)]
+
+    def value(self, key: bytes, most: int = 0) -> bytes:
+        """Returns a value, or its first `most` bytes; empty for a miss."""
+        self._connection.send([("GETRANGE", key, 0, most - 1) if most else ("GET", key)])
+        memory = [bytearray()]
+
+        def destination(length: int) -> Sequence[memoryview]:
+            memory[0] = bytearray(length)
+            return (memoryview(memory[0]),) if length else ()
+
+        self._connection.read_value_into(destination)
+        return bytes(memory[0])
 
     def close(self) -> None:
         self._connection.close()
