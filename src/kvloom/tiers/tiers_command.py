@@ -102,7 +102,7 @@ def _open_pages(url: str) -> StoredPages | None:
         config: DiskConfig = opener.args[0]
         return DiskPages(config)
     if isinstance(opener, partial) and opener.func is open_redis:
-        return RedisPages(*opener.args)
+        return RedisPages(*opener.args[:2])
     return None
 
 

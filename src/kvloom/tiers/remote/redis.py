@@ -28,12 +28,20 @@ __all__ = ["RedisAddress", "RedisStore", "open_redis", "parse_url"]
 _INDEX, _SIZES, _COUNTS = b"kvloom/1:used", b"kvloom/1:sizes", b"kvloom/1:counts"
 _BATCH_BYTES = 2 << 20  # fits the processor's cache: 8 MiB are up to twice slower
 _MAX_COUNT = (1 << 63) - 1
+_MAX_TTL = 10 * 365 * 86400
 _INDEXES = (3, _INDEX, _SIZES, _COUNTS)
 
 _RESERVE = """
 local used, sizes, counts = KEYS[1], KEYS[2], KEYS[3]
 local total = tonumber(redis.call('HGET', counts, 'bytes') or '0')
 local now = redis.call('HINCRBY', counts, 'clock', 1)
+for i = 1, 10000 do
+  local gone = redis.call('ZRANGE', used, 0, 0)[1]
+  if not gone or redis.call('EXISTS', gone) == 1 then break end
+  total = total - tonumber(redis.call('HGET', sizes, gone) or '0')
+  redis.call('ZREM', used, gone)
+  redis.call('HDEL', sizes, gone)
+end
 for i = 2, #ARGV, 2 do
   local key, size = ARGV[i], tonumber(ARGV[i + 1])
   total = total + size - tonumber(redis.call('HGET', sizes, key) or '0')
@@ -57,7 +65,10 @@ return evicted
 
 _TOUCH = """
 local now = redis.call('HINCRBY', KEYS[3], 'clock', 1)
-for i = 1, #ARGV do redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i]) end
+for i = 2, #ARGV do
+  redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i])
+  if tonumber(ARGV[1]) > 0 then redis.call('PEXPIRE', ARGV[i], ARGV[1]) end
+end
 return 0
 """
 
@@ -98,8 +109,9 @@ class RedisAddress:
 class RedisStore(Store):
     """One connection to a server."""
 
-    def __init__(self, address: RedisAddress, capacity: int, timeout: float) -> None:
-        self._capacity = capacity
+    def __init__(self, address: RedisAddress, capacity: int, timeout: float, ttl: float = 0) -> None:
+        """`ttl`: the server drops pages that were not read or written for so many seconds; 0: never."""
+        self._capacity, self._ttl = capacity, int(ttl * 1000)
         tls = ssl.create_default_context() if address.tls else None
         try:
             self._connection = RespConnection(address.socket or (address.host, address.port), timeout, tls)
@@ -127,7 +139,7 @@ class RedisStore(Store):
             for wanted in ranges
         ]
         keys = list(dict.fromkeys(wanted.key for wanted in ranges))
-        self._connection.send([*commands, ("EVALSHA", self._touch, *_INDEXES, *keys)])
+        self._connection.send([*commands, ("EVALSHA", self._touch, *_INDEXES, self._ttl, *keys)])
         lengths = []
         for number in range(len(ranges)):
 
@@ -142,7 +154,10 @@ class RedisStore(Store):
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
         sizes = [value for key, pieces in items for value in (key, sum(map(len, pieces)))]
         reserve = ("EVALSHA", self._reserve, *_INDEXES, self._capacity, *sizes)
-        self._connection.send([reserve, *(("SET", key, list(pieces), "XX") for key, pieces in items)])
+        expire = ("PX", self._ttl) if self._ttl else ()
+        self._connection.send(
+            [reserve, *(("SET", key, list(pieces), "XX", *expire) for key, pieces in items)]
+        )
         outcomes = []
         reserved = self._connection.read_reply()
         for _ in items:
@@ -213,10 +228,13 @@ class RedisStore(Store):
         return answers
 
 
-def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
-    """Opens the tier. Raises TierError if the server cannot be reached or refuses the connection."""
+def open_redis(address: RedisAddress, config: RemoteConfig, ttl: float = 0) -> RemoteTier:
+    """Opens the tier. Raises TierError if the server cannot be reached or refuses the connection.
+
+    With a `ttl`, the server drops pages that were not used for so many seconds.
+    """
     config = replace(config, batch_bytes=min(config.batch_bytes, _BATCH_BYTES))
-    return store_tier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout))
+    return store_tier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout, ttl))
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
@@ -239,4 +257,7 @@ def parse_url(url: str) -> Callable[[], RemoteTier]:
             address = replace(address, host=parts.hostname, port=parts.port or 6379, database=int(database))
     except ValueError as error:
         raise ValueError(f"{options.url}: {error}; write redis://host:port/db?capacity=64GiB") from None
-    return partial(open_redis, address, remote_config(options))
+    ttl = options.seconds("ttl", 0)
+    if not 0 <= ttl <= _MAX_TTL:
+        raise ValueError(f"{options.url}: ttl={ttl:g} is not a number of seconds from 0 to {_MAX_TTL}")
+    return partial(open_redis, address, remote_config(options), ttl=ttl)
