@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "kvloom.tiers.peer.share_command",
         "Share host memory between servers: --tier peer://HOST:PORT.",
     ),
+    "tiers": ("kvloom.tiers.tiers_command", "Show, verify and purge the pages of tiers."),
     "replay": ("kvloom.replay.command", "Replay recorded traffic: hit rates, cache sizes."),
     "config": ("kvloom.config_command", "Show the configuration of a command, and where each value is from."),
     "bench": ("kvloom.bench.command", "Run benchmarks of kvloom and its peers."),

@@ -10,6 +10,7 @@ import pytest
 
 from kvloom.core import CacheControl
 from kvloom.engine import Engine, Request
+from kvloom.tiers import DiskTier, open_tier
 from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
@@ -109,6 +110,34 @@ def test_quantised_pages_are_not_re_encoded(tmp_path: Path, caplog: pytest.LogCa
     closed(engine)
     with pytest.raises(ValueError, match="cannot re-encode pages"):
         make_engine(tiny("llama"), POOL, "int8", tiers=[f"fp8:disk:{tmp_path}:64MiB"])
+
+
+@pytest.mark.parametrize("family", ["bamba", "qwen3_next", "mamba"])
+def test_states_of_hybrids_are_stored_unchanged(family: str, tmp_path: Path) -> None:
+    prompts = drawn(family, 70, 50)
+    wanted = expected(tiny(family), prompts, 4)
+    text = f"int8:disk:{tmp_path}:64MiB"
+    for round_ in range(2):
+        engine = make_engine(tiny(family), POOL, tiers=[text], offload=PATIENT)
+        requests = said(engine, prompts, NEAR)
+        assert [one.cached_tokens for one in requests] == ([69, 49] if round_ else [0, 0])
+        if not round_ or not engine.layout.of("token"):  # all pages are exact
+            assert [one.tokens for one in requests] == wanted
+        exact = said(engine, prompts)
+        assert [one.tokens for one in exact] == wanted
+        assert not any(one.loads for one in exact)
+        closed(engine)
+        tier = open_tier(f"disk:{tmp_path}:64MiB")
+        assert isinstance(tier, DiskTier)
+        states = {group.index for group in engine.layout.of("state")}
+        sizes = {
+            (int.from_bytes(key[16:20], "little"), record.head.run_bytes * record.head.runs)
+            for key, record in tier._store.index.items()
+        }
+        for group in engine.layout.groups:
+            stored = {size for index, size in sizes if index == group.index}
+            assert stored == ({group.page_stride} if group.index in states else stored - {group.page_stride})
+        tier.close()
 
 
 def test_pages_are_re_encoded_once() -> None:

@@ -7,8 +7,16 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvloom.tiers.encoding import Format, PageShape, from_format, to_format
-from kvloom.tiers.encoding.formats import Order
+from kvloom.core import DTYPE_BYTES, LayerSpec, Order, PoolLayout, attention_fields
+from kvloom.tiers.encoding import (
+    Format,
+    PageFields,
+    PageShape,
+    from_format,
+    join_units,
+    split_units,
+    to_format,
+)
 
 SIZES = [(1, 1, 1, 1), (3, 5, 7, 11), (2, 16, 8, 64), (5, 1, 3, 2), (1, 17, 1, 9)]
 FORMATS: list[Format] = ["2LTD", "T2D", "2TD", "NHD", "HND"]
@@ -34,6 +42,55 @@ def test_a_round_trip_is_exact_at_every_size(kind: Format, order: Order) -> None
         assert np.array_equal(to_format(turned, other, kind), block), (
             "the bytes do not depend on the order of the page"
         )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16", "fp32"])
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_a_page_of_the_pool_has_the_values_that_its_layers_see(order: Order, dtype: str) -> None:
+    """8-bit values with static scales have their tokens last in a page; the format must not."""
+    torch = pytest.importorskip("torch")
+    from kvloom.kernels.memory import allocate, layer_views
+
+    spec = LayerSpec("token", attention_fields(2, 8, dtype, scales=False))
+    layout = PoolLayout.build({"0": spec, "1": spec, "2": spec}, 16)
+    buffer = allocate(layout, 2)
+    buffer.copy_(torch.randint(0, 256, buffer.shape, dtype=torch.uint8))
+    (group,) = layout.groups
+    shape = PageShape(3, 16, 2, 8, DTYPE_BYTES[dtype], order)
+    page = buffer.numpy()[group.page_stride :][: shape.page_bytes].copy()
+    block = to_format(page, shape, "NHD")
+    for name, view in layer_views(buffer, layout, order).items():
+        for field, key in enumerate(("k", "v")):
+            seen = np.array(view.fields[key][1].contiguous().view(torch.uint8).numpy())
+            assert np.array_equal(np.ascontiguousarray(block[int(name), field]).view(np.uint8), seen)
+    back = np.zeros_like(page)
+    from_format(block, shape, "NHD", back)
+    assert np.array_equal(back, page)
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_a_page_splits_into_units_and_joins_again(order: Order) -> None:
+    fields = attention_fields(2, 8, "int8")
+    size = sum(field.bytes for field in fields)
+    whole = PageFields(fields, 3, 48, 48 * size, 3 * 48 * size + 32, order)
+    unit = PageFields(fields, 3, 16, 16 * size, 3 * 16 * size, order)
+    page = np.random.default_rng(0).integers(0, 256, whole.page_bytes, dtype=np.uint8)
+    page[-32:] = 0  # padding
+    units = [np.zeros(unit.page_bytes, np.uint8) for _ in range(3)]
+    split_units(page, whole, units, unit)
+    for number, one in enumerate(units):
+        for field, (here, there) in enumerate(zip(unit.views(one), whole.views(page), strict=True)):
+            assert np.array_equal(here, there[:, number * 16 : (number + 1) * 16]), field
+    back = np.full_like(page, 0)
+    join_units(units, unit, back, whole)
+    assert np.array_equal(back, page)
+    back[:] = 255
+    join_units(units[:2], unit, back, whole)
+    for here, there in zip(whole.views(back), whole.views(page), strict=True):
+        assert np.array_equal(here[:, :32], there[:, :32])
+        assert not here[:, 32:].any()
+    with pytest.raises(ValueError, match="bytes"):
+        split_units(page[1:], whole, units, unit)
 
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])
@@ -100,6 +157,6 @@ def test_a_mismatch_is_refused_before_any_write() -> None:
         ({"fields": 3}, "fields=3"),
     ]:
         with pytest.raises(ValueError, match=message):
-            PageShape(**{"layers": 2, "tokens": 3, "heads": 4, "dims": 5, "element_bytes": 2, **wrong})  # type: ignore[arg-type]
+            PageShape(**{"layers": 2, "tokens": 3, "heads": 4, "dims": 5, "element_bytes": 2, **wrong})  # type: ignore[arg-type, dict-item]
     with pytest.raises(ValueError, match="'XYZ' is none of"):
         to_format(page, shape, "XYZ")  # type: ignore[arg-type]

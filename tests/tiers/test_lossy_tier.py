@@ -25,6 +25,7 @@ from kvloom.tiers import (
     TransferCounts,
     lossy_form,
     lossy_tier as lossy,
+    wrapped_tier as wrapped,
 )
 from kvloom.tiers.encoding import decode, encode
 from kvloom.tiers.encoding.quantisation import _fp8_values, _to_fp8
@@ -157,7 +158,7 @@ def test_outcomes_of_the_inner_tier_are_reported() -> None:
 
 
 def test_a_late_inner_read_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lossy, "_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(wrapped, "_WAIT_SECONDS", 0.05)
     exact = Form("fp32", "LKTHD", 65536, 16384)
     wanted = Objects([bytes([n]) * 16 for n in range(2)], 0, replace(exact, exact=False))
     inner, transfers = HostTier(HostConfig(8 << 20)), list[Transfer]()
@@ -180,7 +181,7 @@ def test_a_late_inner_read_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_hung_tier_closes_in_bounded_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(lossy, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(wrapped, "_CLOSE_SECONDS", 0.1)
     faults = Faults()
     config = DiskConfig(tmp_path, 8 << 20, 1 << 20, close_seconds=0.1)
     tier = LossyTier(DiskTier(config, lambda directory: FaultyFiles(directory, faults)), "int8")

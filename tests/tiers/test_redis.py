@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvloom.tiers import Form, Objects, Outcome, TierError, open_tier
+from kvloom.tiers import Form, Objects, Outcome, Ranges, TierError, open_tier
 from kvloom.tiers.remote import RedisAddress, RemoteConfig, RemoteTier, open_redis
 from kvloom.tiers.remote.redis import RedisStore
 from kvloom.tiers.remote.redis_protocol import RedisReplyError, RespConnection
@@ -341,3 +341,37 @@ def test_invalid_counts_of_a_server_are_clamped(port: int) -> None:
     tier.close()
     with_counts.call("FLUSHALL")
     with_counts.close()
+
+
+def test_pages_that_are_not_used_expire(tier: RemoteTier, port: int) -> None:
+    """Expiry is set by the test, so that the outcome does not depend on the machine's speed."""
+    with pytest.raises(ValueError, match="ttl=-1 is not a number of seconds"):
+        open_tier(f"redis://127.0.0.1:{port}/0?capacity=64MiB&ttl=-1")
+    expiring = open_tier(f"redis://127.0.0.1:{port}/0?capacity=64MiB&ttl=3600")
+    form = Form("bf16", "LKTHD", 4096, 4096)
+    objects = Objects([bytes([number]) * 16 for number in range(4)], 0, form)
+    pages = np.arange(4 * 4096, dtype=np.uint8)
+    ranges = Ranges(pages, np.arange(4) * 4096)
+    assert expiring.write(objects, ranges).wait(20)
+    connection = client(port)
+    names = [PREFIX + key for key in objects.keys]
+    assert all(3_000_000 < connection.call("PTTL", name) <= 3_600_000 for name in names)
+    for name in names:
+        connection.call("PEXPIRE", name, 1_000_000)
+    back = np.zeros_like(pages)
+    one = Objects(objects.block_hashes[:1], 0, form)
+    transfer = expiring.read(one, Ranges(back, [0]))
+    assert transfer.wait_released(20)
+    assert transfer.results.tolist() == [Outcome.OK]
+    assert connection.call("PTTL", names[0]) > 3_000_000, "a read renews it"
+    assert connection.call("PTTL", names[1]) <= 1_000_000
+    for name in names[1:]:
+        connection.call("PEXPIRE", name, 0)
+    assert expiring.lookup(objects).tolist() == [True, False, False, False]
+    again = Objects([b"x" * 16], 0, form)
+    assert expiring.write(again, Ranges(pages, [0])).wait(20)
+    assert expiring.stats().objects == 2, "expired pages are not counted after the next write"
+    assert tier.write(Objects([b"y" * 16], 0, form), Ranges(pages, [0])).wait(20)
+    assert connection.call("PTTL", PREFIX + Objects([b"y" * 16], 0, form).keys[0]) == -1
+    connection.close()
+    expiring.close()

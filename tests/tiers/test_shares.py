@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,11 @@ from kvloom.tiers import (
     tenant_shares,
 )
 from kvloom.tiers.disk import Files
+from kvloom.tiers.host import SharedMemory
+from kvloom.tiers.peer import PeerConfig, PeerServer
 from kvloom.tiers.testing import Faults, FaultyFiles
+
+from .servers import redis_server
 
 MIB = 1 << 20
 PAGE = 16 << 10
@@ -262,3 +267,38 @@ def test_space_freed_for_a_tenant_is_used_by_that_tenant() -> None:
     assert put(tier, of("other", range(1), small)) == [Outcome.OK]
     # One page is free beside the other's; for the second the large page is evicted.
     assert put(tier, of("small", range(2), small)) == [Outcome.OK, Outcome.OK]
+
+
+@contextlib.contextmanager
+def redis_url(folder: Path) -> Iterator[str]:
+    with redis_server(folder) as (port, _):
+        yield f"redis://127.0.0.1:{port}/0?capacity=8MiB"
+
+
+@contextlib.contextmanager
+def peer_url(folder: Path) -> Iterator[str]:
+    memory = SharedMemory(CAPACITY)
+    server = PeerServer(HostTier(HostConfig(CAPACITY, 256 << 10), buffer=memory.buffer), PeerConfig(), memory)
+    yield "peer://{}:{}".format(*server.address)
+    server.close()
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("url_of", [redis_url, peer_url])
+def test_a_tenant_stores_no_more_than_its_limit_in_a_store(url_of: Any, tmp_path: Path) -> None:
+    limit = CAPACITY // 4
+    pages = limit // PAGE
+    with url_of(tmp_path) as url:
+        tier = open_with_policy(url, {"a": Share(0.25)}).tier
+        assert isinstance(tier, SupportsShares)
+        put(tier, of("b", range(64)))
+        for first in range(0, 2 * pages, 16):
+            assert put(tier, of("a", range(first, first + 16))) == [Outcome.OK] * 16
+            assert tier.used_by("a") <= limit
+        assert there(tier, of("a", range(2 * pages))) == pages
+        assert there(tier, of("a", range(pages, 2 * pages))) == pages, "its newest pages remain"
+        assert there(tier, of("b", range(64))) == 64, "no other tenant lost a page"
+        tier.drop(of("a", range(pages, pages + 8)))
+        assert tier.used_by("a") == limit - 8 * PAGE
+        assert tier.used_by("b") == 0, "tenants without a limit are not counted"
+        tier.close()

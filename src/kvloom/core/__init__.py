@@ -30,6 +30,7 @@ from .layout import (
     QUANTISED,
     Field,
     LayerSpec,
+    Order,
     PageGroup,
     PoolLayout,
     Visibility,
@@ -42,6 +43,7 @@ from .prefix import (
     MISS_REASONS,
     NOT_CACHED,
     TOKEN_BYTES,
+    BlockHash,
     HashIndex,
     Match,
     Media,
@@ -54,6 +56,7 @@ from .prefix import (
     root_hash,
     tail_hash,
     token_bytes,
+    unit_hashes,
 )
 from .sequences import Sequence
 from .sizes import format_bytes, parse_size
@@ -71,6 +74,7 @@ __all__ = [
     "SECONDS",
     "TOKEN_BYTES",
     "Account",
+    "BlockHash",
     "BlockRemoved",
     "BlockStored",
     "CacheControl",
@@ -94,6 +98,7 @@ __all__ = [
     "Miss",
     "MissingPages",
     "OffloadBatch",
+    "Order",
     "PageGroup",
     "PagePool",
     "Pin",
@@ -118,5 +123,6 @@ __all__ = [
     "root_hash",
     "tail_hash",
     "token_bytes",
+    "unit_hashes",
     "unwatched",
 ]

@@ -6,6 +6,10 @@
     options.py          options of a URL
     shares.py           tenants' shares of a tier
     lossy_tier.py       a tier that re-encodes pages inside another tier
+    unit_tier.py        a tier that stores pages of HASH_TOKENS tokens inside another tier
+    wrapped_tier.py     the base of both
+    stored_page.py      a tier's pages, for operators
+    tiers_command.py    `kvloom tiers`
     workers.py          threads that run jobs in order
     aligned_memory.py   memory in whole blocks
     host/ disk/ remote/ peer/    one folder per medium
@@ -19,7 +23,7 @@ See docs/tiers.md. Nothing here imports torch; the disk tier needs the package x
 
 from .aligned_memory import aligned_bytes
 from .disk import DiskConfig, DiskTier
-from .encoding import CODINGS, Coding, Compression, lossy_form
+from .encoding import CODINGS, Coding, Compression, PageFields, lossy_form
 from .host import HostConfig, HostTier, Lease
 from .lossy_tier import LossyTier
 from .options import Options, redact_url, url_label
@@ -40,6 +44,7 @@ from .registry import (
 from .shares import Share, Shares, SupportsShares, tenant_shares
 from .tier import Form, Objects, Ranges, Tier, TierError, part_range
 from .transfer import Outcome, TierStats, Transfer, TransferCounts, failed_transfer
+from .unit_tier import UnitForm, UnitTier
 from .workers import Workers
 
 __all__ = [
@@ -57,6 +62,7 @@ __all__ = [
     "OpenTier",
     "Options",
     "Outcome",
+    "PageFields",
     "Ranges",
     "Share",
     "Shares",
@@ -66,6 +72,8 @@ __all__ = [
     "TierStats",
     "Transfer",
     "TransferCounts",
+    "UnitForm",
+    "UnitTier",
     "Workers",
     "WritePolicy",
     "aligned_bytes",

@@ -9,8 +9,6 @@ Runs stay separate, so layers load in order. `encoding/quantisation.py` has the 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -20,83 +18,68 @@ import numpy.typing as npt
 from .aligned_memory import aligned_bytes
 from .encoding import CODINGS, Coding, decode, encode, lossy_form
 from .registry import Opener, parse_tier, scheme_of
-from .shares import Shares, SupportsShares
 from .tier import Objects, Ranges, Tier, part_range
-from .transfer import Outcome, TierStats, Transfer, TransferCounts, failed_transfer
-from .workers import Workers
+from .transfer import Outcome, Transfer
+from .wrapped_tier import WrappedTier
 
 __all__ = ["LossyTier", "parse_url"]
 
-_WAIT_SECONDS, _CLOSE_SECONDS = 60.0, 10.0
 
-
-class LossyTier(Tier):
-    """`inner`, with every page re-encoded in transfer. Its own threads re-encode, so a caller never waits for it."""
+class LossyTier(WrappedTier):
+    """`inner`, with every page re-encoded in transfer."""
 
     def __init__(self, inner: Tier, coding: Coding, threads: int = 2) -> None:
         if coding not in CODINGS:
             raise ValueError(f"coding={coding!r} is none of {', '.join(CODINGS)}")
-        self._inner, self.coding = inner, coding
-        self._transfer_counts = TransferCounts()
-        self._closed = False
-        self._lock = threading.Lock()  # no job is submitted after close() ended the threads
-        self._workers: Workers[Callable[[], None]] = Workers(
-            threads, "kvloom-lossy", lambda: lambda job: job()
-        )
+        super().__init__(inner, threads)
+        self.coding = coding
+        self.exact_groups: frozenset[int] = frozenset()
+        """Groups whose pages are stored unchanged: states, whose errors would grow with every token."""
 
     @property
     def name(self) -> str:
-        return f"{self.coding}:{self._inner.name}"
-
-    @property
-    def capacity(self) -> int:
-        return self._inner.capacity
+        return f"{self.coding}:{self.inner.name}"
 
     @property
     def is_lossy(self) -> bool:
         return True
 
-    def set_shares(self, shares: Shares) -> None:
-        if isinstance(self._inner, SupportsShares):
-            self._inner.set_shares(shares)
-
-    def used_by(self, tenant: str) -> int:
-        return self._inner.used_by(tenant) if isinstance(self._inner, SupportsShares) else 0
-
     def _encoded(self, objects: Objects) -> Objects:
         """Returns the objects' representation in the inner tier; the same for the exact and the lossy form."""
-        exact = replace(objects.form, exact=True)
-        return Objects(objects.block_hashes, objects.group, lossy_form(exact, self.coding), objects.tenant)
+        if objects.group in self.exact_groups:
+            form = replace(objects.form, exact=False)
+        else:
+            form = lossy_form(replace(objects.form, exact=True), self.coding)
+        return Objects(objects.block_hashes, objects.group, form, objects.tenant)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         """Never finds an exact page."""
         if objects.form.exact or self._closed:
             return np.zeros(len(objects), np.bool_)
-        return self._inner.lookup(self._encoded(objects))
+        return self.inner.lookup(self._encoded(objects))
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         into.check(objects, writable=True)
         start, stop = part_range(objects.form, part)
         transfer = Transfer(len(objects), self._transfer_counts, "read", stop - start)
         if self._closed:
-            return failed_transfer(
-                len(objects), self._transfer_counts, "read", Outcome.FAILED, f"{self.name} is closed"
-            )
+            return self._failed(objects, "read")
         if objects.form.exact:
             transfer.settle_pending(Outcome.MISSING)
             return transfer
         encoded = self._encoded(objects)
+        if objects.group in self.exact_groups:
+            return self.inner.read(encoded, into, part)
         run, coded_bytes = objects.form.run_bytes, encoded.form.run_bytes
         encoded_part = (start // run * coded_bytes, stop // run * coded_bytes)
 
         def work() -> None:
             size = encoded.form.page_bytes
             scratch = aligned_bytes(size * len(objects))
-            inner_transfer = self._inner.read(
+            inner_transfer = self.inner.read(
                 encoded, Ranges(scratch, np.arange(len(objects)) * size), encoded_part
             )
-            inner_transfer.wait(_WAIT_SECONDS)
-            inner_transfer.cancel()  # pages not read by now are late, and not decoded
+            self._wait(inner_transfer)
             for index in np.flatnonzero(inner_transfer.ok).tolist():
                 at, page = int(into.starts[index]), scratch[index * size : (index + 1) * size]
                 for number in range(start // run, stop // run):
@@ -114,9 +97,9 @@ class LossyTier(Tier):
         encoded = self._encoded(objects)
         transfer = Transfer(len(objects), self._transfer_counts, "write", objects.form.page_bytes)
         if self._closed:
-            return failed_transfer(
-                len(objects), self._transfer_counts, "write", Outcome.FAILED, f"{self.name} is closed"
-            )
+            return self._failed(objects, "write")
+        if objects.group in self.exact_groups:
+            return self.inner.write(encoded, source)
         form = objects.form
 
         def work() -> None:
@@ -129,51 +112,14 @@ class LossyTier(Tier):
                     encode(
                         run, form.dtype, self.coding, page[number * coded_bytes : (number + 1) * coded_bytes]
                     )
-            inner_transfer = self._inner.write(encoded, Ranges(scratch, np.arange(len(objects)) * size))
-            inner_transfer.wait(_WAIT_SECONDS)
-            inner_transfer.cancel()
+            inner_transfer = self.inner.write(encoded, Ranges(scratch, np.arange(len(objects)) * size))
+            self._wait(inner_transfer)
             self._copy_outcomes(inner_transfer, transfer)
 
         return self._submit(transfer, work)
 
-    def _submit(self, transfer: Transfer, work: Callable[[], None]) -> Transfer:
-        def job() -> None:
-            if not transfer.begin_access():
-                return
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001  on any error the request continues without these pages
-                transfer.settle_pending(Outcome.FAILED, f"{self.name}: {error}")
-            finally:
-                transfer.end_access()
-
-        with self._lock:
-            if not self._closed:
-                self._workers.submit(job)
-                return transfer
-        transfer.settle_pending(Outcome.FAILED, f"{self.name} is closed")
-        return transfer
-
-    @staticmethod
-    def _copy_outcomes(inner: Transfer, outer: Transfer) -> None:
-        for outcome in np.unique(inner.results).tolist():
-            outer.settle(np.flatnonzero(inner.results == outcome), Outcome(outcome), inner.reason)
-
     def drop(self, objects: Objects) -> int:
-        return 0 if self._closed else self._inner.drop(self._encoded(objects))
-
-    def stats(self) -> TierStats:
-        """Returns the inner tier's contents, with counts of this tier."""
-        inner = self._inner.stats()
-        return self._transfer_counts.stats(
-            inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes
-        )
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-        self._workers.close(_CLOSE_SECONDS)
-        self._inner.close()  # fails transfers that are still pending
+        return 0 if self._closed else self.inner.drop(self._encoded(objects))
 
 
 def parse_url(url: str) -> Opener:

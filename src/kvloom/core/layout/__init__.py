@@ -4,7 +4,7 @@ layer_spec    LayerSpec: fields and visibility of one layer
 pool_layout   PoolLayout: groups of layers, page sizes, the slab
 """
 
-from .layer_spec import DTYPE_BYTES, PROMPT, QUANTISED, Field, LayerSpec, Visibility, attention_fields
+from .layer_spec import DTYPE_BYTES, PROMPT, QUANTISED, Field, LayerSpec, Order, Visibility, attention_fields
 from .pool_layout import HASH_TOKENS, MAX_WASTE, PageGroup, PoolLayout
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "QUANTISED",
     "Field",
     "LayerSpec",
+    "Order",
     "PageGroup",
     "PoolLayout",
     "Visibility",

@@ -27,6 +27,7 @@ __all__ = [
     "QUANTISED",
     "Field",
     "LayerSpec",
+    "Order",
     "Visibility",
     "VisibilityKind",
     "attention_fields",
@@ -45,6 +46,7 @@ QUANTISED = ("int8", "fp8")
 
 Unit = Literal["token", "state"]
 Axis = Literal["text", "media"]
+Order = Literal["HND", "NHD"]
 Positions = npt.NDArray[np.int64]
 
 
@@ -74,6 +76,21 @@ class Field:
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def axes(self, order: Order) -> tuple[int, ...]:
+        """Return the axes of (tokens, *shape) in the order of a page's memory, outermost first.
+
+        | order | keys, values        | scales        | 8-bit values        |
+        |-------|---------------------|---------------|---------------------|
+        | HND   | heads, tokens, dims | heads, tokens | heads, dims, tokens |
+        | NHD   | tokens, heads, dims | tokens, heads | tokens, heads, dims |
+        """
+        plain = tuple(range(len(self.shape) + 1))
+        if order == "NHD" or self.shard_axis != 0:
+            return plain
+        if self.name == "v" and DTYPE_BYTES[self.dtype] == 1:
+            return 1, 2, 0
+        return (1, 0, *plain[2:])
 
 
 class VisibilityKind(ABC):

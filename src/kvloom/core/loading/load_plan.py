@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvloom.core.layout.layer_spec import Visibility
 from kvloom.core.layout.pool_layout import HASH_TOKENS, PageGroup, PoolLayout
+from kvloom.core.prefix.block_hash import BlockHash
 from kvloom.core.prefix.lookup import Lookup, Match, Miss
 from kvloom.core.prefix.resume_rule import longest_resume, missing_unit
 
@@ -75,7 +76,10 @@ class LoadPlan:
         self._tokens, self._states = layout.of("token"), layout.of("state")
         self._all_hashes = lookup.block_hashes(match)
         per_block = self.block // HASH_TOKENS
-        self.hashes = self._all_hashes[per_block - 1 :: per_block]
+        self.hashes = self._all_hashes
+        if per_block > 1:
+            firsts = range(0, len(self._all_hashes) - per_block + 1, per_block)
+            self.hashes = [BlockHash.of(self._all_hashes[at : at + per_block]) for at in firsts]
         """Hash of every full block of the prompt."""
         self.resume = match.resume
         """Longest resumable length found so far."""
@@ -99,10 +103,14 @@ class LoadPlan:
     def hash_at(self, position: int) -> bytes:
         """Return the hash of the prompt's first `position` tokens."""
         units = position // HASH_TOKENS
-        parent = self._all_hashes[units - 1] if units else self.match.root_hash
+        if not position:
+            return self.match.root_hash
+        before = self._all_hashes[(position - 1) // self.block * self.block // HASH_TOKENS : units]
         if position % HASH_TOKENS == 0:
-            return parent
-        return self._lookup.tail_hash(self.match, parent, units * HASH_TOKENS, position)
+            return BlockHash.of(before)
+        parent = self._all_hashes[units - 1] if units else self.match.root_hash
+        tail = self._lookup.tail_hash(self.match, parent, units * HASH_TOKENS, position)
+        return BlockHash.of([*before, tail])
 
     # -- querying -------------------------------------------------------------------------------
 

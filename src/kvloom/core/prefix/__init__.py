@@ -17,7 +17,17 @@ offload_batch   pages passed to the offload listener
 in_transfer     pages that load jobs fill and tiers read
 """
 
-from .block_hash import HASH_BYTES, TOKEN_BYTES, hash_chain, media_hash, root_hash, tail_hash, token_bytes
+from .block_hash import (
+    HASH_BYTES,
+    TOKEN_BYTES,
+    BlockHash,
+    hash_chain,
+    media_hash,
+    root_hash,
+    tail_hash,
+    token_bytes,
+    unit_hashes,
+)
 from .hash_index import HashIndex
 from .in_transfer import Reservation
 from .lookup import MISS_REASONS, NOT_CACHED, Match, Miss
@@ -30,6 +40,7 @@ __all__ = [
     "MISS_REASONS",
     "NOT_CACHED",
     "TOKEN_BYTES",
+    "BlockHash",
     "HashIndex",
     "Match",
     "Media",
@@ -43,4 +54,5 @@ __all__ = [
     "root_hash",
     "tail_hash",
     "token_bytes",
+    "unit_hashes",
 ]

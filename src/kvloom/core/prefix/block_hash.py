@@ -9,7 +9,7 @@ hashed by the digest of their content. `hash_index` maps hashes to locations.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -21,12 +21,14 @@ from kvloom.core.pool import loops
 __all__ = [
     "HASH_BYTES",
     "TOKEN_BYTES",
+    "BlockHash",
     "hash_chain",
     "media_hash",
     "root_hash",
     "tail_hash",
     "token_at",
     "token_bytes",
+    "unit_hashes",
 ]
 
 HASH_BYTES = 16
@@ -37,6 +39,28 @@ _TOKEN = np.dtype("<i4")
 _UNIT_BYTES = HASH_TOKENS * TOKEN_BYTES
 Resolve = Callable[[int], bytes]
 _HASH = blake2b(digest_size=HASH_BYTES)
+
+
+class BlockHash(bytes):
+    """The hash of a block of several HASH_TOKENS units: the hash of its last unit, with those of all its units.
+
+    Equal to the plain hash. Tiers that store pages of HASH_TOKENS tokens need `units`."""
+
+    units: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, units: Sequence[bytes]) -> bytes:
+        """Return the hash of a block with these units, in order; of a single unit, its own hash."""
+        if len(units) == 1:
+            return units[0]
+        block = cls(units[-1])
+        block.units = tuple(units)
+        return block
+
+
+def unit_hashes(block_hash: bytes) -> tuple[bytes, ...]:
+    """Return the hashes of a block's units, in order."""
+    return block_hash.units if isinstance(block_hash, BlockHash) else (block_hash,)
 
 
 def token_bytes(tokens: npt.ArrayLike) -> bytes:

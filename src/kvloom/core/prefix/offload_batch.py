@@ -167,7 +167,7 @@ class OffloadSource:
     def _collect_tail(self, node: Node, position: int, evicted: bool) -> None:
         row = node.pages[(position - 1) // self._block - node.start // self._block][None].copy()
         if row.any():
-            hashes = [self._publisher.hash_at(node, position)]
+            hashes = [self._publisher.block_hash_at(node, position)]
             self._emit("token", hashes, row, node, evicted, self._age(node))
 
     def _collect_states(self, checkpoint: Checkpoint, evicted: bool) -> None:
@@ -192,4 +192,7 @@ class OffloadSource:
         full = max(first, min(last, node.end // self._block - base))  # rows that end with a full block
         start = (base + first + 1) * each - node.start // HASH_TOKENS - 1
         hashes = self._publisher.hashes(node)[start : start + (full - first) * each : each]
-        return hashes if full == last else [*hashes, self._publisher.hash_at(node, node.end)]
+        if each > 1:
+            ends = range((base + first + 1) * self._block, (base + full + 1) * self._block, self._block)
+            hashes = [self._publisher.block_hash_at(node, end) for end in ends]
+        return hashes if full == last else [*hashes, self._publisher.block_hash_at(node, node.end)]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvloom.core.events import BlockRemoved, BlockStored, EventBus
 from kvloom.core.layout.pool_layout import HASH_TOKENS, PoolLayout
 
-from .block_hash import TOKEN_BYTES, hash_chain, media_hash, tail_hash
+from .block_hash import TOKEN_BYTES, BlockHash, hash_chain, media_hash, tail_hash
 from .node import Checkpoint, Node
 
 __all__ = ["MEDIUM", "EventPublisher"]
@@ -92,6 +92,19 @@ class EventPublisher:
         if begin < node.start:
             text = self._text_before(node, node.start - begin) + text
         return tail_hash(parent, text, self.resolve)
+
+    def block_hash_at(self, node: Node, position: int) -> bytes:
+        """Return `hash_at`, with the hashes of all units of the block that `position` ends."""
+        end = self.hash_at(node, position)
+        if self.block == HASH_TOKENS:
+            return end
+        units = []
+        for before in range((position - 1) // self.block * self.block + HASH_TOKENS, position, HASH_TOKENS):
+            current = node
+            while current.start > before and current.parent is not None:
+                current = current.parent
+            units.append(self.hash_at(current, before))
+        return BlockHash.of([*units, end])
 
     def stored(self, node: Node, at: int) -> None:
         """Publish that tokens of `node` from `at` on were stored."""

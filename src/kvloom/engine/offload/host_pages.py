@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import PageGroup, PoolLayout
+from kvloom.core import HASH_TOKENS, PageGroup, PoolLayout
 from kvloom.engine.preflight import host_slab_bytes
 from kvloom.kernels.copy import Copier, FinishedEvent
-from kvloom.tiers import Form, HostConfig, HostTier
+from kvloom.tiers import Form, HostConfig, HostTier, PageFields, UnitForm
 from kvloom.tiers.host import SharedMemory, copy_pages
 
-__all__ = ["Event", "HostPages", "Ids", "LoadEvent", "form_of", "open_host"]
+__all__ = ["Event", "HostPages", "Ids", "LoadEvent", "form_of", "open_host", "unit_forms"]
 
 Event = torch.cuda.Event | FinishedEvent
 Ids = npt.NDArray[np.integer[Any]]
@@ -45,6 +45,27 @@ def form_of(group: PageGroup, run: int) -> Form:
         shard=f"run {run} of {group.runs}",
         layout=f"{group.spec.kind} {group.spec.visibility}, blocks of {group.block_tokens}: {', '.join(layers)}: {fields}",
     )
+
+
+def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
+    """Return how tiers store the pages of a layout: with HASH_TOKENS tokens, as a layout of that block size has them.
+
+    Empty if the layout has that block size. Leaves out groups whose layers that layout divides into other runs."""
+    if layout.block_tokens == HASH_TOKENS:
+        return {}
+    layers = {name: group.spec for group in layout.groups for name in group.layers}
+    units = PoolLayout.build(layers, HASH_TOKENS)
+    return {
+        form_of(group, run): UnitForm(form_of(unit, run), _page_fields(unit), _page_fields(group))
+        for group, unit in zip(layout.groups, units.groups, strict=True)
+        for run in range(group.runs)
+        if group.runs == unit.runs
+    }
+
+
+def _page_fields(group: PageGroup) -> PageFields:
+    tokens = group.block_tokens if group.spec.unit == "token" else 0
+    return PageFields(group.spec.fields, group.run_layers, tokens, group.layer_bytes, group.page_stride)
 
 
 def open_host(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence as Many
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +23,7 @@ from kvloom.tiers import (
     Shares,
     SupportsShares,
     TierError,
+    UnitTier,
     check_tiers,
     is_optional,
     lossy_form,
@@ -35,7 +37,7 @@ from kvloom.tiers.host import HostURL, SharedMemory
 from kvloom.tiers.peer import PeerConfig, PeerServer, read_secret
 from kvloom.tiers.transfers import UnavailableTier
 
-from .host_pages import form_of, open_host
+from .host_pages import form_of, open_host, unit_forms
 from .manager import OffloadManager
 
 __all__ = ["open_offload", "opened_tiers"]
@@ -132,10 +134,19 @@ def open_offload(
             place.tier.close()
         host.close()
         raise
+    places = [_with_unit_pages(place, layout) for place in places]
     server = None if server_config is None else _serve_host(host, server_config, memory)
     return OffloadManager(
         cache, buffer, host, places, write, apply_copies, config or OffloadConfig(), unavailable, server
     )
+
+
+def _with_unit_pages(place: OpenTier, layout: PoolLayout) -> OpenTier:
+    """Return `place` with pages of HASH_TOKENS tokens, which servers of every block size can use.
+
+    A peer keeps its pages: it may be another engine's host memory, whose pages are as large as that engine's blocks."""
+    forms = {} if "peer://" in place.tier.name else unit_forms(layout)
+    return replace(place, tier=UnitTier(place.tier, forms)) if forms else place
 
 
 def _server_config(host_text: HostURL) -> PeerConfig | None:
@@ -178,12 +189,17 @@ def _unavailable_place(text: str, shares: Shares, reason: str) -> OpenTier:
 
 
 def _checked(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """Return `place` if its tier can store the layout's pages; else close it and raise TierError."""
-    coding = place.tier.coding if isinstance(place.tier, LossyTier) else None
-    if coding is not None:
+    """Return `place` if its tier can store the layout's pages; else close it and raise TierError.
+
+    A tier that re-encodes pages stores states unchanged."""
+    if isinstance(place.tier, LossyTier):
+        units = unit_forms(layout)
+        place.tier.exact_groups = frozenset(group.index for group in layout.of("state"))
         try:
             for group in layout.groups:
-                lossy_form(form_of(group, 0), coding)
+                if group.index not in place.tier.exact_groups:
+                    form = form_of(group, 0)
+                    lossy_form(units[form].form if form in units else form, place.tier.coding)
         except ValueError as error:
             place.tier.close()
             raise TierError(f"this tier cannot re-encode pages of this model: {error}") from error

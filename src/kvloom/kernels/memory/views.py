@@ -16,16 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from kvloom.core import DTYPE_BYTES, Field, PageGroup, PoolLayout
+from kvloom.core import DTYPE_BYTES, Order, PageGroup, PoolLayout
 from kvloom.kernels.dtypes import TORCH_DTYPES
 
 __all__ = ["LayerView", "Order", "allocate", "layer_views"]
-
-Order = Literal["HND", "NHD"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +77,12 @@ def _layer_view(
                 "put fields of larger dtypes first, or pad the one before it"
             )
         typed = buffer.view(TORCH_DTYPES[field.dtype])
-        strides = _strides(shape, _axes(field, order) if tokens else range(len(shape)))
+        strides = _strides(shape, field.axes(order) if tokens else range(len(shape)))
         fields[field.name] = typed.as_strided(
             (pages, *shape), (group.page_stride // size, *strides), offset // size
         )
         offset += size * math.prod(shape)
     return LayerView(group.index, run, fields)
-
-
-def _axes(field: Field, order: Order) -> tuple[int, ...]:
-    """Return the axes of (tokens, *field.shape) in memory order, outermost first."""
-    plain = tuple(range(len(field.shape) + 1))
-    if order == "NHD" or field.shard_axis != 0:
-        return plain
-    if field.name == "v" and DTYPE_BYTES[field.dtype] == 1:
-        return 1, 2, 0
-    return (1, 0, *plain[2:])
 
 
 def _strides(shape: tuple[int, ...], axes: Iterable[int]) -> list[int]:

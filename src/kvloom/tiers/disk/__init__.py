@@ -6,12 +6,14 @@ segment_store.py    all segments, the index, eviction
 segment_owners.py   segments and limits of tenants
 segment_writer.py   threads that seal and append frames
 segment_reader.py   threads that read and verify pages
+disk_pages.py       all pages, for operators
 recovery.py         contents of a directory at opening
 tombstones.py       the list of dropped objects
 files.py            system calls, locks, checks of ownership
 """
 
+from .disk_pages import DiskPages
 from .disk_tier import DiskConfig, DiskTier, disk_config
 from .files import Files, SystemFiles
 
-__all__ = ["DiskConfig", "DiskTier", "Files", "SystemFiles", "disk_config"]
+__all__ = ["DiskConfig", "DiskPages", "DiskTier", "Files", "SystemFiles", "disk_config"]

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -308,6 +308,17 @@ class DiskTier(Tier):
         if dropped:
             self._writer.submit_tombstones(dropped)
         return len(dropped)
+
+    def drop_stored(self, keys: Sequence[bytes]) -> int:
+        """Removes objects by their keys on disk; returns the number removed. For operators."""
+        dropped = self._store.remove_keys(keys)
+        if dropped:
+            self._writer.submit_tombstones(dropped)
+        return len(dropped)
+
+    def remove_empty_files(self) -> None:
+        """Removes files without pages. Call it before the first write. For operators."""
+        self._store.remove_empty()
 
     def stats(self) -> TierStats:
         """Returns stats: `bytes` is the size of the files, `notes` are messages for the operator."""

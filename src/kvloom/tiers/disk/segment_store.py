@@ -199,6 +199,18 @@ class SegmentStore:
         """Keeps dropped objects from returning at the next opening."""
         self._tombstones.add(dropped)
 
+    def remove_empty(self) -> None:
+        """Removes the files of segments without pages, the current ones too."""
+        for segment in [one for one in self._segments.values() if not one.keys]:
+            owner = self._owners.owner_of(segment)
+            if owner.current is segment:
+                owner.current = None
+            with self.lock:
+                segment.removed = True
+                del self._segments[segment.number]
+            self._dirty.discard(segment)
+            self._remove(segment)
+
     def close(self) -> None:
         """Seals and closes every file."""
         with self.lock:

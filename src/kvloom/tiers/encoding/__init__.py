@@ -4,7 +4,7 @@ codec.py          the stored format: head, checksums, compression
 checksums.py      xxh3 per run, also during copies and I/O
 encryption.py     keys of tenants: encrypt or authenticate
 quantisation.py   re-encoding to int8 or fp8
-formats.py        memory formats of other systems
+formats.py        memory formats of other systems and other block sizes
 """
 
 from .checksums import (
@@ -33,7 +33,7 @@ from .codec import (
     unseal,
 )
 from .encryption import Keyring, NoKeyError, Protect, check_protect, read_keys
-from .formats import Format, PageShape, from_format, to_format
+from .formats import Format, PageFields, PageShape, from_format, join_units, split_units, to_format
 from .quantisation import CODINGS, Coding, decode, encode, lossy_form
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "Head",
     "Keyring",
     "NoKeyError",
+    "PageFields",
     "PageShape",
     "Protect",
     "check_protect",
@@ -54,6 +55,7 @@ __all__ = [
     "decode",
     "encode",
     "from_format",
+    "join_units",
     "lossy_form",
     "make_codec",
     "max_head_bytes",
@@ -70,6 +72,7 @@ __all__ = [
     "seal",
     "send_checked",
     "send_step",
+    "split_units",
     "to_format",
     "unseal",
 ]

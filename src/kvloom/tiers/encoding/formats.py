@@ -1,7 +1,9 @@
-"""Conversion of pages to and from the memory formats of other systems, byte for byte. numpy only.
+"""Conversion of pages: to and from the memory formats of other systems, and between block sizes. Byte for byte; numpy only.
 
     a page of kvloom    [layer][field: keys, values, …][heads, tokens, dims]    order HND
                         [layer][field: keys, values, …][tokens, heads, dims]    order NHD
+
+In HND, 8-bit values are [heads, dims, tokens] (`core.Field.axes`).
 
 | format | one block                           | used by                                                |
 |--------|-------------------------------------|--------------------------------------------------------|
@@ -17,17 +19,84 @@ Values are copied, never converted: every element type of 1, 2, 4 or 8 bytes wor
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Format", "Order", "PageShape", "from_format", "to_format"]
+from kvloom.core import DTYPE_BYTES, Field, Order
+
+__all__ = [
+    "Format",
+    "Order",
+    "PageFields",
+    "PageShape",
+    "from_format",
+    "join_units",
+    "split_units",
+    "to_format",
+]
 
 Format = Literal["2LTD", "T2D", "2TD", "NHD", "HND", "MLA"]
-Order = Literal["HND", "NHD"]
 _ELEMENTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_DTYPES = {1: "int8", 2: "bf16", 4: "fp32", 8: "fp64"}
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PageFields:
+    """The fields of a page: `layers` layers of `layer_bytes`, then padding. `tokens` is 0 for a state."""
+
+    fields: tuple[Field, ...]
+    layers: int
+    tokens: int
+    layer_bytes: int
+    page_bytes: int
+    order: Order = "HND"
+
+    def views(self, page: Any) -> list[Array]:
+        """Returns a view of each field as [layers, tokens, *shape], independent of the order in memory."""
+        data = np.frombuffer(memoryview(page).cast("B"), np.uint8)
+        if len(data) != self.page_bytes:
+            raise ValueError(f"the page has {len(data)} bytes; {self} has {self.page_bytes}")
+        layers = data[: self.layers * self.layer_bytes].reshape(self.layers, self.layer_bytes)
+        found, at = [], 0
+        for field in self.fields:
+            element = DTYPE_BYTES[field.dtype]
+            shape = (*((self.tokens,) if self.tokens else ()), *field.shape)
+            axes = field.axes(self.order) if self.tokens else tuple(range(len(shape)))
+            size = element * math.prod(shape)
+            stored = layers[:, at : at + size].view(_ELEMENTS[element])
+            in_memory = stored.reshape(self.layers, *(shape[axis] for axis in axes))
+            found.append(in_memory.transpose(0, *(1 + int(axis) for axis in np.argsort(axes))))
+            at += size
+        return found
+
+
+def split_units(page: Any, shape: PageFields, units: Sequence[Any], unit: PageFields) -> None:
+    """Copies the first tokens of a page to pages of fewer tokens. A state is copied whole, to one page."""
+    _copy_units(page, shape, units, unit, joined=False)
+
+
+def join_units(units: Sequence[Any], unit: PageFields, page: Any, shape: PageFields) -> None:
+    """Fills a page from pages of fewer tokens. Tokens after the last of them become 0."""
+    _copy_units(page, shape, units, unit, joined=True)
+
+
+def _copy_units(page: Any, shape: PageFields, units: Sequence[Any], unit: PageFields, joined: bool) -> None:
+    parts = [unit.views(one) for one in units]
+    for number, whole in enumerate(shape.views(page)):
+        for at, part in enumerate(parts):
+            tokens = slice(at * unit.tokens, (at + 1) * unit.tokens) if unit.tokens else slice(None)
+            if joined:
+                whole[:, tokens] = part[number]
+            else:
+                part[number][...] = whole[:, tokens]
+        if joined and unit.tokens:
+            whole[:, len(parts) * unit.tokens :] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +128,13 @@ class PageShape:
     def page_bytes(self) -> int:
         return self.layers * self.fields * self.tokens * self.heads * self.dims * self.element_bytes
 
-    def view(self, page: Any) -> npt.NDArray[Any]:
-        """Returns a view of the page as [layers, fields, tokens, heads, dims], independent of its order."""
-        data = np.frombuffer(memoryview(page).cast("B"), np.uint8)
-        if len(data) != self.page_bytes:
-            raise ValueError(f"the page has {len(data)} bytes; {self} has {self.page_bytes}")
-        inner = (self.tokens, self.heads) if self.order == "NHD" else (self.heads, self.tokens)
-        shaped = data.view(_ELEMENTS[self.element_bytes]).reshape(self.layers, self.fields, *inner, self.dims)
-        return shaped if self.order == "NHD" else shaped.swapaxes(2, 3)
+    def views(self, page: Any) -> list[Array]:
+        """Returns a view of each field as [layers, tokens, heads, dims], independent of the page's order."""
+        dtype = _DTYPES[self.element_bytes]
+        names = ("k", "v") if self.fields == 2 else ("latent",)
+        fields = tuple(Field(name, (self.heads, self.dims), dtype, shard_axis=0) for name in names)
+        layer = self.page_bytes // self.layers
+        return PageFields(fields, self.layers, self.tokens, layer, self.page_bytes, self.order).views(page)
 
 
 # The order of the axes (layers, fields, tokens, heads, dims) in each format.
@@ -103,13 +171,14 @@ def _check(shape: PageShape, kind: Format) -> None:
         )
 
 
-def to_format(page: Any, shape: PageShape, kind: Format) -> npt.NDArray[Any]:
+def to_format(page: Any, shape: PageShape, kind: Format) -> Array:
     """Returns a page in another format: a new array of unsigned elements, to be viewed as their type."""
     _check(shape, kind)
-    return np.ascontiguousarray(shape.view(page).transpose(_AXES[kind])).reshape(_block_shape(shape, kind))
+    stacked = np.stack(shape.views(page), axis=1)
+    return np.ascontiguousarray(stacked.transpose(_AXES[kind])).reshape(_block_shape(shape, kind))
 
 
-def from_format(block: npt.NDArray[Any], shape: PageShape, kind: Format, page: Any) -> None:
+def from_format(block: Array, shape: PageShape, kind: Format, page: Any) -> None:
     """Fills a page from a block of another format. Raises ValueError, before any write, if they do not match."""
     _check(shape, kind)
     if block.shape != _block_shape(shape, kind) or block.dtype.itemsize != shape.element_bytes:
@@ -117,10 +186,12 @@ def from_format(block: npt.NDArray[Any], shape: PageShape, kind: Format, page: A
             f"a block of shape {block.shape} with elements of {block.dtype.itemsize} bytes is not {kind} of "
             f"{_block_shape(shape, kind)} and {shape.element_bytes}"
         )
-    target = shape.view(page)
-    if not target.flags.writeable:
+    targets = shape.views(page)
+    if not targets[0].flags.writeable:
         raise ValueError("the page is read-only: pass a writable buffer")
     axes = _AXES[kind]
+    sizes = (shape.layers, shape.fields, shape.tokens, shape.heads, shape.dims)
     plain = np.ascontiguousarray(block).view(_ELEMENTS[shape.element_bytes])
-    laid = plain.reshape([target.shape[axis] for axis in axes])
-    target[...] = laid.transpose(np.argsort(axes))
+    laid = plain.reshape([sizes[axis] for axis in axes]).transpose(np.argsort(axes))
+    for number, target in enumerate(targets):
+        target[...] = laid[:, number]

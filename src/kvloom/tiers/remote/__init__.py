@@ -4,9 +4,11 @@
     store_tier.py        pages as values of a key-value store
     redis.py             Redis or Valkey
     redis_protocol.py    RESP on one socket
+    redis_pages.py       all pages of a database, for operators
     mooncake.py          Mooncake Store
     mooncake_client.py   its client library, once per tier
     s3.py                an S3 bucket
+    tenant_limits.py     tenants' limits, by what this process stored
     nixl.py              a disk tier with NIXL as transport
     bounded_calls.py     timeouts for libraries without them
     byte_stream.py       bytes over a socket, with checksums
@@ -19,6 +21,7 @@ from .mooncake import open_mooncake
 from .mooncake_client import MooncakeConfig
 from .nixl import NixlFiles, make_agent, open_nixl
 from .redis import RedisAddress, open_redis
+from .redis_pages import RedisPages
 from .remote_tier import Connection, Job, Link, RemoteConfig, RemoteTier, StoreError, Usage, remote_config
 from .s3 import S3Bucket, open_s3
 from .store_tier import CapacityTracker, Destination, Store, ValueRange, store_tier
@@ -33,6 +36,7 @@ __all__ = [
     "MooncakeConfig",
     "NixlFiles",
     "RedisAddress",
+    "RedisPages",
     "RemoteConfig",
     "RemoteTier",
     "S3Bucket",

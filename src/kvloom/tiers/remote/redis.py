@@ -10,7 +10,7 @@ on the server, and fills it only if it still exists. So every value is counted. 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,12 +28,20 @@ __all__ = ["RedisAddress", "RedisStore", "open_redis", "parse_url"]
 _INDEX, _SIZES, _COUNTS = b"kvloom/1:used", b"kvloom/1:sizes", b"kvloom/1:counts"
 _BATCH_BYTES = 2 << 20  # fits the processor's cache: 8 MiB are up to twice slower
 _MAX_COUNT = (1 << 63) - 1
+_MAX_TTL = 10 * 365 * 86400
 _INDEXES = (3, _INDEX, _SIZES, _COUNTS)
 
 _RESERVE = """
 local used, sizes, counts = KEYS[1], KEYS[2], KEYS[3]
 local total = tonumber(redis.call('HGET', counts, 'bytes') or '0')
 local now = redis.call('HINCRBY', counts, 'clock', 1)
+for i = 1, 10000 do
+  local gone = redis.call('ZRANGE', used, 0, 0)[1]
+  if not gone or redis.call('EXISTS', gone) == 1 then break end
+  total = total - tonumber(redis.call('HGET', sizes, gone) or '0')
+  redis.call('ZREM', used, gone)
+  redis.call('HDEL', sizes, gone)
+end
 for i = 2, #ARGV, 2 do
   local key, size = ARGV[i], tonumber(ARGV[i + 1])
   total = total + size - tonumber(redis.call('HGET', sizes, key) or '0')
@@ -57,7 +65,10 @@ return evicted
 
 _TOUCH = """
 local now = redis.call('HINCRBY', KEYS[3], 'clock', 1)
-for i = 1, #ARGV do redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i]) end
+for i = 2, #ARGV do
+  redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i])
+  if tonumber(ARGV[1]) > 0 then redis.call('PEXPIRE', ARGV[i], ARGV[1]) end
+end
 return 0
 """
 
@@ -98,8 +109,9 @@ class RedisAddress:
 class RedisStore(Store):
     """One connection to a server."""
 
-    def __init__(self, address: RedisAddress, capacity: int, timeout: float) -> None:
-        self._capacity = capacity
+    def __init__(self, address: RedisAddress, capacity: int, timeout: float, ttl: float = 0) -> None:
+        """`ttl`: the server drops pages that were not read or written for so many seconds; 0: never."""
+        self._capacity, self._ttl = capacity, int(ttl * 1000)
         tls = ssl.create_default_context() if address.tls else None
         try:
             self._connection = RespConnection(address.socket or (address.host, address.port), timeout, tls)
@@ -127,7 +139,7 @@ class RedisStore(Store):
             for wanted in ranges
         ]
         keys = list(dict.fromkeys(wanted.key for wanted in ranges))
-        self._connection.send([*commands, ("EVALSHA", self._touch, *_INDEXES, *keys)])
+        self._connection.send([*commands, ("EVALSHA", self._touch, *_INDEXES, self._ttl, *keys)])
         lengths = []
         for number in range(len(ranges)):
 
@@ -142,7 +154,10 @@ class RedisStore(Store):
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
         sizes = [value for key, pieces in items for value in (key, sum(map(len, pieces)))]
         reserve = ("EVALSHA", self._reserve, *_INDEXES, self._capacity, *sizes)
-        self._connection.send([reserve, *(("SET", key, list(pieces), "XX") for key, pieces in items)])
+        expire = ("PX", self._ttl) if self._ttl else ()
+        self._connection.send(
+            [reserve, *(("SET", key, list(pieces), "XX", *expire) for key, pieces in items)]
+        )
         outcomes = []
         reserved = self._connection.read_reply()
         for _ in items:
@@ -167,6 +182,41 @@ class RedisStore(Store):
         # The server is not trusted: counts stay within the range of metrics.
         return Usage(*(max(0, min(int(count or 0), _MAX_COUNT)) for count in (objects, *counts[:2])))
 
+    # --- for operators
+
+    def scan(self, prefix: bytes, count: int) -> Iterator[list[bytes]]:
+        """Yields all keys with a prefix, in batches of about `count`, each once."""
+        cursor, seen = b"0", set[bytes]()
+        while True:
+            cursor, keys = self._connection.call("SCAN", cursor, "MATCH", prefix + b"*", "COUNT", count)
+            fresh = [key for key in dict.fromkeys(keys) if key not in seen]
+            seen.update(fresh)
+            if fresh:
+                yield fresh
+            if cursor == b"0":
+                return
+
+    def commands(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Returns the short replies of commands; an error is a RedisReplyError in its place."""
+        self._connection.send(commands)
+        return [self._connection.read_reply() for _ in commands]
+
+    def sizes(self, keys: Sequence[bytes]) -> list[int]:
+        """Returns the counted bytes of values, without using them."""
+        return [int(size or 0) for size in self._connection.call("HMGET", _SIZES, *keys)]
+
+    def value(self, key: bytes, most: int = 0) -> bytes:
+        """Returns a value, or its first `most` bytes; empty for a miss."""
+        self._connection.send([("GETRANGE", key, 0, most - 1) if most else ("GET", key)])
+        memory = [bytearray()]
+
+        def destination(length: int) -> Sequence[memoryview]:
+            memory[0] = bytearray(length)
+            return (memoryview(memory[0]),) if length else ()
+
+        self._connection.read_value_into(destination)
+        return bytes(memory[0])
+
     def close(self) -> None:
         self._connection.close()
 
@@ -178,10 +228,13 @@ class RedisStore(Store):
         return answers
 
 
-def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
-    """Opens the tier. Raises TierError if the server cannot be reached or refuses the connection."""
+def open_redis(address: RedisAddress, config: RemoteConfig, ttl: float = 0) -> RemoteTier:
+    """Opens the tier. Raises TierError if the server cannot be reached or refuses the connection.
+
+    With a `ttl`, the server drops pages that were not used for so many seconds.
+    """
     config = replace(config, batch_bytes=min(config.batch_bytes, _BATCH_BYTES))
-    return store_tier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout))
+    return store_tier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout, ttl))
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
@@ -204,4 +257,7 @@ def parse_url(url: str) -> Callable[[], RemoteTier]:
             address = replace(address, host=parts.hostname, port=parts.port or 6379, database=int(database))
     except ValueError as error:
         raise ValueError(f"{options.url}: {error}; write redis://host:port/db?capacity=64GiB") from None
-    return partial(open_redis, address, remote_config(options))
+    ttl = options.seconds("ttl", 0)
+    if not 0 <= ttl <= _MAX_TTL:
+        raise ValueError(f"{options.url}: ttl={ttl:g} is not a number of seconds from 0 to {_MAX_TTL}")
+    return partial(open_redis, address, remote_config(options), ttl=ttl)

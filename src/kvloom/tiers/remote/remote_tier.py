@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from kvloom.tiers.encoding import Compression, NoKeyError, Protect, check_protect, make_codec, read_keys
 from kvloom.tiers.options import Options
+from kvloom.tiers.shares import Shares
 from kvloom.tiers.tier import Objects, Ranges, Tier, TierError, part_range
 from kvloom.tiers.transfer import (
     Outcome,
@@ -37,6 +38,7 @@ from kvloom.tiers.transfer import (
 from kvloom.tiers.workers import Tools, Workers
 
 from .bounded_calls import StillRunningError
+from .tenant_limits import TenantLimits
 
 __all__ = ["Connection", "Job", "Link", "RemoteConfig", "RemoteTier", "StoreError", "Usage", "remote_config"]
 
@@ -194,6 +196,7 @@ class RemoteTier(Tier):
             raise TierError(f"the tier {name} cannot be opened: {error}") from error
         self._evicted_before = self._usage.evicted
         self._transfer_counts = TransferCounts()
+        self._limits = TenantLimits(config.capacity)
         self._lock = threading.Lock()
         self._closed = False
         self._links: list[Link] = []
@@ -209,6 +212,13 @@ class RemoteTier(Tier):
     @property
     def capacity(self) -> int:
         return self._config.capacity
+
+    def set_shares(self, shares: Shares) -> None:
+        """Limits what this process stores for each tenant. A guaranteed part is not enforced: the store evicts."""
+        self._limits.set_shares(shares)
+
+    def used_by(self, tenant: str) -> int:
+        return self._limits.used_by(tenant)
 
     def _with_stored_keys(self, objects: Objects) -> Objects:
         """Returns objects under their keys in the store. Raises NoKeyError if the tenant has no key."""
@@ -255,6 +265,7 @@ class RemoteTier(Tier):
             keys = self._with_stored_keys(objects).keys
         except NoKeyError:
             return 0
+        self._limits.remove(objects.tenant, keys)
         return int(self._call_control(lambda store: store.remove(keys), 0)) if keys else 0
 
     def stats(self) -> TierStats:
@@ -338,6 +349,7 @@ class RemoteTier(Tier):
                 leave = job.transfer.end_access
                 try:
                     job.run(link, tools)
+                    self._apply_limit(job, link)
                 except Exception as error:  # noqa: BLE001  on any error the request continues without these pages
                     job.transfer.settle(job.which, Outcome.FAILED, f"{self.name}: {error}")
                     hung = error.__cause__
@@ -350,6 +362,20 @@ class RemoteTier(Tier):
                 self._inflight_bytes[job.verb] -= len(job.which) * (job.part[1] - job.part[0])
 
         return run
+
+    def _apply_limit(self, job: Job, link: Link) -> None:
+        """Counts the pages of a finished job for their tenant, and removes its oldest pages above its limit."""
+        tenant, results = job.objects.tenant, job.transfer.results
+        done = [job.objects.keys[index] for index in job.which if results[index] == Outcome.OK]
+        if job.verb == "read":
+            self._limits.touch(tenant, done)
+            return
+        excess = self._limits.add(tenant, done, job.objects.form.page_bytes)
+        if excess:
+            try:
+                link.call(lambda store: store.remove(list(excess)))
+            except StoreError:
+                self._limits.restore(tenant, excess)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,113 @@
+"""The pages of a disk tier's directory, for operators. Reads the files of a running server too; drops need its lock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+
+from kvloom.tiers.aligned_memory import aligned_bytes
+from kvloom.tiers.stored_page import StoredPage, StoredPages, verify_page
+from kvloom.tiers.tier import TierError
+from kvloom.tiers.transfer import Outcome
+
+from .disk_tier import DiskConfig, DiskTier
+from .files import SystemFiles
+from .recovery import recover
+from .segment import SEGMENT_VERSION, SHARED_OWNER, Record, Segment, tenant_owner
+from .tombstones import Tombstones
+
+__all__ = ["DiskPages"]
+
+
+class _UnchangedFiles(SystemFiles):
+    """Files that are never created, removed or changed. The process that owns them may remove them at any time."""
+
+    def remove(self, name: str) -> None:
+        return
+
+    def size_of(self, name: str) -> int:
+        try:
+            return super().size_of(name)
+        except FileNotFoundError:
+            return 0
+
+
+class DiskPages(StoredPages):
+    """Opening reads the heads of all pages. Raises TierError if there is no disk tier."""
+
+    def __init__(self, config: DiskConfig) -> None:
+        self._config, self._notes = config, dict[str, None]()
+        try:
+            self._directory = os.open(config.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise TierError(f"{config.directory} cannot be read: {error.strerror}") from error
+        self._files = _UnchangedFiles(self._directory)
+        self._segments: dict[int, Segment] = {}
+        self._records: dict[bytes, Record] = {}
+        try:
+            dead = Tombstones(self._files).read() if "dropped" in self._files.list_names() else {}
+            found = recover(self._files, False, dead, self._segments, self._notes)
+        except OSError as error:
+            self.close()
+            raise TierError(f"{config.directory} cannot be read: {error.strerror}") from error
+        for record in found.records:
+            if record.is_verified or record.head.key not in self._records:
+                self._records[record.head.key] = record
+
+    @property
+    def version(self) -> str:
+        return str(SEGMENT_VERSION)
+
+    @property
+    def capacity(self) -> int:
+        return self._config.capacity
+
+    @property
+    def notes(self) -> list[str]:
+        return list(self._notes)
+
+    def pages(self, max_heads: int | None = None) -> Iterator[StoredPage]:
+        now = time.time()
+        ages = {number: now - os.fstat(segment.fd).st_mtime for number, segment in self._segments.items()}
+        for key, record in self._records.items():
+            owner = record.segment.owner
+            tenant = b"" if owner == SHARED_OWNER else owner
+            yield StoredPage(key, record.span, record.head, tenant, max(0.0, ages[record.segment.number]))
+
+    def verify(self, page: StoredPage) -> Outcome:
+        record = self._records[page.key]
+        body = aligned_bytes(record.span)
+        try:
+            got = self._files.read(record.segment.fd, [body], record.offset)
+        except OSError:
+            return Outcome.FAILED
+        outcome = verify_page(record.head, body[:got])
+        if outcome != Outcome.OK and not record.is_verified:
+            return Outcome.MISSING  # a process ended during its write, or is writing it
+        return outcome
+
+    def owner_of(self, tenant: str) -> bytes:
+        return tenant_owner(tenant)
+
+    def drop(self, pages: Iterable[StoredPage]) -> int:
+        """Removes pages. Files without pages are removed, too."""
+        tier = DiskTier(self._config)
+        try:
+            dropped = tier.drop_stored([page.key for page in pages])
+        finally:
+            tier.close()
+        tier = DiskTier(self._config)
+        try:
+            tier.remove_empty_files()
+        finally:
+            tier.close()
+        return dropped
+
+    def close(self) -> None:
+        for segment in self._segments.values():
+            with contextlib.suppress(OSError):
+                os.close(segment.fd)
+        self._segments.clear()
+        os.close(self._directory)

@@ -1,0 +1,92 @@
+"""What operators see of a tier's pages: a list with sizes and formats, without their block hashes being known.
+
+`disk/disk_pages.py` and `remote/redis_pages.py` list a disk's and a Redis server's pages; `tiers_command.py` is the
+command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from .encoding import Head, make_codec, run_checksums, unseal
+from .transfer import Outcome
+
+__all__ = ["StoredPage", "StoredPages", "verify_page"]
+
+_METHODS = ("none", "lz4", "zstd")
+_PROTECTS = {0: "none", 1: "encrypt", 2: "encrypt", 3: "authenticate"}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPage:
+    """One page. `head` is None if it was not read, `tenant` a digest of the tenant's name if the tier separates tenants.
+
+    `idle_seconds` is the time since its last use, or since its file was written."""
+
+    key: bytes
+    stored_bytes: int
+    head: Head | None = None
+    tenant: bytes = b""
+    idle_seconds: float = 0.0
+
+    @property
+    def format(self) -> str:
+        """The format in words: group and form (unless stored keys are derived), page size, compression, protection."""
+        if self.head is None:
+            return "not read"
+        size = self.head.runs * self.head.run_bytes
+        protect = _PROTECTS.get(self.head.cipher, "unknown")
+        group = f"group {int.from_bytes(self.key[16:20], 'little')} form {self.key[20:24].hex()}"
+        parts = [group if not self.head.cipher else "sealed", f"{size} bytes in {self.head.runs} runs"]
+        parts += [f"compression {_METHODS[self.head.method]}"] if self.head.method else []
+        return ", ".join(parts + ([f"protect {protect}"] if self.head.cipher else []))
+
+
+class StoredPages(Protocol):
+    """The pages of one tier, for operators. Reading them changes nothing in the tier."""
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def notes(self) -> list[str]:
+        """Messages for the operator."""
+        ...
+
+    def pages(self, max_heads: int | None = None) -> Iterator[StoredPage]:
+        """Yields every page; reads the heads of `max_heads` pages at most, of all for None."""
+        ...
+
+    def verify(self, page: StoredPage) -> Outcome:
+        """Reads a page and compares its checksums. MISSING if it was removed or is not complete yet."""
+        ...
+
+    def owner_of(self, tenant: str) -> bytes:
+        """Returns the digest of a tenant in `StoredPage.tenant`. Raises ValueError if the tier does not separate tenants."""
+        ...
+
+    def drop(self, pages: Iterable[StoredPage]) -> int:
+        """Removes pages; returns their number. Raises TierError if another process has locked the tier."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def verify_page(head: Head, body: memoryview) -> Outcome:
+    """Compares a body with its head's checksums. Needs no key: a sealed run has a checksum of its stored bytes."""
+    if len(body) < head.body_bytes:
+        return Outcome.SHORT
+    if not head.cipher:
+        into = memoryview(bytearray(head.runs * head.run_bytes))
+        return unseal(head, body, 0, into, make_codec())
+    assert head.stored_lengths is not None
+    at, sums = 0, b""
+    for length in head.stored_lengths:
+        sums += run_checksums(body[at : at + length], length)
+        at += length
+    return Outcome.OK if sums == head.checksums else Outcome.CORRUPT

@@ -1,0 +1,141 @@
+"""A tier whose pages have another block size than those of its caller, so that servers of any block size share it.
+
+    caller   pages of N · HASH_TOKENS tokens      one hash per unit of HASH_TOKENS tokens (`core.BlockHash`)
+    inner    pages of HASH_TOKENS tokens          the objects of a server with that block size
+
+A page is found if all its units are. Bytes are copied, never changed (`encoding/formats.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.core import unit_hashes
+
+from .aligned_memory import aligned_bytes
+from .encoding import PageFields, join_units, split_units
+from .tier import Form, Objects, Ranges, Tier, part_range
+from .transfer import Outcome, Transfer
+from .wrapped_tier import WrappedTier
+
+__all__ = ["UnitForm", "UnitTier"]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitForm:
+    """How pages of one form are stored: under `form`, with `unit` fields each. `page` has the fields of the whole page."""
+
+    form: Form
+    unit: PageFields
+    page: PageFields
+
+
+class UnitTier(WrappedTier):
+    """`inner`, with the pages of `forms` stored as units. Pages of other forms pass unchanged."""
+
+    def __init__(self, inner: Tier, forms: Mapping[Form, UnitForm], threads: int = 2) -> None:
+        super().__init__(inner, threads)
+        self._forms = dict(forms)
+
+    def _unit_form(self, form: Form) -> UnitForm | None:
+        found = self._forms.get(replace(form, exact=True))
+        if found is None or form.exact:
+            return found
+        return replace(found, form=replace(found.form, exact=False))
+
+    @staticmethod
+    def _units(objects: Objects, unit: UnitForm) -> tuple[Objects, npt.NDArray[np.int64]]:
+        """Returns the units of objects, and the index of each object's first unit, with the end of the last."""
+        hashes = [
+            unit_hashes(block_hash) if unit.unit.tokens else (block_hash,)
+            for block_hash in objects.block_hashes
+        ]
+        firsts = np.cumsum([0, *map(len, hashes)])
+        flat = [one for units in hashes for one in units]
+        return Objects(flat, objects.group, unit.form, objects.tenant), firsts
+
+    def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
+        unit = self._unit_form(objects.form)
+        if unit is None or not len(objects):
+            return self.inner.lookup(objects)
+        units, firsts = self._units(objects, unit)
+        found: npt.NDArray[np.bool_] = np.logical_and.reduceat(self.inner.lookup(units), firsts[:-1])
+        return found
+
+    def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
+        unit = self._unit_form(objects.form)
+        if unit is None:
+            return self.inner.read(objects, into, part)
+        into.check(objects, writable=True)
+        start, stop = part_range(objects.form, part)
+        if self._closed:
+            return self._failed(objects, "read")
+        transfer = Transfer(len(objects), self._transfer_counts, "read", stop - start)
+        units, firsts = self._units(objects, unit)
+        size = unit.form.page_bytes
+
+        def work() -> None:
+            scratch = aligned_bytes(size * len(units))
+            inner = self.inner.read(units, Ranges(scratch, np.arange(len(units)) * size))
+            self._wait(inner)
+            outcomes = self._joined_outcomes(inner, firsts)
+            for index in np.flatnonzero(outcomes == Outcome.OK).tolist():
+                first, last = int(firsts[index]), int(firsts[index + 1])
+                parts = [scratch[number * size : (number + 1) * size] for number in range(first, last)]
+                at = int(into.starts[index])
+                target = into.view[at : at + objects.form.page_bytes]
+                if (start, stop) == (0, objects.form.page_bytes):
+                    join_units(parts, unit.unit, target, unit.page)
+                else:
+                    whole = memoryview(bytearray(objects.form.page_bytes))
+                    join_units(parts, unit.unit, whole, unit.page)
+                    target[start:stop] = whole[start:stop]
+            self._settle(transfer, outcomes, inner.reason)
+
+        return self._submit(transfer, work)
+
+    def write(self, objects: Objects, source: Ranges) -> Transfer:
+        unit = self._unit_form(objects.form)
+        if unit is None:
+            return self.inner.write(objects, source)
+        source.check(objects, writable=False)
+        if self._closed:
+            return self._failed(objects, "write")
+        transfer = Transfer(len(objects), self._transfer_counts, "write", objects.form.page_bytes)
+        units, firsts = self._units(objects, unit)
+        size = unit.form.page_bytes
+
+        def work() -> None:
+            scratch = aligned_bytes(size * len(units))
+            for index, at in enumerate(source.starts.tolist()):
+                first, last = int(firsts[index]), int(firsts[index + 1])
+                parts = [scratch[number * size : (number + 1) * size] for number in range(first, last)]
+                page = source.view[at : at + objects.form.page_bytes]
+                split_units(page, unit.page, parts, unit.unit)
+            inner = self.inner.write(units, Ranges(scratch, np.arange(len(units)) * size))
+            self._wait(inner)
+            self._settle(transfer, self._joined_outcomes(inner, firsts), inner.reason)
+
+        return self._submit(transfer, work)
+
+    @staticmethod
+    def _joined_outcomes(inner: Transfer, firsts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        """Returns the outcome of each object: OK if all its units are, else that of a unit that is not."""
+        return np.maximum.reduceat(inner.results, firsts[:-1]) if len(firsts) > 1 else inner.results
+
+    @staticmethod
+    def _settle(transfer: Transfer, outcomes: npt.NDArray[np.uint8], reason: str) -> None:
+        for outcome in np.unique(outcomes).tolist():
+            transfer.settle(np.flatnonzero(outcomes == outcome), Outcome(outcome), reason)
+
+    def drop(self, objects: Objects) -> int:
+        unit = self._unit_form(objects.form)
+        if unit is None:
+            return self.inner.drop(objects)
+        found = int(self.lookup(objects).sum())
+        self.inner.drop(self._units(objects, unit)[0])
+        return found
