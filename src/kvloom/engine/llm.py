@@ -24,6 +24,7 @@ from kvloom.models.specs import folder_of
 from .config import engine_config
 from .engine import Engine
 from .execution import default_token_budget, use_threads
+from .image_prompts import encode_image_prompt, load_processor
 from .offload import opened_tiers
 from .preflight import check_engine
 from .request import Request
@@ -277,8 +278,7 @@ class LLM:
         if not images or self.engine.vision is None:
             return self._ids(words), images
         if isinstance(words, str):
-            made = self._processor()(text=words, images=images, return_tensors="pt")
-            return made["input_ids"][0].tolist(), self.engine.vision.split(made)
+            return encode_image_prompt(self._processor(), self.engine.vision, words, images)
         if not all(isinstance(image, Mapping | torch.Tensor) for image in images):
             images = self.engine.vision.split(self._processor().image_processor(images, return_tensors="pt"))
         return self._ids(words), images
@@ -287,9 +287,7 @@ class LLM:
         if self.processor is None:
             if self._folder is None:
                 raise ValueError("images need the model's processor: pass LLM(model, processor=...)")
-            from transformers import AutoProcessor
-
-            self.processor = AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
+            self.processor = load_processor(self._folder)
         return self.processor
 
     def _ids(self, prompt: Any) -> list[int]:

@@ -10,6 +10,7 @@
     request_fields.py     fields of a request, and their sampling parameters
     json_limits.py        limits of a request's JSON
     prompts.py            PromptEncoder: texts and chats to token ids
+    images.py             RequestImages: the images of a request
     fair_thread.py        a thread that encodes for tenants in turn
     templates.py          chat templates within limits
     template_process.py   chat templates of requests, in a process with limits

@@ -6,6 +6,7 @@ cache_control  ──▶ breakpoints ──▶ token positions ──▶ pages u
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -81,7 +82,7 @@ class MessagesEndpoint(ChatEndpoint):
         retain = [
             (_position(fields, point, prompt, prompts, limits), point.ttl) for point in fields.breakpoints
         ]
-        return [Prompt(prompt.tokens, prompt.text, tuple((stop, ttl) for stop, ttl in retain if stop))]
+        return [replace(prompt, retain=tuple((stop, ttl) for stop, ttl in retain if stop))]
 
     def response(
         self,
