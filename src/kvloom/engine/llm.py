@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvloom.models.loading import LoadFormat, choose_device, load
@@ -186,6 +188,30 @@ class LLM:
         template = {"add_generation_prompt": True, **template, "tokenize": False}
         text = self.tokenizer.apply_chat_template(list(messages), **template)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Literal["mean", "last"] = "mean",
+        progress: bool = False,
+    ) -> npt.NDArray[np.float32]:
+        """Return the embeddings of the prompts: [prompts, hidden], each of unit length.
+
+        An embedding is the mean of the final norm's output over all tokens, or its output at the last token. "mean" reads no
+        cached pages, because cached tokens have no hidden states; both store pages."""
+        params = SamplingParams(max_tokens=1, temperature=0, pooling=pooling)
+        _, requests = self._add(prompts, params)
+        try:
+            self._run(requests, progress)
+        except BaseException:
+            self._cancel(requests)
+            raise
+        found = [request.embedding for request in requests]
+        if any(one is None for one in found):
+            raise RuntimeError(
+                "the pool has no pages for one of the prompts: enlarge it, or shorten the prompts"
+            )
+        return np.stack([one for one in found if one is not None])
 
     def stream(
         self,
