@@ -4,6 +4,7 @@
     generation.py         endpoints that generate: completions and chats
     openai_responses.py   /v1/responses, as a chat
     anthropic_messages.py /v1/messages, as a chat
+    embeddings.py         /v1/embeddings, as completions without output
     translation.py        reading requests of other APIs
     tokenize.py           /tokenize and /detokenize
     admin.py              /admin/pool
@@ -29,6 +30,7 @@ from .admin import PoolEndpoint
 from .answers import AnswerFormats
 from .anthropic_messages import CountTokensEndpoint, MessagesEndpoint
 from .connection import close_idle, limited_connection
+from .embeddings import EmbeddingsEndpoint
 from .generation import ChatEndpoint, CompletionEndpoint
 from .openai_responses import ResponsesEndpoint
 from .openapi import documentation_routes, openapi
@@ -43,6 +45,7 @@ __all__ = [
     "CompletionEndpoint",
     "CountTokensEndpoint",
     "DetokenizeEndpoint",
+    "EmbeddingsEndpoint",
     "MessagesEndpoint",
     "PoolEndpoint",
     "PromptEncoder",

@@ -46,6 +46,8 @@ SMALL_LOGPROBS = 64
 """Tokens with log-probabilities up to which a response is written in the event loop."""
 LOGPROBS_BYTES = 1 << 10
 """Bytes that the log-probabilities of one token add to a response, about."""
+EMBEDDING_BYTES = 1 << 8
+"""Bytes of an embedding whose text is about as long as the log-probabilities of one token."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -108,6 +110,7 @@ class GenerationEndpoint(ABC):
         if stream.is_disconnected:
             return
         tokens = sum(len(piece.logprobs or ()) + len(piece.prompt_logprobs or ()) for piece in found)
+        tokens += sum(len(piece.embedding or b"") for piece in found) // EMBEDDING_BYTES
         if tokens > SMALL_LOGPROBS:
             prompts = self.context.require_encoder()
             body = await prompts.run(lambda: response.whole(found), tenant, tokens * LOGPROBS_BYTES)

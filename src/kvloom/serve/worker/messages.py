@@ -159,7 +159,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
     `cached_tokens` counts prompt tokens found in the cache. `finish_reason` is set in the last delta. The first
     answer has `prompt_logprobs`, if requested, for every prompt token but the first. `prompt_tokens` is set for prompts
-    with images: the count with expanded placeholders."""
+    with images: the count with expanded placeholders. `embedding`: float32, little-endian, if the params ask for it."""
 
     id: int
     index: int
@@ -171,6 +171,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     logprobs: list[list[TokenLogprob]] | None = None
     prompt_logprobs: list[list[TokenLogprob]] | None = None
     prompt_tokens: int | None = None
+    embedding: bytes | None = None
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True):

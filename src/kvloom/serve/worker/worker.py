@@ -388,6 +388,7 @@ class Worker:
             logprobs,
             prompt,
             _prompt_tokens(one.request),
+            None if answer.embedding is None else answer.embedding.astype("<f4").tobytes(),
         )
 
     def _stats(self) -> EngineStats | None:
