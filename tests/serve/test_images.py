@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import os
 import struct
+import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvloom.engine import SamplingParams
 from kvloom.serve.api.images import RequestImages
 from kvloom.serve.auth import Limits
 from kvloom.serve.errors import ApiError
+from kvloom.serve.worker import Add, ImagePrompt
+from kvloom.serve.worker.image_prompts import ImagePrompts, ImagesBusyError
 from tests.serve.running import Running, running
 
 pytest.importorskip("PIL")
@@ -116,7 +121,7 @@ def test_an_answer_without_max_tokens_is_shortened_to_what_fits(sighted: Running
     assert "limit of 256 tokens" in answer["error"]["message"]
 
 
-def test_streams_schemas_and_the_responses_api_take_images(sighted: Running) -> None:
+def test_streams_schemas_and_the_other_apis_take_images(sighted: Running) -> None:
     content = [text("Look: "), part(url(picture(4)))]
     _, whole = ask(sighted, content)
     messages: Any = [{"role": "user", "content": content}]
@@ -146,6 +151,32 @@ def test_streams_schemas_and_the_responses_api_take_images(sighted: Running) -> 
     status, _, found = sighted.send("POST", "/v1/responses", body)
     assert status == 200, found
     assert found["usage"]["input_tokens"] == whole["usage"]["prompt_tokens"]
+    data = base64.b64encode(encoded(picture(4))).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    blocks = [
+        {"type": "text", "text": "Look: ", "cache_control": {"type": "ephemeral"}},
+        {"type": "image", "source": source, "cache_control": {"type": "ephemeral"}},
+    ]
+    body = {
+        "model": "tiny-llava",
+        "messages": [{"role": "user", "content": blocks}],
+        "temperature": 0,
+        "max_tokens": NEW,
+    }
+    status, _, found = sighted.send("POST", "/v1/messages", body)
+    assert status == 200, found
+    assert found["content"][0]["text"] == whole["choices"][0]["message"]["content"]
+    used = found["usage"]
+    assert used["input_tokens"] + used["cache_read_input_tokens"] == whole["usage"]["prompt_tokens"]
+    blocks[1] = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+    for path, why in (("", "nothing is fetched"), ("/count_tokens", "not supported")):
+        status, _, found = sighted.send("POST", f"/v1/messages{path}", body)
+        assert status == 400
+        assert why in found["error"]["message"]
+    blocks[1] = {"type": "image", "source": {"type": "file", "file_id": "x"}}
+    status, _, found = sighted.send("POST", "/v1/messages", body)
+    assert status == 400
+    assert "source must have the type base64" in found["error"]["message"]
 
 
 def test_refused_images_get_400_and_the_server_goes_on(sighted: Running, allowed: Path) -> None:
@@ -235,3 +266,59 @@ def test_a_pipe_is_not_read(tmp_path: Path) -> None:
         images.add(part(f"file://{tmp_path}/pipe"), "here")
     with pytest.raises(ApiError, match="needs --image-dir"):
         RequestImages(Limits(), "m", "").add(part(f"file://{tmp_path}/pipe"), "here")
+
+
+class _Sight:
+    """Stands in for a model's vision: splits what the processor below returns."""
+
+    def split(self, made: dict[str, Any]) -> list[Any]:
+        return list(made["pixel_values"])
+
+
+def message(id_: int, tenant: str, data: bytes, most: int = 100) -> Add:
+    prompt = ImagePrompt("<image>", [data], False, most)
+    params = SamplingParams(max_tokens=1)
+    return Add(id_, [1], params, tenant=tenant, image_prompt=prompt)
+
+
+def taken(prompts: ImagePrompts, count: int) -> list[tuple[Add, Any]]:
+    """Wait for some prepared requests."""
+    found: list[tuple[Add, Any]] = []
+    end = time.monotonic() + 30
+    while len(found) < count and time.monotonic() < end:
+        one = prompts.take()
+        if one is None:
+            time.sleep(0.005)
+        else:
+            found.append(one)
+    return found
+
+
+def test_tenants_take_turns_at_the_decoder_and_a_cancelled_request_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = threading.Event()
+
+    def processor(**given: Any) -> dict[str, Any]:
+        assert gate.wait(30)
+        return {"input_ids": torch.tensor([[7, 7, 7]]), "pixel_values": torch.zeros(1, 3, 8, 8)}
+
+    prompts = ImagePrompts("model", _Sight(), processor)  # type: ignore[arg-type]
+    good = encoded(picture(1))
+    for id_, tenant in enumerate(("a", "a", "a", "b", "a")):
+        prompts.submit(message(id_, tenant, good))
+    assert prompts.take() is None  # the caller does not wait for the thread
+    prompts.cancel(0)  # in the thread
+    prompts.cancel(2)  # waits
+    monkeypatch.setattr("kvloom.serve.worker.image_prompts.MAX_WAITING_BYTES", len(good))
+    with pytest.raises(ImagesBusyError, match="try again later"):
+        prompts.submit(message(9, "b", good))
+    gate.set()
+    found = taken(prompts, 3)
+    assert [one.id for one, _ in found] == [1, 3, 4]
+    assert [one.prompt for one, _ in found] == [[7, 7, 7]] * 3
+    assert not prompts
+    prompts.submit(message(5, "a", good, most=2))
+    [(refused, why)] = taken(prompts, 1)
+    assert refused.id == 5
+    assert "3 prompt tokens, with those of the images, exceed the limit of 2" in str(why)

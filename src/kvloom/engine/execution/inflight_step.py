@@ -54,11 +54,10 @@ class InflightStep:
             return cls(
                 work, requests, tokens, logprobs, tuple(prompts), None, prompt_tokens, tuple(embeddings)
             )
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
+        host = _to_host(tokens)
         logprobs = None if logprobs is None else logprobs.to_host()
         prompts = tuple((request, start, found.to_host()) for request, start, found in prompts)
-        embeddings = tuple((request, found.to("cpu", non_blocking=True)) for request, found in embeddings)
+        embeddings = tuple((request, _to_host(found)) for request, found in embeddings)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return cls(work, requests, host, logprobs, prompts, event, prompt_tokens, embeddings)
@@ -88,6 +87,12 @@ class InflightStep:
         for request, embedding in self.embeddings:
             request.embedding = embedding.numpy()
         return self.tokens.tolist(), by_place
+
+
+def _to_host(found: torch.Tensor) -> torch.Tensor:
+    """Start to copy a tensor of the device to pinned memory. Does not wait."""
+    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+    return host.copy_(found, non_blocking=True)
 
 
 @torch.inference_mode()
