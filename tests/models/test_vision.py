@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from kvloom.cli import main
 from kvloom.core import CacheControl, KVCache, Media, PoolLayout
 from kvloom.engine import LLM, Engine, OffloadConfig, SamplingParams
 from kvloom.models.paged import ATTENTION, BatchBuilder, ImageInputs, Work
@@ -19,6 +21,7 @@ from kvloom.models.specs import known_models, load_spec, model_spec
 from kvloom.models.vision import Vision, with_embeddings
 from tests.engine.made_tokenizers import byte_level
 from tests.engines import make_engine
+from tests.models.image_folder import image_folder, picture
 from tests.models.image_prompts import (
     BEGIN,
     END,
@@ -424,6 +427,26 @@ def test_text_models_refuse_images() -> None:
         engine.add([3, 4], GREEDY, images=[torch.zeros(3, 8, 8)])
 
 
+def test_generate_takes_image_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("PIL.Image")
+    folder, model, processor = image_folder(tmp_path)
+    one, two = picture(1), picture(2, 17, 9)
+    one.save(tmp_path / "one.png")
+    two.save(tmp_path / "two.png")
+    words = "Look: <image> and <image>. So"
+    made = processor(text=words, images=[one, two], return_tensors="pt")
+    with torch.inference_mode():
+        wanted = model.generate(**made, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0].tolist()
+    files = ["--image", str(tmp_path / "one.png"), "--image", str(tmp_path / "two.png")]
+    options = ["--max-tokens", str(NEW), "--json", "--pool", "8MiB", "--device", "cpu"]
+    assert main(["generate", str(folder), words, *files, *options]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+    assert [*found["prompt_token_ids"], *found["outputs"][0]["token_ids"]] == wanted
+    for broken, why in ((str(tmp_path / "none.png"), "No such file"), (__file__, "cannot read an image")):
+        assert main(["generate", str(folder), words, "--image", broken, *options]) == 2
+        assert why in capsys.readouterr().err
+
+
 def test_prompts_of_text_and_pictures_go_through_the_models_processor(tmp_path: Path) -> None:
     pil = pytest.importorskip("PIL.Image")
     tokenizer = byte_level()
@@ -464,3 +487,23 @@ def test_prompts_of_text_and_pictures_go_through_the_models_processor(tmp_path: 
     bare = LLM(model, pool_bytes=8 << 20)
     with pytest.raises(ValueError, match="need the model's processor"):
         bare.generate(prompt, params)
+
+
+@pytest.mark.parametrize("family", MAIN)
+def test_a_prompt_with_an_image_hits_a_disk_tier_after_a_restart(family: str, tmp_path: Path) -> None:
+    model, image, other = vision_model(family), image_of(family, 1), image_of(family, 2)
+    prompt, beside = (prompt_of(family, words(1, 15), one, words(2, 40)) for one in (image, other))
+    wanted = [expected(family, model, ids, [one], NEW) for ids, one in ((prompt, image), (beside, other))]
+    block = 16
+    found = []
+    for ids, given in ((prompt, image), (prompt, image), (beside, other)):
+        tiers, rule = [f"disk:{tmp_path}:16MiB"], OffloadConfig("always")
+        llm = LLM(model, pool_bytes=8 << 20, tiers=tiers, offload=rule)
+        [result] = llm.generate({"prompt": ids, "images": [given]}, GREEDY)
+        assert [*ids, *result.outputs[0].token_ids] == wanted[given is other]
+        found.append(result.num_cached_tokens)
+        assert llm.engine.vision is not None
+        assert llm.engine.vision.encoder_runs == 1  # at least to count the tokens of an unknown shape
+        llm.close()
+    before = beside.index(IMAGE)  # text that both prompts share
+    assert found == [0, (len(prompt) - 1) // block * block, before // block * block]

@@ -131,7 +131,7 @@ def test_a_stream_has_the_events_of_the_api(server: Running) -> None:
         ({"messages": "hi"}, "messages must be a list"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "system", "content": "x"}]}, "role must be"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "source must have"),
         ({"messages": [{"role": "user", "content": 5}]}, "list of blocks"),
         ({"system": [{"type": "image"}]}, "'image'"),
         ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, "input_schema"),

@@ -9,6 +9,7 @@
     execution/            a step on the device
     sampling/             from logits to tokens, text and beams
     offload/              pages between the pool and the tiers
+    image_prompts.py      prompts of text and images, by the model's processor
     preflight.py          check_engine: refuses settings before anything is loaded
     calibration.py        calibrate: static scales for int8 and fp8
     *_command.py          `kvloom generate`, `kvloom calibrate`
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .config import EngineConfig, OffloadConfig, engine_config
     from .engine import Engine
     from .execution import default_token_budget, use_threads
+    from .image_prompts import encode_image_prompt, load_processor
     from .llm import LLM, Completion, Delta, Result
     from .offload import OffloadManager, opened_tiers
     from .options import add_engine_arguments, engine_settings
@@ -66,8 +68,10 @@ __all__ = [
     "check_engine",
     "check_model",
     "default_token_budget",
+    "encode_image_prompt",
     "engine_config",
     "engine_settings",
+    "load_processor",
     "opened_tiers",
     "use_threads",
 ]
@@ -77,6 +81,7 @@ _MODULES = {
     "config": ("EngineConfig", "OffloadConfig", "engine_config"),
     "engine": ("Engine",),
     "execution": ("default_token_budget", "use_threads"),
+    "image_prompts": ("encode_image_prompt", "load_processor"),
     "llm": ("LLM", "Completion", "Delta", "Result"),
     "offload": ("OffloadManager", "opened_tiers"),
     "options": ("add_engine_arguments", "engine_settings"),

@@ -37,6 +37,7 @@ from .execution import (
     allocate_kv_memory,
     eos_tokens,
     free_device_bytes,
+    pool_hidden_states,
     prompt_logprobs,
 )
 from .offload import OffloadManager, SessionHistory, open_offload
@@ -356,9 +357,17 @@ class Engine:
         ]
         if self.offload is not None:
             self.offload.before_step()
-        logits = self.runner.run([part for _, part in work], ready, with_prompt_logprobs)
+        pooled = [
+            i
+            for i, (request, _) in enumerate(work)
+            if request.params.pooling is not None and request.computed < len(request.prompt)
+        ]
+        logits = self.runner.run([part for _, part in work], ready, with_prompt_logprobs, pooled)
         with self.runner.numerics:
             prompts = prompt_logprobs([work[i] for i in with_prompt_logprobs], logits[len(ready) :])
+        embeddings = (
+            pool_hidden_states([work[i] for i in pooled], self.runner.hidden_states) if pooled else []
+        )
         logits = logits[: len(ready)]
         self.scheduler.step_launched(work)
         requests = [work[i][0] for i in ready]
@@ -373,7 +382,7 @@ class Engine:
                 )
             running = min(len(requests), self.runner.rows)  # requests after these have no next step
             self.runner.chosen[:running] = sampled.tokens[:running]
-        return InflightStep.create(work, requests, sampled, prompts, self.scheduler.decoding)
+        return InflightStep.create(work, requests, sampled, prompts, self.scheduler.decoding, embeddings)
 
     def _apply_copies(self) -> None:
         """Start queued offloads, then make the pending copies inside the pool."""

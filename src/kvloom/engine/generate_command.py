@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvloom.arguments import MODEL, elapsed, number, token_ids, whole
 
@@ -31,6 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="IDS",
         help='a prompt as token ids, "5 6 7"; repeatable',
     )
+    image = "image of a vision model, for the next placeholder (such as <image>) in every prompt; repeatable"
+    add("--image", action="append", default=[], metavar="FILE", help=image)
     add("--max-tokens", type=whole(1), default=64, metavar="N", help="most new tokens (default: 64)")
     add(
         "--temperature",
@@ -90,9 +92,12 @@ def run(args: argparse.Namespace) -> int:
     from .preflight import check_engine
     from .sampling import SamplingParams
 
-    prompts: list[str | list[int]] = [*_texts(args.prompts), *map(token_ids, args.tokens)]
+    prompts: list[Any] = [*_texts(args.prompts), *map(token_ids, args.tokens)]
     if not prompts:
         raise ValueError("there is no prompt: give a PROMPT or --tokens; - reads standard input")
+    if args.image:
+        images = [_image(name) for name in args.image]
+        prompts = [{"prompt": prompt, "images": images} for prompt in prompts]
     args.json |= args.logprobs is not None or args.prompt_logprobs is not None
     samples = max(args.n, args.best_of or 1, args.beam_width)
     if args.stream and (len(prompts) > 1 or samples > 1 or args.json):
@@ -139,9 +144,7 @@ def run(args: argparse.Namespace) -> int:
         llm.close()
 
 
-def _generate(
-    args: argparse.Namespace, llm: LLM, prompts: list[str | list[int]], params: SamplingParams
-) -> int:
+def _generate(args: argparse.Namespace, llm: LLM, prompts: list[Any], params: SamplingParams) -> int:
     """Generate and print the results. Returns the exit status."""
     from dataclasses import asdict
 
@@ -173,6 +176,19 @@ def _texts(given: list[str]) -> list[str]:
     if "-" in given and not texts[given.index("-")]:
         raise ValueError("standard input is empty: write a prompt to it")
     return texts
+
+
+def _image(name: str) -> Any:
+    """Return the pixels of a file as RGB, upright. Raises ValueError for a file that is no image."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise ValueError("--image needs Pillow: pip install 'kvloom[vision]'") from None
+    try:
+        with Image.open(name) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"--image {name}: cannot read an image: {error}") from None
 
 
 def _schema(given: str | None) -> str | None:

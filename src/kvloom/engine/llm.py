@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvloom.models.loading import LoadFormat, choose_device, load
@@ -24,6 +26,7 @@ from kvloom.models.specs import folder_of
 from .config import engine_config
 from .engine import Engine
 from .execution import default_token_budget, use_threads
+from .image_prompts import encode_image_prompt, load_processor
 from .offload import opened_tiers
 from .preflight import check_engine
 from .request import Request
@@ -186,6 +189,30 @@ class LLM:
         text = self.tokenizer.apply_chat_template(list(messages), **template)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Literal["mean", "last"] = "mean",
+        progress: bool = False,
+    ) -> npt.NDArray[np.float32]:
+        """Return the embeddings of the prompts: [prompts, hidden], each of unit length.
+
+        An embedding is the mean of the final norm's output over all tokens, or its output at the last token. "mean" reads no
+        cached pages, because cached tokens have no hidden states; both store pages."""
+        params = SamplingParams(max_tokens=1, temperature=0, pooling=pooling)
+        _, requests = self._add(prompts, params)
+        try:
+            self._run(requests, progress)
+        except BaseException:
+            self._cancel(requests)
+            raise
+        found = [request.embedding for request in requests]
+        if any(one is None for one in found):
+            raise RuntimeError(
+                "the pool has no pages for one of the prompts: enlarge it, or shorten the prompts"
+            )
+        return np.stack([one for one in found if one is not None])
+
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -277,8 +304,7 @@ class LLM:
         if not images or self.engine.vision is None:
             return self._ids(words), images
         if isinstance(words, str):
-            made = self._processor()(text=words, images=images, return_tensors="pt")
-            return made["input_ids"][0].tolist(), self.engine.vision.split(made)
+            return encode_image_prompt(self._processor(), self.engine.vision, words, images)
         if not all(isinstance(image, Mapping | torch.Tensor) for image in images):
             images = self.engine.vision.split(self._processor().image_processor(images, return_tensors="pt"))
         return self._ids(words), images
@@ -287,9 +313,7 @@ class LLM:
         if self.processor is None:
             if self._folder is None:
                 raise ValueError("images need the model's processor: pass LLM(model, processor=...)")
-            from transformers import AutoProcessor
-
-            self.processor = AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
+            self.processor = load_processor(self._folder)
         return self.processor
 
     def _ids(self, prompt: Any) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvloom.core import CacheControl, Miss, QueuedPrefix, Sequence, plain_ids, unwatched
 from kvloom.models.paged import ImageInputs
@@ -46,6 +47,7 @@ class Request:
     | sampling    | `seed`: given or random; `text`: the decoded output; `structure`: its state in the grammar          |
     | samples     | `parent`, `children`: the samples of one prompt; `branched`: they have started; `beams`: their beam search |
     | images      | `images`: the prompt's images                                                                     |
+    | pooling     | `hidden_sum`: of its computed tokens, on the device; `embedding`: of the whole prompt                  |
     | results     | `logprobs`, `prompt_logprobs` (None for the first token), `cumulative_logprob`, `finish_reason`, `stop_reason` |
     | cache hits  | `cached_tokens` at the first start; `pool_miss`: where and why pool and tiers had no more; `other_tenant_has_more` |
     | times       | `looked_up`, `started`: the match and the first work, on the cache's clock                              |
@@ -83,6 +85,8 @@ class Request:
     branched: bool = False
     beams: BeamSearch[Request] | None = None
     images: ImageInputs | None = None
+    hidden_sum: torch.Tensor | None = None
+    embedding: npt.NDArray[np.float32] | None = None
     looked_up: float = 0.0
     started: float = 0.0
     pool_miss: Miss | None = None
@@ -127,16 +131,20 @@ class Request:
 
     @property
     def match_control(self) -> CacheControl:
-        """Its cache control for a match: without reads if it skips the cache or computes prompt log-probabilities."""
+        """Its cache control for a match: without reads if it skips the cache or needs every prompt token computed."""
         if self.uncached:
             return replace(self.control, read=False, store=False)
-        # Cached tokens are not computed, so they have no log-probabilities.
-        return replace(self.control, read=False) if self.wants_prompt_logprobs else self.control
+        return replace(self.control, read=False) if self.computes_all else self.control
 
     def count_cached(self, tokens: int) -> None:
         """Record the cached tokens of its first start; later starts do not count."""
         if self.cached_tokens is None:
             self.cached_tokens = tokens
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether it needs every prompt token computed: cached tokens have neither log-probabilities nor hidden states."""
+        return self.wants_prompt_logprobs or self.params.pooling == "mean"
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -169,7 +169,12 @@ def bodies_full() -> ApiError:
 
 def grammars_busy(why: str, param: str | None) -> ApiError:
     return ApiError(
-        429, why, param, "rate_limit_exceeded", retry_after=RETRY_SECONDS, logged="too many grammars"
+        429,
+        why,
+        param,
+        "rate_limit_exceeded",
+        retry_after=RETRY_SECONDS,
+        logged="too many grammars or images",
     )
 
 

@@ -93,6 +93,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--step-seconds", type=number(0), default=600.0, metavar="S", help=step)
     template = "CPU seconds of the chat template per request at most (default: 2)"
     add("--template-seconds", type=number(0, above=True), default=2.0, metavar="S", help=template)
+    folder = "folder whose images requests may name by file: URLs; repeatable (default: none)"
+    add("--image-dir", action="append", default=[], metavar="DIR", help=folder)
+    images = "images of one request at most (default: 16)"
+    add("--max-images", type=whole(1), default=16, metavar="N", help=images)
+    encoded = "encoded bytes of all images of one request at most (default: 16MiB)"
+    add("--max-image-bytes", type=size, default="16MiB", metavar="SIZE", help=encoded)
+    pixels = "pixels of all images of one request at most (default: 33554432)"
+    add("--max-image-pixels", type=whole(1), default=1 << 25, metavar="N", help=pixels)
     add("--chat-template", metavar="FILE", help="Jinja chat template to use instead of the model's")
     own = "accept chat_template in requests: templates are code of clients; each renders in a process with limits"
     add("--allow-chat-template", action="store_true", help=own)
@@ -175,6 +183,10 @@ def run(args: argparse.Namespace) -> int:
         request_seconds=args.request_seconds,
         read_seconds=args.read_seconds,
         template_seconds=args.template_seconds,
+        images=args.max_images,
+        image_bytes=args.max_image_bytes,
+        image_pixels=args.max_image_pixels,
+        image_folders=tuple(_image_folder(folder) for folder in args.image_dir),
     )
     template = args.chat_template
     name = args.name or (None if model == args.model else args.model)
@@ -205,6 +217,14 @@ def run(args: argparse.Namespace) -> int:
             ssl_ca_certs=args.ssl_ca_certs,
         )
     )
+
+
+def _image_folder(given: str) -> Path:
+    """Return a folder with its links resolved. Raises ValueError for another path."""
+    folder = Path(given).resolve()
+    if not folder.is_dir():
+        raise ValueError(f"--image-dir {given} is not a folder: give an existing one")
+    return folder
 
 
 def _default_caps(args: argparse.Namespace, has_keys: bool) -> Caps:

@@ -3,6 +3,7 @@
 model_runner.py      ModelRunner: runs the model on a batch, with CUDA graphs
 piecewise_graphs.py  PiecewiseGraphs: graphs of steps with prompts, without attention
 inflight_step.py     InflightStep: a launched step whose tokens have not arrived
+pooling.py           pool_hidden_states: embeddings of prompts
 output_processor.py  OutputProcessor: applies tokens to requests, finishes them
 kv_memory.py         allocate_kv_memory: the pool of a model, and its cache
 pool_size.py         PoolSize, PoolRule: grow and shrink an elastic pool
@@ -17,6 +18,7 @@ from .model_runner import ModelRunner, graph_sizes
 from .output_processor import OutputProcessor, eos_tokens
 from .piecewise_graphs import PiecewiseGraphs, piece_sizes, uncollected
 from .pool_size import PoolRule, PoolSize, free_device_bytes
+from .pooling import PooledPrompt, pool_hidden_states
 from .threads import cores, use_threads
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "PiecewiseGraphs",
     "PoolRule",
     "PoolSize",
+    "PooledPrompt",
     "PromptLogprobs",
     "allocate_kv_memory",
     "cores",
@@ -39,6 +42,7 @@ __all__ = [
     "graph_sizes",
     "measure_budget",
     "piece_sizes",
+    "pool_hidden_states",
     "prompt_logprobs",
     "uncollected",
     "use_threads",

@@ -12,6 +12,8 @@ from kvloom.engine.request import Request
 from kvloom.engine.sampling import Logprobs, SampledTokens, TokenLogprobs, to_device
 from kvloom.engine.scheduling import Scheduled
 
+from .pooling import PooledPrompt
+
 __all__ = ["InflightStep", "PromptLogprobs", "prompt_logprobs"]
 
 PromptLogprobs = tuple[Request, int, Logprobs]
@@ -30,6 +32,7 @@ class InflightStep:
     event: torch.cuda.Event | None
     prompt_tokens: int
     """Prompt tokens of the step. Decoding requests add one token each."""
+    embeddings: tuple[PooledPrompt, ...] = ()
 
     @classmethod
     def create(
@@ -39,22 +42,25 @@ class InflightStep:
         sampled: SampledTokens,
         prompts: Sequence[PromptLogprobs] = (),
         decoding: int = 0,
+        embeddings: Sequence[PooledPrompt] = (),
     ) -> InflightStep:
-        """Start to copy sampled tokens and log-probabilities to the host. Does not wait.
+        """Start to copy sampled tokens, log-probabilities and embeddings to the host. Does not wait.
 
         The first `decoding` entries of the work have one token each."""
         tokens, logprobs = sampled.tokens, sampled.logprobs
         sizes = (len(part.tokens) for _, part in work[decoding:])
         prompt_tokens = sum(size for size in sizes if size > 1)
         if not tokens.is_cuda:
-            return cls(work, requests, tokens, logprobs, tuple(prompts), None, prompt_tokens)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
+            return cls(
+                work, requests, tokens, logprobs, tuple(prompts), None, prompt_tokens, tuple(embeddings)
+            )
+        host = _to_host(tokens)
         logprobs = None if logprobs is None else logprobs.to_host()
         prompts = tuple((request, start, found.to_host()) for request, start, found in prompts)
+        embeddings = tuple((request, _to_host(found)) for request, found in embeddings)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return cls(work, requests, host, logprobs, prompts, event, prompt_tokens)
+        return cls(work, requests, host, logprobs, prompts, event, prompt_tokens, embeddings)
 
     @property
     def scheduled_requests(self) -> set[Request]:
@@ -67,7 +73,8 @@ class InflightStep:
         return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
 
     def results(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Return the tokens, and the log-probabilities by place. Adds prompt log-probabilities to their requests.
+        """Return the tokens, and the log-probabilities by place. Adds prompt log-probabilities and embeddings to
+        their requests.
 
         Waits until they have arrived."""
         if self.event is not None:
@@ -77,7 +84,15 @@ class InflightStep:
             by_place = dict(zip(self.logprobs.rows, self.logprobs.read(), strict=True))
         for request, start, found in self.prompts:
             request.add_prompt_logprobs(start, found.read())
+        for request, embedding in self.embeddings:
+            request.embedding = embedding.numpy()
         return self.tokens.tolist(), by_place
+
+
+def _to_host(found: torch.Tensor) -> torch.Tensor:
+    """Start to copy a tensor of the device to pinned memory. Does not wait."""
+    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+    return host.copy_(found, non_blocking=True)
 
 
 @torch.inference_mode()

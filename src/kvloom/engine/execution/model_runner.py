@@ -90,6 +90,8 @@ class ModelRunner:
         self.tokens, self.rows = tokens, rows
         self.chosen = torch.zeros(rows, dtype=torch.int64, device=buffer.device)
         """Tokens sampled by the previous step, by place; a work's `source` is an index into it."""
+        self.hidden_states: list[torch.Tensor] = []
+        """Output of the final norm for works of the last step that asked for it: [tokens, hidden] each."""
         self._plain = "cache_params" in inspect.signature(model.forward).parameters
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._cache = cache
@@ -122,18 +124,31 @@ class ModelRunner:
                 "batch_invariant has no GPU kernel for this model's attention heads: turn it off"
             )
 
-    def run(self, works: Many[Work], wanted: Many[int] | None = None, whole: Many[int] = ()) -> torch.Tensor:
+    def run(
+        self,
+        works: Many[Work],
+        wanted: Many[int] | None = None,
+        whole: Many[int] = (),
+        pooled: Many[int] = (),
+    ) -> torch.Tensor:
         """Compute a step. Return the logits ([works, vocabulary]) after the last token of each work, or of the works `wanted`.
 
-        The logits after every token of the works `whole` follow. Valid until the next step."""
-        single = not whole and all(len(work.tokens) == 1 and not _has_images(work) for work in works)
+        The logits after every token of the works `whole` follow. `hidden_states` gets the hidden states of the works
+        `pooled`. Valid until the next step."""
+        single = not (whole or pooled) and all(
+            len(work.tokens) == 1 and not _has_images(work) for work in works
+        )
         if (
             single
             and self._sizes
             and not (self.pages.has_states and any(w.sequence.state_length == 0 for w in works))
         ):
             return self._replay(works, wanted)
-        if self.piecewise is not None and not whole and not any(_has_images(work) for work in works):
+        if (
+            self.piecewise is not None
+            and not (whole or pooled)
+            and not any(_has_images(work) for work in works)
+        ):
             size = self.piecewise.size_for(works)
             if size:
                 return self.piecewise.run(works, size, wanted)
@@ -145,7 +160,16 @@ class ModelRunner:
             ends = [batch.bounds[i + 1] - 1 for i in (range(len(works)) if wanted is None else wanted)]
             each = [np.arange(batch.bounds[i], batch.bounds[i + 1]) for i in whole]
             last = upload(np.concatenate([np.array(ends, dtype=np.int64), *each]), self.device)
-        return self._forward(batch, last)
+        if not pooled:
+            return self._forward(batch, last)
+        states: list[torch.Tensor] = []
+        hook = self.model.base_model.register_forward_hook(lambda _, __, found: states.append(found[0][0]))
+        try:
+            logits = self._forward(batch, last)
+        finally:
+            hook.remove()
+        self.hidden_states = [states[-1][batch.bounds[i] : batch.bounds[i + 1]] for i in pooled]
+        return logits
 
     def score(self, works: Many[Work]) -> torch.Tensor:
         """Compute a step. Return the logits after every token ([tokens, vocabulary]), in packed order."""

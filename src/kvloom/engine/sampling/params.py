@@ -50,6 +50,7 @@ class SamplingParams:
     | tokens         | `allowed_token_ids`: no others are sampled; `bad_token_ids`: sequences whose last token is not sampled after the others |
     | samples        | `n`; the best `n` of `best_of` by cumulative log-probability, or of `beam_width` beams (`length_penalty`; `early_stopping`: end as soon as `beam_width` texts have finished) |
     | log-probabilities | `logprobs`: of each token and the most likely ones beside it; `prompt_logprobs`: of the prompt |
+    | embedding      | `pooling`: return the mean, or the last, of the prompt's hidden states; needs `max_tokens` 1     |
     | structure      | one of `json_schema`, `regex`, `grammar` (Lark notation)                                       |
 
     The same `seed` gives the same tokens, whatever other requests run. Log-probabilities are the model's own, before temperature,
@@ -83,6 +84,7 @@ class SamplingParams:
     grammar: str | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    pooling: Literal["mean", "last"] | None = None
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(str(text) for text in self.stop)
@@ -101,6 +103,7 @@ class SamplingParams:
         self._check_logit_changes()
         self._check_samples()
         self._check_structure()
+        self._check_pooling()
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -210,6 +213,12 @@ class SamplingParams:
                 f"{self.samples} samples at temperature {self.temperature} are all the same: "
                 "raise temperature, or use beam_width"
             )
+
+    def _check_pooling(self) -> None:
+        if self.pooling not in (None, "mean", "last"):
+            raise ValueError(f"pooling {self.pooling!r} must be mean or last")
+        if self.pooling is not None and (self.max_tokens > 1 or self.samples > 1 or self.structure):
+            raise ValueError("pooling needs max_tokens 1 and one sample, without structured output")
 
     def _check_beams(self) -> None:
         if not self.greedy:

@@ -172,7 +172,7 @@ def _turn(tenant: TenantQueue) -> tuple[float, float]:
 def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
     """Return the next whole block of a request with `start` tokens; None if no other request can share it."""
     control, end = request.control, (start // block + 1) * block
-    alone = request.uncached or request.wants_prompt_logprobs
+    alone = request.uncached or request.computes_all
     if end > len(request.tokens) or alone or not (control.read and control.store):
         return None
     image_content = b"" if request.images is None else request.images.content_key(end)

@@ -4,12 +4,14 @@
     generation.py         endpoints that generate: completions and chats
     openai_responses.py   /v1/responses, as a chat
     anthropic_messages.py /v1/messages, as a chat
+    embeddings.py         /v1/embeddings, as completions without output
     translation.py        reading requests of other APIs
     tokenize.py           /tokenize and /detokenize
     admin.py              /admin/pool
     request_fields.py     fields of a request, and their sampling parameters
     json_limits.py        limits of a request's JSON
     prompts.py            PromptEncoder: texts and chats to token ids
+    images.py             RequestImages: the images of a request
     fair_thread.py        a thread that encodes for tenants in turn
     templates.py          chat templates within limits
     template_process.py   chat templates of requests, in a process with limits
@@ -28,6 +30,7 @@ from .admin import PoolEndpoint
 from .answers import AnswerFormats
 from .anthropic_messages import CountTokensEndpoint, MessagesEndpoint
 from .connection import close_idle, limited_connection
+from .embeddings import EmbeddingsEndpoint
 from .generation import ChatEndpoint, CompletionEndpoint
 from .openai_responses import ResponsesEndpoint
 from .openapi import documentation_routes, openapi
@@ -42,6 +45,7 @@ __all__ = [
     "CompletionEndpoint",
     "CountTokensEndpoint",
     "DetokenizeEndpoint",
+    "EmbeddingsEndpoint",
     "MessagesEndpoint",
     "PoolEndpoint",
     "PromptEncoder",

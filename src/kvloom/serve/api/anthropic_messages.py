@@ -6,6 +6,7 @@ cache_control  ──▶ breakpoints ──▶ token positions ──▶ pages u
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -78,10 +79,12 @@ class MessagesEndpoint(ChatEndpoint):
     ) -> list[Prompt]:
         assert isinstance(fields, MessagesFields)
         prompt = prompts.encode_chat(fields, limits)
+        if prompt.images:  # positions are known only after the engine process has expanded the placeholders
+            return [prompt]
         retain = [
             (_position(fields, point, prompt, prompts, limits), point.ttl) for point in fields.breakpoints
         ]
-        return [Prompt(prompt.tokens, prompt.text, tuple((stop, ttl) for stop, ttl in retain if stop))]
+        return [replace(prompt, retain=tuple((stop, ttl) for stop, ttl in retain if stop))]
 
     def response(
         self,
@@ -368,6 +371,11 @@ class _Reader:
                 ):
                     self.messages.append({"role": role, "content": ""})
                 self._texts([block], at, "messages")
+            elif kind == "image" and role == "user":
+                if not place or not self.messages or self.messages[-1]["role"] != role:
+                    self.messages.append({"role": role, "content": ""})
+                self._parts().append({"type": "image_url", "image_url": {"url": _image_url(block, at)}})
+                self._mark(block, at)
             elif kind == "tool_result" and role == "user":
                 result = text_of_parts(block.get("content") or "", ("text",), at, "messages")
                 self.messages.append(
@@ -394,11 +402,25 @@ class _Reader:
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         text = text_of_parts(content, ("text",), where, param)
+        if isinstance(self.messages[-1]["content"], list):
+            self._parts().append({"type": "text", "text": text})
+            for block in content:
+                self._mark(block, where)
+            return
         size = len(self.messages[-1]["content"])
         self.messages[-1]["content"] += text
         for block in content:
             size += len(block["text"])
             self._mark(block, where, size)
+
+    def _parts(self) -> list[dict[str, Any]]:
+        """Return the content of the last message as a list of parts, which images need."""
+        content = self.messages[-1]["content"]
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}] if content else []
+            self.messages[-1]["content"] = content
+        parts: list[dict[str, Any]] = content
+        return parts
 
     def _mark(self, block: Any, where: str, characters: int | None = None) -> None:
         """Add a breakpoint after a block that asks for one."""
@@ -416,3 +438,16 @@ class _Reader:
                 f"more than {MAX_BREAKPOINTS} blocks have cache_control: keep the last ones", "cache_control"
             )
         self.breakpoints.append(Breakpoint(len(self.messages), characters, TTL_SECONDS[ttl]))
+
+
+def _image_url(block: dict[str, Any], where: str) -> str:
+    """Return the source of an image block as a URL. Raises ApiError for another source."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if isinstance(source, dict) and kind == "base64" and isinstance(source.get("data"), str):
+        return f"data:{source.get('media_type')};base64,{source['data']}"
+    if isinstance(source, dict) and kind == "url" and isinstance(source.get("url"), str):
+        return str(source["url"])
+    raise bad_request(
+        f"{where}: source must have the type base64 and data, or the type url and url", "messages"
+    )

@@ -23,8 +23,9 @@ from kvloom.serve.access_log import RequestLog, request_log
 from kvloom.serve.api.answers import ANSWER, AnswerParser, forced_functions, forced_grammar, last_marker
 from kvloom.serve.errors import ApiError, bad_request, context_too_long, slow_reader
 from kvloom.serve.metrics import RequestRecord
-from kvloom.serve.worker import Add, Delta, Ready, ResponseStream
+from kvloom.serve.worker import Add, Delta, ImagePrompt, Ready, ResponseStream
 
+from .images import RequestImages
 from .prompts import Prompt, PromptEncoder, PromptLimits
 from .request_fields import (
     MAX_GRAMMAR_CHARACTERS,
@@ -45,6 +46,8 @@ SMALL_LOGPROBS = 64
 """Tokens with log-probabilities up to which a response is written in the event loop."""
 LOGPROBS_BYTES = 1 << 10
 """Bytes that the log-probabilities of one token add to a response, about."""
+EMBEDDING_BYTES = 1 << 8
+"""Bytes of an embedding whose text is about as long as the log-probabilities of one token."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -107,6 +110,7 @@ class GenerationEndpoint(ABC):
         if stream.is_disconnected:
             return
         tokens = sum(len(piece.logprobs or ()) + len(piece.prompt_logprobs or ()) for piece in found)
+        tokens += sum(len(piece.embedding or b"") for piece in found) // EMBEDDING_BYTES
         if tokens > SMALL_LOGPROBS:
             prompts = self.context.require_encoder()
             body = await prompts.run(lambda: response.whole(found), tenant, tokens * LOGPROBS_BYTES)
@@ -134,7 +138,8 @@ class GenerationEndpoint(ABC):
             caps.check(answers, self.longest_ttl(fields), fields.priority)
             admitted.enter_context(context.limiter.admit(answers, tenant, caps.open))
             most = self._max_prompt_tokens(tenant, facts)
-            limits = PromptLimits(most, facts.vocab_size, _tokens_to_keep(fields, most))
+            images = RequestImages(context.limits, context.model, facts.image_refusal)
+            limits = PromptLimits(most, facts.vocab_size, _tokens_to_keep(fields, most), images=images)
             has_template = isinstance(fields, ChatFields) and bool(fields.chat_template)
             given = await prompts.run(
                 lambda: self.prompts(fields, prompts, limits), account, len(body), has_template
@@ -181,9 +186,27 @@ class GenerationEndpoint(ABC):
                 bool(fields.end_session),
                 bool(fields.lossy),
                 [(-(-stop // facts.block_tokens) * facts.block_tokens, ttl) for stop, ttl in prompt.retain],
+                self._image_prompt(fields, prompt, tenant, facts),
             )
             for id_, prompt in zip(self.context.engine.new_ids(len(prompts)), prompts, strict=True)
         ]
+
+    def _image_prompt(
+        self, fields: CompletionFields | ChatFields, prompt: Prompt, tenant: str, facts: Ready
+    ) -> ImagePrompt | None:
+        """Return the text and images of a prompt, which the engine process encodes; None without images."""
+        if not prompt.images:
+            return None
+        assert isinstance(fields, ChatFields)
+        longest = facts.tenant_max_tokens.get(tenant, facts.max_tokens)
+        is_open = fields.max_tokens is None and fields.max_completion_tokens is None
+        return ImagePrompt(
+            prompt.text or "",
+            list(prompt.images),
+            bool(fields.add_special_tokens),
+            self._max_prompt_tokens(tenant, facts),
+            longest if is_open else None,
+        )
 
     def _params(
         self,

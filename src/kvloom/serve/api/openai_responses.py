@@ -273,6 +273,22 @@ def _tools(given: Any) -> Any:
     return tools
 
 
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return the text of a message; with images, its parts as a chat has them."""
+    if not isinstance(content, list) or not any(_is_image(part) for part in content):
+        return text_of_parts(content, TEXT_PARTS, where, "input")
+    return [
+        {"type": "image_url", "image_url": part.get("image_url")}
+        if _is_image(part)
+        else {"type": "text", "text": text_of_parts([part], TEXT_PARTS, where, "input")}
+        for part in content
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
 def _messages(given: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the messages of instructions and input items."""
     items = given.get("input")
@@ -291,8 +307,8 @@ def _messages(given: dict[str, Any]) -> list[dict[str, Any]]:
         kind = item.get("type", "message")
         if kind == "message":
             role = item.get("role")
-            content = text_of_parts(item.get("content"), TEXT_PARTS, where, "input")
-            message = {"role": "system" if role == "developer" else role, "content": content}
+            content = _content(item.get("content"), where)
+            message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
             if role == "assistant" and reasoning:
                 message["reasoning_content"], reasoning = reasoning, ""
             messages.append(message)

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from .embeddings import EmbeddingFields
 from .request_fields import UNSUPPORTED, ChatFields, CompletionFields
 from .tokenize import IdsFields, MessagesFields, TextFields
 
@@ -21,6 +22,7 @@ REF = "#/components/schemas/{name}"
 BODIES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "/v1/completions": (CompletionFields,),
     "/v1/chat/completions": (ChatFields,),
+    "/v1/embeddings": (EmbeddingFields,),
     "/tokenize": (TextFields, MessagesFields),
     "/detokenize": (IdsFields,),
 }
@@ -29,6 +31,7 @@ SUMMARIES = {
     "/": "Redirect to /dashboard",
     "/v1/completions": "Complete prompts: text, token ids, or lists of these",
     "/v1/chat/completions": "Answer a chat",
+    "/v1/embeddings": "Embeddings of prompts: pooled hidden states",
     "/v1/models": "List the served model",
     "/v1/models/{name}": "Describe the served model",
     "/v1/sessions/{session}": "POST: prefetch the pages of a session; DELETE: evict them first",

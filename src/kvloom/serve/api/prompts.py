@@ -28,6 +28,7 @@ from kvloom.serve.api.templates import (
 from kvloom.serve.errors import ApiError, bad_request, context_too_long
 
 from .fair_thread import FairThread
+from .images import RequestImages
 from .request_fields import ChatFields, CompletionFields, check_tokens
 
 __all__ = ["PARTIAL_TOKEN", "Prompt", "PromptEncoder", "PromptLimits", "characters_for", "load_tokenizer"]
@@ -60,6 +61,8 @@ INFILLING = (
 )
 """Tokens before the text, between text and suffix, and after the suffix."""
 ROLE = re.compile(r"[\w .-]{1,64}")
+PROBE = "kvloom-probe"
+TYPE_KEY = re.compile(r"['\"]type['\"]")
 
 _REFUSALS = (
     TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError
@@ -71,23 +74,27 @@ Some = TypeVar("Some")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and their text if known. `retain`: positions up to which pages are retained, and for how many seconds."""
+    """Token ids, and their text if known. `retain`: positions up to which pages are retained, and for how many seconds.
+
+    With `images`, the tokens contain one placeholder for each, which the engine process expands."""
 
     tokens: list[int]
     text: str | None = None
     retain: tuple[tuple[int, float], ...] = ()
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
     """Limits of a prompt: `tokens`, of which the last `keep` are kept (None: all), and ids below `vocab_size`.
 
-    `characters` replaces the limit of text that follows from `tokens`."""
+    `characters` replaces the limit of text that follows from `tokens`. `images` collects the images; None refuses them."""
 
     tokens: int
     vocab_size: int
     keep: int | None = None
     characters: int | None = None
+    images: RequestImages | None = None
 
     @property
     def truncates(self) -> bool:
@@ -155,10 +162,12 @@ class PromptEncoder:
         self._control: ControlTokens | None = None
         self._templates: TemplateProcess | None = None
         self._any_control: ControlTokens | None = None
+        self._forms = _ContentForms()
         if tokenizer is not None and tokenizer.chat_template:
             limit_templates(tokenizer)
             self._reserved = reserved_names(tokenizer)
             self._control = ControlTokens(tokenizer)
+            self._forms = _ContentForms.of(tokenizer)
         if tokenizer is not None and allow_templates:
             self._reserved = reserved_names(tokenizer)
             self._any_control = ControlTokens(tokenizer, any_template=True)
@@ -248,7 +257,15 @@ class PromptEncoder:
                 "continue_final_message",
             )
         more = self._template_variables(fields)
-        messages = [_flatten_content(i, message) for i, message in enumerate(fields.messages)]
+        forms = _ContentForms() if fields.chat_template else self._forms
+        messages = [
+            _read_content(i, message, limits.images, forms) for i, message in enumerate(fields.messages)
+        ]
+        if limits.images is not None and limits.images.found and limits.keep is not None:
+            raise bad_request(
+                "truncate_prompt_tokens cannot truncate a prompt with images: omit it",
+                "truncate_prompt_tokens",
+            )
         if any("tool_calls" in message for message in messages):
             check_values([messages], "messages")  # with the parsed arguments
         return self._render(
@@ -322,9 +339,18 @@ class PromptEncoder:
         def encode(text: str) -> list[int]:
             return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
+        images = () if limits.images is None else tuple(limits.images.found)
         if not mark:
-            return self.truncate(Prompt(_encode(text, limits, "messages", encode), text), limits.keep)
+            found = Prompt(_encode(text, limits, "messages", encode), text, images=images)
+            return self.truncate(found, limits.keep)
         text, wanted, encoder = control.unmark(text, mark, encode, special)
+        if images:
+            if encoder is not encode:  # the model's processor would read them as tokens
+                raise bad_request(
+                    "messages: with images, texts may not contain control tokens of this model: remove them",
+                    "messages",
+                )
+            return Prompt(_encode(text, limits, "messages", encode), text, images=images)
         return self.truncate(Prompt(_encode(wanted, limits, "messages", encoder), text), limits.keep)
 
     def truncate(self, prompt: Prompt, keep: int | None) -> Prompt:
@@ -451,8 +477,34 @@ def _too_many_characters(count: int, most: int, param: str) -> ApiError:
     )
 
 
-def _flatten_content(place: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is one text. Raises ApiError for parts that are not text."""
+@dataclass(frozen=True, slots=True)
+class _ContentForms:
+    """Which contents a chat template writes: texts, and lists of parts."""
+
+    texts: bool = True
+    parts: bool = True
+
+    @staticmethod
+    def of(tokenizer: Any) -> _ContentForms:
+        """Try both with the tokenizer's template. A template that writes neither gets texts, and states its reason."""
+
+        def writes(content: Any) -> bool:
+            try:
+                found = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+            except _REFUSALS:
+                return False
+            return (
+                PROBE in found and TYPE_KEY.search(found) is None
+            )  # a list that is written as it is has keys
+
+        parts = writes([{"type": "text", "text": PROBE}])
+        return _ContentForms(writes(PROBE) or not parts, parts)
+
+
+def _read_content(
+    place: int, message: dict[str, Any], images: RequestImages | None, forms: _ContentForms
+) -> dict[str, Any]:
+    """Return a message whose content is one text; with images, a list of parts. Raises ApiError for other content."""
     where = f"messages[{place}]"
     role = message.get("role")
     if not isinstance(role, str):
@@ -466,24 +518,40 @@ def _flatten_content(place: int, message: dict[str, Any]) -> dict[str, Any]:
     if message.get("tool_calls"):
         message = {**message, "tool_calls": _parse_tool_calls(where, message["tool_calls"])}
     if content is None and message["role"] == "assistant":
-        return {**message, "content": ""}
+        content = ""
     if isinstance(content, str):
-        return message
+        return {**message, "content": content if forms.texts else _text_parts(content)}
     if not isinstance(content, list):
         raise bad_request(f"{where}: content must be a string or a list of parts", "messages")
-    texts = []
+    parts: list[dict[str, Any]] = []
     for part in content:
-        if isinstance(part, dict) and part.get("type") == "text" and not isinstance(part.get("text"), str):
-            raise bad_request(
-                f"{where}: a content part of type text needs the field text, a string", "messages"
-            )
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind == "text" and isinstance(part, dict):
+            if not isinstance(part.get("text"), str):
+                raise bad_request(
+                    f"{where}: a content part of type text needs the field text, a string", "messages"
+                )
+            parts.append({"type": "text", "text": part["text"]})
+        elif kind == "image_url" and isinstance(part, dict) and images is not None:
+            images.add(part, where)
+            if not forms.parts:
+                raise bad_request(
+                    f"{where}: the chat template has no place for images: start the server with --chat-template FILE",
+                    "messages",
+                )
+            parts.append({"type": "image"})
+        else:
             raise bad_request(
                 f"{where}: content parts of type {kind!r} are not supported: send text", "messages"
             )
-        texts.append(part["text"])
-    return {**message, "content": "".join(texts)}
+    if all(part["type"] == "text" for part in parts):
+        text = "".join(part["text"] for part in parts)
+        return {**message, "content": text if forms.texts else _text_parts(text)}
+    return {**message, "content": parts}
+
+
+def _text_parts(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}]
 
 
 def _parse_tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ __all__ = [
     "RequestFields",
     "StreamOptions",
     "beam_width",
+    "check_fields",
     "check_tokens",
     "engine_error",
     "read_fields",
@@ -195,7 +196,7 @@ def read_fields(body: bytes, kind: type[Some]) -> Some:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"the request body is not JSON: {error}") from None
     if isinstance(fields, RequestFields):
-        _check(fields)
+        check_fields(fields)
     return fields
 
 
@@ -214,7 +215,7 @@ def format_integer(number: int) -> str:
     return str(number) if number.bit_length() < 256 else f"of {number.bit_length():,} bits"
 
 
-def _check(fields: RequestFields) -> None:
+def check_fields(fields: RequestFields) -> None:
     """Raise ApiError for invalid values that SamplingParams does not check."""
     for name, instead in UNSUPPORTED.items():
         value = getattr(fields, name)

@@ -160,6 +160,8 @@ class ResponseBuilder(ABC):
             raise bad_request(f"{why}: {delta.stop_reason}", "response_format", logged=why)
         self.usage.completion += len(delta.tokens)
         self.usage.cached[delta.id] = delta.cached_tokens
+        if delta.prompt_tokens is not None:  # such a request has one prompt
+            self.usage.prompt = delta.prompt_tokens
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         """Return the fields that both kinds of choices share, with the text under "text"."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvloom.serve.errors import above_share, bad_request, bodies_full, draining, queue_full
 
@@ -64,6 +65,10 @@ class Limits:
     | `read_seconds`       | time without reading from a stream                                 |
     | `unread_characters`  | unread text of a stream                                            |
     | `template_seconds`   | CPU time of the chat template for one request                      |
+    | `images`             | images of one request                                              |
+    | `image_bytes`        | encoded bytes of all images of one request                         |
+    | `image_pixels`       | pixels of all images of one request, before they are decoded       |
+    | `image_folders`      | folders, with links resolved, whose files requests may name        |
     """
 
     body_bytes: int = 8 << 20
@@ -75,11 +80,15 @@ class Limits:
     read_seconds: float = 60.0
     unread_characters: int = 1 << 20
     template_seconds: float = 2.0
+    images: int = 16
+    image_bytes: int = 16 << 20
+    image_pixels: int = 1 << 25
+    image_folders: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if isinstance(value, int | float) and not value > 0:
                 raise ValueError(f"{name} {value} must be above 0")
 
 

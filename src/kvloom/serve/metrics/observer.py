@@ -71,7 +71,8 @@ class RequestObserver:
             return record
         one = _OpenRequest(record, None if self.traces is None else self.traces.context(headers))
         if self.recorder is not None:
-            one.messages = {message.id: message for message in messages}
+            # Equal tokens with different images are different pages, which a recording could not distinguish.
+            one.messages = {message.id: message for message in messages if message.image_prompt is None}
         self._open.update(dict.fromkeys(record.prompts, one))
         self.records.add(record)
         return record
@@ -81,6 +82,8 @@ class RequestObserver:
         one = self._open.get(progress.id)
         if one is not None and progress.started:
             one.record.progress[progress.id] = progress
+            if progress.prompt_tokens is not None:
+                one.record.prompts[progress.id] = progress.prompt_tokens
 
     def record_tokens(self, delta: Delta) -> None:
         """Store output tokens for the recording. If a request has several answers, the first is recorded."""

@@ -7,10 +7,11 @@
     watchdog.py           Watchdog: detects an engine that hangs
     engine_process.py     the engine process: loads the model, then runs steps
     worker.py             Worker: runs requests on the engine
+    image_prompts.py      ImagePrompts: decodes the images of requests in a thread
     stats.py              the engine's counters as one message
     cache_snapshot.py     CacheSnapshot: the cache as JSON for the dashboard
 
-The last four run in the engine process. Names are imported on first use: the API process does not load torch.
+The last five run in the engine process. Names are imported on first use: the API process does not load torch.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         EngineStats,
         FromEngine,
         HistogramCounts,
+        ImagePrompt,
         Outputs,
         Ready,
         RequestProgress,
@@ -49,6 +51,7 @@ __all__ = [
     "EngineStats",
     "FromEngine",
     "HistogramCounts",
+    "ImagePrompt",
     "Outputs",
     "PoolLoad",
     "Ready",
@@ -79,6 +82,7 @@ _MODULES = {
         "EngineStats",
         "FromEngine",
         "HistogramCounts",
+        "ImagePrompt",
         "Outputs",
         "Ready",
         "RequestProgress",

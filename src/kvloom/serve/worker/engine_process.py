@@ -17,6 +17,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -53,8 +54,8 @@ __all__ = ["load_engine", "main"]
 
 Inbox = SimpleQueue[Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | None]
 """None: the API process has closed the socket."""
-GRAMMAR_SECONDS = 0.005
-"""Poll interval for compiling grammars while idle."""
+PREPARE_SECONDS = 0.005
+"""Poll interval for images and grammars of requests while idle."""
 IDLE_SECONDS = 0.5
 """Poll interval for tiers and an elastic pool while idle."""
 CLOSE_SECONDS = 4.0
@@ -148,6 +149,7 @@ def _warm_up(engine: Engine, progress: bool) -> None:
 
 
 def _load_worker(start: Start) -> tuple[Worker, Ready]:
+    from .image_prompts import ImagePrompts
     from .worker import Worker, max_request_tokens
 
     began = time.monotonic()
@@ -170,8 +172,19 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
         tiers=[] if engine.offload is None else _tiers(engine.offload),
         unavailable_tiers=[] if engine.offload is None else engine.offload.unavailable,
         pool_limits=None if size is None else (size.least * layout.slab_bytes, size.most * layout.slab_bytes),
+        image_refusal=_image_refusal(engine),
     )
-    return Worker(engine, start.tenants, start.observe), ready
+    images = None if engine.vision is None else ImagePrompts(start.model, engine.vision)
+    return Worker(engine, start.tenants, start.observe, images), ready
+
+
+def _image_refusal(engine: Engine) -> str:
+    """Return why the model accepts no images, or ""."""
+    from kvloom.models.vision import Vision
+
+    if engine.vision is None:
+        return Vision.refusal(engine.model) or "its image part is not loaded"
+    return "" if find_spec("PIL") else "Pillow is not installed (pip install kvloom[vision])"
 
 
 def _tiers(offload: OffloadManager) -> list[tuple[str, int, int]]:
@@ -185,7 +198,7 @@ def _serve(sender: _Sender, inbox: Inbox, worker: Worker) -> None:
             sender.step = 0
             pause = IDLE_SECONDS if worker.needs_polling else None
             try:
-                first = inbox.get(timeout=GRAMMAR_SECONDS if worker.is_compiling else pause)
+                first = inbox.get(timeout=PREPARE_SECONDS if worker.is_preparing else pause)
             except Empty:
                 worker.poll_idle()
                 continue

@@ -25,6 +25,7 @@ __all__ = [
     "ExpectSession",
     "FromEngine",
     "Heartbeat",
+    "ImagePrompt",
     "Outputs",
     "PoolState",
     "Ready",
@@ -86,12 +87,25 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     log_format: Literal["text", "json"] = "text"
 
 
+class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt with images: its text, with a placeholder for each image, and the encoded images.
+
+    The engine process expands the placeholders. The result may have `max_prompt_tokens`. With `max_tokens` the answer is
+    shortened so that prompt and answer have no more tokens."""
+
+    text: str
+    images: list[bytes]
+    add_special_tokens: bool
+    max_prompt_tokens: int
+    max_tokens: int | None = None
+
+
 class Add(msgspec.Struct, frozen=True, tag=True):
     """One prompt; the deltas of its answers have its `id`. With `stream` deltas arrive per step, else once at the end.
 
     Pages computed under a `salt` match only requests with the same salt. `ends_session`: this is the session's last
     request. `lossy`: the request accepts pages that a tier re-encoded. `retain`: the
-    first tokens of the prompt, up to a position, are evicted later for some seconds."""
+    first tokens of the prompt, up to a position, are evicted later for some seconds. `image_prompt` replaces `prompt`."""
 
     id: int
     prompt: list[int]
@@ -107,6 +121,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     ends_session: bool = False
     lossy: bool = False
     retain: list[tuple[int, float]] = []
+    image_prompt: ImagePrompt | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -143,7 +158,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """New tokens of answer `index` to prompt `id`. Text may lag behind tokens.
 
     `cached_tokens` counts prompt tokens found in the cache. `finish_reason` is set in the last delta. The first
-    answer has `prompt_logprobs`, if requested, for every prompt token but the first."""
+    answer has `prompt_logprobs`, if requested, for every prompt token but the first. `prompt_tokens` is set for prompts
+    with images: the count with expanded placeholders. `embedding`: float32, little-endian, if the params ask for it."""
 
     id: int
     index: int
@@ -154,6 +170,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     stop_reason: int | str | None = None
     logprobs: list[list[TokenLogprob]] | None = None
     prompt_logprobs: list[list[TokenLogprob]] | None = None
+    prompt_tokens: int | None = None
+    embedding: bytes | None = None
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True):
@@ -177,6 +195,7 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     | `evicted_at`, `policy`      | for evicted pages: when, and by which policy                               |
     | `in_other_tenant`           | another tenant has more of this prompt                                     |
     | `loads`                     | loads from tiers: tier, start, end, tokens                                 |
+    | `prompt_tokens`             | of a prompt with images: the count with expanded placeholders              |
     """
 
     id: int
@@ -192,6 +211,7 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     in_other_tenant: bool = False
     preemptions: int = 0
     loads: list[tuple[str, float, float, int]] = []
+    prompt_tokens: int | None = None
 
 
 HistogramCounts = tuple[list[int], float]
@@ -296,7 +316,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The engine is loaded. `max_tokens` limits prompt and answer of one request together; `tenant_max_tokens` is that
     limit for tenants with a quota. `tiers` lists name, capacity and stored pages; `unavailable_tiers` lists name and
-    reason. `pool_limits` are the fewest and most bytes of an elastic pool."""
+    reason. `pool_limits` are the fewest and most bytes of an elastic pool. `image_refusal`: why the model accepts no
+    images; "" if it does."""
 
     device: str
     dtype: str
@@ -312,6 +333,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     tiers: list[tuple[str, int, int]] = []
     unavailable_tiers: list[tuple[str, str]] = []
     pool_limits: tuple[int, int] | None = None
+    image_refusal: str = ""
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):

@@ -86,4 +86,5 @@ def _merged(a: Delta, b: Delta) -> Delta:
         b.finish_reason,
         b.stop_reason,
         logprobs,
+        prompt_tokens=b.prompt_tokens,
     )

@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvloom.core import CacheControl, RetainRange
 from kvloom.engine import Engine, Grammar, GrammarBusyError, GrammarState, Request, TokenLogprobs
 
 from .cache_snapshot import CacheSnapshot
+from .image_prompts import ImagePrompts, ImagesBusyError
 from .messages import (
     Add,
     Cancel,
@@ -59,15 +61,24 @@ class _TenantQuota:
 
 
 class Worker:
-    """One engine and its requests. One thread calls it. Without `observe` it sends neither stats nor progress."""
+    """One engine and its requests. One thread calls it. Without `observe` it sends neither stats nor progress. Without
+    `images` it refuses requests with images."""
 
-    def __init__(self, engine: Engine, tenants: tuple[TenantConfig, ...] = (), observe: bool = True) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tenants: tuple[TenantConfig, ...] = (),
+        observe: bool = True,
+        images: ImagePrompts | None = None,
+    ) -> None:
         self.engine, self._observe = engine, observe
         self._quotas = {t.name: _TenantQuota(t.quota) for t in tenants if t.quota is not None}
         self._open: dict[int, _OpenRequest] = {}
         self._awaiting_first_token: dict[int, _OpenRequest] = {}  # by request order
         self._compiling: dict[int, tuple[Add, Grammar]] = {}
         self._compiled: dict[int, GrammarState] = {}  # keeps the grammar alive until the request is added
+        self._images = images
+        self._image_inputs: dict[int, list[Any]] = {}  # until the request is added
         self._steps = 0
         self._rejected: list[Rejected] = []
         self._preemptions = self._finished_tokens = 0
@@ -100,7 +111,8 @@ class Worker:
         return self.engine.offload is not None or self.engine.pool_size is not None
 
     def poll_idle(self) -> None:
-        """Poll transfers, grammars and the pool's size while no step runs: stores may finish after the last token."""
+        """Poll transfers, images, grammars and the pool's size while no step runs: stores may finish after the last token."""
+        self._enqueue_with_images()
         self._enqueue_compiled()
         self.engine.adjust_pool()
         offload = self.engine.offload
@@ -126,12 +138,15 @@ class Worker:
             self.engine.end_session(_session_key(message.tenant, message.session))
         elif isinstance(message, ExpectSession):
             self.engine.expect_session(_session_key(message.tenant, message.session))
+        elif message.image_prompt is not None:
+            self._prepare_images(message)
         else:
             self._compile_grammar(message)
 
     def step(self) -> Outputs | None:
         """Run one engine step; return its results, or None without any."""
         progress: list[RequestProgress] = []
+        self._enqueue_with_images()
         self._enqueue_compiled()
         if self.engine.busy:
             stepped = self.engine.step()
@@ -187,9 +202,29 @@ class Worker:
         return PoolState(size.pool_bytes, target, max_request_tokens(self.engine, size.pool_bytes))
 
     @property
-    def is_compiling(self) -> bool:
-        """Whether requests wait for their grammars."""
-        return bool(self._compiling)
+    def is_preparing(self) -> bool:
+        """Whether requests wait for their images or grammars."""
+        return bool(self._compiling) or bool(self._images)
+
+    def _prepare_images(self, message: Add) -> None:
+        """Queue a request once its images are decoded. Another thread decodes; steps do not wait."""
+        if self._images is None:
+            self._reject(message.id, ValueError("messages: this model accepts no images: send text"))
+            return
+        try:
+            self._images.submit(message)
+        except ImagesBusyError as error:
+            self._reject(message.id, error)
+
+    def _enqueue_with_images(self) -> None:
+        while self._images is not None and (prepared := self._images.take()) is not None:
+            message, images = prepared
+            self._stats_changed = True
+            if isinstance(images, ValueError):
+                self._reject(message.id, images)
+            else:
+                self._image_inputs[message.id] = images
+                self._compile_grammar(message)
 
     def _compile_grammar(self, message: Add) -> None:
         """Queue a request once its grammar is compiled. Other processes compile; steps do not wait."""
@@ -224,7 +259,10 @@ class Worker:
         self._enqueue(message)
 
     def _reject(self, id_: int, error: ValueError) -> None:
-        self._rejected.append(Rejected(id_, str(error), isinstance(error, GrammarBusyError)))
+        self._compiled.pop(id_, None)
+        self._image_inputs.pop(id_, None)
+        is_retryable = isinstance(error, GrammarBusyError | ImagesBusyError)
+        self._rejected.append(Rejected(id_, str(error), is_retryable))
 
     def _enqueue(self, message: Add) -> None:
         quota = self._quotas.get(message.tenant)
@@ -233,14 +271,11 @@ class Worker:
             return
         reserved_bytes = self._bytes_needed(message)
         if reserved_bytes > quota.quota:
-            self._compiled.pop(message.id, None)
-            self._rejected.append(
-                Rejected(
-                    message.id,
-                    f"{len(message.prompt)} prompt tokens and up to {message.params.max_tokens} output tokens need {reserved_bytes:,} "
-                    f"bytes of the pool; the tenant's quota is {quota.quota:,} bytes: request fewer tokens",
-                )
+            why = (
+                f"{len(message.prompt)} prompt tokens and up to {message.params.max_tokens} output tokens need {reserved_bytes:,} "
+                f"bytes of the pool; the tenant's quota is {quota.quota:,} bytes: request fewer tokens"
             )
+            self._reject(message.id, ValueError(why))
             return
         quota.waiting.append((message, reserved_bytes))
         self._admit(quota)
@@ -253,6 +288,7 @@ class Worker:
 
     def _add(self, message: Add, reserved_bytes: int) -> bool:
         structure = self._compiled.pop(message.id, None)
+        images = self._image_inputs.pop(message.id, ())
         retain = [RetainRange(stop=stop, ttl=ttl) for stop, ttl in sorted(message.retain)]
         if message.ttl is not None:
             retain.append(RetainRange(ttl=message.ttl))
@@ -273,6 +309,7 @@ class Worker:
                 control,
                 message.priority,
                 text=self.engine.tokenizer is not None,
+                images=images,
                 grammar=None if structure is None else structure.grammar,
             )
         except ValueError as error:
@@ -293,6 +330,9 @@ class Worker:
             return
         self._compiling.pop(id_, None)
         self._compiled.pop(id_, None)
+        self._image_inputs.pop(id_, None)
+        if self._images is not None:
+            self._images.cancel(id_)
         for quota in self._quotas.values():
             quota.waiting = deque(item for item in quota.waiting if item[0].id != id_)
 
@@ -347,6 +387,8 @@ class Worker:
             answer.stop_reason,
             logprobs,
             prompt,
+            _prompt_tokens(one.request),
+            None if answer.embedding is None else answer.embedding.astype("<f4").tobytes(),
         )
 
     def _stats(self) -> EngineStats | None:
@@ -387,6 +429,7 @@ def _progress(one: _OpenRequest) -> RequestProgress:
         request.other_tenant_has_more,
         sum(answer.preemptions for answer in request.family),
         request.loads,
+        _prompt_tokens(request),
     )
 
 
@@ -403,6 +446,11 @@ def max_request_tokens(engine: Engine, pool_bytes: int) -> int:
 def _output_tokens(request: Request) -> int:
     """Return the tokens of all answers to a prompt so far."""
     return sum(answer.output_count for answer in request.family)
+
+
+def _prompt_tokens(request: Request) -> int | None:
+    """Return the prompt tokens of a request with images; for others, the API process knows them."""
+    return None if request.images is None else len(request.prompt)
 
 
 def _session_key(tenant: str, session: str) -> str:

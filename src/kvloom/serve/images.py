@@ -1,0 +1,39 @@
+"""Opens encoded images. The API process checks their headers, the engine process decodes them."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+__all__ = ["FORMATS", "decode_image", "open_image"]
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Accepted formats. Decoders of other formats never see a request's bytes."""
+
+
+def open_image(data: bytes) -> Image.Image:
+    """Return an image whose header is read, not its pixels. Raises ValueError for other bytes, or far too many pixels."""
+    from PIL import Image
+
+    try:
+        return Image.open(BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise ValueError(str(error)) from None
+    except Exception as error:  # damaged headers make decoders raise many kinds
+        raise ValueError(f"not an image of the formats {', '.join(FORMATS)}") from error
+
+
+def decode_image(data: bytes) -> Image.Image:
+    """Return the pixels of an image as RGB, upright; of an animation, the first frame. Raises ValueError for damaged bytes.
+
+    Costs memory and time in proportion to the pixels: check the header first."""
+    from PIL import ImageOps
+
+    image = open_image(data)
+    try:
+        return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # as above
+        raise ValueError(f"the image is damaged: {type(error).__name__}") from error
