@@ -13,16 +13,20 @@ from kvloom.engine import LLM, SamplingParams
 from tests.engines import make_engine
 from tests.models.zoo import tiny
 
-FAMILIES = ("llama", "gemma3_text", "mamba2", "qwen3_next")
+FAMILIES = ("llama", "gemma3_text", "mamba2", "qwen3_next", "opt", "llama4_text")
 POOLINGS = ("mean", "last")
 
 
 def reference(model: Any, prompt: list[int], pooling: str) -> Any:
     """Return the embedding by Hugging Face's own forward pass."""
     with torch.inference_mode():
-        states = model.base_model(torch.tensor([prompt])).last_hidden_state[0].float()
+        states = _decoder(model)(torch.tensor([prompt])).last_hidden_state[0].float()
     pooled = states[-1] if pooling == "last" else states.mean(0)
     return np.asarray(torch.nn.functional.normalize(pooled, dim=0))
+
+
+def _decoder(model: Any) -> Any:
+    return model.model if model.get_decoder() is model else model.get_decoder()
 
 
 def prompts_of(count: int) -> list[list[int]]:
@@ -90,6 +94,10 @@ def test_embeddings_beside_generation_start_again_after_a_failed_step(
 
 
 def test_pooling_that_cannot_work_is_refused() -> None:
+    engine = make_engine(tiny("llama"), 1 << 22)
+    engine.runner.decoder = None
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no separate decoder"):
+        engine.add([3, 4], SamplingParams(max_tokens=1, pooling="mean"))
     for options in (
         {"max_tokens": 2},
         {"max_tokens": 1, "n": 2, "temperature": 1.0},

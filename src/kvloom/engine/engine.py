@@ -465,6 +465,10 @@ class Engine:
                 raise ValueError(
                     f"prompt token {token} is outside the vocabulary: give ids from 0 to {self._vocabulary - 1}"
                 )
+        if params.pooling is not None and self.runner.decoder is None:
+            raise ValueError(
+                f"pooling: {type(self.model).__name__} has no separate decoder, so it gives no embeddings"
+            )
         if self.tokenizer is None and (text or params.stops or params.structure is not None):
             raise ValueError(
                 "text, stop texts and structured output need a tokenizer: pass one to the engine"

@@ -90,6 +90,11 @@ class ModelRunner:
         self.tokens, self.rows = tokens, rows
         self.chosen = torch.zeros(rows, dtype=torch.int64, device=buffer.device)
         """Tokens sampled by the previous step, by place; a work's `source` is an index into it."""
+        decoder = model.get_decoder()  # some models return themselves
+        self.decoder: torch.nn.Module | None = (
+            decoder if decoder is not model else getattr(model, "model", None)
+        )
+        """The part of the model that returns the final norm's output; None if it is not a module of its own."""
         self.hidden_states: list[torch.Tensor] = []
         """Output of the final norm for works of the last step that asked for it: [tokens, hidden] each."""
         self._plain = "cache_params" in inspect.signature(model.forward).parameters
@@ -163,7 +168,8 @@ class ModelRunner:
         if not pooled:
             return self._forward(batch, last)
         states: list[torch.Tensor] = []
-        hook = self.model.base_model.register_forward_hook(lambda _, __, found: states.append(found[0][0]))
+        assert self.decoder is not None
+        hook = self.decoder.register_forward_hook(lambda _, __, found: states.append(found[0][0]))
         try:
             logits = self._forward(batch, last)
         finally:
