@@ -131,7 +131,9 @@ def test_encoding_takes_turns_and_long_requests_have_their_own_thread() -> None:
 def test_large_log_probabilities_are_written_outside_of_the_event_loop(tokens: int, thread: str) -> None:
     async def talk() -> None:
         context: Any = SimpleNamespace(require_encoder=lambda: PromptEncoder(None))
-        written: Any = SimpleNamespace(whole=lambda deltas: threading.current_thread().name.encode())
+        written: Any = SimpleNamespace(
+            whole=lambda deltas: threading.current_thread().name.encode(), warning=None
+        )
         stream, sent = ResponseStream([1]), []
         stream.put(Delta(1, 0, "", [5], finish_reason="length", prompt_logprobs=[[(5, -1.0, 1)]] * tokens))
 
