@@ -39,7 +39,7 @@ class PoolEndpoint:
     async def _respond(self, request: Request) -> Response:
         context = self._context
         context.require_admin(request)
-        engine = context.engine
+        engine = context.asked_model(request).engine
         facts = engine.require_ready()
         if request.method == "GET":
             return _response(facts, facts.pool_bytes)

@@ -128,6 +128,11 @@ class EngineClient:
             raise engine_loading()
         return self.info
 
+    @property
+    def has_open(self) -> bool:
+        """Whether prompts have unfinished answers."""
+        return bool(self._streams)
+
     def new_ids(self, count: int) -> list[int]:
         """Return ids for `count` prompts."""
         self._next_id += count
