@@ -6,7 +6,7 @@ the dashboard.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -53,8 +53,10 @@ ENDPOINTS = (
 MAX_RECORDS = 1000
 
 
-def application(context: ServerContext, dashboards: Dashboards | None = None) -> ASGIApp:
-    """Return the ASGI application of a server. `dashboards` serve /kvloom/state."""
+def application(
+    context: ServerContext, dashboards: Dashboards | None = None, more: Sequence[Route] = ()
+) -> ASGIApp:
+    """Return the ASGI application of a server. `dashboards` serve /kvloom/state; `more` are further routes."""
 
     async def models(request: Request) -> Response:
         context.authenticate(request)
@@ -147,6 +149,7 @@ def application(context: ServerContext, dashboards: Dashboards | None = None) ->
         Route("/metrics", metrics),
         Route("/kvloom/requests", records),
         Route("/kvloom/requests/{id}", record),
+        *more,
         *dashboard_routes(context, dashboards or Dashboards(context)),
     ]
     handlers: dict[Any, Any] = {ApiError: _error_response, HTTPException: _http_error, Exception: _unexpected}

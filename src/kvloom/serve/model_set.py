@@ -11,16 +11,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from kvloom.engine import check_engine, engine_config
+
 from .api import AnswerFormats, PromptEncoder, ServedModel, ServerContext, engine_error, load_tokenizer
-from .errors import cut_off, unloading
+from .errors import ApiError, bad_request, cut_off, unloading
 from .metrics import Metrics, Recorder, RequestObserver
-from .server_options import ModelOptions, ServerOptions
-from .worker import EngineClient, Ready, StartError
+from .server_options import ModelOptions, ServerOptions, shared_start
+from .worker import EngineClient, PoolBroker, Ready, Start, StartError
 
 if TYPE_CHECKING:
     from .metrics import Traces
@@ -30,6 +34,8 @@ __all__ = ["ModelSet"]
 log = logging.getLogger("kvloom.serve")
 
 POLL_SECONDS = 0.05
+RESERVE_SECONDS = 30.0
+"""Time for running requests to leave the memory of a model that is to load."""
 
 
 class ModelSet:
@@ -42,6 +48,12 @@ class ModelSet:
         self._tasks: dict[ServedModel, asyncio.Task[None]] = {}
         self._unloads: set[asyncio.Task[None]] = set()
         self._loaded: dict[ServedModel, asyncio.Event] = {}
+        self.broker = None if options.memory is None else PoolBroker(options.memory, self._engines)
+        """Divides the memory that models share; None: each pool keeps its own."""
+        self._loading = asyncio.Lock()
+        self._tokenizers = (
+            asyncio.Lock()
+        )  # two threads cannot import transformers or compile a template at once
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def add(self, model: ModelOptions, is_added: bool = False) -> ServedModel:
@@ -75,6 +87,45 @@ class ModelSet:
         task.add_done_callback(partial(self._ended, served))
         return served
 
+    async def load(self, asked: str, name: str | None) -> ServedModel:
+        """Start to load a model from a folder of --model-dir, beside those that are served. Raises ApiError."""
+        options = self._options
+        if self.broker is None or not options.model_folders:
+            raise ApiError(
+                403, "loading models is disabled: start the server with --memory SIZE and --model-dir DIR"
+            )
+        folder = await asyncio.to_thread(_allowed_folder, asked, options.model_folders)
+        first = options.models[0].start
+        start = msgspec.structs.replace(first, model=str(folder), cpu_dtype="auto", progress=False)
+        name = name or folder.name
+        async with self._loading:
+            known = self._context.models.get(name)
+            if known is not None and not known.error:
+                raise ApiError(409, f"model {name!r} is served already: give another name", "name", "exists")
+            if known is not None:
+                await self._unload(known)
+            try:
+                await asyncio.to_thread(_check, start)
+            except (ValueError, OSError) as error:
+                raise bad_request(f"model {asked!r} cannot be loaded: {error}", "model") from None
+            try:
+                share = await self.broker.reserve(RESERVE_SECONDS)
+            except TimeoutError:
+                raise ApiError(
+                    503, f"requests of other models use the memory for {RESERVE_SECONDS:g} s; try again",
+                    code="memory_in_use", retry_after=10,
+                ) from None  # fmt: skip
+            try:
+                model = ModelOptions(shared_start(start, self.broker.budget, share), name)
+                return self.add(model, is_added=True)
+            finally:
+                self.broker.release()
+
+    def _engines(self) -> dict[str, EngineClient]:
+        """Return the engines that have a pool, or will have one."""
+        models = self._context.models
+        return {name: served.engine for name, served in models.items() if not served.error}
+
     def unload(self, served: ServedModel) -> None:
         """Accept no more requests for a model, wait for open ones, then end its engine process."""
         if not served.is_unloading:
@@ -103,11 +154,12 @@ class ModelSet:
         options = self._options
         if not is_local:  # the engine downloads it, or reports the error
             await self._loaded[served].wait()
-        found = await asyncio.to_thread(load_tokenizer, served.path, options.chat_template)
-        served.answers = AnswerFormats.of(found, options.tool_call_parser, options.reasoning_parser)
-        served.encoder = await asyncio.to_thread(
-            PromptEncoder, found, options.limits.template_seconds, options.allow_chat_template
-        )
+        async with self._tokenizers:
+            found = await asyncio.to_thread(load_tokenizer, served.path, options.chat_template)
+            served.answers = AnswerFormats.of(found, options.tool_call_parser, options.reasoning_parser)
+            served.encoder = await asyncio.to_thread(
+                PromptEncoder, found, options.limits.template_seconds, options.allow_chat_template
+            )
         if served.engine.is_ready:
             self._on_ready(served)
 
@@ -148,6 +200,23 @@ class ModelSet:
         self._context.models.pop(served.name, None)
         self._loaded.pop(served)
         log.info("unloaded: %s", served.name)
+
+
+def _allowed_folder(asked: str, allowed: Sequence[Path]) -> Path:
+    """Return the folder of a model: a path, or one relative to an allowed folder. Raises ApiError if it lies elsewhere."""
+    for above in allowed:
+        try:
+            folder = (above / asked).resolve()  # an absolute path replaces `above`
+            if folder != above and folder.is_relative_to(above) and folder.is_dir():
+                return folder
+        except (OSError, ValueError):
+            continue
+    raise bad_request(f"model {asked[:200]!r} is not a folder below those of --model-dir", "model")
+
+
+def _check(start: Start) -> None:
+    config = engine_config(**start.settings)
+    check_engine(start.model, config, load_format=start.load_format, dtype=start.dtype, device=start.device)
 
 
 def _traces(options: ServerOptions, model: str) -> Traces | None:

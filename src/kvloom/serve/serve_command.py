@@ -42,6 +42,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     name = "name of the model in requests; repeatable, in the order of models (default: its folder's name)"
     add("--name", action="append", default=[], metavar="NAME", help=name)
+    memory = "memory that the pools of all models share: the pool of an idle model serves the busy ones"
+    add("--memory", type=size, metavar="SIZE", help=memory)
+    folder = "folder below which POST /admin/models may load models; repeatable (default: none)"
+    add("--model-dir", action="append", default=[], metavar="DIR", help=folder)
     keys = (
         "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [max_…=N] [admin]`; "
         "an admin key sees all tenants and the dashboard"
@@ -172,6 +176,8 @@ def run(args: argparse.Namespace) -> int:
     return serve(
         ServerOptions(
             models,
+            memory=args.memory,
+            model_folders=tuple(Path(folder).resolve() for folder in args.model_dir),
             host=args.host,
             port=args.port,
             keys=keys,
@@ -199,14 +205,25 @@ def _models(
 ) -> tuple[ModelOptions, ...]:
     """Return the models to serve. Raises ValueError for several models without a size of their pools."""
     from kvloom.models.specs import folder_of
-    from kvloom.serve.server import ModelOptions
+    from kvloom.serve.server import ModelOptions, shared_start
     from kvloom.serve.worker import Start
 
     given = [args.model, *args.more_models]
     if len(args.name) > len(given):
         raise ValueError(f"--name is given {len(args.name)} times for {len(given)} model(s)")
-    if len(given) > 1 and args.pool_bytes is None:
-        raise ValueError(f"{len(given)} models need --pool SIZE, the size of each pool")
+    memory = args.memory
+    if len(given) > 1 and memory is None and args.pool_bytes is None:
+        raise ValueError(
+            f"{len(given)} models need --memory SIZE, which their pools share, or --pool SIZE for each pool"
+        )
+    if memory is None and args.model_dir:
+        raise ValueError("--model-dir needs --memory SIZE: the pools of loaded models share it")
+    for option in ("pool", "max_pool"):
+        if memory is not None and getattr(args, f"{option}_bytes") is not None:
+            name = option.replace("_", "-")
+            raise ValueError(f"--memory sizes the pools, and --{name} gives a size: use one of them")
+    if memory is not None and args.no_metrics:
+        raise ValueError("--memory needs metrics, and --no-metrics disables them: use one of them")
     names = [*args.name, *[None] * (len(given) - len(args.name))]
     models = []
     for model, name in zip(given, names, strict=True):
@@ -225,6 +242,8 @@ def _models(
             log_level=level,
             log_format=args.log_format,
         )
+        if memory is not None:
+            start = shared_start(start, memory, memory // len(given))
         named = name or (None if folder == model else model)
         models.append(ModelOptions(start, named, completes_code=folder != model))
     return tuple(models)

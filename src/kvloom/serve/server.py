@@ -30,11 +30,12 @@ from .application import application
 from .auth import RequestLimiter
 from .dashboard import Dashboards
 from .metrics import ServerMetrics
+from .model_routes import model_routes
 from .model_set import ModelSet
-from .server_options import ModelOptions, ServerOptions, resolve
+from .server_options import ModelOptions, ServerOptions, resolve, shared_start
 from .worker import StartError
 
-__all__ = ["ModelOptions", "ServerOptions", "serve"]
+__all__ = ["ModelOptions", "ServerOptions", "serve", "shared_start"]
 
 log = logging.getLogger("kvloom.serve")
 
@@ -96,12 +97,13 @@ class _Lifecycle:
             limiter,
             ServerMetrics(limiter),
             labels_models=options.has_many,
+            memory=options.memory,
             metrics_need_key=options.metrics_need_key,
             cors_origins=options.cors_origins,
         )
         self.models = ModelSet(options, self.context, self._model_ready)
         self.dashboards = Dashboards(self.context)
-        config.app = application(self.context, self.dashboards)
+        config.app = application(self.context, self.dashboards, model_routes(self.context, self.models))
         self.server = _Server(config)
         self._began = time.monotonic()
         self._awaited = {model.served_name for model in options.models}
@@ -120,6 +122,8 @@ class _Lifecycle:
             asyncio.create_task(self.dashboards.sample_history()),
             asyncio.create_task(self._report_loading()),
         ]
+        if self.models.broker is not None:
+            tasks.append(asyncio.create_task(self.models.broker.run()))
         stop, fault = asyncio.create_task(self._stop.wait()), self.models.fault
         try:
             waits: set[asyncio.Future[Any]] = {fault, stop}

@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from .api import is_loopback
 from .auth import ApiKeys, Limits
 from .worker import Start, WatchdogLimits
 
-__all__ = ["ModelOptions", "ServerOptions", "resolve"]
+__all__ = ["ModelOptions", "ServerOptions", "resolve", "shared_start"]
 
+SMALLEST_PART = 8
+"""The pool of an idle model keeps this part of its share."""
 METRICS_AUTH = ("auto", "key", "open")
 
 
@@ -117,6 +121,14 @@ class ServerOptions:
             return self.record
         path = Path(self.record)
         return str(path.with_name(f"{path.stem}.{model.replace('/', '_')}{path.suffix}"))
+
+
+def shared_start(start: Start, memory: int, share: int) -> Start:
+    """Return the start of a model whose pool has `share` of the `memory` that all models share, and may grow to all of it."""
+    least = start.settings.get("min_pool_bytes")
+    least = share // SMALLEST_PART if least is None else min(least, share)
+    sizes = {"pool_bytes": share, "max_pool_bytes": memory, "min_pool_bytes": least}
+    return msgspec.structs.replace(start, settings={**start.settings, **sizes}, share_bytes=share)
 
 
 def resolve(host: str, port: int) -> Any:

@@ -33,7 +33,7 @@ from .generation import ChatEndpoint, CompletionEndpoint
 from .openai_responses import ResponsesEndpoint
 from .openapi import documentation_routes, openapi
 from .prompts import PromptEncoder, load_tokenizer
-from .request_fields import engine_error
+from .request_fields import engine_error, read_fields
 from .served_model import ServedModel
 from .server_context import ServerContext, is_loopback, parse_digits
 from .tokenize import DetokenizeEndpoint, TokenizeEndpoint
@@ -59,4 +59,5 @@ __all__ = [
     "load_tokenizer",
     "openapi",
     "parse_digits",
+    "read_fields",
 ]

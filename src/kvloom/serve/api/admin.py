@@ -46,6 +46,10 @@ class PoolEndpoint:
         with context.bodies.hold(context.authenticate(request) or "") as held:
             fields = read_fields(await context.read_body(request, held), PoolFields)
         wanted = _bytes(fields.bytes)
+        if context.memory is not None:
+            raise bad_request(
+                "the models share --memory, so their load decides the size of each pool", "bytes"
+            )
         if facts.pool_limits is None:
             raise bad_request("the pool keeps its size: start the server with --max-pool", "bytes")
         least, most = facts.pool_limits

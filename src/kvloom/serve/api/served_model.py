@@ -76,4 +76,5 @@ class ServedModel:
             "parent": None,
             "max_model_len": None if facts is None else facts.max_tokens,
             "status": self.status,
+            **({"error": self.error} if self.error else {}),
         }

@@ -42,6 +42,8 @@ class ServerContext:
     """The latest requests of all models."""
     labels_models: bool = False
     """Whether series of a model have the label `model` in /metrics: on a server of several models."""
+    memory: int | None = None
+    """Bytes that the pools of all models share; None: each pool has its own."""
     metrics_need_key: bool = False
     """Whether /metrics requires a key."""
     cors_origins: tuple[str, ...] = ()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         TierUsage,
         TokenLogprob,
     )
-    from .pool_broker import PoolLoad, plan_pools
+    from .pool_broker import PoolBroker, PoolLoad, plan_pools
     from .response_stream import ResponseStream
     from .stats import engine_stats
     from .watchdog import WatchdogLimits
@@ -50,6 +50,7 @@ __all__ = [
     "FromEngine",
     "HistogramCounts",
     "Outputs",
+    "PoolBroker",
     "PoolLoad",
     "Ready",
     "RequestProgress",
@@ -88,7 +89,7 @@ _MODULES = {
         "TierUsage",
         "TokenLogprob",
     ),
-    "pool_broker": ("PoolLoad", "plan_pools"),
+    "pool_broker": ("PoolBroker", "PoolLoad", "plan_pools"),
     "response_stream": ("ResponseStream",),
     "stats": ("engine_stats",),
     "watchdog": ("WatchdogLimits",),

@@ -155,11 +155,12 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
     layout, cache, size = engine.layout, engine.cache, engine.pool_size
     slabs = cache.usable_slabs
     quotas = {t.name: min(t.quota, slabs * layout.slab_bytes) for t in start.tenants if t.quota is not None}
+    worker = Worker(engine, start.tenants, start.observe, start.share_bytes)
     ready = Ready(
         device=str(engine.device),
         dtype=str(next(engine.model.parameters()).dtype).removeprefix("torch."),
         vocab_size=len(engine.model.get_input_embeddings().weight),
-        max_tokens=max_request_tokens(engine, slabs * layout.slab_bytes),
+        max_tokens=worker.max_tokens,
         tenant_max_tokens={name: max_request_tokens(engine, quota) for name, quota in quotas.items()},
         pool_bytes=slabs * layout.slab_bytes,
         slab_bytes=layout.slab_bytes,
@@ -171,7 +172,7 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
         unavailable_tiers=[] if engine.offload is None else engine.offload.unavailable,
         pool_limits=None if size is None else (size.least * layout.slab_bytes, size.most * layout.slab_bytes),
     )
-    return Worker(engine, start.tenants, start.observe), ready
+    return worker, ready
 
 
 def _tiers(offload: OffloadManager) -> list[tuple[str, int, int]]:
