@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from kvloom.serve.auth import RequestLimiter
-from kvloom.serve.metrics import Metrics, Series, full_name, tenant_series
+from kvloom.serve.metrics import Metrics, Series, ServerMetrics, full_name, tenant_series
 from kvloom.serve.worker import EngineClient, Start, TenantUsage
 
 __all__ = ["FILE", "aliases_table", "main", "metrics_table"]
@@ -20,8 +20,8 @@ def all_series() -> list[Series]:
     """Return every series of a server, with those of one tenant."""
 
     async def series() -> list[Series]:
-        metrics = Metrics(EngineClient(Start(""), print, print), RequestLimiter(1))
-        return [*metrics.series(), *tenant_series({"": TenantUsage()})]
+        server, model = ServerMetrics(RequestLimiter(1)), Metrics(EngineClient(Start(""), print, print))
+        return [*server.series(), *model.series(), *tenant_series({"": TenantUsage()})]
 
     return asyncio.run(series())
 

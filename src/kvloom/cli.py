@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.arguments(parser)
         if name in CONFIGURABLE:
             argv, _ = apply_configuration(name, parser, argv)
-        # Prompts of `generate` may follow options; `bench` hands its arguments on as they are.
-        parse = parser.parse_intermixed_args if name == "generate" else parser.parse_args
+        # Prompts of `generate` and models of `serve` may follow options; `bench` hands its arguments on as they are.
+        parse = parser.parse_intermixed_args if name in ("generate", "serve") else parser.parse_args
         code = int(command.run(parse(argv)) or 0)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader closed the pipe (`| head`): discard buffered output

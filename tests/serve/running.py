@@ -36,10 +36,10 @@ TEMPLATE = (
 )
 
 
-def model_folder(folder: Path) -> Path:
+def model_folder(folder: Path, name: str = MODEL, seed: int = 0) -> Path:
     """A tiny Llama of random weights, every byte a token, with a chat template."""
-    path = folder / MODEL
-    torch.manual_seed(0)
+    path = folder / name
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=LONGEST, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -156,7 +156,7 @@ def running(folder: Path, *arguments: str, seconds: float = 300) -> Iterator[Run
             assert line is not None, f"the server did not start: {said}"
             if found := re.search(r"\(process (\d+)\)", line):
                 engine = int(found[1])
-            if found := re.search(r"serves \S+ at (https?://\S+);", line):
+            if found := re.search(r"serves .+ at (https?://\S+);", line):
                 url = found[1]
         yield Running(process, url, engine, said)
         if process.poll() is None:

@@ -31,8 +31,13 @@ def test_a_busy_model_gives_only_unused_bytes() -> None:
 
 def test_two_full_models_approach_equal_shares() -> None:
     found = plan_pools({"a": replace(FULL, pool_bytes=800), "b": replace(FULL, pool_bytes=200)}, 1000)
-    assert found == {"a": 700, "b": 300}
+    assert found == {"a": 500, "b": 500}
     assert plan_pools({"a": FULL, "b": FULL}, 1000) == {}
+
+
+def test_a_busy_model_above_its_share_gives_cached_pages_to_one_below() -> None:
+    rich = replace(BUSY, pool_bytes=900, free_bytes=0)
+    assert plan_pools({"a": replace(FULL, pool_bytes=100), "b": rich}, 1000) == {"a": 500, "b": 500}
 
 
 def test_an_idle_model_keeps_its_minimum() -> None:
@@ -57,4 +62,5 @@ def test_the_sum_stays_within_the_budget(pools: list[tuple[int, float, bool, boo
     for name, size in planned.items():
         assert 5 <= size <= 2000
         if loads[name].is_busy and not loads[name].is_full:
-            assert size >= loads[name].pool_bytes - loads[name].free_bytes
+            unused_given = loads[name].pool_bytes - loads[name].free_bytes
+            assert size >= min(unused_given, budget // len(loads))

@@ -15,7 +15,6 @@ import pytest
 from kvloom import cli
 from kvloom.core import MISS_REASONS
 from kvloom.engine import SamplingParams
-from kvloom.serve.auth.limits import RequestLimiter
 from kvloom.serve.explain_command import describe
 from kvloom.serve.metrics.metrics import Metrics
 from kvloom.serve.metrics.observer import RequestObserver
@@ -28,7 +27,8 @@ from tests.serve.running import MODEL, Running
 
 RED, BLUE, ADMIN = "key-of-red-1", "key-of-blue-1", "key-of-admin-1"
 FIELDS = {
-    "id", "request_id", "tenant", "state", "arrived", "queue_s", "ttft_s", "total_s", "prompts", "answers", "prompt_tokens", "output_tokens",
+    "id", "request_id",
+    "model", "tenant", "state", "arrived", "queue_s", "ttft_s", "total_s", "prompts", "answers", "prompt_tokens", "output_tokens",
     "cached_tokens", "computed_tokens", "hits", "stopped", "preemptions", "finish_reason",
 }  # fmt: skip
 
@@ -280,7 +280,7 @@ def test_preemptions_are_described() -> None:
 
 
 def test_a_request_without_answer_counts_as_failed() -> None:
-    metrics = Metrics(EngineClient(Start(""), print, print), RequestLimiter(1))
+    metrics = Metrics(EngineClient(Start(""), print, print))
     observer = RequestObserver(metrics)
     add = Add(1, [1, 2, 3], SamplingParams())
     record = observer.start("cmpl-1", "/v1/completions", [add], time.monotonic(), {})
@@ -292,9 +292,7 @@ def test_a_request_without_answer_counts_as_failed() -> None:
 
 
 def test_without_metrics_no_records_are_kept() -> None:
-    observer = RequestObserver(
-        Metrics(EngineClient(Start(""), print, print), RequestLimiter(1), is_enabled=False)
-    )
+    observer = RequestObserver(Metrics(EngineClient(Start(""), print, print), is_enabled=False))
     record = observer.start("cmpl-1", "/v1/completions", [Add(1, [1], SamplingParams())], 0.0, {})
     observer.finish(record)
     assert len(observer.records) == 0
@@ -303,9 +301,7 @@ def test_without_metrics_no_records_are_kept() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here to stand for a full disk")
 def test_a_full_disk_ends_the_recording_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    observer = RequestObserver(
-        Metrics(EngineClient(Start(""), print, print), RequestLimiter(1)), recorder=Recorder("/dev/full")
-    )
+    observer = RequestObserver(Metrics(EngineClient(Start(""), print, print)), recorder=Recorder("/dev/full"))
     for id_ in range(2):
         add = Add(id_, [1, 2, 3], SamplingParams())
         record = observer.start(f"cmpl-{id_}", "/v1/completions", [add], time.monotonic(), {})

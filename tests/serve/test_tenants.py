@@ -13,12 +13,13 @@ import pytest
 
 from kvloom.bench.serve import Load, offer
 from kvloom.serve.auth.keys import read_keys
-from kvloom.serve.server import ServerOptions
+from kvloom.serve.server import ModelOptions, ServerOptions
 from kvloom.serve.worker.messages import Start
 from tests.serve.running import MODEL, Running, running
 
 RED, BLUE, SMALL, TWIN = "key-of-red-1", "key-of-blue-1", "key-of-small-1", "key-of-red-2"
 QUOTA = 64 << 10
+MODELS = (ModelOptions(Start("")),)
 PROMPT = [5 + i % 200 for i in range(100)]
 
 
@@ -82,12 +83,12 @@ def test_metrics_need_a_key_where_other_machines_can_reach_them(guarded: Running
         ("127.0.0.1", "key", True),
         ("0.0.0.0", "open", False),
     ):
-        assert ServerOptions(Start(""), host, keys=keys, metrics_auth=asked).metrics_need_key == needed
-    assert not ServerOptions(Start("")).metrics_need_key
+        assert ServerOptions(MODELS, host, keys=keys, metrics_auth=asked).metrics_need_key == needed
+    assert not ServerOptions(MODELS).metrics_need_key
     with pytest.raises(ValueError, match="--api-keys FILE"):
-        ServerOptions(Start(""), metrics_auth="key")
+        ServerOptions(MODELS, metrics_auth="key")
     with pytest.raises(ValueError, match="'none'"):
-        ServerOptions(Start(""), metrics_auth="none")
+        ServerOptions(MODELS, metrics_auth="none")
 
 
 def test_a_quota_holds_under_load_and_blocks_no_other_tenant(guarded: Running) -> None:

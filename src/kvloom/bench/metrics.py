@@ -63,7 +63,7 @@ def time_parts(engine: Any) -> Parts:
 
     from kvloom.engine import SamplingParams
     from kvloom.serve.auth import RequestLimiter
-    from kvloom.serve.metrics import Metrics, RequestObserver
+    from kvloom.serve.metrics import Metrics, RequestObserver, ServerMetrics
     from kvloom.serve.worker import (
         Add,
         EngineClient,
@@ -85,13 +85,14 @@ def time_parts(engine: Any) -> Parts:
         link.stats = stats
         layout = engine.layout
         link.info = Ready("", "", 1, 1, {}, 1, layout.slab_bytes, layout.block_tokens, 1, layout.table(), 0.0)
-        metrics = Metrics(link, RequestLimiter(1), "model")
+        metrics = Metrics(link, "model")
         return metrics, RequestObserver(metrics)
 
     async def made() -> tuple[Metrics, RequestObserver]:
         return make()
 
     metrics, observer = asyncio.run(made())
+    server = ServerMetrics(RequestLimiter(1))
     progress = RequestProgress(1, 1.0, 1.0, 1.0, 64, {"device": 64}, 64, "never seen")
     add = Add(1, [0] * 64, SamplingParams(), True)
 
@@ -111,7 +112,7 @@ def time_parts(engine: Any) -> Parts:
             lambda: decoder.decode(encode(Outputs(stats=engine_stats(engine, 1, 1, 0, {}, open_requests)))),
             100,
         ),
-        scrape=_timed(lambda: metrics.exposition_text(None, everyone=True), 20),
+        scrape=_timed(lambda: server.exposition_text([metrics], everyone=True), 20),
     )
 
 

@@ -6,7 +6,7 @@ the dashboard.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvloom.serve.dashboard import DashboardState, dashboard_routes
+from kvloom.serve.dashboard import Dashboards, dashboard_routes
 
 from .access_log import RequestLogger, request_log
 from .api import (
@@ -37,7 +37,8 @@ from .api import (
     openapi,
     parse_digits,
 )
-from .errors import ApiError, bad_request, not_found, unknown_model, unknown_request
+from .errors import ApiError, bad_request, not_found, unknown_request
+from .worker import EngineClient
 
 __all__ = ["application"]
 
@@ -54,45 +55,50 @@ ENDPOINTS = (
 MAX_RECORDS = 1000
 
 
-def application(context: ServerContext, dashboard: DashboardState | None = None) -> ASGIApp:
-    """Return the ASGI application of a server. `dashboard` serves /kvloom/state."""
+def application(
+    context: ServerContext, dashboards: Dashboards | None = None, more: Sequence[Route] = ()
+) -> ASGIApp:
+    """Return the ASGI application of a server. `dashboards` serve /kvloom/state; `more` are further routes."""
 
     async def models(request: Request) -> Response:
         context.authenticate(request)
-        return _json({"object": "list", "data": [_model(context)]})
+        return _json({"object": "list", "data": [served.to_dict() for served in context.models.values()]})
 
     async def model(request: Request) -> Response:
         context.authenticate(request)
-        name = request.path_params["name"]
-        if name not in (context.model, context.model_path):
-            raise unknown_model(name, context.model)
-        return _json(_model(context))
+        return _json(context.served(request.path_params["name"]).to_dict())
 
-    def named_session(request: Request) -> tuple[str, str]:
+    def named_session(request: Request) -> tuple[EngineClient, str, str]:
         tenant = context.authenticate(request)
-        context.engine.require_ready()
+        served = context.asked_model(request)
+        served.engine.require_ready()
         named = request.query_params.get("tenant", "") if tenant is None else tenant
-        return named, request.path_params["session"]
+        return served.engine, named, request.path_params["session"]
 
     async def end_session(request: Request) -> Response:
-        tenant, session = named_session(request)
-        context.engine.end_session(tenant, session)
+        engine, tenant, session = named_session(request)
+        engine.end_session(tenant, session)
         return _json({"id": session, "object": "session", "ended": True})
 
     async def expect_session(request: Request) -> Response:
-        tenant, session = named_session(request)
-        context.engine.expect_session(tenant, session)
+        engine, tenant, session = named_session(request)
+        engine.expect_session(tenant, session)
         return _json({"id": session, "object": "session", "expected": True}, 202)
 
     async def version(_: Request) -> Response:
         return _json({"version": metadata.version("kvloom")})
 
     async def health(request: Request) -> Response:
-        loaded = context.engine.is_ready and context.encoder is not None
+        models = {served.name: served.status for served in context.models.values()}
+        loaded = all(
+            served.status in ("ok", "unloading") or (served.is_added and served.engine.info is None)
+            for served in context.models.values()
+        )
         status = "draining" if context.limiter.is_draining else "ok" if loaded else "loading"
         if status != "ok":
             request_log(request.scope).error = ApiError(503, status)
-        return _json({"status": status}, 200 if status == "ok" else 503)
+        detail = {"models": models} if context.labels_models else {}
+        return _json({"status": status, **detail}, 200 if status == "ok" else 503)
 
     async def metrics(request: Request) -> Response:
         open_ = not context.keys
@@ -100,7 +106,8 @@ def application(context: ServerContext, dashboard: DashboardState | None = None)
             context.authenticate(request)
         tenant = context.visible_tenant(request) if "authorization" in request.headers else None
         everyone = open_ or ("authorization" in request.headers and tenant is None)
-        response = context.metrics.exposition_text(tenant, everyone)
+        models = [served.metrics for served in context.models.values()]
+        response = context.metrics.exposition_text(models, context.labels_models, tenant, everyone)
         return Response(response, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def records(request: Request) -> Response:
@@ -109,12 +116,14 @@ def application(context: ServerContext, dashboard: DashboardState | None = None)
         limit = parse_digits(given)
         if limit is None or not 0 < limit <= MAX_RECORDS:
             raise bad_request(f"limit {given[:32]!r} must be 1 to {MAX_RECORDS}", "limit")
-        found = context.observer.records.latest(limit, tenant)
+        asked = request.query_params.get("model")
+        model = None if asked is None else context.served(asked).name
+        found = context.records.latest(limit, tenant, model)
         return _json({"requests": [record.to_dict(operator=tenant is None) for record in found]})
 
     async def record(request: Request) -> Response:
         tenant, id_ = context.visible_tenant(request), request.path_params["id"]
-        found = context.observer.records.find(id_, tenant)
+        found = context.records.find(id_, tenant)
         if found is None:
             raise unknown_request(id_)
         return _json(found.to_dict(operator=tenant is None))
@@ -143,7 +152,8 @@ def application(context: ServerContext, dashboard: DashboardState | None = None)
         Route("/metrics", metrics),
         Route("/kvloom/requests", records),
         Route("/kvloom/requests/{id}", record),
-        *dashboard_routes(context, dashboard or DashboardState(context)),
+        *more,
+        *dashboard_routes(context, dashboards or Dashboards(context)),
     ]
     handlers: dict[Any, Any] = {ApiError: _error_response, HTTPException: _http_error, Exception: _unexpected}
     described = openapi(routes, metadata.version("kvloom"))
@@ -184,19 +194,6 @@ class _CountResponses:
             await response(scope, receive, counted)
             return
         await self._app(scope, receive, counted)
-
-
-def _model(context: ServerContext) -> dict[str, Any]:
-    facts = context.engine.info
-    return {
-        "id": context.model,
-        "object": "model",
-        "created": context.created,
-        "owned_by": "kvloom",
-        "root": context.model_path,
-        "parent": None,
-        "max_model_len": None if facts is None else facts.max_tokens,
-    }
 
 
 def _json(data: Any, status: int = 200) -> Response:

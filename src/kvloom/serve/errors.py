@@ -6,6 +6,7 @@ Every folder of the server raises ApiError; this module imports none of them.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ __all__ = [
     "slow_reader",
     "unknown_model",
     "unknown_request",
+    "unloading",
 ]
 
 _TYPES = {
@@ -101,8 +103,13 @@ def invalid_key(given: bool) -> ApiError:
     return ApiError(401, f"{said}: send it as `Authorization: Bearer KEY`", code="invalid_api_key")
 
 
-def unknown_model(asked: str, served: str) -> ApiError:
-    return ApiError(404, f"model {asked!r} is not served here; use {served!r}", "model", "model_not_found")
+def unknown_model(asked: str, served: Iterable[str]) -> ApiError:
+    names = " or ".join(repr(name) for name in served)
+    return ApiError(404, f"model {asked!r} is not served here; use {names}", "model", "model_not_found")
+
+
+def unloading(model: str) -> ApiError:
+    return ApiError(503, f"model {model!r} is being unloaded and accepts no requests", "model", "unloading")
 
 
 def unknown_request(asked: str) -> ApiError:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvloom.arguments import MAX_NUMBER, MODEL, number, size, whole
 from kvloom.engine import add_engine_arguments, engine_settings
@@ -16,6 +16,8 @@ from .http_client import KEY
 
 if TYPE_CHECKING:
     from kvloom.serve.auth import Caps
+    from kvloom.serve.server import ModelOptions
+    from kvloom.serve.worker import TenantConfig
 
 __all__ = ["arguments", "run"]
 
@@ -28,6 +30,8 @@ MAX_TTL_SECONDS = 86400.0
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", default="kvloom-llama", metavar="MODEL", help=f"{MODEL} (default: kvloom-llama)")
+    more = "further models of the same server; requests choose by name (needs --memory or --pool)"
+    add("more_models", nargs="*", metavar="MODEL", help=more)
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add(
         "--port",
@@ -36,7 +40,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="port (default: 8000; 0: any free port)",
     )
-    add("--name", metavar="NAME", help="name of the model in requests (default: its folder's name)")
+    name = "name of the model in requests; repeatable, in the order of models (default: its folder's name)"
+    add("--name", action="append", default=[], metavar="NAME", help=name)
+    memory = "memory that the pools of all models share: the pool of an idle model serves the busy ones"
+    add("--memory", type=size, metavar="SIZE", help=memory)
+    folder = "folder below which POST /admin/models may load models; repeatable (default: none)"
+    add("--model-dir", action="append", default=[], metavar="DIR", help=folder)
     keys = (
         "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [max_…=N] [admin]`; "
         "an admin key sees all tenants and the dashboard"
@@ -136,11 +145,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from kvloom.engine import engine_config
-    from kvloom.models.specs import folder_of
     from kvloom.serve.auth import ApiKeys, Limits, permission_warning, read_keys
     from kvloom.serve.logs import configure_logging
     from kvloom.serve.server import ServerOptions, serve
-    from kvloom.serve.worker import Start, WatchdogLimits
+    from kvloom.serve.worker import WatchdogLimits
 
     level = "warning" if args.quiet and args.log_level in ("debug", "info") else args.log_level
     configure_logging(level, args.log_format)
@@ -160,21 +168,7 @@ def run(args: argparse.Namespace) -> int:
     keys = read_keys(args.api_keys, caps, own) if has_keys else ApiKeys({}, default=caps)
     if args.api_keys is not None and (warning := permission_warning(args.api_keys)) is not None:
         logging.getLogger("kvloom.serve").warning("%s", warning)
-    model = folder_of(args.model)
-    start = Start(
-        model=model,
-        dtype=args.dtype,
-        cpu_dtype="auto" if model == args.model else "float32",
-        device=args.device,
-        load_format=args.load_format,
-        threads=args.threads,
-        tenants=keys.tenants,
-        progress=sys.stderr.isatty() and not args.quiet,
-        observe=not args.no_metrics,
-        settings=settings,
-        log_level=level,
-        log_format=args.log_format,
-    )
+    models = _models(args, settings, keys.tenants, level)
     limits = Limits(
         body_bytes=args.max_body,
         connections=args.max_connections,
@@ -189,15 +183,15 @@ def run(args: argparse.Namespace) -> int:
         image_folders=tuple(_image_folder(folder) for folder in args.image_dir),
     )
     template = args.chat_template
-    name = args.name or (None if model == args.model else args.model)
     if args.record is not None and args.no_metrics:
         raise ValueError("--record needs metrics, and --no-metrics disables them: use one of them")
     return serve(
         ServerOptions(
-            start,
+            models,
+            memory=args.memory,
+            model_folders=tuple(Path(folder).resolve() for folder in args.model_dir),
             host=args.host,
             port=args.port,
-            name=name,
             keys=keys,
             limits=limits,
             drain_seconds=args.drain_seconds,
@@ -206,7 +200,6 @@ def run(args: argparse.Namespace) -> int:
             allow_chat_template=args.allow_chat_template,
             tool_call_parser=args.tool_call_parser,
             reasoning_parser=args.reasoning_parser,
-            completes_code=model != args.model,
             record=args.record,
             otlp=args.otlp,
             metrics_auth=args.metrics_auth,
@@ -225,6 +218,55 @@ def _image_folder(given: str) -> Path:
     if not folder.is_dir():
         raise ValueError(f"--image-dir {given} is not a folder: give an existing one")
     return folder
+
+
+def _models(
+    args: argparse.Namespace, settings: dict[str, Any], tenants: tuple[TenantConfig, ...], level: str
+) -> tuple[ModelOptions, ...]:
+    """Return the models to serve. Raises ValueError for several models without a size of their pools."""
+    from kvloom.models.specs import folder_of
+    from kvloom.serve.server import ModelOptions, shared_start
+    from kvloom.serve.worker import Start
+
+    given = [args.model, *args.more_models]
+    if len(args.name) > len(given):
+        raise ValueError(f"--name is given {len(args.name)} times for {len(given)} model(s)")
+    memory = args.memory
+    if len(given) > 1 and memory is None and args.pool_bytes is None:
+        raise ValueError(
+            f"{len(given)} models need --memory SIZE, which their pools share, or --pool SIZE for each pool"
+        )
+    if memory is None and args.model_dir:
+        raise ValueError("--model-dir needs --memory SIZE: the pools of loaded models share it")
+    for option in ("pool", "max_pool"):
+        if memory is not None and getattr(args, f"{option}_bytes") is not None:
+            name = option.replace("_", "-")
+            raise ValueError(f"--memory sizes the pools, and --{name} gives a size: use one of them")
+    if memory is not None and args.no_metrics:
+        raise ValueError("--memory needs metrics, and --no-metrics disables them: use one of them")
+    names = [*args.name, *[None] * (len(given) - len(args.name))]
+    models = []
+    for model, name in zip(given, names, strict=True):
+        folder = folder_of(model)
+        start = Start(
+            model=folder,
+            dtype=args.dtype,
+            cpu_dtype="auto" if folder == model else "float32",
+            device=args.device,
+            load_format=args.load_format,
+            threads=args.threads,
+            tenants=tenants,
+            progress=sys.stderr.isatty() and not args.quiet and len(given) == 1,
+            observe=not args.no_metrics,
+            settings=settings,
+            log_level=level,
+            log_format=args.log_format,
+        )
+        if memory is not None:
+            start = shared_start(start, memory, memory // len(given))
+        named = name or (None if folder == model else model)
+        models.append(ModelOptions(start, named, completes_code=folder != model))
+    return tuple(models)
 
 
 def _default_caps(args: argparse.Namespace, has_keys: bool) -> Caps:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -11,16 +13,49 @@ from kvloom.core import format_bytes
 
 from .worker import Ready
 
-__all__ = ["print_startup"]
+__all__ = ["ReadyModel", "print_startup"]
 
 MiB = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class ReadyModel:
+    """A model that is ready: its name, its engine's Ready message and process, and whether it answers chats."""
+
+    name: str
+    facts: Ready
+    pid: int
+    has_chat: bool
+
+
 def print_startup(
-    model: str, url: str, facts: Ready, pid: int, seconds: float, keys: bool, chat: bool
+    models: Sequence[ReadyModel], url: str, seconds: float, keys: bool, memory: int | None
 ) -> None:
-    """Print the start-up lines to stdout."""
+    """Print the start-up lines to stdout. `memory`: bytes that the pools share."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    for model in models:
+        _print_model(console, model, seconds)
+    if memory is not None:
+        console.print(f"the pools of all models share {format_bytes(memory)}")
+    first, names = models[0], " ".join(model.name for model in models)
+    example = (
+        '"messages": [{"role": "user", "content": "Hello"}]'
+        if first.has_chat
+        else '"prompt": "def fibonacci(n):"'
+    )
+    path = "/v1/chat/completions" if first.has_chat else "/v1/completions"
+    print(f"\nkvloom serves {names} at {url}; to try it:")
+    auth = ' -H "Authorization: Bearer $KEY"' if keys else ""
+    print(
+        f"""  curl {url}{path}{auth} -H "Content-Type: application/json" \\
+    -d '{{"model": "{first.name}", {example}, "max_tokens": 64, "temperature": 0}}'
+dashboard: {url}/dashboard or `kvloom top --url {url}`\n""",
+        flush=True,
+    )
+
+
+def _print_model(console: Console, model: ReadyModel, seconds: float) -> None:
+    facts = model.facts
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("group", "layers", "page", "pages/block", "pages/slab", "padding"):
         table.add_column(column, justify="left" if column == "group" else "right")
@@ -35,7 +70,7 @@ def print_startup(
         )
     tokens = facts.pool_bytes // max(1, facts.bytes_per_token)
     console.print(
-        f"\n{model} in {facts.dtype} on {facts.device} (process {pid}), ready after {seconds:.1f} s",
+        f"\n{model.name} in {facts.dtype} on {facts.device} (process {model.pid}), ready after {seconds:.1f} s",
         style="bold",
     )
     console.print(
@@ -48,15 +83,3 @@ def print_startup(
         console.print(f"tier {name}: {format_bytes(capacity)}{stored}", markup=False, soft_wrap=True)
     for name, why in facts.unavailable_tiers:
         console.print(f"unavailable tier {name}: {why}", style="bold", markup=False, soft_wrap=True)
-    example = (
-        '"messages": [{"role": "user", "content": "Hello"}]' if chat else '"prompt": "def fibonacci(n):"'
-    )
-    path = "/v1/chat/completions" if chat else "/v1/completions"
-    print(f"\nkvloom serves {model} at {url}; to try it:")
-    auth = ' -H "Authorization: Bearer $KEY"' if keys else ""
-    print(
-        f"""  curl {url}{path}{auth} -H "Content-Type: application/json" \\
-    -d '{{"model": "{model}", {example}, "max_tokens": 64, "temperature": 0}}'
-dashboard: {url}/dashboard or `kvloom top --url {url}`\n""",
-        flush=True,
-    )

@@ -23,12 +23,16 @@ class Feasibility:
         self.cache, self.token_budget = cache, token_budget
         self._slabs_for = lru_cache(4096)(self._most_slabs)
 
-    def check(self, request: Request) -> None:
-        """Raise ValueError for a request that can never run."""
+    def check(self, request: Request, reachable_slabs: int = 0) -> None:
+        """Raise ValueError for a request that can never run, also after the pool has grown to `reachable_slabs`."""
         slab = self.cache.layout.slab_bytes
         quota = self.cache.account(request.control.tenant).tenant.quota
         for owner, needed, limit in (
-            ("pool has", self._slabs_of(request) * slab, self.cache.usable_slabs * slab),
+            (
+                "pool has",
+                self._slabs_of(request) * slab,
+                max(self.cache.usable_slabs, reachable_slabs) * slab,
+            ),
             ("tenant's quota is", 0 if quota is None else self._bytes_of(request), quota),
         ):
             if limit is not None and needed > limit:

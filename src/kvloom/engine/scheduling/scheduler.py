@@ -74,6 +74,10 @@ class Scheduler:
         """Number of decoding requests in the last step's work: they come first, with one token each."""
         self.offload = offload
         """Loads pages from tiers; None without tiers."""
+        self.reachable_slabs = 0
+        """Slabs that the pool can always grow to: until then, requests that lack pages wait."""
+        self.awaits_growth = False
+        """Whether a request without pages waited in the last step, because the pool can grow."""
         self.admission: Admission | None = Admission(cache)
         """Projects the growth of running requests; None admits every request for which pages are free now."""
         self._queue = WaitingQueue(cache.inspect.accounts)
@@ -93,6 +97,10 @@ class Scheduler:
         return sum(1 for _ in self._queue)
 
     @property
+    def _can_grow(self) -> bool:
+        return self.cache.usable_slabs < self.reachable_slabs
+
+    @property
     def loading_count(self) -> int:
         """Number of requests that wait for pages from tiers."""
         return self._queue.loading + self._paused
@@ -109,7 +117,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request and prefetch its pages. Raises ValueError, with the numbers, if it can never run."""
-        self._feasibility.check(request)
+        self._feasibility.check(request, self.reachable_slabs)
         self._queue.push(request)
         if self.offload is not None:
             can_wait = bool(self.running) or self._queue.length > 1
@@ -126,7 +134,7 @@ class Scheduler:
         `places` maps a request (by `id`) to the place of its in-flight token in the previous step."""
         places = places or {}
         self.started_requests = []
-        self._paused = 0
+        self._paused, self.awaits_growth = 0, False
         picked: list[Scheduled] = []
         next_blocks = self._poll_loads()
         self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
@@ -169,7 +177,10 @@ class Scheduler:
             if budget:
                 budget -= self._reserve(request, budget, picked, places, until=until)
         if alone is not None and alone.sequence is None and not self._freeing:
-            self._reject(alone)
+            if self._can_grow:
+                self.awaits_growth = True
+            else:
+                self._reject(alone)
         block = self.cache.block_tokens
         next_blocks |= {next_block_of(request, request.computed, block) for request, _ in picked[first:]}
         self._admit_waiting(budget, picked, places, next_blocks, empty)
@@ -242,7 +253,8 @@ class Scheduler:
                     self._start(waiting, match, looked_up)
                     if self.admission is not None:
                         self.admission.request_admitted(waiting)
-                elif self.running or picked or not empty or self._freeing:
+                elif self.running or picked or not empty or self._freeing or self._can_grow:
+                    self.awaits_growth |= self._can_grow and not picked
                     if self.offload is not None and not picked:
                         self.offload.publish_loaded()  # otherwise requests after it would keep their pages reserved
                     # Preempted requests may retain pages until their copies are made.

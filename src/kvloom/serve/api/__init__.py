@@ -1,6 +1,7 @@
 """The HTTP API in OpenAI's format.
 
     server_context.py     ServerContext: state and checks that all endpoints share
+    served_model.py       ServedModel: one model, its engine process, encoder and observer
     generation.py         endpoints that generate: completions and chats
     openai_responses.py   /v1/responses, as a chat
     anthropic_messages.py /v1/messages, as a chat
@@ -35,7 +36,8 @@ from .generation import ChatEndpoint, CompletionEndpoint
 from .openai_responses import ResponsesEndpoint
 from .openapi import documentation_routes, openapi
 from .prompts import PromptEncoder, load_tokenizer
-from .request_fields import engine_error
+from .request_fields import engine_error, read_fields
+from .served_model import ServedModel
 from .server_context import ServerContext, is_loopback, parse_digits
 from .tokenize import DetokenizeEndpoint, TokenizeEndpoint
 
@@ -50,6 +52,7 @@ __all__ = [
     "PoolEndpoint",
     "PromptEncoder",
     "ResponsesEndpoint",
+    "ServedModel",
     "ServerContext",
     "TokenizeEndpoint",
     "close_idle",
@@ -60,4 +63,5 @@ __all__ = [
     "load_tokenizer",
     "openapi",
     "parse_digits",
+    "read_fields",
 ]

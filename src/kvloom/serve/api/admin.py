@@ -39,13 +39,17 @@ class PoolEndpoint:
     async def _respond(self, request: Request) -> Response:
         context = self._context
         context.require_admin(request)
-        engine = context.engine
+        engine = context.asked_model(request).engine
         facts = engine.require_ready()
         if request.method == "GET":
             return _response(facts, facts.pool_bytes)
         with context.bodies.hold(context.authenticate(request) or "") as held:
             fields = read_fields(await context.read_body(request, held), PoolFields)
         wanted = _bytes(fields.bytes)
+        if context.memory is not None:
+            raise bad_request(
+                "the models share --memory, so their load decides the size of each pool", "bytes"
+            )
         if facts.pool_limits is None:
             raise bad_request("the pool keeps its size: start the server with --max-pool", "bytes")
         least, most = facts.pool_limits

@@ -23,6 +23,7 @@ from .generation import ChatEndpoint
 from .prompts import Prompt, PromptEncoder, PromptLimits, characters_for
 from .request_fields import ChatFields, CompletionFields, read_fields
 from .responses import ChatResponse, ResponseBuilder
+from .served_model import ServedModel
 from .server_context import ServerContext
 from .translation import copied_fields, read_object, text_of_parts
 
@@ -67,7 +68,7 @@ class MessagesEndpoint(ChatEndpoint):
         given = read_object(body)
         if not isinstance(given.get("max_tokens"), int):
             raise bad_request("max_tokens is required: the most tokens of the answer", "max_tokens")
-        return self.with_tools(_fields(given))
+        return _fields(given)
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
         assert isinstance(fields, MessagesFields)
@@ -92,17 +93,17 @@ class MessagesEndpoint(ChatEndpoint):
         prompts: list[Prompt],
         ids: list[int],
         params: SamplingParams,
-        encoder: PromptEncoder,
+        served: ServedModel,
     ) -> ResponseBuilder:
         assert isinstance(fields, MessagesFields)
         return MessagesBuilder(
-            self.context.model,
+            served.name,
             prompts,
             ids,
             params.n,
-            encoder,
-            new_parser=self.new_parser(fields, prompts[0], params),
-            warning=self.tools_warning(fields),
+            served.require_encoder(),
+            new_parser=self.new_parser(fields, prompts[0], params, served),
+            warning=self.tools_warning(fields, served),
         )
 
 
@@ -122,13 +123,13 @@ class CountTokensEndpoint:
     async def _count(self, request: Request) -> Response:
         context = self._context
         account = context.authenticate(request) or ""
-        facts, prompts = context.require_ready()
-        most = characters_for(facts.max_tokens)
-        limits = PromptLimits(most, facts.vocab_size, characters=most)
+        context.require_accepting()
         with context.bodies.hold(account) as held:
             body = await context.read_body(request, held)
             fields = await context.parse(lambda: _fields(read_object(body)), account, len(body))
-            context.check_model(fields.model)
+            facts, prompts = context.served(fields.model).require_ready()
+            most = characters_for(facts.max_tokens)
+            limits = PromptLimits(most, facts.vocab_size, characters=most)
             prompt = await prompts.run(lambda: prompts.encode_chat(fields, limits), account, len(body))
         return Response(
             msgspec.json.encode({"input_tokens": len(prompt.tokens)}), media_type="application/json"

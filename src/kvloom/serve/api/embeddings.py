@@ -14,9 +14,10 @@ from kvloom.serve.errors import ApiError, bad_request
 from kvloom.serve.worker import Delta, Ready
 
 from .generation import CompletionEndpoint
-from .prompts import Prompt, PromptEncoder
+from .prompts import Prompt
 from .request_fields import CacheFields, ChatFields, CompletionFields, check_fields, read_fields
 from .responses import CompletionResponse, ResponseBuilder
+from .served_model import ServedModel
 
 __all__ = ["EmbeddingFields", "EmbeddingsEndpoint"]
 
@@ -79,7 +80,12 @@ class EmbeddingsEndpoint(CompletionEndpoint):
         return fields
 
     def _new_params(
-        self, fields: CompletionFields | ChatFields, prompt: Prompt, new: int, facts: Ready
+        self,
+        fields: CompletionFields | ChatFields,
+        prompt: Prompt,
+        new: int,
+        served: ServedModel,
+        facts: Ready,
     ) -> SamplingParams:
         assert isinstance(fields, _PooledFields)
         return SamplingParams(max_tokens=1, temperature=0, pooling=fields.pooling)
@@ -90,11 +96,12 @@ class EmbeddingsEndpoint(CompletionEndpoint):
         prompts: list[Prompt],
         ids: list[int],
         params: SamplingParams,
-        encoder: PromptEncoder,
+        served: ServedModel,
     ) -> ResponseBuilder:
         assert isinstance(fields, _PooledFields)
+        encoder = served.require_encoder()
         return _EmbeddingsResponse(
-            fields, self.context.model, prompts, ids, 1, encoder, token_ids=False, top_logprobs=0
+            fields, served.name, prompts, ids, 1, encoder, token_ids=False, top_logprobs=0
         )
 
 

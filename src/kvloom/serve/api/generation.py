@@ -37,6 +37,7 @@ from .request_fields import (
     sampling_params,
 )
 from .responses import ChatResponse, CompletionResponse, ResponseBuilder
+from .served_model import ServedModel
 from .server_context import ServerContext
 
 __all__ = ["ChatEndpoint", "CompletionEndpoint", "GenerationEndpoint"]
@@ -60,6 +61,12 @@ class GenerationEndpoint(ABC):
     @abstractmethod
     def read(self, body: bytes) -> CompletionFields | ChatFields: ...
 
+    def adapt(
+        self, fields: CompletionFields | ChatFields, served: ServedModel
+    ) -> CompletionFields | ChatFields:
+        """Return the fields as the model needs them."""
+        return fields
+
     @abstractmethod
     def prompts(
         self, fields: CompletionFields | ChatFields, prompts: PromptEncoder, limits: PromptLimits
@@ -69,23 +76,25 @@ class GenerationEndpoint(ABC):
         started = time.monotonic()
         context, request = self.context, Request(scope, receive)
         with ExitStack() as admitted:
-            messages, response, is_stream, forced = await self._prepare(request, admitted)
+            served, messages, response, is_stream, forced = await self._prepare(request, admitted)
             ids, n = [message.id for message in messages], messages[0].params.n
             stream = ResponseStream(ids, n, context.limits.unread_characters if is_stream else None)
-            context.engine.require_ready()
-            record = context.observer.start(response.id, scope["path"], messages, started, request.headers)
+            served.require_ready()
+            record = served.observer.start(response.id, scope["path"], messages, started, request.headers)
             log = request_log(scope)
             log.record, record.request_id = record, log.id
-            context.engine.submit(messages, stream)
+            served.engine.submit(messages, stream)
             watcher = asyncio.create_task(_watch_disconnect(receive, stream))
             try:
                 if is_stream:
-                    events = _EventStream(context, stream, response, send, record, log)
+                    events = _EventStream(
+                        served, context.limits.read_seconds, stream, response, send, record, log
+                    )
                     if not await events.run() and "kvloom.abort" in scope:
                         scope["kvloom.abort"]()
                         await watcher
                 else:
-                    await self._send_whole(stream, response, messages[0].tenant, send)
+                    await self._send_whole(served, stream, response, messages[0].tenant, send)
             except ApiError as error:
                 record.error_code = error.code or str(error.status)
                 if error.param == "grammar" and forced:
@@ -93,16 +102,21 @@ class GenerationEndpoint(ABC):
                 raise
             finally:
                 watcher.cancel()
-                context.engine.cancel(stream)
+                served.engine.cancel(stream)
                 record.output_tokens, record.finish_reasons = (
                     response.usage.completion,
                     response.finish_reasons,
                 )
                 record.is_disconnected = stream.is_disconnected
-                context.observer.finish(record)
+                served.observer.finish(record)
 
     async def _send_whole(
-        self, stream: ResponseStream, response: ResponseBuilder, tenant: str, send: Send
+        self,
+        served: ServedModel,
+        stream: ResponseStream,
+        response: ResponseBuilder,
+        tenant: str,
+        send: Send,
     ) -> None:
         found: list[Delta] = []
         while pieces := await stream.take():
@@ -112,7 +126,7 @@ class GenerationEndpoint(ABC):
         tokens = sum(len(piece.logprobs or ()) + len(piece.prompt_logprobs or ()) for piece in found)
         tokens += sum(len(piece.embedding or b"") for piece in found) // EMBEDDING_BYTES
         if tokens > SMALL_LOGPROBS:
-            prompts = self.context.require_encoder()
+            prompts = served.require_encoder()
             body = await prompts.run(lambda: response.whole(found), tenant, tokens * LOGPROBS_BYTES)
         else:
             body = response.whole(found)
@@ -123,32 +137,34 @@ class GenerationEndpoint(ABC):
 
     async def _prepare(
         self, request: Request, admitted: ExitStack
-    ) -> tuple[list[Add], ResponseBuilder, bool, bool]:
-        """Return the engine's messages, an empty response, whether it is a stream, and whether a tool call is forced. `admitted` releases the request's place.
+    ) -> tuple[ServedModel, list[Add], ResponseBuilder, bool, bool]:
+        """Return the model, its engine's messages, an empty response, whether it is a stream, and whether a tool call is forced. `admitted` releases the request's place.
         Raises ApiError. The body and its fields, which may be large, are released before the answer begins."""
         context = self.context
         account = context.authenticate(request) or ""  # before reading the body
-        facts, prompts = context.require_ready()
+        context.require_accepting()
         with context.bodies.hold(account) as held:
             body = await context.read_body(request, held)
-            fields = await context.parse(lambda: self.read(body), account, len(body))
-            context.check_model(fields.model)
+            read = await context.parse(lambda: self.read(body), account, len(body))
+            served = context.served(read.model)
+            facts, prompts = served.require_ready()
+            fields = await context.parse(lambda: self.adapt(read, served), account, len(body))
             tenant = context.request_tenant(request, fields)
             answers, caps = _answer_count(fields), context.keys.caps(tenant)
             caps.check(answers, self.longest_ttl(fields), fields.priority)
             admitted.enter_context(context.limiter.admit(answers, tenant, caps.open))
             most = self._max_prompt_tokens(tenant, facts)
-            images = RequestImages(context.limits, context.model, facts.image_refusal)
+            images = RequestImages(context.limits, served.name, facts.image_refusal)
             limits = PromptLimits(most, facts.vocab_size, _tokens_to_keep(fields, most), images=images)
             has_template = isinstance(fields, ChatFields) and bool(fields.chat_template)
             given = await prompts.run(
                 lambda: self.prompts(fields, prompts, limits), account, len(body), has_template
             )
-        messages = self._messages(fields, given, tenant, facts)
+        messages = self._messages(fields, given, tenant, served, facts)
         ids = [message.id for message in messages]
-        response = self.response(fields, given, ids, messages[0].params, prompts)
+        response = self.response(fields, given, ids, messages[0].params, served)
         forced = isinstance(fields, ChatFields) and _forces_call(fields)
-        return messages, response, bool(fields.stream), forced
+        return served, messages, response, bool(fields.stream), forced
 
     @abstractmethod
     def response(
@@ -157,7 +173,7 @@ class GenerationEndpoint(ABC):
         prompts: list[Prompt],
         ids: list[int],
         params: SamplingParams,
-        encoder: PromptEncoder,
+        served: ServedModel,
     ) -> ResponseBuilder:
         """Return the builder of the response."""
 
@@ -166,7 +182,12 @@ class GenerationEndpoint(ABC):
         return fields.ttl
 
     def _messages(
-        self, fields: CompletionFields | ChatFields, prompts: list[Prompt], tenant: str, facts: Ready
+        self,
+        fields: CompletionFields | ChatFields,
+        prompts: list[Prompt],
+        tenant: str,
+        served: ServedModel,
+        facts: Ready,
     ) -> list[Add]:
         """Return one Add per prompt. Raises ApiError for the first invalid one."""
         made: dict[int, SamplingParams] = {}  # by max_tokens; a schema is encoded once
@@ -174,7 +195,7 @@ class GenerationEndpoint(ABC):
             Add(
                 id_,
                 prompt.tokens,
-                self._params(fields, prompt, tenant, facts, made),
+                self._params(fields, prompt, tenant, served, facts, made),
                 bool(fields.stream),
                 tenant,
                 fields.session_id,
@@ -188,7 +209,7 @@ class GenerationEndpoint(ABC):
                 [(-(-stop // facts.block_tokens) * facts.block_tokens, ttl) for stop, ttl in prompt.retain],
                 self._image_prompt(fields, prompt, tenant, facts),
             )
-            for id_, prompt in zip(self.context.engine.new_ids(len(prompts)), prompts, strict=True)
+            for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]
 
     def _image_prompt(
@@ -213,6 +234,7 @@ class GenerationEndpoint(ABC):
         fields: CompletionFields | ChatFields,
         prompt: Prompt,
         tenant: str,
+        served: ServedModel,
         facts: Ready,
         made: dict[int, SamplingParams],
     ) -> SamplingParams:
@@ -229,7 +251,7 @@ class GenerationEndpoint(ABC):
             wanted = fields.max_completion_tokens
         new = min(longest if chat else DEFAULT_TOKENS, max(1, longest - count)) if wanted is None else wanted
         if new not in made:
-            made[new] = self._new_params(fields, prompt, new, facts)
+            made[new] = self._new_params(fields, prompt, new, served, facts)
         if not count:
             raise bad_request("the prompt is empty: it must have at least one token", param)
         if count > most:
@@ -240,14 +262,19 @@ class GenerationEndpoint(ABC):
         return made[new]
 
     def _new_params(
-        self, fields: CompletionFields | ChatFields, prompt: Prompt, new: int, facts: Ready
+        self,
+        fields: CompletionFields | ChatFields,
+        prompt: Prompt,
+        new: int,
+        served: ServedModel,
+        facts: Ready,
     ) -> SamplingParams:
-        encoder = self.context.encoder
+        encoder = served.encoder
         bad = encoder.bad_words(fields.bad_words) if fields.bad_words and encoder is not None else []
         params = sampling_params(fields, new, facts.vocab_size, bad)
         grammar = None
         if isinstance(fields, ChatFields):
-            grammar = self.context.answers.reasoning_grammar(_end_of_prompt(fields, prompt), params.structure)
+            grammar = served.answers.reasoning_grammar(_end_of_prompt(fields, prompt), params.structure)
         if grammar is not None:
             params = replace(params, json_schema=None, regex=None, grammar=grammar)
         return params
@@ -274,21 +301,25 @@ class CompletionEndpoint(GenerationEndpoint):
         prompts: list[Prompt],
         ids: list[int],
         params: SamplingParams,
-        encoder: PromptEncoder,
+        served: ServedModel,
     ) -> ResponseBuilder:
         assert isinstance(fields, CompletionFields)
         more = _response_options(fields, params)
+        encoder = served.require_encoder()
         return CompletionResponse(
-            self.context.model, prompts, ids, params.n, encoder, echo=bool(fields.echo), **more
+            served.name, prompts, ids, params.n, encoder, echo=bool(fields.echo), **more
         )
 
 
 class ChatEndpoint(GenerationEndpoint):
     def read(self, body: bytes) -> ChatFields:
-        return self.with_tools(read_fields(body, ChatFields))
+        return read_fields(body, ChatFields)
 
-    def with_tools(self, fields: ChatFields) -> ChatFields:
+    def adapt(
+        self, fields: CompletionFields | ChatFields, served: ServedModel
+    ) -> CompletionFields | ChatFields:
         """Return the fields with the grammar of a forced call, and with special tokens where a parser needs them."""
+        assert isinstance(fields, ChatFields)
         changes: dict[str, Any] = {}
         functions = forced_functions(fields.tools, fields.tool_choice)
         if functions is not None:
@@ -303,7 +334,7 @@ class ChatEndpoint(GenerationEndpoint):
                     "tools",
                 )
             changes["grammar"] = ANSWER + grammar
-        formats = self.context.answers
+        formats = served.answers
         if formats.special and fields.skip_special_tokens is None and (fields.tools or formats.reasoning):
             changes["skip_special_tokens"] = False
         return msgspec.structs.replace(fields, **changes) if changes else fields
@@ -320,29 +351,29 @@ class ChatEndpoint(GenerationEndpoint):
         prompts: list[Prompt],
         ids: list[int],
         params: SamplingParams,
-        encoder: PromptEncoder,
+        served: ServedModel,
     ) -> ResponseBuilder:
         assert isinstance(fields, ChatFields)
         return ChatResponse(
-            self.context.model,
+            served.name,
             prompts,
             ids,
             params.n,
-            encoder,
-            new_parser=self.new_parser(fields, prompts[0], params),
-            warning=self.tools_warning(fields),
+            served.require_encoder(),
+            new_parser=self.new_parser(fields, prompts[0], params, served),
+            warning=self.tools_warning(fields, served),
             **_response_options(fields, params),
         )
 
-    def tools_warning(self, fields: ChatFields) -> str | None:
+    def tools_warning(self, fields: ChatFields, served: ServedModel) -> str | None:
         """Return what is missing for the tools of a request."""
-        return self.context.answers.tools_warning(_forces_call(fields)) if _has_tools(fields) else None
+        return served.answers.tools_warning(_forces_call(fields)) if _has_tools(fields) else None
 
     def new_parser(
-        self, fields: ChatFields, prompt: Prompt, params: SamplingParams
+        self, fields: ChatFields, prompt: Prompt, params: SamplingParams, served: ServedModel
     ) -> Callable[[], AnswerParser | None]:
         """Return what makes the parser of each answer."""
-        formats, parallel = self.context.answers, fields.parallel_tool_calls is not False
+        formats, parallel = served.answers, fields.parallel_tool_calls is not False
         has_tools, forced, end = _has_tools(fields), _forces_call(fields), _end_of_prompt(fields, prompt)
         return lambda: formats.parser(end, params.structure, has_tools, forced, parallel)
 
@@ -352,15 +383,16 @@ class _EventStream:
 
     def __init__(
         self,
-        context: ServerContext,
+        served: ServedModel,
+        read_seconds: float,
         stream: ResponseStream,
         response: ResponseBuilder,
         send: Send,
         record: RequestRecord,
         log: RequestLog,
     ) -> None:
-        self._service, self._stream, self._response, self._send = context, stream, response, send
-        self._seconds = context.limits.read_seconds
+        self._metrics, self._stream, self._response, self._send = served.metrics, stream, response, send
+        self._seconds = read_seconds
         self._record, self._log = record, log
         self._last = 0.0
 
@@ -388,7 +420,7 @@ class _EventStream:
         return True
 
     def _body(self, pieces: list[Delta]) -> bytes:
-        now, metrics = time.monotonic(), self._service.metrics
+        now, metrics = time.monotonic(), self._metrics
         if not self._last:
             self._record.first_token = now
         elif metrics.is_enabled:

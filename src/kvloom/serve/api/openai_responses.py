@@ -16,9 +16,10 @@ from kvloom.serve.errors import ApiError, bad_request
 from kvloom.serve.worker import Delta
 
 from .generation import ChatEndpoint
-from .prompts import Prompt, PromptEncoder
+from .prompts import Prompt
 from .request_fields import ChatFields, CompletionFields, read_fields
 from .responses import ChatResponse, ResponseBuilder
+from .served_model import ServedModel
 from .translation import copied_fields, read_object, text_of_parts
 
 __all__ = ["ResponsesEndpoint"]
@@ -51,7 +52,7 @@ class ResponsesEndpoint(ChatEndpoint):
 
     def read(self, body: bytes) -> ChatFields:
         chat = _chat(read_object(body))
-        return self.with_tools(read_fields(msgspec.json.encode(chat), ResponsesFields))
+        return read_fields(msgspec.json.encode(chat), ResponsesFields)
 
     def response(
         self,
@@ -59,18 +60,18 @@ class ResponsesEndpoint(ChatEndpoint):
         prompts: list[Prompt],
         ids: list[int],
         params: SamplingParams,
-        encoder: PromptEncoder,
+        served: ServedModel,
     ) -> ResponseBuilder:
         assert isinstance(fields, ResponsesFields)
         return ResponsesBuilder(
-            self.context.model,
+            served.name,
             prompts,
             ids,
             params.n,
-            encoder,
+            served.require_encoder(),
             top_logprobs=params.logprobs or 0,
-            new_parser=self.new_parser(fields, prompts[0], params),
-            warning=self.tools_warning(fields),
+            new_parser=self.new_parser(fields, prompts[0], params, served),
+            warning=self.tools_warning(fields, served),
             original=fields.original,
         )
 

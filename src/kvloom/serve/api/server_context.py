@@ -1,4 +1,4 @@
-"""State and checks that all endpoints share: engine client, prompt encoder, keys, limits, metrics."""
+"""State and checks that all endpoints share: the served models, keys, limits, metrics."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from kvloom.serve.access_log import request_log
-from kvloom.serve.api.answers import AnswerFormats
 from kvloom.serve.auth import ApiKeys, BodyLimiter, HeldBody, Limits, RequestLimiter
 from kvloom.serve.errors import ApiError, bad_request, body_too_large, draining, engine_loading, unknown_model
-from kvloom.serve.metrics import Metrics, RequestObserver
-from kvloom.serve.worker import EngineClient, Ready
+from kvloom.serve.metrics import RequestRecords, ServerMetrics
 
-from .prompts import PromptEncoder
 from .request_fields import RequestFields
+from .served_model import ServedModel
 
 __all__ = ["ServerContext", "is_loopback", "parse_digits"]
 
@@ -31,22 +29,21 @@ Some = TypeVar("Some")
 
 @dataclass(slots=True)
 class ServerContext:
-    """State of one server. `model` is the served name; requests may also use `model_path`. `encoder` is None while the
-    tokenizer loads.
+    """State of one server. Requests that name no model use the first of `models`, which are by name.
 
     Without `keys`, only requests to loopback names are accepted."""
 
-    engine: EngineClient
     keys: ApiKeys
     limits: Limits
     limiter: RequestLimiter
-    observer: RequestObserver
-    model: str
-    model_path: str
-    created: int
-    encoder: PromptEncoder | None = None
-    answers: AnswerFormats = field(default_factory=AnswerFormats)
-    """How the model writes tool calls and reasoning; known once the tokenizer is loaded."""
+    metrics: ServerMetrics
+    models: dict[str, ServedModel] = field(default_factory=dict)
+    records: RequestRecords = field(default_factory=RequestRecords)
+    """The latest requests of all models."""
+    labels_models: bool = False
+    """Whether series of a model have the label `model` in /metrics: on a server of several models."""
+    memory: int | None = None
+    """Bytes that the pools of all models share; None: each pool has its own."""
     metrics_need_key: bool = False
     """Whether /metrics requires a key."""
     cors_origins: tuple[str, ...] = ()
@@ -56,21 +53,23 @@ class ServerContext:
     def __post_init__(self) -> None:
         self.bodies = BodyLimiter(self.limits.bodies * self.limits.body_bytes, self.limiter.shared)
 
-    @property
-    def metrics(self) -> Metrics:
-        return self.observer.metrics
-
-    def require_ready(self) -> tuple[Ready, PromptEncoder]:
-        """Return the engine's Ready message and the encoder. Raises ApiError while one is missing, or while draining."""
+    def require_accepting(self) -> None:
+        """Raise ApiError while draining, or while no model is ready. Call it before reading a body."""
         if self.limiter.is_draining:
             raise draining()
-        return self.engine.require_ready(), self.require_encoder()
-
-    def require_encoder(self) -> PromptEncoder:
-        """Return the encoder. Raises ApiError while the tokenizer loads."""
-        if self.encoder is None:
+        if not any(served.status == "ok" for served in self.models.values()):
             raise engine_loading()
-        return self.encoder
+
+    def served(self, name: str | None) -> ServedModel:
+        """Return the model that a request names by name or path; the first one without a name. Raises ApiError 404."""
+        for served in self.models.values():
+            if name is None or name in (served.name, served.path):
+                return served
+        raise unknown_model(name or "", self.models)
+
+    def asked_model(self, request: Request) -> ServedModel:
+        """Return the model that the query of a request names; the first one without a name. Raises ApiError 404."""
+        return self.served(request.query_params.get("model"))
 
     def authenticate(self, request: Request) -> str | None:
         """Return the tenant of a request's key; None without keys. Raises ApiError 401."""
@@ -105,11 +104,6 @@ class ServerContext:
         if fields.tenant not in (None, known):
             raise bad_request("tenant is set by the API key: omit the field", "tenant")
         return known
-
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 if a request names another model. No name means the served model."""
-        if name is not None and name not in (self.model, self.model_path):
-            raise unknown_model(name, self.model)
 
     def check_host(self, request: Request) -> None:
         """Without keys, raise ApiError 403 for a foreign Host or Origin, because a web page could make a browser send
@@ -154,9 +148,11 @@ class ServerContext:
 
     async def parse(self, read: Callable[[], Some], account: str, size: int) -> Some:
         """Return the fields that `read` returns for a body of `size` bytes. Large bodies are read outside the event loop."""
-        if size <= SMALL_BODY_BYTES or self.encoder is None:
+        encoders = (one.encoder for one in self.models.values() if one.encoder is not None)
+        encoder = next(encoders, None)
+        if size <= SMALL_BODY_BYTES or encoder is None:
             return read()
-        return await self.encoder.run(read, account, size)
+        return await encoder.run(read, account, size)
 
 
 def _authorization(request: Request) -> str | None:

@@ -40,13 +40,13 @@ class TokenizeEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, request = self._context, Request(scope, receive)
         account = context.authenticate(request) or ""
-        facts, prompts = context.require_ready()
-        most = characters_for(facts.max_tokens)
-        limits = PromptLimits(most, facts.vocab_size, characters=most)
+        context.require_accepting()
         with context.bodies.hold(account) as held:
             body = await context.read_body(request, held)
             fields = await context.parse(lambda: _read(body), account, len(body))
-            context.check_model(fields.model)
+            facts, prompts = context.served(fields.model).require_ready()
+            most = characters_for(facts.max_tokens)
+            limits = PromptLimits(most, facts.vocab_size, characters=most)
             response = await prompts.run(
                 lambda: _tokenized(fields, prompts, limits, facts.max_tokens), account, len(body)
             )
@@ -62,12 +62,12 @@ class DetokenizeEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, request = self._context, Request(scope, receive)
         account = context.authenticate(request) or ""
-        facts, prompts = context.require_ready()
-        most = characters_for(facts.max_tokens)
+        context.require_accepting()
         with context.bodies.hold(account) as held:
             body = await context.read_body(request, held)
             fields = await context.parse(lambda: read_fields(body, IdsFields), account, len(body))
-            context.check_model(fields.model)
+            facts, prompts = context.served(fields.model).require_ready()
+            most = characters_for(facts.max_tokens)
             tokens = fields.tokens
             if prompts.tokenizer is None:
                 raise bad_request("this model has no tokenizer, so token ids have no text", "tokens")

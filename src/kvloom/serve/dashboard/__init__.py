@@ -1,7 +1,7 @@
 """The dashboard: a live page about one server's cache, and the same in a terminal. See docs/dashboard.md.
 
     routes.py             /dashboard and /kvloom/state
-    dashboard_state.py    DashboardState: cache snapshot and history as JSON
+    dashboard_state.py    Dashboards: cache snapshot and history of each model as JSON
     history.py            samples of counters
     terminal.py           the dashboard as terminal output
     command.py            `kvloom top`
@@ -16,13 +16,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .dashboard_state import DashboardState
+    from .dashboard_state import Dashboards
     from .routes import dashboard_routes, page_files
 
-__all__ = ["DashboardState", "dashboard_routes", "page_files"]
+__all__ = ["Dashboards", "dashboard_routes", "page_files"]
 
 _MODULES = {
-    "dashboard_state": ("DashboardState",),
+    "dashboard_state": ("Dashboards",),
     "routes": (
         "dashboard_routes",
         "page_files",

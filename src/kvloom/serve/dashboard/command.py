@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import quote
 
 from kvloom.arguments import SERVER, server
 from kvloom.serve.http_client import KEY, fetch
@@ -25,6 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--url", type=server, default="http://127.0.0.1:8000", help=SERVER)
     add("--api-key", metavar="KEY", help=f"admin API key (default: ${KEY})")
+    add("--model", metavar="NAME", help="model to show (default: the server's first)")
     add("--colour", choices=("kind", "state", "tenant"), default="kind", help="what the colours of the map show (default: kind)")  # fmt: skip
     add("--once", action="store_true", help="print once and exit (default if the output is not a terminal)")
     add("--json", action="store_true", help="print the server's state as JSON and exit")
@@ -33,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show a server's cache until q or Ctrl-C. Raises ValueError if the server refuses, OSError without a server."""
     key = args.api_key or os.environ.get(KEY)
-    source = _Server(args.url, key)
+    source = _Server(args.url, key, args.model)
     source.refresh()  # the first error is raised; later ones are shown
     if args.json:
         print(json.dumps(source.state, indent=2))
@@ -55,17 +57,18 @@ def run(args: argparse.Namespace) -> int:
 class _Server:
     """The latest state of a server, and the latest error."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, model: str | None) -> None:
         self._url, self._key = url, key
+        self._model = "" if model is None else f"model={quote(model, safe='')}"
         self.state: dict[str, Any] | None = None
         self.requests: list[dict[str, Any]] | None = None
         self.error = ""
 
     def refresh(self) -> None:
-        state = fetch(self._url, "/kvloom/state", self._key)
+        state = fetch(self._url, f"/kvloom/state?{self._model}", self._key)
         if "history" not in state:
             raise ValueError(f"{self._url} is not a kvloom server")
-        self.requests = fetch(self._url, "/kvloom/requests?limit=100", self._key)["requests"]
+        self.requests = fetch(self._url, f"/kvloom/requests?limit=100&{self._model}", self._key)["requests"]
         self.state, self.error = state, ""
 
     def refresh_until(self, stop: threading.Event) -> None:

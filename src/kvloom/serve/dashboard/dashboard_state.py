@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 
 from kvloom.core import SECONDS, Histogram
-from kvloom.serve.api import ServerContext
+from kvloom.serve.api import ServedModel, ServerContext
 from kvloom.serve.errors import ApiError
 from kvloom.serve.metrics import age_histogram
 from kvloom.serve.words import MISS_REASONS, OUTCOMES
 
 from .history import QUANTILES, History
 
-__all__ = ["DashboardState"]
+__all__ = ["DashboardState", "Dashboards"]
 
 REFRESH_SECONDS = 1.0
 WAIT_SECONDS = 2.0
@@ -35,22 +35,43 @@ SAMPLES = 300
 _encode = msgspec.json.Encoder().encode
 
 
-class DashboardState:
-    """The data that the viewers of one server see."""
+class Dashboards:
+    """The data of every served model."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._history = History(context, deque(maxlen=SAMPLES), SAMPLE_SECONDS)
+        self._states: dict[ServedModel, DashboardState] = {}
+
+    def of(self, served: ServedModel) -> DashboardState:
+        """Return the data of a model."""
+        if served not in self._states:
+            self._states[served] = DashboardState(self._context, served)
+        return self._states[served]
+
+    async def sample_history(self) -> None:
+        """Take samples of all models until cancelled."""
+        while True:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            models = list(self._context.models.values())
+            for served in models:
+                self.of(served).sample(time.time())
+            self._states = {served: state for served, state in self._states.items() if served in models}
+
+
+class DashboardState:
+    """The data that the viewers of one model see."""
+
+    def __init__(self, context: ServerContext, served: ServedModel) -> None:
+        self._context, self._served = context, served
+        self._history = History(served, deque(maxlen=SAMPLES), SAMPLE_SECONDS)
         self._snapshot: bytes | None = None
         self._snapshot_at = 0.0
         self._cached_json: tuple[float, bytes] = (0.0, b"")
         self._refreshing: asyncio.Task[None] | None = None
 
-    async def sample_history(self) -> None:
-        """Take samples until cancelled."""
-        while True:
-            await asyncio.sleep(SAMPLE_SECONDS)
-            self._history.sample(time.time())
+    def sample(self, now: float) -> None:
+        """Take a sample for the history."""
+        self._history.sample(now)
 
     async def state_json(self) -> bytes:
         """Return the whole state as JSON. Requests at most one snapshot per REFRESH_SECONDS."""
@@ -66,14 +87,15 @@ class DashboardState:
 
     async def _refresh(self) -> None:
         try:
-            self._snapshot = await self._context.engine.snapshot(60.0)
+            self._snapshot = await self._served.engine.snapshot(60.0)
             self._snapshot_at = time.time()
         except (ApiError, TimeoutError):  # no engine: the state shows it
             pass
         self._cached_json = time.monotonic(), _encode(self._state())
 
     def _state(self) -> dict[str, Any]:
-        context, link = self._context, self._context.engine
+        context, served = self._context, self._served
+        link = served.engine
         facts = link.info
         status = "draining" if context.limiter.is_draining else "ok" if link.is_ready else "loading"
         return {
@@ -81,8 +103,9 @@ class DashboardState:
             "interval": REFRESH_SECONDS,
             "server": {
                 "status": status,
-                "model": context.model,
-                "since": context.created,
+                "model": served.name,
+                "models": list(context.models),
+                "since": served.created,
                 "restarts": link.restarts,
                 "open_requests": context.limiter.requests,
                 "device": None if facts is None else facts.device,
@@ -99,7 +122,7 @@ class DashboardState:
 
     def _totals(self) -> dict[str, Any]:
         """Return counters since the start of the server; ages since the start of the engine."""
-        metrics, stats = self._context.metrics, self._context.engine.stats
+        metrics, stats = self._served.metrics, self._served.engine.stats
         evicted, reused = age_histogram(stats.eviction_age), age_histogram(stats.reuse_age)
         latency = {"ttft": metrics.ttft, "itl": metrics.inter_token, "request": metrics.request_time}
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from kvloom.serve.api import ServerContext
+from kvloom.serve.api import ServedModel
 
 __all__ = ["History"]
 
@@ -35,17 +35,17 @@ WINDOW = 30
 class History:
     """The last samples, taken about every `seconds`. Rates are per second; null means that nothing was measured."""
 
-    def __init__(self, context: ServerContext, samples: deque[list[float | None]], seconds: float) -> None:
-        self._context, self._samples, self._seconds = context, samples, seconds
+    def __init__(self, served: ServedModel, samples: deque[list[float | None]], seconds: float) -> None:
+        self._served, self._samples, self._seconds = served, samples, seconds
         self._before: tuple[float, dict[str, float]] | None = None
         self._last = 0.0
-        metrics = context.metrics
+        metrics = served.metrics
         self._histograms = metrics.ttft, metrics.inter_token
         self._counts: deque[list[list[int]]] = deque([self._histogram_counts()], WINDOW + 1)
 
     def sample(self, now: float) -> None:
         """Take a sample. Takes microseconds."""
-        stats, link = self._context.engine.stats, self._context.engine
+        stats, link = self._served.engine.stats, self._served.engine
         counters: dict[str, float] = {
             "output": stats.output_tokens,
             "prompt": stats.looked_up_tokens,

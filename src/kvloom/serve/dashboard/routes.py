@@ -14,7 +14,7 @@ from starlette.routing import Route
 from kvloom.serve.api import ServerContext
 from kvloom.serve.errors import not_found
 
-from .dashboard_state import DashboardState
+from .dashboard_state import Dashboards
 
 __all__ = ["HEADERS", "dashboard_routes", "page_files"]
 
@@ -43,7 +43,7 @@ def page_files() -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rsplit(".")[-1] in TYPES}
 
 
-def dashboard_routes(context: ServerContext, dashboard: DashboardState) -> list[Route]:
+def dashboard_routes(context: ServerContext, dashboards: Dashboards) -> list[Route]:
     """Return the routes of /dashboard and /kvloom/state."""
     files = page_files()
 
@@ -65,7 +65,8 @@ def dashboard_routes(context: ServerContext, dashboard: DashboardState) -> list[
     async def state(request: Request) -> Response:
         context.require_admin(request)
         headers = {**HEADERS, "cache-control": "no-store"}
-        return Response(await dashboard.state_json(), media_type="application/json", headers=headers)
+        state = await dashboards.of(context.asked_model(request)).state_json()
+        return Response(state, media_type="application/json", headers=headers)
 
     return [
         Route("/dashboard", page),

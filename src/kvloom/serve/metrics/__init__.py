@@ -1,6 +1,6 @@
 """Observation of requests: metrics, records, traces, recordings.
 
-    metrics.py            Metrics: the server's counters and /metrics
+    metrics.py            Metrics: the counters of a model; ServerMetrics: those of the server, and /metrics
     series.py             Series: names, help texts and Prometheus' text format
     observer.py           RequestObserver: passes each request to the others
     saved_time.py         SavedTime: the prefill time that cached tokens save
@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .metrics import Metrics
+    from .metrics import Metrics, ServerMetrics
     from .observer import RequestObserver
     from .otel_traces import Traces
     from .request_records import RequestRecord, RequestRecords, explain_miss
@@ -33,6 +33,7 @@ __all__ = [
     "RequestRecord",
     "RequestRecords",
     "Series",
+    "ServerMetrics",
     "Traces",
     "age_histogram",
     "engine_series",
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "metrics": ("Metrics",),
+    "metrics": ("Metrics", "ServerMetrics"),
     "observer": ("RequestObserver",),
     "otel_traces": ("Traces",),
     "request_records": (

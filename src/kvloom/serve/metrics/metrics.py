@@ -6,6 +6,7 @@ Counting adds to plain numbers; series.py names them at scrape time. Engine coun
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvloom.core import Histogram
@@ -14,9 +15,9 @@ from kvloom.serve.worker import EngineClient, TenantUsage
 
 from .request_records import RequestRecord
 from .saved_time import SavedTime
-from .series import PoolInfo, Series, engine_series, exposition, tenant_series
+from .series import PoolInfo, Series, engine_series, expositions, tenant_series
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "ServerMetrics"]
 
 TTFT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)  # fmt: skip
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)  # fmt: skip
@@ -40,15 +41,40 @@ class TenantTokens:
     cached_tokens: int = 0
 
 
-class Metrics:
-    """Counters of one server. If not `is_enabled`, only HTTP responses are counted."""
+class ServerMetrics:
+    """Counters that belong to no model: open requests, and HTTP responses by endpoint and status."""
 
-    def __init__(
-        self, engine: EngineClient, limiter: RequestLimiter, model: str = "", is_enabled: bool = True
-    ) -> None:
-        self._engine, self._limiter, self._model = engine, limiter, model
-        self.is_enabled = is_enabled
+    def __init__(self, limiter: RequestLimiter) -> None:
+        self._limiter = limiter
         self.requests: Counter[tuple[str, str]] = Counter()
+
+    def series(self) -> list[Series]:
+        """Return every series of the server, with its current value."""
+        return [
+            Series("kvloom_open_requests", "gauge", "Open HTTP requests that generate", self._limiter.requests),
+            Series("kvloom_requests", "counter", "HTTP requests by endpoint and status", dict(self.requests), labels=("endpoint", "status")),
+        ]  # fmt: skip
+
+    def exposition_text(
+        self,
+        models: Iterable[Metrics],
+        is_labelled: bool = False,
+        tenant: str | None = None,
+        everyone: bool = False,
+    ) -> bytes:
+        """Return all series as text, with those of `tenant`, or of every tenant for an admin.
+
+        `is_labelled`: series of a model have the label `model`."""
+        found = {one.model: [*one.series(), *one.tenant_series(tenant, everyone)] for one in models}
+        return expositions(found, is_labelled, self.series()).encode()
+
+
+class Metrics:
+    """Counters of one model. If not `is_enabled`, nothing is counted."""
+
+    def __init__(self, engine: EngineClient, model: str = "", is_enabled: bool = True) -> None:
+        self._engine, self.model = engine, model
+        self.is_enabled = is_enabled
         self.prompt_tokens = self.cached_tokens = self.output_tokens = self.disconnected = 0
         self.finish_reasons = Counter({"stop": 0, "length": 0, "cancelled": 0, "failed": 0})
         self.hit_tokens = Counter({"device": 0})
@@ -110,11 +136,11 @@ class Metrics:
         use.prompt_tokens += record.prompt_tokens
         use.cached_tokens += record.cached_tokens
 
-    def exposition_text(self, tenant: str | None = None, everyone: bool = False) -> bytes:
-        """Return all series as text, with those of `tenant`, or of every tenant for an admin."""
+    def tenant_series(self, tenant: str | None, everyone: bool) -> list[Series]:
+        """Return the series of `tenant`, or of every tenant."""
         known = self._engine.stats.tenants
         shown = known if everyone else {} if tenant is None else {tenant: known.get(tenant, TenantUsage())}
-        return exposition([*self.series(), *(tenant_series(shown) if shown else ())], self._model).encode()
+        return tenant_series(shown) if shown else []
 
     def series(self) -> list[Series]:
         """Return every series that belongs to no tenant, with its current value."""
@@ -125,8 +151,6 @@ class Metrics:
         series = [
             Series("kvloom_engine_up", "gauge", "1 while the engine is ready", int(engine.is_ready)),
             Series("kvloom_engine_restarts", "counter", "Restarts of the engine", engine.restarts),
-            Series("kvloom_open_requests", "gauge", "Open HTTP requests that generate", self._limiter.requests),
-            Series("kvloom_requests", "counter", "HTTP requests by endpoint and status", dict(self.requests), labels=("endpoint", "status")),
             Series("kvloom_prompt_tokens", "counter", "Prompt tokens", self.prompt_tokens, ("vllm:prompt_tokens",)),
             Series("kvloom_cached_prompt_tokens", "counter", "Prompt tokens found in the cache", self.cached_tokens, ("vllm:prompt_tokens_cached",)),
             Series("kvloom_output_tokens", "counter", "Output tokens", self.output_tokens, ("vllm:generation_tokens",)),

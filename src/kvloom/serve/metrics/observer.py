@@ -40,13 +40,17 @@ class _OpenRequest:
 
 
 class RequestObserver:
-    """Observes the requests of one server. `traces` and `recorder` are None if disabled."""
+    """Observes the requests of one model. `traces` and `recorder` are None if disabled. Models may share `records`."""
 
     def __init__(
-        self, metrics: Metrics, traces: Traces | None = None, recorder: Recorder | None = None
+        self,
+        metrics: Metrics,
+        traces: Traces | None = None,
+        recorder: Recorder | None = None,
+        records: RequestRecords | None = None,
     ) -> None:
         self.metrics, self.traces, self.recorder = metrics, traces, recorder
-        self.records = RequestRecords()
+        self.records = RequestRecords() if records is None else records
         self._open: dict[int, _OpenRequest] = {}
         self._started = time.monotonic()
 
@@ -66,6 +70,7 @@ class RequestObserver:
             time.time() - (time.monotonic() - started),
             started,
             endpoint,
+            model=self.metrics.model,
         )
         if not self.metrics.is_enabled and self.traces is None and self.recorder is None:
             return record

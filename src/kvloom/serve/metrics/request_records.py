@@ -51,6 +51,7 @@ class RequestRecord:
     finish_reasons: list[str] = field(default_factory=list)
     progress: dict[int, RequestProgress] = field(default_factory=dict)
     request_id: str = ""
+    model: str = ""
 
     @property
     def state(self) -> str:
@@ -121,6 +122,7 @@ class RequestRecord:
         return {
             "id": self.id,
             "request_id": self.request_id,
+            "model": self.model,
             "tenant": self.tenant,
             "state": self.state,
             "arrived": round(self.arrived, 3),
@@ -163,9 +165,13 @@ class RequestRecords:
             return found if tenant in (None, found.tenant) else None
         return next((one for one in self.latest(len(self), tenant) if id_ and one.request_id == id_), None)
 
-    def latest(self, count: int, tenant: str | None) -> list[RequestRecord]:
-        """Return the newest records that `tenant` (None: any) may see, newest first. O(records)."""
-        seen = (one for one in reversed(self._ring.values()) if tenant in (None, one.tenant))
+    def latest(self, count: int, tenant: str | None, model: str | None = None) -> list[RequestRecord]:
+        """Return the newest records of `model` (None: any) that `tenant` (None: any) may see, newest first. O(records)."""
+        seen = (
+            one
+            for one in reversed(self._ring.values())
+            if tenant in (None, one.tenant) and model in (None, one.model)
+        )
         return [one for _, one in zip(range(count), seen, strict=False)]
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         TierUsage,
         TokenLogprob,
     )
-    from .pool_broker import PoolLoad, plan_pools
+    from .pool_broker import PoolBroker, PoolLoad, plan_pools
     from .response_stream import ResponseStream
     from .stats import engine_stats
     from .watchdog import WatchdogLimits
@@ -53,6 +53,7 @@ __all__ = [
     "HistogramCounts",
     "ImagePrompt",
     "Outputs",
+    "PoolBroker",
     "PoolLoad",
     "Ready",
     "RequestProgress",
@@ -92,7 +93,7 @@ _MODULES = {
         "TierUsage",
         "TokenLogprob",
     ),
-    "pool_broker": ("PoolLoad", "plan_pools"),
+    "pool_broker": ("PoolBroker", "PoolLoad", "plan_pools"),
     "response_stream": ("ResponseStream",),
     "stats": ("engine_stats",),
     "watchdog": ("WatchdogLimits",),

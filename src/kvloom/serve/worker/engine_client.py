@@ -114,7 +114,8 @@ class EngineClient:
         self.stats = EngineStats()
         self._streams: dict[int, ResponseStream] = {}
         self._snapshot_waiters: list[asyncio.Future[bytes]] = []
-        self._pool_waiters: list[asyncio.Future[PoolState]] = []
+        self._pool_waiters: list[tuple[int, asyncio.Future[PoolState]]] = []
+        self._resizes = 0
         self._writer: asyncio.StreamWriter | None = None
         self._closing = asyncio.Event()
         self._next_id = 0
@@ -127,6 +128,11 @@ class EngineClient:
         if not self.is_ready or self.info is None:
             raise engine_loading()
         return self.info
+
+    @property
+    def has_open(self) -> bool:
+        """Whether prompts have unfinished answers."""
+        return bool(self._streams)
 
     def new_ids(self, count: int) -> list[int]:
         """Return ids for `count` prompts."""
@@ -163,14 +169,15 @@ class EngineClient:
         self._send(SnapshotRequest())
         return await asyncio.wait_for(answer, seconds)
 
-    async def resize_pool(self, pool_bytes: int, seconds: float) -> PoolState:
+    async def resize_pool(self, pool_bytes: int, seconds: float | None) -> PoolState:
         """Grow or shrink an elastic pool; return its size. It may reach the target later, when requests have finished.
 
-        Raises ApiError without an engine, TimeoutError after `seconds`."""
+        Raises ApiError without an engine, TimeoutError after `seconds` (None: wait until the engine answers or dies)."""
         self.require_ready()
-        answer = asyncio.get_running_loop().create_future()
-        self._pool_waiters.append(answer)
-        self._send(ResizePool(pool_bytes))
+        answer: asyncio.Future[PoolState] = asyncio.get_running_loop().create_future()
+        self._resizes += 1
+        self._pool_waiters.append((self._resizes, answer))
+        self._send(ResizePool(pool_bytes, self._resizes, self.start.share_bytes))
         return await asyncio.wait_for(answer, seconds)
 
     def close(self) -> None:
@@ -185,7 +192,10 @@ class EngineClient:
             stream.pending.clear()
             stream.fail(error)
         self._streams.clear()
-        waiters: list[asyncio.Future[Any]] = [*self._snapshot_waiters, *self._pool_waiters]
+        waiters: list[asyncio.Future[Any]] = [
+            *self._snapshot_waiters,
+            *(answer for _, answer in self._pool_waiters),
+        ]
         self._snapshot_waiters, self._pool_waiters = [], []
         for waiter in waiters:
             if not waiter.done():
@@ -236,7 +246,7 @@ class EngineClient:
 
         watching = asyncio.create_task(watch())
         try:
-            self._send(self.start if self.info is None else _restart(self.start))
+            self._send(self.start if self.info is None else _restart(self.start, self.info))
             while not failure:
                 header = await reader.readexactly(HEADER_BYTES)
                 message = self._decoder.decode(await reader.readexactly(body_length(header)))
@@ -292,10 +302,14 @@ class EngineClient:
         if outputs.stats is not None:
             self.stats = outputs.stats
         if outputs.pool is not None and self.info is not None:
-            pool, resizes, self._pool_waiters = outputs.pool, self._pool_waiters, []
+            pool = outputs.pool
+            resizes = [answer for number, answer in self._pool_waiters if number <= pool.number]
+            self._pool_waiters = [waiter for waiter in self._pool_waiters if waiter[0] > pool.number]
             self.info = msgspec.structs.replace(
                 self.info, pool_bytes=pool.pool_bytes, max_tokens=pool.max_tokens
             )
+            slabs = pool.pool_bytes // self.info.slab_bytes
+            self.stats = msgspec.structs.replace(self.stats, slabs=slabs)  # sums over engines stay exact
             for resize in resizes:
                 if not resize.done():
                     resize.set_result(pool)
@@ -310,7 +324,15 @@ class EngineClient:
             self._writer.write(frame(message))
 
 
-def _restart(start: Start) -> Start:
-    """Return the options of a restarted engine: a tier that is unavailable now must not keep it from serving."""
-    tiers = [mark_optional(tier) for tier in start.settings.get("tiers", ())]
-    return msgspec.structs.replace(start, settings={**start.settings, "tiers": tiers})
+def _restart(start: Start, before: Ready) -> Start:
+    """Return the options of a restarted engine: a tier that is unavailable now must not keep it from serving.
+
+    A pool that shares memory starts with its last size: other pools may have the rest."""
+    settings = {
+        **start.settings,
+        "tiers": [mark_optional(tier) for tier in start.settings.get("tiers", ())],
+    }
+    if start.share_bytes is not None:
+        least = min(settings["min_pool_bytes"], before.pool_bytes)
+        settings |= {"pool_bytes": before.pool_bytes, "min_pool_bytes": least}
+    return msgspec.structs.replace(start, settings=settings)

@@ -149,7 +149,6 @@ def _warm_up(engine: Engine, progress: bool) -> None:
 
 
 def _load_worker(start: Start) -> tuple[Worker, Ready]:
-    from .image_prompts import ImagePrompts
     from .worker import Worker, max_request_tokens
 
     began = time.monotonic()
@@ -157,11 +156,13 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
     layout, cache, size = engine.layout, engine.cache, engine.pool_size
     slabs = cache.usable_slabs
     quotas = {t.name: min(t.quota, slabs * layout.slab_bytes) for t in start.tenants if t.quota is not None}
+    images = None if engine.vision is None else ImagePrompts(start.model, engine.vision)
+    worker = Worker(engine, start.tenants, start.observe, start.share_bytes, images)
     ready = Ready(
         device=str(engine.device),
         dtype=str(next(engine.model.parameters()).dtype).removeprefix("torch."),
         vocab_size=len(engine.model.get_input_embeddings().weight),
-        max_tokens=max_request_tokens(engine, slabs * layout.slab_bytes),
+        max_tokens=worker.max_tokens,
         tenant_max_tokens={name: max_request_tokens(engine, quota) for name, quota in quotas.items()},
         pool_bytes=slabs * layout.slab_bytes,
         slab_bytes=layout.slab_bytes,
@@ -174,8 +175,7 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
         pool_limits=None if size is None else (size.least * layout.slab_bytes, size.most * layout.slab_bytes),
         image_refusal=_image_refusal(engine),
     )
-    images = None if engine.vision is None else ImagePrompts(start.model, engine.vision)
-    return Worker(engine, start.tenants, start.observe, images), ready
+    return worker, ready
 
 
 def _image_refusal(engine: Engine) -> str:

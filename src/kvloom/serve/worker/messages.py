@@ -71,6 +71,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     | `observe`   | False: send neither stats nor request progress                |
     | `settings`  | settings of the engine: arguments of `engine_config`          |
     | `log_level`, `log_format` | of the engine process's log                                  |
+    | `share_bytes` | size that the pool can always reach, of memory that models share; None: it shares none |
     """
 
     model: str
@@ -85,6 +86,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     settings: dict[str, Any] = {}
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
+    share_bytes: int | None = None
 
 
 class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
@@ -149,9 +151,13 @@ class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResizePool(msgspec.Struct, frozen=True, tag=True):
-    """Grow or shrink an elastic pool to `pool_bytes`. A PoolState answers it."""
+    """Grow or shrink an elastic pool to `pool_bytes`. The PoolState with its `number` answers it.
+
+    `share_bytes`: size that the pool can always reach again; requests that need it wait for the growth."""
 
     pool_bytes: int
+    number: int = 0
+    share_bytes: int | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -294,11 +300,14 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of an elastic pool, the bytes that it is to reach, and the most tokens of one request that fit."""
+    """Bytes of an elastic pool, the bytes that it is to reach, and the most tokens of one request that fit.
+
+    `number`: that of the latest ResizePool that the engine has carried out."""
 
     pool_bytes: int
     target_bytes: int
     max_tokens: int
+    number: int = 0
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -8,10 +8,25 @@ bytes, bytes of idle models, bytes of models above their equal share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-__all__ = ["PoolLoad", "plan_pools"]
+import msgspec
+
+from .engine_client import EngineClient
+from .messages import EngineStats, PoolState
+
+__all__ = ["PoolBroker", "PoolLoad", "plan_pools"]
+
+PERIOD = 0.25
+BUSY_SECONDS = 0.5
+"""A model is idle after so many seconds without a request: stats come every 0.25 s."""
+ANSWER_SECONDS = 0.5
+"""Time that a round waits for pools to shrink. Memory that arrives later is given in the next round."""
 
 GROWTH = 0.5
 """Share of its size by which a pool under pressure grows at once."""
@@ -33,24 +48,25 @@ class PoolLoad:
 def plan_pools(loads: Mapping[str, PoolLoad], budget: int) -> dict[str, int]:
     """Return new sizes of pools that change. Givers may give less; takers must wait for what givers gave.
 
-    Unused bytes of an idle model are taken first, then its cached pages. The sum of all sizes stays within `budget`."""
+    Unused bytes of an idle model are taken first, then its cached pages. A busy model gives cached pages too where it has more
+    than an equal share and a taker has less. The sum of all sizes stays within `budget`."""
     takers = {name: load for name, load in loads.items() if load.is_full and load.is_busy}
     if not takers:
         return {}
     sizes = {name: load.pool_bytes for name, load in loads.items()}
     share = budget // len(loads)
     has_poor = any(sizes[name] < share for name in takers)
-    rich = [name for name in takers if has_poor and sizes[name] > share]
-    wanted = {name: _growth(load) for name, load in takers.items() if name not in rich}
+    rich = [name for name, load in loads.items() if has_poor and load.is_busy and sizes[name] > share]
+    wanted = {name: _growth(load, share) for name, load in takers.items() if name not in rich}
     missing = sum(wanted.values()) - max(0, budget - sum(sizes.values()))
     least = {name: load.min_bytes for name, load in loads.items()}
-    least |= dict.fromkeys(rich, share)
     idle = [name for name, load in loads.items() if not load.is_busy]
     busy = [name for name, load in loads.items() if load.is_busy and name not in takers]
-    least |= {name: max(least[name], sizes[name] - loads[name].free_bytes) for name in busy}
-    for givers in (idle, busy, rich):
+    unused = {name: max(least[name], sizes[name] - loads[name].free_bytes) for name in busy}
+    shares = {name: max(least[name], share) for name in rich}
+    for givers, limits in ((idle, least), (busy, unused), (rich, shares)):
         for name in sorted(givers, key=lambda one: -loads[one].free_bytes):
-            gives = min(max(0, missing), max(0, sizes[name] - least[name]))
+            gives = min(max(0, missing), max(0, sizes[name] - limits[name]))
             sizes[name] -= gives
             missing -= gives
     left = max(0, budget - sum(sizes.values()))
@@ -65,6 +81,122 @@ def plan_pools(loads: Mapping[str, PoolLoad], budget: int) -> dict[str, int]:
     }
 
 
-def _growth(load: PoolLoad) -> int:
-    """Return the bytes by which a full pool wants to grow."""
-    return min(load.max_bytes - load.pool_bytes, max(load.slab_bytes, int(load.pool_bytes * GROWTH)))
+def _growth(load: PoolLoad, share: int) -> int:
+    """Return the bytes by which a full pool wants to grow: at once up to an equal share, above it in parts."""
+    wanted = max(load.slab_bytes, int(load.pool_bytes * GROWTH), share - load.pool_bytes)
+    return min(load.max_bytes - load.pool_bytes, wanted)
+
+
+@dataclass(slots=True)
+class _Activity:
+    """What an engine did until the last round. Short requests leave no trace in gauges, so counters are compared."""
+
+    steps: int = 0
+    evictions: int = 0
+    preemptions: int = 0
+    busy_at: float = -math.inf
+
+    def observe(self, stats: EngineStats, has_open: bool, now: float) -> tuple[bool, bool]:
+        """Return whether the engine was busy within BUSY_SECONDS, and whether it lacked pages since the last round."""
+        lacks_pages = stats.waiting > 0 and (not stats.free_slabs or not stats.running)
+        is_full = stats.evictions > self.evictions or stats.preemptions > self.preemptions or lacks_pages
+        if has_open or stats.running or stats.waiting or stats.steps != self.steps:
+            self.busy_at = now
+        self.steps, self.evictions, self.preemptions = stats.steps, stats.evictions, stats.preemptions
+        return now - self.busy_at < BUSY_SECONDS, is_full
+
+
+class PoolBroker:
+    """Resizes the pools of the engines that `engines` returns, so that their sum stays within `budget` bytes."""
+
+    def __init__(self, budget: int, engines: Callable[[], Mapping[str, EngineClient]]) -> None:
+        self.budget, self._engines = budget, engines
+        self._unanswered: dict[EngineClient, int] = {}  # bytes of the resize that an engine carries out
+        self._activity: dict[EngineClient, _Activity] = {}
+        self._reserved = 0  # bytes for a model that is about to start
+
+    async def run(self) -> None:
+        """Balance the pools every PERIOD until cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD)
+            await self.balance()
+
+    async def balance(self) -> None:
+        """Carry out one plan: shrink givers, wait for their answers, then grow takers by bytes that no pool has."""
+        engines = self._engines()
+        self._send_shares(engines)
+        self._activity = {engine: self._activity.get(engine, _Activity()) for engine in engines.values()}
+        loads = {name: self._load(engine) for name, engine in engines.items()}
+        planned = plan_pools(loads, self.budget - self._reserved)
+        grow = {name: size for name, size in planned.items() if size > loads[name].pool_bytes}
+        shrinks = [self._resize(engines[name], size) for name, size in planned.items() if name not in grow]
+        if shrinks:
+            await asyncio.wait(shrinks, timeout=ANSWER_SECONDS)
+        for name, size in grow.items():
+            now = self._size(engines[name])
+            size = min(size, now + max(0, self.free_bytes))
+            if size - now >= loads[name].slab_bytes and engines[name].is_ready:
+                self._resize(engines[name], size)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the budget that no pool has."""
+        return self.budget - self._reserved - sum(self._size(engine) for engine in self._engines().values())
+
+    async def reserve(self, seconds: float) -> int:
+        """Take the share of one more model from the pools; return its bytes. `release` it once the model counts itself.
+
+        Raises TimeoutError if requests use the memory for longer than `seconds`."""
+        engines = self._engines()
+        share = self.budget // (len(engines) + 1)
+        self._reserved = share
+        try:
+            async with asyncio.timeout(seconds):
+                while self.free_bytes < 0:
+                    for engine in engines.values():
+                        if engine.is_ready and self._size(engine) > share and engine not in self._unanswered:
+                            self._resize(engine, share)
+                    await asyncio.sleep(PERIOD / 5)
+        except BaseException:
+            self._reserved = 0
+            raise
+        return share
+
+    def release(self) -> None:
+        """End a reservation."""
+        self._reserved = 0
+
+    def _send_shares(self, engines: Mapping[str, EngineClient]) -> None:
+        """Send the equal share to engines when the number of models has changed."""
+        share = self.budget // max(1, len(engines))
+        for engine in engines.values():
+            if engine.start.share_bytes != share:
+                engine.start = msgspec.structs.replace(engine.start, share_bytes=share)
+                if engine.is_ready and engine not in self._unanswered:
+                    self._resize(engine, self._size(engine))
+
+    def _resize(self, engine: EngineClient, size: int) -> asyncio.Task[PoolState]:
+        """Send a resize. Until it is answered, the engine counts with the larger size."""
+        self._unanswered[engine] = size
+        task = asyncio.create_task(engine.resize_pool(size, None))
+        task.add_done_callback(partial(self._answered, engine))
+        return task
+
+    def _answered(self, engine: EngineClient, task: asyncio.Task[PoolState]) -> None:
+        self._unanswered.pop(engine, None)
+        if not task.cancelled():
+            task.exception()  # the engine died: it restarts with its last size
+
+    def _size(self, engine: EngineClient) -> int:
+        """Return the most bytes that an engine's pool may have now."""
+        known = engine.start.settings["pool_bytes"] if engine.info is None else engine.info.pool_bytes
+        return max(int(known), self._unanswered.get(engine, 0))
+
+    def _load(self, engine: EngineClient) -> PoolLoad:
+        size, info, stats = self._size(engine), engine.info, engine.stats
+        if info is None or info.pool_limits is None or not engine.is_ready or engine in self._unanswered:
+            return PoolLoad(size, 0, size, size, 1, is_busy=False, is_full=False)
+        is_busy, is_full = self._activity[engine].observe(stats, engine.has_open, time.monotonic())
+        free = stats.free_slabs * info.slab_bytes
+        least, most = info.pool_limits
+        return PoolLoad(size, free, min(least, size), max(most, size), info.slab_bytes, is_busy, is_full)

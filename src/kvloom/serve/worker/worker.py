@@ -37,6 +37,8 @@ from .stats import engine_stats, tier_usages
 
 __all__ = ["Worker", "max_request_tokens"]
 
+GROWTH_SECONDS = 0.002
+"""Pause after a step in which requests wait for a growth of the pool."""
 STATS_SECONDS = 0.25
 
 
@@ -69,9 +71,14 @@ class Worker:
         engine: Engine,
         tenants: tuple[TenantConfig, ...] = (),
         observe: bool = True,
+        share_bytes: int | None = None,
         images: ImagePrompts | None = None,
     ) -> None:
         self.engine, self._observe = engine, observe
+        self._share_bytes = share_bytes
+        if share_bytes is not None and engine.pool_size is not None:
+            engine.resize_pool(engine.pool_size.pool_bytes)  # from now on the server decides
+            self._share(share_bytes)
         self._quotas = {t.name: _TenantQuota(t.quota) for t in tenants if t.quota is not None}
         self._open: dict[int, _OpenRequest] = {}
         self._awaiting_first_token: dict[int, _OpenRequest] = {}  # by request order
@@ -89,6 +96,7 @@ class Worker:
         self._stats_changed = True  # since the last stats
         self._sent_slabs = engine.cache.usable_slabs
         self._resize_requested = False
+        self._resize_number = 0
 
     @property
     def is_busy(self) -> bool:
@@ -132,8 +140,10 @@ class Worker:
         if isinstance(message, Cancel):
             self._cancel(message.id)
         elif isinstance(message, ResizePool):
+            if message.share_bytes is not None:
+                self._share(message.share_bytes)
             self.engine.resize_pool(message.pool_bytes)
-            self._resize_requested = True
+            self._resize_requested, self._resize_number = True, message.number
         elif isinstance(message, EndSession):
             self.engine.end_session(_session_key(message.tenant, message.session))
         elif isinstance(message, ExpectSession):
@@ -151,6 +161,8 @@ class Worker:
         if self.engine.busy:
             stepped = self.engine.step()
             self._steps += 1
+            if self.engine.scheduler.awaits_growth:
+                time.sleep(GROWTH_SECONDS)
             if self._awaiting_first_token:
                 progress = self._progress_of_step(stepped)
         deltas: list[Delta] = []
@@ -199,7 +211,18 @@ class Worker:
             return None
         self._sent_slabs, self._resize_requested = self.engine.cache.usable_slabs, False
         target = size.target * self.engine.layout.slab_bytes
-        return PoolState(size.pool_bytes, target, max_request_tokens(self.engine, size.pool_bytes))
+        return PoolState(size.pool_bytes, target, self.max_tokens, self._resize_number)
+
+    def _share(self, share_bytes: int) -> None:
+        """Let requests wait for a growth of the pool to its share of memory."""
+        self._share_bytes = share_bytes
+        self.engine.scheduler.reachable_slabs = share_bytes // self.engine.layout.slab_bytes
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of one request: those that fit the pool, or the pool's share of memory."""
+        pool_bytes = self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
+        return max_request_tokens(self.engine, self._share_bytes or pool_bytes)
 
     @property
     def is_preparing(self) -> bool:

@@ -12,6 +12,7 @@ import { Tree } from "./tree.js";
 const KEY = "kvloom key", THEME = "kvloom theme";
 const curves = new Curves(), map = new PoolMap(), tiers = new Tiers(), tenants = new Tenants(), ages = new Ages(), requests = new Requests();
 const tree = new Tree((branch) => map.mark(branch?.cells ?? null));
+let model = null; // the chosen one; null: the server's first
 let paused = false, failures = 0, timer = null, shownAt = null, told = "", asked = 0, round = 0;
 
 class Refused extends Error {
@@ -35,7 +36,7 @@ async function turn() {
   let wait = 1000;
   if (!paused && !document.hidden) {
     try {
-      const state = await ask("kvloom/state");
+      const state = await ask(`kvloom/state${model === null ? "" : `?model=${encodeURIComponent(model)}`}`);
       wait = 1000 * state.interval;
       failures = 0;
       show(state);
@@ -50,7 +51,7 @@ async function turn() {
 
 async function showRequests() {
   try {
-    requests.draw((await ask("kvloom/requests?limit=50")).requests);
+    requests.draw((await ask(`kvloom/requests?limit=50${model === null ? "" : `&model=${encodeURIComponent(model)}`}`)).requests);
   } catch (error) {
     if (error.status === 404) requests.draw(null);
     else throw error;
@@ -61,6 +62,10 @@ function failed(error) {
   if (error.status === 401 || error.status === 403) {
     signIn(error.status === 401 && !sessionStorage.getItem(KEY) ? null : error.message);
     return null;
+  }
+  if (error.status === 404 && model !== null) { // the chosen model was unloaded
+    model = null;
+    return 0;
   }
   if (!(error instanceof Refused)) console.error(error); // a fault of the page, not the server's
   failures += 1;
@@ -76,6 +81,7 @@ function show(state) {
   const { server, engine } = state;
   byId("model").textContent = server.model;
   document.title = `${server.model} · kvloom`;
+  showModels(server);
   const about = [server.device, server.dtype, server.pool_bytes && `${bytes(server.pool_bytes)} pool`, `up ${seconds(Math.round(state.now - server.since))}`,
     server.restarts ? `engine restarted ${server.restarts}×` : ""];
   byId("about").textContent = about.filter(Boolean).join(" · ");
@@ -102,6 +108,20 @@ function status(kind, words) {
   if (told !== words && (kind === "live" || told)) say(kind === "live" ? "Connected; the numbers are live." : `Server: ${words}.`);
   told = words;
 }
+
+function showModels(server) {
+  const list = byId("models"), names = server.models;
+  list.hidden = names.length < 2;
+  if ([...list.options].map((option) => option.value).join("\n") !== names.join("\n")) list.replaceChildren(...names.map((name) => new Option(name)));
+  if (document.activeElement !== list) list.value = server.model;
+}
+
+byId("models").addEventListener("change", (event) => {
+  model = event.target.value;
+  shownAt = null;
+  event.target.blur();
+  turn();
+});
 
 function say(words) {
   if (byId("said").textContent !== words) byId("said").textContent = words;

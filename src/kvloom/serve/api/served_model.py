@@ -1,0 +1,80 @@
+"""ServedModel: one model of a server, with its engine process, its prompt encoder and its observer.
+
+loading ──▶ ready ──▶ unloading ──▶ gone
+   └─────▶ failed (a model that was loaded by the API; `error` is the reason)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvloom.serve.api.answers import AnswerFormats
+from kvloom.serve.errors import ApiError, engine_loading, unloading
+from kvloom.serve.metrics import Metrics, RequestObserver
+from kvloom.serve.worker import EngineClient, Ready
+
+from .prompts import PromptEncoder
+
+__all__ = ["ServedModel"]
+
+
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """One model. `name` is its name in requests, which may also use `path`. `encoder` is None while the tokenizer loads."""
+
+    name: str
+    path: str
+    created: int
+    engine: EngineClient
+    observer: RequestObserver
+    encoder: PromptEncoder | None = None
+    answers: AnswerFormats = field(default_factory=AnswerFormats)
+    """How the model writes tool calls and reasoning; known once the tokenizer is loaded."""
+    is_added: bool = False
+    """Whether the API loaded it: until it is ready, /health does not wait for it."""
+    is_unloading: bool = False
+    error: str = ""
+    """Why loading failed; empty otherwise."""
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.observer.metrics
+
+    @property
+    def status(self) -> str:
+        """One of loading, ok, unloading, failed."""
+        if self.error:
+            return "failed"
+        if self.is_unloading:
+            return "unloading"
+        return "ok" if self.engine.is_ready and self.encoder is not None else "loading"
+
+    def require_ready(self) -> tuple[Ready, PromptEncoder]:
+        """Return the engine's Ready message and the encoder. Raises ApiError while one is missing, or while unloading."""
+        if self.error:
+            raise ApiError(503, f"model {self.name!r} failed to load: {self.error}", "model", "load_failed")
+        if self.is_unloading:
+            raise unloading(self.name)
+        return self.engine.require_ready(), self.require_encoder()
+
+    def require_encoder(self) -> PromptEncoder:
+        """Return the encoder. Raises ApiError while the tokenizer loads."""
+        if self.encoder is None:
+            raise engine_loading()
+        return self.encoder
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the model as an entry of /v1/models."""
+        facts = self.engine.info
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "kvloom",
+            "root": self.path,
+            "parent": None,
+            "max_model_len": None if facts is None else facts.max_tokens,
+            "status": self.status,
+            **({"error": self.error} if self.error else {}),
+        }

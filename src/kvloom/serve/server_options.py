@@ -1,0 +1,157 @@
+"""Options of a server and of its models, and their checks."""
+
+from __future__ import annotations
+
+import math
+import re
+import socket
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .api import is_loopback
+from .auth import ApiKeys, Limits
+from .worker import Start, WatchdogLimits
+
+__all__ = ["ModelOptions", "ServerOptions", "resolve", "shared_start"]
+
+SMALLEST_PART = 8
+"""The pool of an idle model keeps this part of its share."""
+METRICS_AUTH = ("auto", "key", "open")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """One model: how its engine starts, and its name in requests (None: the name of its folder)."""
+
+    start: Start
+    name: str | None = None
+    completes_code: bool = False
+    """Whether the model completes code instead of chats; the printed example request depends on it."""
+
+    @property
+    def served_name(self) -> str:
+        return self.name or Path(self.start.model).name or self.start.model
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Options of a server. `record` is a file for a traffic recording, `otlp` a receiver of traces.
+
+    Raises ValueError for a public host without keys."""
+
+    models: tuple[ModelOptions, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: ApiKeys = field(default_factory=lambda: ApiKeys({}))
+    limits: Limits = field(default_factory=Limits)
+    drain_seconds: float = 30.0
+    watchdog: WatchdogLimits = field(default_factory=WatchdogLimits)
+    chat_template: str | None = None
+    allow_chat_template: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str | None = None
+    record: str | None = None
+    otlp: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the server; "*" is any."""
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    """Serve HTTPS with this certificate and key. With `ssl_ca_certs`, clients must present a certificate of it."""
+    quiet: bool = False
+    """Print no start-up message."""
+    memory: int | None = None
+    """Bytes that the pools of all models share; None: each pool keeps its own size."""
+    model_folders: tuple[Path, ...] = ()
+    """Folders below which the API may load models."""
+    metrics_auth: str = "auto"
+    """Whether /metrics requires a key: "key", "open", or "auto" (if other machines can reach the server)."""
+
+    def __post_init__(self) -> None:
+        resolve(self.host, self.port)
+        names = [model.served_name for model in self.models]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"models have the same name {', '.join(sorted(twice))}: give each a --name")
+        if not self.keys and not is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host!r} is reachable from other machines, and there are no API keys: "
+                "use --api-keys FILE or --api-key KEY; --no-auth is for a loopback host such as 127.0.0.1"
+            )
+        if not self.keys and "*" in self.cors_origins:
+            raise ValueError(
+                "--cors-origin '*' lets every web page use the server, and there are no API keys: "
+                "name the origins, or use --api-keys FILE or --api-key KEY"
+            )
+        for origin in self.cors_origins:
+            if origin != "*" and re.fullmatch(r"https?://[^\s/?#@]+", origin) is None:
+                raise ValueError(
+                    f"--cors-origin {origin!r} is not an origin: write it like https://example.org:8443"
+                )
+        if (self.ssl_keyfile or self.ssl_ca_certs) and self.ssl_certfile is None:
+            raise ValueError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        if self.ssl_certfile is not None:
+            _check_certificate(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+        if self.metrics_auth not in METRICS_AUTH:
+            raise ValueError(f"metrics_auth {self.metrics_auth!r} must be one of {', '.join(METRICS_AUTH)}")
+        if self.metrics_auth == "key" and not self.keys:
+            raise ValueError("--metrics-auth key requires API keys: use --api-keys FILE")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port {self.port} must be 0 to 65535")
+        if not 0 <= self.drain_seconds < math.inf:
+            raise ValueError(f"drain_seconds {self.drain_seconds} must be finite and not negative")
+
+    @property
+    def metrics_need_key(self) -> bool:
+        if self.metrics_auth == "auto":
+            return bool(self.keys) and not is_loopback(self.host)
+        return self.metrics_auth == "key"
+
+    @property
+    def has_many(self) -> bool:
+        """Whether the server may have several models: metrics and health then name them."""
+        return len(self.models) > 1 or self.memory is not None
+
+    def record_file(self, model: str) -> str | None:
+        """Return the file of a model's traffic recording: with several models, its name comes before the suffix."""
+        if self.record is None or not self.has_many:
+            return self.record
+        path = Path(self.record)
+        return str(path.with_name(f"{path.stem}.{model.replace('/', '_')}{path.suffix}"))
+
+
+def shared_start(start: Start, memory: int, share: int) -> Start:
+    """Return the start of a model whose pool has `share` of the `memory` that all models share, and may grow to all of it."""
+    least = start.settings.get("min_pool_bytes")
+    least = share // SMALLEST_PART if least is None else min(least, share)
+    sizes = {"pool_bytes": share, "max_pool_bytes": memory, "min_pool_bytes": least}
+    return msgspec.structs.replace(start, settings={**start.settings, **sizes}, share_bytes=share)
+
+
+def resolve(host: str, port: int) -> Any:
+    """Return the first address of a host. Raises ValueError if it has none."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ValueError(
+            f"host {host!r} is neither an IP address nor a known name ({error.strerror}); "
+            "use an address of this machine, such as 127.0.0.1"
+        ) from None
+
+
+def _check_certificate(certfile: str, keyfile: str | None, ca_certs: str | None) -> None:
+    """Raise ValueError for files that TLS cannot use."""
+    for option, path in (("certfile", certfile), ("keyfile", keyfile), ("ca-certs", ca_certs)):
+        if path is not None and not Path(path).is_file():
+            raise ValueError(f"--ssl-{option} {path}: there is no such file")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, lambda: "")
+        if ca_certs is not None:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(ca_certs)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ValueError(
+            f"--ssl-certfile {certfile} cannot be used ({error}): give a certificate and its key without password, in PEM format"
+        ) from None
