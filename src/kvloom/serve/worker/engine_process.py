@@ -149,6 +149,7 @@ def _warm_up(engine: Engine, progress: bool) -> None:
 
 
 def _load_worker(start: Start) -> tuple[Worker, Ready]:
+    from .image_prompts import ImagePrompts
     from .worker import Worker, max_request_tokens
 
     began = time.monotonic()
