@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -220,11 +221,24 @@ def test_a_model_is_loaded_and_unloaded(both: Running, expected: Expected) -> No
     assert answer(both, MODEL, 4) == expected[MODEL, 4]
 
 
-def test_only_models_of_the_given_folders_are_loaded(both: Running, folder: Path, tmp_path: Path) -> None:
+def test_a_model_that_fails_to_load_is_listed_with_the_reason(both: Running, shelf: Path) -> None:
+    shutil.copytree(shelf / THIRD, shelf / "broken")
+    weights = shelf / "broken" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    assert both.send("POST", "/admin/models", {"model": "broken"})[0] == 202
+    both.wait_for(lambda: both.send("GET", "/v1/models/broken")[2]["status"] == "failed", 90)
+    assert both.send("GET", "/v1/models/broken")[2]["error"]
+    assert both.healthy()
+    status, _, found = both.send("POST", "/v1/completions", {"model": "broken", "prompt": "a"})
+    assert (status, found["error"]["code"]) == (503, "load_failed")
+    assert both.send("DELETE", "/admin/models/broken")[0] == 202
+    both.wait_for(lambda: both.send("GET", "/v1/models/broken")[0] == 404)
+
+
+def test_only_models_of_the_given_folders_are_loaded(both: Running, folder: Path) -> None:
     for asked in (str(folder), "../" + folder.name, "/", ".", "", "none", "a\0b"):
         status, _, found = both.send("POST", "/admin/models", {"model": asked, "name": "new"})
         assert status == 400, (asked, found)
-    (tmp_path / "empty").mkdir()
     assert [one["id"] for one in both.send("GET", "/v1/models")[2]["data"]] == list(MODELS)
 
 

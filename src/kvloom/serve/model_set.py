@@ -185,7 +185,13 @@ class ModelSet:
             served.error = str(failed)
             log.error("%s: %s", served.name, failed)
             served.engine.close()
-        elif not self.fault.done():
+        else:
+            self.report_fault(task)
+
+    def report_fault(self, task: asyncio.Task[None]) -> None:
+        """End the server if a task has failed."""
+        failed = None if task.cancelled() else task.exception()
+        if failed is not None and not self.fault.done():
             self.fault.set_exception(failed)
 
     async def _unload(self, served: ServedModel) -> None:

@@ -124,6 +124,7 @@ class _Lifecycle:
         ]
         if self.models.broker is not None:
             tasks.append(asyncio.create_task(self.models.broker.run()))
+            tasks[-1].add_done_callback(self.models.report_fault)
         stop, fault = asyncio.create_task(self._stop.wait()), self.models.fault
         try:
             waits: set[asyncio.Future[Any]] = {fault, stop}
