@@ -130,7 +130,7 @@ def test_encoding_takes_turns_and_long_requests_have_their_own_thread() -> None:
 @pytest.mark.parametrize(("tokens", "thread"), [(1, "MainThread"), (1000, "long-tokenizer_0")])
 def test_large_log_probabilities_are_written_outside_of_the_event_loop(tokens: int, thread: str) -> None:
     async def talk() -> None:
-        context: Any = SimpleNamespace(require_encoder=lambda: PromptEncoder(None))
+        served: Any = SimpleNamespace(require_encoder=lambda: PromptEncoder(None))
         written: Any = SimpleNamespace(
             whole=lambda deltas: threading.current_thread().name.encode(), warning=None
         )
@@ -140,7 +140,8 @@ def test_large_log_probabilities_are_written_outside_of_the_event_loop(tokens: i
         async def send(message: Any) -> None:
             sent.append(message)
 
-        await CompletionEndpoint(context)._send_whole(stream, written, "red", send)
+        context: Any = None
+        await CompletionEndpoint(context)._send_whole(served, stream, written, "red", send)
         assert sent[1]["body"] == thread.encode()
 
     asyncio.run(talk())
