@@ -130,15 +130,16 @@ def test_encoding_takes_turns_and_long_requests_have_their_own_thread() -> None:
 @pytest.mark.parametrize(("tokens", "thread"), [(1, "MainThread"), (1000, "long-tokenizer_0")])
 def test_large_log_probabilities_are_written_outside_of_the_event_loop(tokens: int, thread: str) -> None:
     async def talk() -> None:
-        context: Any = SimpleNamespace(require_encoder=lambda: PromptEncoder(None))
-        written: Any = SimpleNamespace(whole=lambda deltas: threading.current_thread().name.encode())
+        served: Any = SimpleNamespace(require_encoder=lambda: PromptEncoder(None))
+        whole = lambda deltas: threading.current_thread().name.encode()  # noqa: E731
+        written: Any = SimpleNamespace(whole=whole, warning=None)
         stream, sent = ResponseStream([1]), []
         stream.put(Delta(1, 0, "", [5], finish_reason="length", prompt_logprobs=[[(5, -1.0, 1)]] * tokens))
 
         async def send(message: Any) -> None:
             sent.append(message)
 
-        await CompletionEndpoint(context)._send_whole(stream, written, "red", send)
+        await CompletionEndpoint(served)._send_whole(served, stream, written, "red", send)
         assert sent[1]["body"] == thread.encode()
 
     asyncio.run(talk())
