@@ -191,5 +191,5 @@ def test_a_read_from_an_unreachable_store_fails_immediately(
         monkeypatch.setattr(s3, "_RECENT_SECONDS", 0.0)  # no contact since
         began = time.monotonic()
         assert get(tier, range(4)).failed
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 15  # NIXL alone tries for 26 s
         tier.close()
