@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvloom
 from kvloom.cli import main
+from kvloom.core import CacheControl
 from kvloom.engine import SamplingParams
 from tests.models.zoo import expected, tiny
 
@@ -310,3 +311,38 @@ def test_chat_writes_the_prompt_with_the_template() -> None:
     with pytest.raises(ValueError, match="messages is empty"):
         llm.chat([])
     llm.close()
+
+
+def test_control_decides_what_is_stored_and_shared(folder: Path) -> None:
+    llm = kvloom.LLM(str(folder), pool_bytes=1 << 22, device="cpu")
+    prompt = [5 + i % 50 for i in range(40)]
+
+    def cached(*controls: CacheControl) -> list[int]:
+        return [
+            result.num_cached_tokens
+            for result in llm.generate([prompt] * len(controls), GREEDY, control=controls)
+        ]
+
+    red, blue = CacheControl(tenant="red"), CacheControl(tenant="blue")
+    assert cached(CacheControl(store=False)) == [0]
+    assert cached(red) == [0]
+    assert cached(red)[0] >= 32
+    assert cached(blue) == [0]
+    assert cached(replace(red, read=False)) == [0]
+    with pytest.raises(ValueError, match="2 cache controls do not match 1 prompts"):
+        llm.generate([prompt], GREEDY, control=[red, blue])
+
+
+def test_pinned_prefixes_stay_while_others_are_evicted(folder: Path) -> None:
+    llm = kvloom.LLM(str(folder), pool_bytes=1 << 18, device="cpu")
+    pinned = [5 + i % 50 for i in range(64)]
+    llm.generate([pinned], GREEDY)
+    pin = llm.pin(pinned, seconds=1000)
+    assert pin.length >= 64
+    others = [[3 + (i * 7 + k) % 60 for i in range(90)] for k in range(30)]
+    llm.generate(others, GREEDY)
+    assert llm.engine.cache.stats()["evictions"]
+    assert llm.generate([pinned], GREEDY)[0].num_cached_tokens == 63
+    llm.unpin(pin)
+    llm.unpin(pin)
+    assert llm.engine.cache.pins() == []

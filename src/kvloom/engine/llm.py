@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvloom.core import CacheControl, Pin
 from kvloom.models.loading import LoadFormat, choose_device, load
 from kvloom.models.specs import folder_of
 
@@ -150,11 +151,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
+        control: CacheControl | Sequence[CacheControl] | None = None,
     ) -> list[Result]:
-        """Return results in the order of the prompts. `params` are one object for all prompts, or one for each.
+        """Return results in the order of the prompts. `params` and `control` are one object for all prompts, or one for each.
+
+        `control` has the caching options of a request: tenant, session, `store`, `read`, priorities of token ranges.
 
         All requests run together. Raises ValueError, and runs none, if one of them can never run."""
-        many, requests = self._add(prompts, params)
+        many, requests = self._add(prompts, params, control)
         try:
             self._run(requests, progress)
         except BaseException:
@@ -213,16 +217,27 @@ class LLM:
             )
         return np.stack([one for one in found if one is not None])
 
+    def pin(self, prompt: str | Sequence[int], seconds: float, control: CacheControl | None = None) -> Pin:
+        """Keep the cached prefix of a prompt in the pool for `seconds`, or until `unpin`. `Pin.length` is its length in tokens.
+
+        Computes nothing: generate with the prompt first. Pinned pages count as in use, so a large pin leaves less for requests."""
+        return self.engine.cache.pin(self._ids(prompt), seconds, control)
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin early. A second call has no effect."""
+        self.engine.cache.unpin(pin)
+
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        control: CacheControl | Sequence[CacheControl] | None = None,
     ) -> Iterator[Delta]:
         """Yield deltas as tokens arrive. Deltas of one sample are in order; those of several samples are interleaved.
 
         Starts with the first iteration. Leaving the loop cancels the requests. Raises ValueError for `best_of` and
         beams: use `generate`."""
-        _, requests = self._add(prompts, params, text=True)
+        _, requests = self._add(prompts, params, control, text=True)
         open_ = [one for request in requests for one in request.family]
         places = {
             id(one): (i, j) for i, request in enumerate(requests) for j, one in enumerate(request.family)
@@ -250,26 +265,31 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        control: CacheControl | Sequence[CacheControl] | None = None,
         text: bool = False,
     ) -> tuple[list[Any], list[Request]]:
         """Return the prompts as a list, and their requests. Raises ValueError, and adds none, if one is refused."""
         one = isinstance(prompts, str | Mapping) or _is_ids(prompts)
         many: list[Any] = [prompts] if one else list(prompts)
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(many):
-            raise ValueError(
-                f"{len(each)} sampling parameters do not match {len(many)} prompts: give one for all, or one each"
-            )
+        controls = (
+            [control] * len(many) if control is None or isinstance(control, CacheControl) else list(control)
+        )
+        for what, given in (("sampling parameters", each), ("cache controls", controls)):
+            if len(given) != len(many):
+                raise ValueError(
+                    f"{len(given)} {what} do not match {len(many)} prompts: give one for all, or one each"
+                )
         if text and any(mine is not None and mine.samples > mine.n for mine in each):
             raise ValueError(
                 "best_of and beam_width select samples at the end and cannot be streamed: use generate"
             )
         requests: list[Request] = []
         try:
-            for prompt, mine in zip(many, each, strict=True):
+            for prompt, mine, cached in zip(many, each, controls, strict=True):
                 with_text = text and self.tokenizer is not None
                 ids, images = self._read_prompt(prompt)
-                requests.append(self.engine.add(ids, mine, text=with_text, images=images))
+                requests.append(self.engine.add(ids, mine, cached, text=with_text, images=images))
         except BaseException:
             self._cancel(requests)
             raise
