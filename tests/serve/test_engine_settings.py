@@ -61,3 +61,31 @@ def test_a_fixed_pool_is_not_resized(folder: Path) -> None:
         status, _, error = server.send("POST", "/admin/pool", {"bytes": "1MiB"})
         assert status == 400
         assert "--max-pool" in error["error"]["message"]
+
+
+def test_retained_token_ranges_outlive_others(folder: Path) -> None:
+    with running(folder, "--pool", "1MiB") as server:
+
+        def cached(letter: str, **fields: object) -> int:
+            found = server.complete(prompt=letter * 600, max_tokens=1, temperature=0, **fields)
+            return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        keep = {"retain": [{"stop": 608, "priority": 5, "ttl": 600}]}
+        assert cached("a", cache=keep) == 0
+        assert cached("b") == 0
+        for letter in "cdefghij":
+            cached(letter)
+        assert cached("a") > 500
+        assert cached("b") == 0
+        for bad, said in (
+            ({"retain": [{"start": 5, "stop": 5}]}, "is empty or negative"),
+            ({"retain": [{"priority": 1000}]}, "must lie in -100 to 100"),
+            ({"retain": [{"ttl": -1}]}, "must be a positive number"),
+            ({"retain": [{"from": 1}]}, "unknown field"),
+            ({"retain": [{}] * 17}, "exceed the limit of 16"),
+        ):
+            status, _, error = server.send(
+                "POST", "/v1/completions", {"model": "tiny", "prompt": "a", "cache": bad}
+            )
+            assert status == 400, bad
+            assert said in error["error"]["message"]

@@ -72,7 +72,7 @@ class MessagesEndpoint(ChatEndpoint):
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
         assert isinstance(fields, MessagesFields)
-        every = [fields.ttl, *(point.ttl for point in fields.breakpoints)]
+        every = [super().longest_ttl(fields), *(point.ttl for point in fields.breakpoints)]
         return max((ttl for ttl in every if ttl is not None), default=None)
 
     def prompts(

@@ -7,6 +7,7 @@ check, encode ──▶ Add to the engine ──▶ ResponseStream ──▶ eve
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from kvloom.serve.access_log import RequestLog, request_log
 from kvloom.serve.api.answers import ANSWER, AnswerParser, forced_functions, forced_grammar, last_marker
 from kvloom.serve.errors import ApiError, bad_request, context_too_long, slow_reader
 from kvloom.serve.metrics import RequestRecord
-from kvloom.serve.worker import Add, Delta, ImagePrompt, Ready, ResponseStream
+from kvloom.serve.worker import Add, Delta, ImagePrompt, Ready, ResponseStream, TokenRange
 
 from .images import RequestImages
 from .prompts import Prompt, PromptEncoder, PromptLimits
@@ -178,8 +179,13 @@ class GenerationEndpoint(ABC):
         """Return the builder of the response."""
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
-        """Return the longest time for which a request retains pages."""
-        return fields.ttl
+        """Return the longest time for which a request retains pages; infinite without an end."""
+        ranges = () if fields.cache is None else fields.cache.retain or ()
+        every = [
+            fields.ttl,
+            *(math.inf if one.ttl is None else one.ttl for one in ranges if one.priority > 0),
+        ]
+        return max((ttl for ttl in every if ttl is not None), default=None)
 
     def _messages(
         self,
@@ -206,7 +212,7 @@ class GenerationEndpoint(ABC):
                 fields.cache_salt or "",
                 bool(fields.end_session),
                 bool(fields.lossy),
-                [(-(-stop // facts.block_tokens) * facts.block_tokens, ttl) for stop, ttl in prompt.retain],
+                _token_ranges(fields, prompt, facts.block_tokens),
                 self._image_prompt(fields, prompt, tenant, facts),
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
@@ -483,6 +489,17 @@ def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | N
         return fields.truncate_prompt_tokens
     new = fields.max_tokens or (fields.max_completion_tokens if isinstance(fields, ChatFields) else None)
     return max(1, most + 1 - (new or 1))
+
+
+def _token_ranges(
+    fields: CompletionFields | ChatFields, prompt: Prompt, block_tokens: int
+) -> list[TokenRange]:
+    """Return the priorities of token ranges: those of the request, and those before cache breakpoints, in whole blocks."""
+    own = () if fields.cache is None else fields.cache.retain or ()
+    ranges = [TokenRange(one.start, one.stop, one.priority, one.ttl) for one in own]
+    for stop, ttl in sorted(prompt.retain):
+        ranges.append(TokenRange(stop=-(-stop // block_tokens) * block_tokens, ttl=ttl))
+    return ranges
 
 
 def _answer_count(fields: CompletionFields | ChatFields) -> int:

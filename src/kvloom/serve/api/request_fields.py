@@ -39,6 +39,8 @@ MAX_STOP_CHARACTERS = 256
 MAX_LOGPROBS = 20
 MAX_BEST_OF = 32
 MAX_BAD_WORDS = 128
+MAX_RANGES, MAX_RANGE_PRIORITY = 16, 100
+"""Token ranges of one request, and their largest priority."""
 MAX_GRAMMAR_CHARACTERS = 1 << 16
 INTEGERS = range(-(1 << 63), 1 << 63)
 MAX_STOP_TOKENS = 1024
@@ -86,11 +88,21 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     grammar: str | None = None
 
 
+class RetainFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Priority of the prompt's tokens [start, stop) for `ttl` seconds: above 0 is evicted later, below 0 earlier."""
+
+    start: int = 0
+    stop: int | None = None
+    priority: int = 1
+    ttl: float | None = None
+
+
 class CacheFields(msgspec.Struct, frozen=True):
-    """Whether a request stores pages in the cache, and reads pages from it."""
+    """Whether a request stores pages in the cache, reads pages from it, and how long token ranges stay."""
 
     store: bool | None = None
     read: bool | None = None
+    retain: list[RetainFields] | None = None
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +241,7 @@ def check_fields(fields: RequestFields) -> None:
         raise bad_request(f"top_k {fields.top_k} exceeds any vocabulary; 0 keeps every token", "top_k")
     if fields.ttl is not None and not 0 < fields.ttl < math.inf:
         raise bad_request(f"ttl {fields.ttl} must be a positive number of seconds", "ttl")
+    _check_retain(() if fields.cache is None else fields.cache.retain or ())
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
         raise bad_request(
@@ -297,6 +310,24 @@ def _check_samples(fields: RequestFields) -> None:
     if width < 2 and (fields.length_penalty is not None or fields.early_stopping is not None):
         name = "length_penalty" if fields.length_penalty is not None else "early_stopping"
         raise bad_request(f"{name} needs beam search: set use_beam_search or beam_width", name)
+
+
+def _check_retain(ranges: Sequence[RetainFields]) -> None:
+    if len(ranges) > MAX_RANGES:
+        raise bad_request(f"cache: {len(ranges)} ranges in retain exceed the limit of {MAX_RANGES}", "cache")
+    for one in ranges:
+        if not 0 <= one.start < (MAX_TOP_K if one.stop is None else min(one.stop, MAX_TOP_K)):
+            raise bad_request(
+                f"cache: retain from token {one.start} to {one.stop} is empty or negative: use 0 <= start < stop",
+                "cache",
+            )
+        if not -MAX_RANGE_PRIORITY <= one.priority <= MAX_RANGE_PRIORITY:
+            raise bad_request(
+                f"cache: retain priority {one.priority} must lie in {-MAX_RANGE_PRIORITY} to {MAX_RANGE_PRIORITY}",
+                "cache",
+            )
+        if one.ttl is not None and not 0 < one.ttl < math.inf:
+            raise bad_request(f"cache: retain ttl {one.ttl} must be a positive number of seconds", "cache")
 
 
 def _check_completion(fields: CompletionFields) -> None:

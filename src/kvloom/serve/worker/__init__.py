@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         TenantUsage,
         TierUsage,
         TokenLogprob,
+        TokenRange,
     )
     from .pool_broker import PoolBroker, PoolLoad, plan_pools
     from .response_stream import ResponseStream
@@ -64,6 +65,7 @@ __all__ = [
     "TenantUsage",
     "TierUsage",
     "TokenLogprob",
+    "TokenRange",
     "WatchdogLimits",
     "Worker",
     "engine_stats",
@@ -92,6 +94,7 @@ _MODULES = {
         "TenantUsage",
         "TierUsage",
         "TokenLogprob",
+        "TokenRange",
     ),
     "pool_broker": ("PoolBroker", "PoolLoad", "plan_pools"),
     "response_stream": ("ResponseStream",),

@@ -40,6 +40,7 @@ __all__ = [
     "TierUsage",
     "ToEngine",
     "TokenLogprob",
+    "TokenRange",
     "body_length",
     "frame",
 ]
@@ -102,12 +103,21 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
     max_tokens: int | None = None
 
 
+class TokenRange(msgspec.Struct, frozen=True, array_like=True):
+    """Priority of the tokens [start, stop) of a prompt for `ttl` seconds: above 0 is evicted later, below 0 earlier."""
+
+    start: int = 0
+    stop: int | None = None
+    priority: int = 1
+    ttl: float | None = None
+
+
 class Add(msgspec.Struct, frozen=True, tag=True):
     """One prompt; the deltas of its answers have its `id`. With `stream` deltas arrive per step, else once at the end.
 
     Pages computed under a `salt` match only requests with the same salt. `ends_session`: this is the session's last
-    request. `lossy`: the request accepts pages that a tier re-encoded. `retain`: the
-    first tokens of the prompt, up to a position, are evicted later for some seconds. `image_prompt` replaces `prompt`."""
+    request. `lossy`: the request accepts pages that a tier re-encoded. `retain`: priorities of token ranges.
+    `image_prompt` replaces `prompt`."""
 
     id: int
     prompt: list[int]
@@ -122,7 +132,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     salt: str = ""
     ends_session: bool = False
     lossy: bool = False
-    retain: list[tuple[int, float]] = []
+    retain: list[TokenRange] = []
     image_prompt: ImagePrompt | None = None
 
 

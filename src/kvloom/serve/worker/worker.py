@@ -312,7 +312,7 @@ class Worker:
     def _add(self, message: Add, reserved_bytes: int) -> bool:
         structure = self._compiled.pop(message.id, None)
         images = self._image_inputs.pop(message.id, ())
-        retain = [RetainRange(stop=stop, ttl=ttl) for stop, ttl in sorted(message.retain)]
+        retain = [RetainRange(one.start, one.stop, one.priority, one.ttl) for one in message.retain]
         if message.ttl is not None:
             retain.append(RetainRange(ttl=message.ttl))
         session = None if message.session is None else _session_key(message.tenant, message.session)
