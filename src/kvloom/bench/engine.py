@@ -64,9 +64,10 @@ def measure(
     seed: int,
     results: dict[str, WorkloadResult],
 ) -> Iterator[None]:
-    """Run every workload `rounds` times into `results`, after an uncounted warm-up; yields after each.
+    """Warm up every workload, then run each `rounds` times and add the measurements to `results`.
 
-    Rounds share no tokens, so no round hits pages of another."""
+    Yields after each warm-up and after each workload of a round, so that several engines can take turns. Rounds
+    share no tokens, so a round cannot hit cached pages of another."""
     for work in works:
         short = work.short()
         runner.run(short.draw(vocabulary, seed), short.output)

@@ -163,7 +163,9 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _turns(options: argparse.Namespace) -> list[tuple[Turn, Turn]]:
-    """Return turns of servers with and without metrics."""
+    """Start a server with metrics and one without. Return pairs of measurements: with metrics, without metrics.
+
+    The servers alternate. The first pair warms them up and is not returned."""
     servers = []
     turns = []
     try:
