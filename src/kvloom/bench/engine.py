@@ -109,8 +109,9 @@ def _check(work: Workload, found: Measurement) -> None:
 def run_one(
     ran: RunnerResult, kind: str, shape: str, works: Sequence[Workload], rounds: int, options: Options
 ) -> Iterator[None]:
-    """Run all workloads of one runner into `ran`; yields after each. If a runner fails, its results are kept with the
-    error."""
+    """Run all workloads on one runner and add the results to `ran`. Yields after the start and each workload.
+
+    If the runner fails, `ran` contains the results so far and the error."""
     name = NAMES[kind]
     try:
         log(f"{name}: starting on {shape}")

@@ -18,7 +18,7 @@ GIGABYTE = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The hit rate at one size, and the gain of one more gigabyte there, at most up to the ideal."""
+    """The hit rate at one size, and the hit rate that one more gigabyte adds, at most up to the ideal hit rate."""
 
     capacity_blocks: int
     bytes: int
@@ -156,7 +156,7 @@ def _share(
 
 
 def _gain(hit_rate: float, size: int, most: float) -> float:
-    """Return the gain of a gigabyte, if `size` bytes add `hit_rate`: in proportion, and at most up to the ideal."""
+    """Return the hit rate that one gigabyte adds, if `size` bytes add `hit_rate`. The result is at most `most`."""
     return min(hit_rate * GIGABYTE / size, max(0.0, most))
 
 

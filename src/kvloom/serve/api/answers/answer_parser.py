@@ -29,7 +29,7 @@ class AnswerParser:
         return self._calls is not None and self._calls.calls > 0
 
     def feed(self, text: str, ended: bool = False) -> list[Piece]:
-        """Read more text; return its pieces as far as they are certain. `ended`: no more comes."""
+        """Read more text; return its pieces as far as they are certain. `ended`: no more text comes."""
         if self._reasoning is not None:
             read = self._reasoning.feed(text, ended)
         else:
@@ -66,7 +66,9 @@ class AnswerFormats:
         return AnswerFormats(found, thinks, TOOLS_VARIABLE.search(text) is not None, bool(special & markers))
 
     def reasoning_grammar(self, prompt: str, structure: tuple[str, str] | None) -> str | None:
-        """Return the grammar of an answer with reasoning before a required structure; None if the structure holds from the start."""
+        """Return the grammar of an answer that has reasoning before the required structure.
+
+        Return None if the structure applies from the first token on."""
         if structure is None or self.reasoning is None or not self.reasoning.opens(prompt):
             return None
         return after_reasoning(*structure)
