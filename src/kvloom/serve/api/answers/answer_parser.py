@@ -76,8 +76,10 @@ class AnswerFormats:
     def parser(
         self, prompt: str, structure: tuple[str, str] | None, tools: bool, forced: bool, parallel: bool
     ) -> AnswerParser | None:
-        """Return the parser of one answer to a prompt; None if its text needs none. `structure` is the required one of the whole
-        text. `tools`: the answer may call tools; `forced`: it must."""
+        """Return the parser of one answer to a prompt, or None if the answer is plain content.
+
+        `structure` is the required structure of the whole answer. `tools`: the answer may call tools. `forced`: it
+        must call a tool."""
         reasoning = None
         if self.reasoning is not None and (structure is None or structure[1].startswith(REASONING)):
             reasoning = self.reasoning(self.reasoning.opens(prompt))
@@ -86,7 +88,7 @@ class AnswerFormats:
         return None if reasoning is None and calls is None else AnswerParser(reasoning, calls, parallel)
 
     def tools_warning(self, forced: bool) -> str | None:
-        """Return what is missing for tool calls with this model."""
+        """Return a warning that describes what this model lacks for tool calls; None if nothing."""
         if not self.shows_tools:
             return "the chat template does not show tools to the model; use --chat-template FILE"
         if self.calls is None and not forced:

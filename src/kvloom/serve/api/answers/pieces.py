@@ -127,9 +127,10 @@ class TextSource:
             yield
 
     def call_object(self, before: str = "", name: str | None = None) -> Reading:
-        """Read a call as a JSON object: {"name": …, "arguments": …}; with `name`, its arguments only. Arguments are added as they
-        arrive. Return whether it is a call; otherwise it becomes content, with the marker `before` before it. Without a marker,
-        an object without arguments is no call."""
+        """Read a JSON object as a call: {"name": …, "arguments": …}. With `name`, the object is the arguments only.
+
+        Arguments are added as they arrive. Return whether the object is a call. If it is not, the marker `before` and
+        the object become content. Without a marker, an object without arguments is not a call."""
         scanner = _CallScanner(name)
         started = False
         while not scanner.is_done and not (self.ended and not self.rest):
