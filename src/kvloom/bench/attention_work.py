@@ -233,7 +233,7 @@ def shared_rows(rounds: int) -> Iterator[Row]:
 
 
 def shared_floor(batch: int, prefix: int, own: int) -> float:
-    """Return the lower bound: the sum over all parts of the larger of memory time and compute time."""
+    """Return the lower bound. For each part it is the memory time or the compute time, whichever is longer; parts add up."""
 
     def part(tokens_read: int, pairs: int) -> float:
         return max(tokens_read * KV_HEADS * DIM * 4 / READ_RATE, pairs * HEADS * DIM * 4 / FLOP_RATE) * 1e6
@@ -276,7 +276,7 @@ def prefill_rows(rounds: int) -> Iterator[Row]:
 
 
 def latent_rows(rounds: int) -> Iterator[Row]:
-    """Yield rows of absorbed latents: few bytes, read by many heads, so FLOPs limit as much as memory."""
+    """Yield rows of absorbed MLA latents. Many heads read few bytes, so FLOPs limit the speed as much as memory."""
     from kvloom.kernels.attention import DecodePlan, Shape
 
     shape = Shape(LATENT_HEADS, 1, LATENT_DIM, LATENT_VALUES, BLOCK)

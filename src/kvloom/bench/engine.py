@@ -64,9 +64,10 @@ def measure(
     seed: int,
     results: dict[str, WorkloadResult],
 ) -> Iterator[None]:
-    """Run every workload `rounds` times into `results`, after an uncounted warm-up; yields after each.
+    """Warm up every workload, then run each `rounds` times and add the measurements to `results`.
 
-    Rounds share no tokens, so no round hits pages of another."""
+    Yields after each warm-up and after each workload of a round, so that several engines can take turns. Rounds
+    share no tokens, so a round cannot hit cached pages of another."""
     for work in works:
         short = work.short()
         runner.run(short.draw(vocabulary, seed), short.output)
@@ -108,8 +109,9 @@ def _check(work: Workload, found: Measurement) -> None:
 def run_one(
     ran: RunnerResult, kind: str, shape: str, works: Sequence[Workload], rounds: int, options: Options
 ) -> Iterator[None]:
-    """Run all workloads of one runner into `ran`; yields after each. If a runner fails, its results are kept with the
-    error."""
+    """Run all workloads on one runner and add the results to `ran`. Yields after the start and each workload.
+
+    If the runner fails, `ran` contains the results so far and the error."""
     name = NAMES[kind]
     try:
         log(f"{name}: starting on {shape}")

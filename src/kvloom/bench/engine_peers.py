@@ -98,7 +98,7 @@ class HuggingFace:
         return Measurement(seconds, all_answers, {"peak_running": max(sizes)}, computed)
 
     def _slice(self, prompt: int, output: int) -> int:
-        """Return how many sequences fit in memory together, with their cache, their prefill and its mask."""
+        """Return how many sequences fit in memory together, including their KV cache, prefill and attention mask."""
         length = prompt + output
         cache = sum(
             x.bytes * (x.visibility.visible_tokens(length) if x.unit == "token" else 1) for x in self._layers
@@ -144,7 +144,7 @@ class UnbatchedHuggingFace(HuggingFace):
 
 
 def _cpu_environment() -> dict[str, str]:
-    """Return vLLM's settings for as many threads as torch has here; its default is one core."""
+    """Return environment settings that give vLLM as many threads as torch has here. vLLM's default is one core."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{torch.get_num_threads() - 1}",

@@ -186,7 +186,9 @@ def _times(report: dict[str, Any]) -> Any:
 
 
 def _details(report: dict[str, Any]) -> list[Any]:
-    """Return the tables of details: speed, and cache. A blank was not measured; a column without figures is left out."""
+    """Return the tables of details, one for speed and one for the cache.
+
+    A blank cell was not measured. A column without figures is left out."""
     speed: list[list[str]] = []
     cache: list[list[str]] = []
     for row in report["rows"]:

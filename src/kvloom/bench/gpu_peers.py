@@ -122,7 +122,7 @@ def shared_peers(
     """Return FlashInfer's two-level cascade: `prefix` pages shared by all rows, and `own` pages ([rows, pages]), all
     full.
 
-    With its default kernels, and with its older ones, which split long prefixes."""
+    Returns one call with its default kernels, and one with its older kernels, which split long prefixes."""
     flashinfer = _library("flashinfer")
     if flashinfer is None:
         return {}

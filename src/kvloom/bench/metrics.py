@@ -44,7 +44,7 @@ class Parts:
     scrape: float
 
     def share(self, cpu_us_a_token: float, tokens_a_request: float, tokens_per_second: float) -> float:
-        """Return the share of a load's CPU time that observation takes, with a scrape per second."""
+        """Return the share of a load's CPU time that metrics take, with one scrape per second."""
         periodic = (STATS_A_SECOND * self.stats + self.scrape) / tokens_per_second
         return (self.token + self.request / tokens_a_request + periodic) / cpu_us_a_token
 
@@ -164,7 +164,9 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _turns(options: argparse.Namespace) -> list[tuple[Turn, Turn]]:
-    """Return turns of servers with and without metrics."""
+    """Start a server with metrics and one without. Return pairs of measurements: with metrics, without metrics.
+
+    The servers alternate. The first pair warms them up and is not returned."""
     servers = []
     turns = []
     try:

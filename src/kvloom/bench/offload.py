@@ -217,7 +217,9 @@ def _auto(
     prompt: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Return times from disk with the engine's load-or-recompute decision, and of computing everything. Both alternate."""
+    """Return times to first token of prompts that are on disk, and of prompts that are computed. The two alternate.
+
+    For prompts on disk the engine decides whether to load or to recompute."""
     offload.config = OffloadConfig()
     times: dict[str, list[float]] = {"computed": [], "auto": []}
     cached = []

@@ -30,7 +30,7 @@ STEPS = 4
 
 
 class _TimedHostPages(HostPages):
-    """Measures the time to start copies; on a CPU, the time of the copies themselves."""
+    """Host pages that measure the time to start copies. On a CPU this includes the copies themselves."""
 
     seconds = 0.0
 

@@ -73,7 +73,7 @@ class Workload:
 
     @property
     def separable(self) -> bool:
-        """Whether its prompts alone measure prefill: true if none of them is cached."""
+        """Whether a run of the prompts alone measures prefill. True if no prompt hits the cache."""
         return self.turns == 1 and not self.prefixes
 
     def scaled(self, scale: float) -> Workload:
@@ -110,8 +110,9 @@ class Workload:
         return replace(self, output=1)
 
     def draw(self, vocabulary: int, seed: int = 0, round_: int = 0) -> list[Conversation]:
-        """Return its conversations. Rounds and workloads share no tokens, except a warm workload, which uses its round's
-        prefixes."""
+        """Return the conversations of one round.
+
+        Rounds and workloads share no tokens. Only a warm workload shares prefixes with the cold workload of its round."""
         family = self.name.split()[0]
         common = np.random.default_rng([seed, round_, zlib.crc32(family.encode())])
         prefixes = common.integers(FIRST_TOKEN, vocabulary, (self.prefixes, self.prefix)).tolist()

@@ -81,7 +81,7 @@ class Load:
 
 
 def estimate(traffic: Traffic, outcome: Outcome, model: CostModel) -> Load:
-    """Return time to first token and throughput of a replay. Rates are those that the devices can sustain."""
+    """Return the time to first token and the throughput of a replay. The throughput is what the devices can sustain."""
     if not traffic.requests:
         raise ValueError("the traffic contains no requests")
     free = [traffic.requests[0].at] * model.devices

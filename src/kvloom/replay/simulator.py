@@ -143,7 +143,7 @@ def replay(
 
 
 def _beyond(per_tier: list[Hits]) -> list[Hits]:
-    """Return the leading blocks that each tier adds to the faster tiers, per request."""
+    """Return, for each request and tier, how many leading blocks the tier hits beyond those of the faster tiers."""
     beyond = [per_tier[0]]
     best = per_tier[0]
     for hits in per_tier[1:]:

@@ -18,7 +18,7 @@ GIGABYTE = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The hit rate at one size, and the gain of one more gigabyte there, at most up to the ideal."""
+    """The hit rate at one size, and the hit rate that one more gigabyte adds, at most up to the ideal hit rate."""
 
     capacity_blocks: int
     bytes: int
@@ -96,9 +96,9 @@ def size_cache(
     """Find the smallest capacity at which `policy` reaches the hit rate `target` (None: 0.9 of the ideal), to within
     `precision`.
 
-    `limits` are the tiers, fastest first, with their maximum bytes. Each tier stores copies of the faster tier, so it
-    needs the whole capacity: the first tier is used up to its limit, the next only if that is too small. Costs about
-    15 replays."""
+    `limits` lists the tiers, fastest first, with their maximum bytes. A slower tier also stores copies of the pages in
+    the faster tiers, so the slowest tier in use needs the whole capacity. A slower tier is used only if the limits of
+    the faster tiers are too small. Takes about 15 replays."""
     if block_bytes < 1:
         raise ValueError(f"block_bytes {block_bytes} must be positive: use a model, or bytes per token")
     if not limits:
@@ -156,7 +156,7 @@ def _share(
 
 
 def _gain(hit_rate: float, size: int, most: float) -> float:
-    """Return the gain of a gigabyte, if `size` bytes add `hit_rate`: in proportion, and at most up to the ideal."""
+    """Return the hit rate that one gigabyte adds, if `size` bytes add `hit_rate`. The result is at most `most`."""
     return min(hit_rate * GIGABYTE / size, max(0.0, most))
 
 

@@ -101,9 +101,9 @@ class Traffic:
 
 
 def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tuple[list[Blocks], int]:
-    """Return rows of block ids as rows of numbers from 0, and the number of distinct ones.
+    """Replace the block ids of each row by numbers from 0. Return the rows, and how many distinct numbers they have.
 
-    The same id after different blocks is different text, so it gets several numbers. Raises ValueError for an invalid
+    If an id follows different blocks in two rows, the prefixes differ, so it gets two numbers. Raises ValueError for an invalid
     id. O(n log n), in array operations if ids are hashes of whole prefixes."""
     arrays = [_ids(row) for row in rows]
     ends = np.cumsum([len(a) for a in arrays])

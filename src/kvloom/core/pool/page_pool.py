@@ -141,9 +141,10 @@ class PagePool:
     # -- sequences ---------------------------------------------------------------------------
 
     def allocate(self, cls: int, n: int, near: int = 0) -> Ids | None:
-        """Return `n` free pages, each counted as in use once; None if there are fewer, and nothing has changed.
+        """Return `n` free pages, each with reference count 1. If fewer are free, return None and change nothing.
 
-        If slabs hold several pages, the slab of page `near` is filled first, then whole slabs."""
+        If a slab has several pages, free pages in the slab of page `near` are used first. Then whole free slabs
+        are preferred while many slabs are free; otherwise partly used slabs are filled."""
         if n < 0:
             raise ValueError(f"cannot allocate {n} pages; give 0 or more")
         c = self.classes[cls]

@@ -98,7 +98,9 @@ class LoadOrRecompute:
     def _corrected(
         self, loaded_from: int, next_tokens: int, load: Callable[[int], float], now: float
     ) -> Callable[[int], float]:
-        """Return `load`, scaled by how late the loads are so far. The `next_tokens` may still be in transfer."""
+        """Return `load` multiplied by the ratio of elapsed to expected load time so far, or by 1 if loads are on time.
+
+        The next `next_tokens` tokens may still be in transfer, so the expected time includes them."""
         first_time, first_loaded = self._first = self._first or (now, loaded_from)
         soon = load(loaded_from - next_tokens)
         expected = soon + soon / next_tokens * (first_loaded - loaded_from)

@@ -44,7 +44,9 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class Breakpoint(msgspec.Struct, frozen=True):
-    """A place in a chat: the first `messages` messages, of the last one the first `characters` (None: all)."""
+    """A position in a chat: the end of its first `messages` messages.
+
+    Of the last of them, only the first `characters` characters are before the position (None: all)."""
 
     messages: int
     characters: int | None
@@ -259,7 +261,9 @@ def _error_response(error: ApiError) -> Response:
 def _position(
     fields: MessagesFields, point: Breakpoint, prompt: Prompt, encoder: PromptEncoder, limits: PromptLimits
 ) -> int:
-    """Return the number of prompt tokens before a breakpoint: those that the chat up to it shares with the whole. 0 if the
+    """Return the number of prompt tokens before a breakpoint.
+
+    These are the first tokens that the chat up to the breakpoint shares with the whole chat. Return 0 if the
     template does not accept a part of a chat."""
     part = [dict(message) for message in fields.messages[: point.messages]]
     if part and point.characters is not None:

@@ -40,7 +40,7 @@ class FairThread:
             self._next()
 
     def _next(self) -> None:
-        """Give the turn to the tenant that has waited longest since its last."""
+        """Give the turn to the waiting tenant that was served least recently."""
         self._is_busy = False
         while self._turns:
             tenant, turns = self._turns.popitem(last=False)

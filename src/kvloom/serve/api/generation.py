@@ -139,8 +139,10 @@ class GenerationEndpoint(ABC):
     async def _prepare(
         self, request: Request, admitted: ExitStack
     ) -> tuple[ServedModel, list[Add], ResponseBuilder, bool, bool]:
-        """Return the model, its engine's messages, an empty response, whether it is a stream, and whether a tool call is forced. `admitted` releases the request's place.
-        Raises ApiError. The body and its fields, which may be large, are released before the answer begins."""
+        """Return the model, the messages to its engine, the response builder, whether to stream, and whether a call is forced.
+
+        `admitted` ends the request's admission when it closes. The body and its fields may be large, so they are
+        released before the answer begins. Raises ApiError."""
         context = self.context
         account = context.authenticate(request) or ""  # before reading the body
         context.require_accepting()
@@ -446,7 +448,9 @@ class _EventStream:
 
 
 def _end_of_prompt(fields: ChatFields, prompt: Prompt) -> str:
-    """Return the end of a prompt that decides whether reasoning follows: of a message that is continued, its last marker."""
+    """Return the text that shows whether the answer begins with reasoning.
+
+    It is the prompt, or the last reasoning marker if the answer continues the final message."""
     if not fields.continue_final_message:
         return prompt.text or ""
     content = fields.messages[-1].get("content")
@@ -483,8 +487,9 @@ async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
 
 
 def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | None:
-    """Return how many of the last prompt tokens to keep; None for all. -1 in the request keeps as many as leave space
-    for the answer."""
+    """Return how many of the last prompt tokens to keep; None keeps all.
+
+    If the request has -1, return the largest number that leaves enough tokens for the answer."""
     if fields.truncate_prompt_tokens != -1:
         return fields.truncate_prompt_tokens
     new = fields.max_tokens or (fields.max_completion_tokens if isinstance(fields, ChatFields) else None)

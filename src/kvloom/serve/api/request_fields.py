@@ -459,7 +459,9 @@ def _too_much_structure() -> ApiError:
 
 
 def engine_error(said: str) -> ApiError:
-    """Return the client's error for a message of SamplingParams or the engine, which starts with the field's name."""
+    """Convert an error message of SamplingParams or the engine to an error response for the client.
+
+    If the message starts with the name of a request field, the response names that field."""
     word = _WORD.match(said)
     name = "" if word is None else word[0]
     if name == "json_schema":

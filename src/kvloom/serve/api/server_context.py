@@ -80,7 +80,9 @@ class ServerContext:
         return tenant
 
     def visible_tenant(self, request: Request) -> str | None:
-        """Return the tenant whose requests a key may see; None means all: an admin key, or no keys. Raises ApiError 401."""
+        """Return the tenant whose requests the request's key may see. Raises ApiError 401.
+
+        None means all tenants: the key is an admin key, or the server has no keys."""
         given = _authorization(request)
         tenant = self.authenticate(request)
         return None if self.keys.is_admin(given) else tenant
@@ -106,8 +108,9 @@ class ServerContext:
         return known
 
     def check_host(self, request: Request) -> None:
-        """Without keys, raise ApiError 403 for a foreign Host or Origin, because a web page could make a browser send
-        the request."""
+        """On a server without keys, raise ApiError 403 for a foreign Host or Origin.
+
+        Otherwise any web page could make a browser on this machine send requests."""
         if self.keys:
             return
         host = request.headers.get("host", "localhost")
@@ -121,7 +124,9 @@ class ServerContext:
                 )
 
     async def read_body(self, request: Request, held: HeldBody) -> bytes:
-        """Return a JSON body, whose bytes `held` counts. Raises ApiError for another type, too many bytes, or a slow client."""
+        """Return the JSON body of a request and count its bytes in `held`.
+
+        Raises ApiError for another content type, too many bytes, or a slow client."""
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"content type {kind!r} is not supported: send application/json")

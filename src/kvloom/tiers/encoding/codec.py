@@ -163,7 +163,7 @@ class Codec:
         return self.method == 0 and self.keys is None
 
     def pack(self, run: memoryview) -> Bytes:
-        """Returns the compressed run, or the run itself if that saves nothing."""
+        """Returns the compressed run, or the unchanged run if compression saves nothing."""
         if self.method == 0:
             return run
         if self.method == 1:
@@ -226,7 +226,7 @@ def make_codec(compression: Compression = "none", keys: Keyring | None = None) -
 
 
 def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[Head]:
-    """Returns the heads of consecutive plain pages: `seal` of each, in one call."""
+    """Returns the heads of consecutive plain pages in one call. They equal those that `seal` returns page by page."""
     sums, each = run_checksums(pages, form.run_bytes), 8 * form.runs
     return [
         Head(key, 0, form.run_bytes, sums[number * each : (number + 1) * each])

@@ -81,7 +81,7 @@ class HostTier(Tier):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no pages, loading ones included."""
+        """Whether the tier contains no pages. Pages that are still loading count as contained."""
         return not self.index.entries
 
     def set_shares(self, shares: Shares) -> None:

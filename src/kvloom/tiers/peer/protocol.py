@@ -91,7 +91,9 @@ class Message:
 
 
 class Channel:
-    """One connection; for one thread at a time. `timeout` bounds every exchange; `begin` starts one of `size` bytes."""
+    """One connection, used by one thread at a time. `timeout` limits every exchange.
+
+    `begin` starts an exchange of `size` bytes."""
 
     def __init__(self, connected: socket.socket, timeout: float) -> None:
         self._stream = ByteStream(connected, timeout)

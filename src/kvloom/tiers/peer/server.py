@@ -266,9 +266,9 @@ class PeerServer:
 
 
 class _LeaseLimits:
-    """Limits of leases: per connection, and for all connections together, separately for reads and writes.
+    """Limits of leases for one connection and for all connections together, separate for reads and writes.
 
-    So neither leased pages, nor reserved pages that are never filled, can evict all others."""
+    Without them, leased pages, or reserved pages that are never filled, could evict all other pages."""
 
     def __init__(self, tier: HostTier, config: PeerConfig) -> None:
         self.seconds = config.lease_seconds
@@ -354,7 +354,9 @@ class _RequestHandler:
     def _make_lease(
         self, message: Message, budget: LeaseBudget, take: Callable[[Objects], Lease]
     ) -> tuple[int, Lease, list[int]]:
-        """Leases as many objects as the limits allow; returns its number, the lease, and BUSY results of the others."""
+        """Leases as many objects as the limits allow.
+
+        Returns the number of the lease, the lease, and a BUSY result for each of the other objects."""
         objects = message.count + sum(len(active.lease.offsets) for active in self.leases.values())
         if objects > _MAX_LEASED:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""`kvloom share`: host memory for the servers of a machine or a cluster; it outlives each of them.
+"""`kvloom share`: host memory for the servers of a machine or a cluster. Pages remain when a server exits.
 
-They use it with `--tier peer://HOST:PORT`; on this machine without socket traffic. Only parses arguments and serves.
+Servers use it with `--tier peer://HOST:PORT`; on this machine without socket traffic. Only parses arguments and serves.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class AnswerParser:
         return self._calls is not None and self._calls.calls > 0
 
     def feed(self, text: str, ended: bool = False) -> list[Piece]:
-        """Read more text; return its pieces as far as they are certain. `ended`: no more comes."""
+        """Read more text; return its pieces as far as they are certain. `ended`: no more text comes."""
         if self._reasoning is not None:
             read = self._reasoning.feed(text, ended)
         else:
@@ -66,7 +66,9 @@ class AnswerFormats:
         return AnswerFormats(found, thinks, TOOLS_VARIABLE.search(text) is not None, bool(special & markers))
 
     def reasoning_grammar(self, prompt: str, structure: tuple[str, str] | None) -> str | None:
-        """Return the grammar of an answer with reasoning before a required structure; None if the structure holds from the start."""
+        """Return the grammar of an answer that has reasoning before the required structure.
+
+        Return None if the structure applies from the first token on."""
         if structure is None or self.reasoning is None or not self.reasoning.opens(prompt):
             return None
         return after_reasoning(*structure)
@@ -74,8 +76,10 @@ class AnswerFormats:
     def parser(
         self, prompt: str, structure: tuple[str, str] | None, tools: bool, forced: bool, parallel: bool
     ) -> AnswerParser | None:
-        """Return the parser of one answer to a prompt; None if its text needs none. `structure` is the required one of the whole
-        text. `tools`: the answer may call tools; `forced`: it must."""
+        """Return the parser of one answer to a prompt, or None if the answer is plain content.
+
+        `structure` is the required structure of the whole answer. `tools`: the answer may call tools. `forced`: it
+        must call a tool."""
         reasoning = None
         if self.reasoning is not None and (structure is None or structure[1].startswith(REASONING)):
             reasoning = self.reasoning(self.reasoning.opens(prompt))
@@ -84,7 +88,7 @@ class AnswerFormats:
         return None if reasoning is None and calls is None else AnswerParser(reasoning, calls, parallel)
 
     def tools_warning(self, forced: bool) -> str | None:
-        """Return what is missing for tool calls with this model."""
+        """Return a warning that describes what this model lacks for tool calls; None if nothing."""
         if not self.shows_tools:
             return "the chat template does not show tools to the model; use --chat-template FILE"
         if self.calls is None and not forced:

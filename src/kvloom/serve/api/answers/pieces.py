@@ -63,7 +63,7 @@ class TextSource:
         return merged
 
     def add_content(self, text: str) -> None:
-        """Add content. Whitespace at its end waits: it is dropped before a call, and after one."""
+        """Add content. Trailing whitespace is not added yet, because whitespace before or after a call is dropped."""
         text = self._space + text
         kept = text.rstrip()
         self._space = text[len(kept) :]
@@ -71,7 +71,7 @@ class TextSource:
             self._pieces.append(Piece("content", kept))
 
     def end_content(self) -> None:
-        """No more content comes: add the whitespace that waits."""
+        """End the content: add the trailing whitespace that `add_content` left out, unless the answer has calls."""
         if self._space and not self.calls:
             self._pieces.append(Piece("content", self._space))
         self._space = ""
@@ -127,9 +127,10 @@ class TextSource:
             yield
 
     def call_object(self, before: str = "", name: str | None = None) -> Reading:
-        """Read a call as a JSON object: {"name": …, "arguments": …}; with `name`, its arguments only. Arguments are added as they
-        arrive. Return whether it is a call; otherwise it becomes content, with the marker `before` before it. Without a marker,
-        an object without arguments is no call."""
+        """Read a JSON object as a call: {"name": …, "arguments": …}. With `name`, the object is the arguments only.
+
+        Arguments are added as they arrive. Return whether the object is a call. If it is not, the marker `before` and
+        the object become content. Without a marker, an object without arguments is not a call."""
         scanner = _CallScanner(name)
         started = False
         while not scanner.is_done and not (self.ended and not self.rest):
@@ -153,7 +154,7 @@ class TextSource:
 
 
 def partial_marker(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` that `marker` could start with."""
+    """Return the length of the longest suffix of `text` that is a prefix of `marker`, but not all of it."""
     for size in range(min(len(marker) - 1, len(text)), 0, -1):
         if marker.startswith(text[-size:]):
             return size

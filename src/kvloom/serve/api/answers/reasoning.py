@@ -106,8 +106,9 @@ def last_marker(message: str) -> str:
 
 
 def after_reasoning(kind: str, text: str) -> str | None:
-    """Return the grammar, in Lark notation, of reasoning before an answer of a required structure. None for a grammar of the
-    request: its names are its own."""
+    """Return a grammar in Lark notation for reasoning, followed by an answer of the required structure.
+
+    Return None for a grammar that the client wrote: its rules may have the same names as the rules for reasoning."""
     if kind == "json_schema":
         schema = json.loads(text)
         schema = {"x-guidance": JSON_SPACING, **schema} if isinstance(schema, dict) else schema

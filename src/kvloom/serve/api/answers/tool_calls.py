@@ -187,7 +187,7 @@ class PythonicParser(ToolCallParser):
 
 
 class ForcedCalls(ToolCallParser):
-    """A JSON array of calls, as `forced_grammar` forces it. Other text is dropped: it is an incomplete call."""
+    """A JSON array of calls, as `forced_grammar` forces it. Other text is dropped, because it is an incomplete call."""
 
     def parse(self, source: TextSource) -> Parsing:
         yield from source.skip_space()
