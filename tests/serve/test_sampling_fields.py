@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def test_bad_words_count_with_and_without_a_space_before_them() -> None:
 def test_a_suffix_is_written_in_the_models_format() -> None:
     def tokens(tokenizer: Any, **fields: Any) -> list[int]:
         given = CompletionFields(**fields)
-        (found,) = asyncio.run(PromptEncoder(tokenizer).encode_completion(given, PromptLimits(4096, 400)))
+        (found,) = PromptEncoder(tokenizer).encode_completion(given, PromptLimits(4096, 400))
         return found.tokens
 
     coder = byte_level()
