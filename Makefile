@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml requirements.lock src/kvloom/core/_native.c src/kvloom/
 	@touch $@
 
 test: setup lint ## lint, formatting, types and the quick tests (10 minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" --durations=10
 
 test-full: setup lint ## all tests, the slow ones too (half an hour on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10

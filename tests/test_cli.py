@@ -183,6 +183,7 @@ def test_early_errors_need_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_prompt_from_standard_input() -> None:
     command = [sys.executable, "-m", "kvloom.cli", "generate", "kvloom-llama"]
     options = ["--device", "cpu", "--max-tokens", "4"]

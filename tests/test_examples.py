@@ -31,6 +31,7 @@ def run(name: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.few(2)
 def test_an_example_runs(name: str) -> None:
     assert EXPECTED[name] in run(name)
 

@@ -222,6 +222,7 @@ def _report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
         pytest.param("tiny-hybrid", ["W5", "W6"], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_both_engines_give_the_same_answers(
     shape: str, works: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from kvloom.bench import load_or_recompute, offload
 from kvloom.bench.offload import main
 
 
+@pytest.mark.slow
 def test_every_part_reports_its_figures(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,7 @@ def test_invariant_kernels_give_equal_bits_for_any_batch_and_chunks() -> None:
         ("lfm2", {"layer_types": ["conv"]}),
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_invariant_kernels_give_equal_states_for_any_chunks(
     family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

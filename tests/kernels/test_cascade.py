@@ -145,7 +145,7 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize("case", range(len(WINDOWS)))
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_shared_runs_in_windows_give_what_plain_decode_gives_as_they_pass(case: int) -> None:
     lengths, queries, shared, span = WINDOWS[case]
     shape = Shape(8, 2, 64, 64, dtype=torch.float32)

@@ -38,6 +38,7 @@ def test_pages_want_a_step_first() -> None:
     "family",
     ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "deepseek_v3"))],
 )
+@pytest.mark.slow
 def test_a_compiler_sees_one_operation_a_layer(family: str) -> None:
     kinds = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3_text" else {}
     model, prompts = tiny(family, num_hidden_layers=2, **kinds), prompts_of(1)

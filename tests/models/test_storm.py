@@ -36,7 +36,7 @@ def asked(family: str) -> tuple[Any, list[list[int]], list[int], list[list[int]]
 
 
 @pytest.mark.parametrize("family", ["llama", "bamba"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_two_hundred_requests_in_a_pool_far_too_small(family: str) -> None:
     model, prompts, news, wanted = asked(family)
     rng = random.Random(1)

@@ -152,6 +152,7 @@ def test_the_page_loads_nothing_from_other_hosts(name: str) -> None:
         assert found not in text.replace("http://www.w3.org/2000/svg", ""), f"{name} has {found}"
 
 
+@pytest.mark.slow
 def test_a_snapshot_outlives_its_engine(folder: Path) -> None:
     with running(folder, "--pool", "16MiB") as server:
         server.complete(prompt="before the end", max_tokens=4, ignore_eos=True)

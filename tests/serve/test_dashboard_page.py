@@ -455,6 +455,7 @@ def test_a_pool_of_a_million_pages_is_drawn_within_a_frame(browser: Browser, ser
     one.context.close()
 
 
+@pytest.mark.slow
 def test_with_keys_the_page_requires_an_admin_key(browser: Browser, folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key-of-red-1 red 8MiB\nkey-of-admin-1 blue admin\n")

@@ -56,6 +56,7 @@ def test_the_pool_is_resized_while_serving(folder: Path) -> None:
             assert said in error["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_fixed_pool_is_not_resized(folder: Path) -> None:
     with running(folder, "--pool", "2MiB") as server:
         status, _, error = server.send("POST", "/admin/pool", {"bytes": "1MiB"})
@@ -63,6 +64,7 @@ def test_a_fixed_pool_is_not_resized(folder: Path) -> None:
         assert "--max-pool" in error["error"]["message"]
 
 
+@pytest.mark.slow
 def test_retained_token_ranges_outlive_others(folder: Path) -> None:
     with running(folder, "--pool", "1MiB") as server:
 

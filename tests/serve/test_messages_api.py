@@ -161,6 +161,7 @@ def test_usage_counts_tokens_before_the_breakpoint(server: Running) -> None:
     assert sum(v for k, v in again.items() if k != "output_tokens") == size + rest
 
 
+@pytest.mark.slow
 def test_pages_before_a_breakpoint_outlive_others(folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key-of-red-1 red - - max_ttl=600\n")

@@ -255,6 +255,7 @@ def test_the_death_of_one_engine_leaves_the_other_serving(both: Running, expecte
     assert sum(pools(both).values()) <= MEMORY
 
 
+@pytest.mark.slow
 def test_the_last_model_stays(folder: Path, shelf: Path) -> None:
     """Without --model-dir nothing is loaded; without --memory each pool keeps its size."""
     with running(folder, str(shelf / OTHER), "--pool", "1MiB", "--name", "a", "--name", "b") as server:

@@ -152,6 +152,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_allowed_templates_render_within_limits(folder: Path) -> None:
     with running(folder, "--pool", "16MiB", "--allow-chat-template", "--template-seconds", "1") as server:
 

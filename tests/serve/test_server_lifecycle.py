@@ -67,6 +67,7 @@ def test_a_killed_engine_restarts_and_serves(mortal: Running) -> None:
     assert any("died by signal 9" in line for line in mortal.said)
 
 
+@pytest.mark.slow
 def test_a_hung_engine_is_restarted_and_a_paused_one_is_not(mortal: Running) -> None:
     engine = _engines(mortal)[-1]
     stream = mortal.client().completions.create(stream=True, **{**LONG, "max_tokens": 400})

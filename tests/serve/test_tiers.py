@@ -39,6 +39,7 @@ def test_a_restarted_server_hits_pages_on_disk(folder: Path, tmp_path: Path) -> 
         assert 0 < cached < len(PROMPT)  # on a busy machine it computes the head while the tail loads
 
 
+@pytest.mark.slow
 def test_a_partial_hit_from_a_tier_is_explained_with_one_account(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_restarted_engine_does_not_require_its_tiers() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_stores_after_the_last_token_are_reported_while_idle(folder: Path, tmp_path: Path) -> None:
     with running(folder, "--pool", "16MiB", "--tier", f"disk:{tmp_path}:256MiB") as server:
         server.complete(**ASKED)

@@ -286,6 +286,7 @@ def test_a_cut_call_ends_by_its_length(client: OpenAI) -> None:
     assert call.function.arguments.startswith('{"city"')
 
 
+@pytest.mark.slow
 def test_the_embedded_model_makes_forced_calls_and_a_header_warns() -> None:
     with running(Path("kvloom-llama"), "--pool", "64MiB") as server:
         body = {

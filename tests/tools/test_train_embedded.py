@@ -184,6 +184,7 @@ def test_loss_is_measured_on_every_token_but_the_first() -> None:
     assert abs(nats / count - math.log(700)) < 0.5
 
 
+@pytest.mark.slow
 def test_a_training_told_to_stop_saves_what_it_has(data: Path, tmp_path: Path) -> None:
     arguments = command(
         "train", "--data", data, "--out", tmp_path, *FAST, "--models", "draft", "--seconds", "200"
