@@ -163,7 +163,7 @@ def test_images_and_text_in_a_pool_far_too_small(ahead: bool) -> None:
     layout = engine_of().layout
     room = 2 * layout.slab_bytes_for(50 + NEW, [4 * 17, 4 * 17])
     engine = engine_of(room, token_budget=11, max_running=6, ahead=ahead)
-    engine.scheduler.growth = None  # admit every request for which pages are free, so that pages run out
+    engine.scheduler.admission = None  # admit every request for which pages are free, so that pages run out
     requests = [
         engine.add(prompt, GREEDY, priority=i % 3, images=pictures)
         for i, (prompt, pictures) in enumerate(asked)

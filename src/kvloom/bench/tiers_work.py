@@ -215,7 +215,7 @@ def mooncake(memory: Memory, folder: Path) -> Iterator[list[Work]]:
         store: Any = tier._control._store.store  # type: ignore[union-attr]
         client: Any = store._client
         for array in (memory.source, memory.target):
-            store.lend(array)  # registered once, for both sides
+            store.register_memory(array)  # registered once, for both sides
         keys = [f"bench-{number}" for number in range(memory.count)]
         step = max(1, (16 << 20) // memory.page)  # its fastest batch size
         batches = [range(at, min(at + step, memory.count)) for at in range(0, memory.count, step)]
