@@ -22,8 +22,7 @@ from kvloom.serve.worker import Delta
 from .generation import ChatEndpoint
 from .prompts import Prompt, PromptEncoder, PromptLimits, characters_for
 from .request_fields import ChatFields, CompletionFields, read_fields
-from .responses import ChatResponse, ResponseBuilder
-from .served_model import ServedModel
+from .responses import ChatResponse
 from .server_context import ServerContext
 from .translation import copied_fields, read_object, text_of_parts
 
@@ -60,6 +59,10 @@ class MessagesFields(ChatFields, frozen=True, kw_only=True):
 
 
 class MessagesEndpoint(ChatEndpoint):
+    @property
+    def builder(self) -> type[ChatResponse]:
+        return MessagesBuilder
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
@@ -89,24 +92,8 @@ class MessagesEndpoint(ChatEndpoint):
         ]
         return [replace(prompt, retain=tuple((stop, ttl) for stop, ttl in retain if stop))]
 
-    def response(
-        self,
-        fields: CompletionFields | ChatFields,
-        prompts: list[Prompt],
-        ids: list[int],
-        params: SamplingParams,
-        served: ServedModel,
-    ) -> ResponseBuilder:
-        assert isinstance(fields, MessagesFields)
-        return MessagesBuilder(
-            served.name,
-            prompts,
-            ids,
-            params.n,
-            served.require_encoder(),
-            new_parser=self.new_parser(fields, prompts[0], params, served),
-            warning=self.tools_warning(fields, served),
-        )
+    def response_options(self, fields: ChatFields, params: SamplingParams) -> dict[str, Any]:
+        return {}
 
 
 class CountTokensEndpoint:

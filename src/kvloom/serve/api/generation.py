@@ -320,6 +320,11 @@ class CompletionEndpoint(GenerationEndpoint):
 
 
 class ChatEndpoint(GenerationEndpoint):
+    @property
+    def builder(self) -> type[ChatResponse]:
+        """The class that builds the endpoint's responses."""
+        return ChatResponse
+
     def read(self, body: bytes) -> ChatFields:
         return read_fields(body, ChatFields)
 
@@ -362,7 +367,7 @@ class ChatEndpoint(GenerationEndpoint):
         served: ServedModel,
     ) -> ResponseBuilder:
         assert isinstance(fields, ChatFields)
-        return ChatResponse(
+        return self.builder(
             served.name,
             prompts,
             ids,
@@ -370,8 +375,12 @@ class ChatEndpoint(GenerationEndpoint):
             served.require_encoder(),
             new_parser=self.new_parser(fields, prompts[0], params, served),
             warning=self.tools_warning(fields, served),
-            **_response_options(fields, params),
+            **self.response_options(fields, params),
         )
+
+    def response_options(self, fields: ChatFields, params: SamplingParams) -> dict[str, Any]:
+        """Return the further arguments of `builder`."""
+        return _response_options(fields, params)
 
     def tools_warning(self, fields: ChatFields, served: ServedModel) -> str | None:
         """Return what is missing for the tools of a request."""

@@ -16,10 +16,8 @@ from kvloom.serve.errors import ApiError, bad_request
 from kvloom.serve.worker import Delta
 
 from .generation import ChatEndpoint
-from .prompts import Prompt
-from .request_fields import ChatFields, CompletionFields, read_fields
-from .responses import ChatResponse, ResponseBuilder
-from .served_model import ServedModel
+from .request_fields import ChatFields, read_fields
+from .responses import ChatResponse
 from .translation import copied_fields, read_object, text_of_parts
 
 __all__ = ["ResponsesEndpoint"]
@@ -43,6 +41,10 @@ class ResponsesFields(ChatFields, frozen=True, kw_only=True):
 
 
 class ResponsesEndpoint(ChatEndpoint):
+    @property
+    def builder(self) -> type[ChatResponse]:
+        return ResponsesBuilder
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
@@ -54,26 +56,9 @@ class ResponsesEndpoint(ChatEndpoint):
         chat = _chat(read_object(body))
         return read_fields(msgspec.json.encode(chat), ResponsesFields)
 
-    def response(
-        self,
-        fields: CompletionFields | ChatFields,
-        prompts: list[Prompt],
-        ids: list[int],
-        params: SamplingParams,
-        served: ServedModel,
-    ) -> ResponseBuilder:
+    def response_options(self, fields: ChatFields, params: SamplingParams) -> dict[str, Any]:
         assert isinstance(fields, ResponsesFields)
-        return ResponsesBuilder(
-            served.name,
-            prompts,
-            ids,
-            params.n,
-            served.require_encoder(),
-            top_logprobs=params.logprobs or 0,
-            new_parser=self.new_parser(fields, prompts[0], params, served),
-            warning=self.tools_warning(fields, served),
-            original=fields.original,
-        )
+        return {"top_logprobs": params.logprobs or 0, "original": fields.original}
 
 
 class ResponsesBuilder(ChatResponse):
