@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 
 from .pieces import Piece, partial_marker
 from .tool_choice import JSON_SPACING
@@ -25,7 +26,7 @@ SPACE: /\\n{{0,2}}/
 SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
-class ReasoningParser:
+class ReasoningParser(ABC):
     """Parses one answer. `is_open`: it begins with reasoning, with or without <think>."""
 
     markers = (BEGIN, END)
@@ -37,9 +38,9 @@ class ReasoningParser:
         self._rest = ""  # unread: whitespace, or the start of a marker
 
     @classmethod
+    @abstractmethod
     def opens(cls, prompt: str) -> bool:
         """Whether the answer to a prompt begins with reasoning."""
-        raise NotImplementedError
 
     def feed(self, text: str, ended: bool = False) -> list[Piece]:
         """Read more text; return its pieces as far as they are certain. `ended`: no more comes."""
