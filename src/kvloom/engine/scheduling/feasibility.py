@@ -42,7 +42,9 @@ class Feasibility:
         ):
             if limit is not None and needed > limit:
                 is_long = True
-                refusal = self._refuse_cold(request, limit)
+                refusal = self._refuse_cold(
+                    request.limit, request.control.tenant, limit, self._slabs_of(request, RESIDENT_BLOCKS)
+                )
                 if refusal is not None:
                     raise ValueError(
                         f"{len(request.prompt)} prompt tokens and max_tokens {request.params.max_tokens} need {needed:,} "
@@ -55,20 +57,26 @@ class Feasibility:
             )
         return is_long
 
-    def _refuse_cold(self, request: Request, limit: int) -> str | None:
-        """Return why a request cannot run with cold pages, as the end of an error message; None if it can.
+    def runs_cold(self, length: int, tenant: str, limit: int) -> bool:
+        """Return whether a request of `length` tokens runs with cold pages in `limit` bytes of the pool."""
+        return self._refuse_cold(length, tenant, limit, self._slabs_for(length, RESIDENT_BLOCKS)) is None
 
-        `limit` are the bytes of the pool that it may use."""
-        layout, blocks = self.cache.layout, -(-request.limit // self.cache.block_tokens)
+    def _refuse_cold(self, length: int, tenant: str, limit: int, slabs: int) -> str | None:
+        """Return why a request of `length` tokens cannot run with cold pages, as the end of an error; None if it can.
+
+        It may use `limit` bytes of the pool, and needs at least `slabs` of its slabs."""
+        layout = self.cache.layout
         full = [group for group in layout.of("token") if not group.spec.visibility.windowed]
-        if not full or self._slabs_of(request, RESIDENT_BLOCKS) * layout.slab_bytes > limit:
+        if not full or slabs * layout.slab_bytes > limit:
             return ""
+        blocks = -(-length // self.cache.block_tokens)
         needed = blocks * sum(group.page_stride * group.runs for group in full)
         if self._offload is None or self._offload.cold is None:
             if self._offload is not None and self._offload.cold_refusal:
                 return f" ({self._offload.cold_refusal})"
-            return f", or give its oldest pages host memory: --tier host:SIZE with {int(needed / MAX_HOST_SHARE) + 1:,} bytes"
-        most = self._offload.cold.limit(request.control.tenant)
+            size = int(needed / MAX_HOST_SHARE) + 1
+            return f", or give its oldest pages host memory: --tier host:SIZE with {size:,} bytes"
+        most = self._offload.cold.limit(tenant)
         if needed <= most:
             return None
         return f", or raise --tier host:SIZE: its oldest pages need {needed:,} bytes of host memory, and may use {most:,}"

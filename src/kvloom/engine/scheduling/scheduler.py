@@ -125,6 +125,10 @@ class Scheduler:
             can_wait = bool(self.running) or self._queue.length > 1
             self.offload.prefetch(request, self._match, can_wait)
 
+    def runs_cold(self, length: int, tenant: str, pool_bytes: int) -> bool:
+        """Return whether a request of `length` tokens runs with cold pages in `pool_bytes` bytes of the pool."""
+        return self._feasibility.runs_cold(length, tenant, pool_bytes)
+
     def cancel(self, request: Request) -> None:
         """Finish a request now. Its pages are free at once."""
         if request.finish_reason is None:

@@ -336,7 +336,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """The engine is loaded. `max_tokens` limits prompt and answer of one request together; `tenant_max_tokens` is that
     limit for tenants with a quota. `tiers` lists name, capacity and stored pages; `unavailable_tiers` lists name and
     reason. `pool_limits` are the fewest and most bytes of an elastic pool. `image_refusal`: why the model accepts no
-    images; "" if it does."""
+    images; "" if it does. `max_context` is the model's limit."""
 
     device: str
     dtype: str
@@ -353,6 +353,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     unavailable_tiers: list[tuple[str, str]] = []
     pool_limits: tuple[int, int] | None = None
     image_refusal: str = ""
+    max_context: int = 0
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
