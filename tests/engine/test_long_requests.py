@@ -106,6 +106,49 @@ def test_request_four_times_the_pool_has_the_tokens_of_generate(family: str, ahe
     closed(engine)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next"])
+def test_request_becomes_long_while_it_decodes(family: str) -> None:
+    model = model_of(family)
+    prompts, new = drawn("grows", 20, 33), 600 if family == "qwen3_next" else 150
+    wanted = expected(model, prompts, new)
+    engine = small_engine(model, 40 + new, more=4 if family == "llama" else 1)
+    requests = [engine.add(prompt, greedy(new)) for prompt in prompts]
+    assert [one.may_be_long for one in requests] == [True, True]
+    assert [one.is_long for one in requests] == [False, False]
+    run(engine)
+    assert [one.tokens for one in requests] == wanted
+    assert requests[0].is_long
+    closed(engine)
+
+
+def test_request_that_could_become_long_uses_the_prefix_cache() -> None:
+    model = model_of("llama")
+    prompts = drawn("cached", 50, 20)
+    engine = small_engine(model, 1024, more=6)
+    params = SamplingParams(max_tokens=900, temperature=0, stop_token_ids=tuple(range(64)))  # ends at once
+    first, again = engine.add(prompts[0], params), engine.add(prompts[0], params)
+    run(engine)
+    assert first.may_be_long
+    assert not first.is_long
+    assert again.hits == {"device": 49}
+    assert cold_pages(engine) == 0
+    closed(engine)
+
+
+def test_pool_that_shrank_runs_the_request_with_cold_pages() -> None:
+    model = model_of("llama")
+    (prompt,) = drawn("shrinks", 200)
+    wanted = expected(model, [prompt], NEW)[0]
+    engine = small_engine(model, 216, more=20)
+    request = engine.add(prompt, greedy())
+    assert not request.may_be_long
+    assert len(engine.cache.shrink(16))
+    run(engine)
+    assert request.is_long
+    assert request.tokens == wanted
+    closed(engine)
+
+
 def test_short_request_runs_beside_a_long_one() -> None:
     model = model_of("llama")
     prompts = drawn("beside", 300, 20)

@@ -1,7 +1,8 @@
 """Cold pages: a request longer than the pool keeps the full-attention pages of its oldest blocks in host memory.
 
-1. A request is long if the pool cannot hold it at its full length. It then needs host memory for all its full-attention
-   pages: `scheduling/feasibility.py` refuses it otherwise, and `Scheduler` admits as many long requests as fit.
+1. A request may become long if the pool cannot hold it at its limit. Host memory must then have space for all its
+   full-attention pages: `scheduling/feasibility.py` refuses it otherwise. It is long from the start if the pool cannot
+   hold its prompt, else from its first cold page on. `Scheduler` admits as many long requests as host memory holds.
 2. Windows drop pages by themselves and a state is one page, so only groups with full attention have cold pages.
 3. If `extend` lacks pages, the scheduler makes the oldest blocks of a long request cold, before it preempts a request.
    The pages are copied to host memory here, then released: the sequence owns the leases of its cold pages
@@ -105,7 +106,7 @@ class ColdPages:
 
         Only for models without windows and states: their pages are needed in the pool."""
         cache, control = self._cache, request.match_control
-        if cache.needs_checkpoints or not control.read:
+        if cache.needs_checkpoints or not control.read or (request.images and cache.media_outlives_prompt):
             return None
         hashes = self._block_hashes(request, 0, (len(request.tokens) - 1) // cache.block_tokens, None)
         leases: list[Lease] = []

@@ -28,9 +28,9 @@ class Feasibility:
         self._slabs_for = lru_cache(4096)(self._most_slabs)
 
     def check(self, request: Request, reachable_slabs: int = 0) -> bool:
-        """Return whether a request is long: it runs only with cold pages, also after the pool has grown to
-        `reachable_slabs`. Raise ValueError for a request that can never run."""
-        slab, is_long = self.cache.layout.slab_bytes, False
+        """Return whether a request at its limit needs cold pages, also after the pool has grown to `reachable_slabs`.
+        Raise ValueError for a request that can never run."""
+        slab, may_be_long = self.cache.layout.slab_bytes, False
         quota = self.cache.account(request.control.tenant).tenant.quota
         for owner, needed, limit in (
             (
@@ -41,7 +41,7 @@ class Feasibility:
             ("tenant's quota is", 0 if quota is None else self._bytes_of(request), quota),
         ):
             if limit is not None and needed > limit:
-                is_long = True
+                may_be_long = True
                 refusal = self._refuse_cold(
                     request.limit, request.control.tenant, limit, self._slabs_of(request, RESIDENT_BLOCKS)
                 )
@@ -55,7 +55,13 @@ class Feasibility:
                 f"an image of {request.images.min_step_tokens} tokens does not fit one step of {self.token_budget} tokens: "
                 "raise token_budget"
             )
-        return is_long
+        return may_be_long
+
+    def holds(self, length: int, tenant: str, reachable_slabs: int = 0) -> bool:
+        """Return whether the pool, grown to `reachable_slabs`, and the tenant's quota hold a sequence of `length` tokens."""
+        quota, slabs = self.cache.account(tenant).tenant.quota, self._slabs_for(length, None)
+        within_quota = quota is None or slabs * self.cache.layout.slab_bytes <= quota
+        return within_quota and slabs <= max(self.cache.usable_slabs, reachable_slabs)
 
     def runs_cold(self, length: int, tenant: str, limit: int) -> bool:
         """Return whether a request of `length` tokens runs with cold pages in `limit` bytes of the pool."""
