@@ -56,6 +56,7 @@ def test_cold_blocks_free_their_pages_and_leave_the_tree(name: str) -> None:
     assert not seq.extend(200)
     seq.commit(tokens)
     before = cache.stats()["in_use_pages"]
+    assert isinstance(before, int)
     rows = cache.coldable_pages(seq, 5)
     assert len(rows) == 5
     assert (rows[:, cache.full_columns] > 0).all()
