@@ -412,11 +412,13 @@ class Grammars:
         """Kill all processes. Remaining states fail."""
         self._lose_parent("the engine closed")
 
-    def _lose_parent(self, why: str) -> None:
-        """Kill all processes and fail all grammars. The next grammar starts new processes."""
+    def _lose_parent(self, why: str, busy: bool = True) -> None:
+        """Kill all processes and fail all grammars. The next grammar starts new processes.
+
+        `busy` means that a grammar may succeed later."""
         parent, self._parent = self._parent, None
         for grammar in self._all():
-            grammar.fail(f"{grammar.kind}: {why}", busy=True)
+            grammar.fail(f"{grammar.kind}: {why}", busy)
         self._known.clear()
         self._queues.clear()
         self._live.clear()
@@ -543,8 +545,11 @@ class Grammars:
         assert self._parent is not None
         try:
             news = self._parent.read_exits()
-        except ValueError as error:
+        except GrammarBusyError as error:
             self._lose_parent(str(error))
+            return
+        except ValueError as error:
+            self._lose_parent(str(error), busy=False)
             return
         for key, status in news:
             grammar = self._live.get(key)
@@ -610,8 +615,9 @@ class _Parent:
             self.control.sendall(COMMAND.pack(verb, key))
 
     def read_exits(self) -> list[tuple[int, int]]:
-        """Return the children that ended, with their wait status. Raises ValueError if the parent has ended or cannot
-        start."""
+        """Return the children that ended, with their wait status.
+
+        Raises GrammarBusyError if the parent has ended, ValueError if it cannot use the tokenizer."""
         data = self.control.recv(1 << 16)
         self._buffer += data
         ended: list[tuple[int, int]] = []
@@ -628,7 +634,7 @@ class _Parent:
             else:
                 ended.append((key, status))
         if not data:
-            raise ValueError("the process that compiles grammars ended: send the request again")
+            raise GrammarBusyError("the process that compiles grammars ended: send the request again")
         return ended
 
 
