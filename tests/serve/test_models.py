@@ -264,11 +264,15 @@ def test_the_last_model_stays(folder: Path, shelf: Path) -> None:
     with running(
         folder, str(shelf / OTHER), "--pool", "8MiB" if ON_GPU else "1MiB", "--name", "a", "--name", "b"
     ) as server:
-        assert [one["id"] for one in server.send("GET", "/v1/models")[2]["data"]] == ["a", "b"]
+        assert [one["id"] for one in server.send("GET", "/v1/models")[2]["data"]] == ["a", "b", "x", "y"]
+        for alias, name in (("x", "a"), ("y", "b")):
+            asked = {"model": alias, "prompt": "abc", "max_tokens": 2}
+            assert server.send("POST", "/v1/completions", asked)[2]["model"] == name
         status, _, found = server.send("POST", "/admin/models", {"model": THIRD})
         assert (status, "--model-dir" in found["error"]["message"]) == (403, True)
         assert server.send("DELETE", "/admin/models/a")[0] == 202
-        server.wait_for(lambda: len(server.send("GET", "/v1/models")[2]["data"]) == 1)
+        server.wait_for(lambda: len(server.send("GET", "/v1/models")[2]["data"]) == 2)
+        assert server.send("POST", "/v1/completions", {"model": "x", "prompt": "a"})[0] == 404
         assert server.send("DELETE", "/admin/models/b")[0] == 409
         fields: dict[str, Any] = {"prompt": "abc", "max_tokens": 2}
         assert server.send("POST", "/v1/completions", fields)[2]["model"] == "b"

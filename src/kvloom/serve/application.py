@@ -62,7 +62,7 @@ def application(
 
     async def models(request: Request) -> Response:
         context.authenticate(request)
-        return _json({"object": "list", "data": [served.to_dict() for served in context.models.values()]})
+        return _json({"object": "list", "data": context.listed_models()})
 
     async def model(request: Request) -> Response:
         context.authenticate(request)

@@ -42,6 +42,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     name = "name of the model in requests; repeatable, in the order of models (default: its folder's name)"
     add("--name", action="append", default=[], metavar="NAME", help=name)
+    alias = "another name of a model in requests, such as one that a client has built in; repeatable (default MODEL: the first)"
+    add("--alias", action="append", default=[], metavar="NAME[=MODEL]", help=alias)
     memory = "memory that the pools of all models share: the pool of an idle model serves the busy ones"
     add("--memory", type=size, metavar="SIZE", help=memory)
     folder = "folder below which POST /admin/models may load models; repeatable (default: none)"
@@ -188,6 +190,7 @@ def run(args: argparse.Namespace) -> int:
     return serve(
         ServerOptions(
             models,
+            aliases=_aliases(args.alias, models[0].served_name),
             memory=args.memory,
             model_folders=tuple(Path(folder).resolve() for folder in args.model_dir),
             host=args.host,
@@ -210,6 +213,17 @@ def run(args: argparse.Namespace) -> int:
             ssl_ca_certs=args.ssl_ca_certs,
         )
     )
+
+
+def _aliases(given: list[str], first: str) -> dict[str, str]:
+    """Return the aliases of `NAME=MODEL` texts; without `=MODEL` an alias names the first model."""
+    found = {}
+    for one in given:
+        alias, _, model = one.partition("=")
+        if not alias:
+            raise ValueError(f"--alias {one!r} has no name: write NAME or NAME=MODEL")
+        found[alias] = model or first
+    return found
 
 
 def _image_folder(given: str) -> Path:

@@ -96,6 +96,7 @@ class _Lifecycle:
             options.limits,
             limiter,
             ServerMetrics(limiter),
+            aliases=dict(options.aliases),
             labels_models=options.has_many,
             memory=options.memory,
             metrics_need_key=options.metrics_need_key,

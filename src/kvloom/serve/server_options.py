@@ -6,6 +6,7 @@ import math
 import re
 import socket
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class ServerOptions:
     """Serve HTTPS with this certificate and key. With `ssl_ca_certs`, clients must present a certificate of it."""
     quiet: bool = False
     """Print no start-up message."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names in requests, with the name of their model."""
     memory: int | None = None
     """Bytes that the pools of all models share; None: each pool keeps its own size."""
     model_folders: tuple[Path, ...] = ()
@@ -76,6 +79,11 @@ class ServerOptions:
         names = [model.served_name for model in self.models]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"models have the same name {', '.join(sorted(twice))}: give each a --name")
+        for alias, name in self.aliases.items():
+            if alias in names:
+                raise ValueError(f"--alias {alias} is the name of a model already: give another one")
+            if name not in names:
+                raise ValueError(f"--alias {alias}={name}: no such model; use {' or '.join(names)}")
         if not self.keys and not is_loopback(self.host):
             raise ValueError(
                 f"host {self.host!r} is reachable from other machines, and there are no API keys: "
