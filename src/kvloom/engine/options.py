@@ -1,6 +1,7 @@
-"""Command-line arguments of an engine, shared by `kvloom serve` and `kvloom generate`. Imports no torch.
+"""The command-line arguments of an engine, for `kvloom serve` and `kvloom generate`. Does not import torch.
 
-An argument whose destination is a field of `EngineConfig`, or a parameter of `engine_config`, becomes a setting of the engine.
+An argument becomes a setting of the engine if its destination is a field of `EngineConfig` or a parameter of
+`engine_config`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _SETTINGS = {one.name for one in fields(EngineConfig)} | {"load", "grammar_secon
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of weights, page pool, prefix cache, tiers, steps and limits, and `--config`."""
+    """Add the arguments for weights, page pool, prefix cache, tiers, steps and limits, and `--config`."""
     add_config_argument(parser)
     add = parser.add_argument_group("model").add_argument
     add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
@@ -90,5 +91,5 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings among parsed arguments, for `engine_config`, `LLM` and the engine process."""
+    """Return the engine settings among parsed arguments, for `engine_config`, `LLM` and the engine process."""
     return {name: value for name, value in vars(args).items() if name in _SETTINGS}

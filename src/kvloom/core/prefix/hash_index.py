@@ -1,6 +1,6 @@
-"""Hash index: block hash → parent hash and the groups stored under it, by medium. Filled from events only.
+"""Hash index: for each block hash, its parent hash and the groups stored under it, by medium. Only events fill it.
 
-Serves tiers, restarted servers, peers and routers. Does not see tokens or pages.
+Tiers, restarted servers, peers and routers use it. It has no access to tokens or pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["HashIndex"]
 
 
 class HashIndex:
-    """See the module. `match` applies the same resume rule as the radix tree. Not thread-safe."""
+    """An index of block hashes. `match` applies the same resume rule as the radix tree. Not thread-safe."""
 
     __slots__ = ("_entries", "_full", "_groups", "_places", "_states", "_tails", "_windows")
 
@@ -60,7 +60,9 @@ class HashIndex:
     def stored(
         self, parent: bytes, hashes: Sequence[bytes], groups: Iterable[int], place: str, tail_tokens: int = 0
     ) -> None:
-        """Record that `hashes`, a chain below `parent`, have pages of `groups` in `place`."""
+        """Record that pages of `groups` are stored in `place` under each of `hashes`, which form a chain after
+        `parent`.
+        """
         bits = self._bits(tuple(groups), place)
         if tail_tokens:
             if not 0 < tail_tokens < HASH_TOKENS or len(hashes) != 1:
@@ -75,7 +77,7 @@ class HashIndex:
             parent = hash_
 
     def dropped(self, hashes: Iterable[bytes], groups: Iterable[int], place: str) -> None:
-        """Record that pages of `groups` were removed from `place`. Hashes without pages are removed."""
+        """Record that pages of `groups` were removed from `place`. Hashes without pages leave the index."""
         keep = ~self._bits(tuple(groups), place)
         for hash_ in hashes:
             entry = self._entries.get(hash_)
@@ -83,7 +85,7 @@ class HashIndex:
                 self._put(hash_, entry[0], entry[1] & keep)
 
     def forget(self, place: str) -> None:
-        """Remove everything in `place` (a peer died, a tier was cleared). O(hashes)."""
+        """Remove all entries of `place`, because a peer died or a tier was cleared. O(hashes)."""
         if place in self._places:
             keep = ~(((1 << self._groups) - 1) << self._places[place] * self._groups)
             for hash_, (parent, bits) in list(self._entries.items()):
@@ -99,7 +101,7 @@ class HashIndex:
             del self._tails[parent]
 
     def places(self, hash_: bytes) -> dict[str, tuple[int, ...]]:
-        """Return the places of pages under `hash_`, with their groups."""
+        """Return the places that have pages under `hash_`, with their groups."""
         _, bits = self._entries.get(hash_, (b"", 0))
         found = {}
         for place, index in self._places.items():
@@ -109,7 +111,7 @@ class HashIndex:
         return found
 
     def parent(self, hash_: bytes) -> bytes | None:
-        """Return the parent hash, or None if `hash_` is not in the index."""
+        """Return the parent hash, or None if the index does not contain `hash_`."""
         entry = self._entries.get(hash_)
         return entry[0] if entry else None
 
@@ -123,9 +125,9 @@ class HashIndex:
         places: Iterable[str] | None = None,
     ) -> int:
         """Return the longest resumable length, at most `limit` tokens, of a prompt with block hashes `hashes`.
-
-        `places` restricts the locations: a router asks about one worker. `tail(parent, start, length)` returns the
-        hash of a partial tail of the prompt, so that partial tails can match too."""
+        `places` restricts the locations; a router asks for one worker. `tail(parent, start, length)` returns the hash
+        of a partial tail of the prompt. With it, partial tails can match too.
+        """
         folded = self._fold(hashes[: -(-limit // HASH_TOKENS)], places)
         need = self._full
         reach = (
@@ -139,7 +141,7 @@ class HashIndex:
         ]
         if not self._states:
             return longest_resume(min(limit, reach * HASH_TOKENS), windows, HASH_TOKENS)[0]
-        # A partial tail resumes deeper than its parent, so it is tried first.
+        # A partial tail gives a longer hit than its parent, so it is tried first.
         for count in range(reach, -1, -1):
             parent = hashes[count - 1] if count else root
             for hash_, length in sorted(self._tails.get(parent, {}).items(), key=lambda item: -item[1]):
@@ -165,7 +167,7 @@ class HashIndex:
         return longest_resume(position, windows, HASH_TOKENS, (position,))[0] == position
 
     def _fold(self, hashes: Sequence[bytes], places: Iterable[str] | None) -> list[int]:
-        """Return the groups that each hash has in any of `places`, as bit masks."""
+        """Return, as bit masks, the groups that each hash has in any of `places`."""
         every = (1 << self._groups) - 1
         chosen = (
             range(len(self._places))

@@ -1,4 +1,4 @@
-"""Offload: pages move between the pool and the tiers. Engine and scheduler call only `OffloadManager`.
+"""Offload: moves pages between the pool and the tiers. Engine and scheduler call only `OffloadManager`.
 
     manager.py            OffloadManager: the interface, and the phases of load jobs
     decision.py           Action, Decision: the answers to the scheduler
@@ -13,7 +13,7 @@
     session_history.py    SessionHistory: tokens of past sessions, for prefetches
     stats.py              OffloadStats: counters
 
-The life of a load job, with what its request does (`Phase`):
+The life of a load job. `Phase` states what its request does meanwhile:
 
     prefetch, before_admission
         │
@@ -24,7 +24,8 @@ The life of a load job, with what its request does (`Phase`):
         v                     │ (and once    │ request computes      │ there; the request    the job ends,
     the job ends              │ COPYING_HEAD)│ its head meanwhile ───┘ is queued again       the request resumes
 
-A late, missing or damaged page, or a pool without free pages, ends a stage early: the request computes the rest.
+If a page is late, missing or damaged, or if the pool has no free pages, the job ends early. The request computes the
+remaining tokens.
 
 The life of an offload:
 

@@ -14,7 +14,7 @@ class OffloadStats:
     load_jobs: int = 0
     """Number of started copies from host memory into the pool."""
     loaded_tokens: int = 0
-    """Tokens that requests did not compute because of those copies."""
+    """Number of tokens that requests did not compute because of these copies."""
     loaded_bytes: int = 0
     failed_pages: int = 0
     """Pages that host memory had evicted before they were copied."""

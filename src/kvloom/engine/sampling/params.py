@@ -1,4 +1,6 @@
-"""Sampling parameters of a request, named as in vLLM and the OpenAI API. Data and checks; the sampler applies them."""
+"""The sampling parameters of a request, with the names of vLLM and the OpenAI API. Data and checks; the sampler
+applies them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any, Literal
 __all__ = ["GREEDY_BELOW", "MAX_LOGPROBS", "Finish", "SamplingParams", "StructureKind"]
 
 GREEDY_BELOW = 1e-5
-"""A lower temperature selects the most likely token."""
+"""With a lower temperature, the most likely token is selected."""
 MAX_LOGPROBS = 1024
 MAX_SAMPLES = 1024
 INTEGERS = (
@@ -29,9 +31,8 @@ INTEGERS = (
 """Parameters that are integers, or None."""
 
 Finish = Literal["stop", "length", "cancelled", "no_room", "grammar"]
-"""Why a request finished. "no_room": the whole pool is too small for it.
-
-"grammar": the grammar allows no token of the vocabulary, or exceeds its limits of time or memory.
+"""Why a request finished. "no_room": the whole pool is too small for it. "grammar": the grammar allows no token of
+the vocabulary, or exceeded a limit on time or memory.
 """
 
 StructureKind = Literal["json_schema", "regex", "grammar"]
@@ -53,8 +54,9 @@ class SamplingParams:
     | embedding      | `pooling`: return the mean, or the last, of the prompt's hidden states; needs `max_tokens` 1     |
     | structure      | one of `json_schema`, `regex`, `grammar` (Lark notation)                                       |
 
-    The same `seed` gives the same tokens, whatever other requests run. Log-probabilities are the model's own, before temperature,
-    penalties and masks."""
+    The same `seed` gives the same tokens, no matter which other requests run. Log-probabilities are those of the
+    model, before temperature, penalties and masks.
+    """
 
     max_tokens: int = 16
     temperature: float = 1.0
@@ -115,7 +117,7 @@ class SamplingParams:
 
     @property
     def samples(self) -> int:
-        """Number of computed samples, of which `n` are returned."""
+        """Number of samples to compute. `n` of them are returned."""
         return self.beam_width if self.beam_width > 1 else self.best_of or self.n
 
     @property
@@ -125,7 +127,7 @@ class SamplingParams:
 
     @property
     def structure(self) -> tuple[StructureKind, str] | None:
-        """Kind and text of the required structure; None without one."""
+        """The kind and text of the required structure, or None if there is none."""
         if self.json_schema is not None:
             schema = self.json_schema
             return "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
@@ -135,13 +137,13 @@ class SamplingParams:
 
     @property
     def needs_last_token(self) -> bool:
-        """Whether the host needs each token before the next can be sampled."""
+        """Whether the host needs each token before the next token can be sampled."""
         follows = any(len(tokens) > 1 for tokens in self.bad_token_ids)
         return self.has_penalties or self.structure is not None or self.beam_width > 1 or follows
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are computed: requested, or needed to rank samples."""
+        """Whether log-probabilities are computed, because they are requested or needed to rank samples."""
         return self.logprobs is not None or self.samples > self.n or self.beam_width > 1
 
     def _check_integers(self) -> None:

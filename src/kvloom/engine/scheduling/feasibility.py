@@ -1,6 +1,6 @@
-"""Feasibility: refuses requests that can never run, with the numbers, before they wait.
+"""Feasibility: refuses requests that can never run, before they are queued. The error states the numbers.
 
-Uses the pool layout only; free pages are the cache's concern, order is the scheduler's.
+Uses only the pool layout. It does not depend on free pages or on the order of requests.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["Feasibility"]
 
 
 class Feasibility:
-    """The largest memory that a request needs in one pool, in steps of up to `token_budget` prompt tokens."""
+    """Computes the largest memory that a request needs in one pool, in steps of up to `token_budget` prompt tokens."""
 
     def __init__(self, cache: KVCache, token_budget: int) -> None:
         self.cache, self.token_budget = cache, token_budget
         self._slabs_for = lru_cache(4096)(self._most_slabs)
 
     def check(self, request: Request, reachable_slabs: int = 0) -> None:
-        """Raise ValueError for a request that can never run, also after the pool has grown to `reachable_slabs`."""
+        """Raise ValueError for a request that can never run, even after the pool has grown to `reachable_slabs`."""
         slab = self.cache.layout.slab_bytes
         quota = self.cache.account(request.control.tenant).tenant.quota
         for owner, needed, limit in (
@@ -47,7 +47,7 @@ class Feasibility:
             )
 
     def _slabs_of(self, request: Request) -> int:
-        """Return the largest number of slabs that a request uses: at its end, or while it computes its largest image."""
+        """Return the largest number of slabs that a request uses, at its end or while it computes its largest image."""
         slabs = self._slabs_for(request.limit)
         if request.images is None:
             return slabs
@@ -68,10 +68,10 @@ class Feasibility:
         return max(needed, layout.slab_bytes_for(length, media)) if media else needed
 
     def _image_peak(self, request: Request) -> tuple[int, list[int]]:
-        """Return the length at which a request uses the most image pages, and the tokens of those images.
-
-        If image pages outlive the prompt, these are all images at the end of the request; otherwise the largest one,
-        while it is computed."""
+        """Return the length at which a request uses the most image pages, and the tokens of these images. If image
+        pages stay in use after the prompt, this is the end of the request with all images. Otherwise it is the
+        largest image, while it is computed.
+        """
         images = request.images
         if images is None:
             return 0, []
@@ -80,8 +80,9 @@ class Feasibility:
         return images.media[-1].stop, [max(item.tokens for item in images.media)]
 
     def _most_slabs(self, length: int) -> int:
-        """Return the largest number of slabs of a sequence while it grows to `length` tokens. Costs milliseconds with
-        windows."""
+        """Return the largest number of slabs that a sequence uses while it grows to `length` tokens. Takes
+        milliseconds with windows.
+        """
         pages = self._pages_for(length)
         slabs = [
             -(-count // cls.per_slab)
@@ -90,9 +91,10 @@ class Feasibility:
         return int(np.sum(slabs, 0).max())
 
     def _pages_for(self, length: int) -> list[npt.NDArray[np.int64]]:
-        """Return the pages of each class at every length up to `length`; without windows, at `length` only.
+        """Return the pages of each class at every length up to `length`. Without windows, only at `length`.
 
-        With windows, a sequence may use the most pages before its end."""
+        With windows, a sequence may use the most pages before its end.
+        """
         layout = self.cache.layout
         windowed = any(group.spec.visibility.windowed for group in layout.of("token"))
         ends = np.arange(1 if windowed else length, length + 1)
