@@ -16,30 +16,36 @@ from .clock import Clock, WallClock
 from .control import CacheControl, CheckpointPolicy
 from .eviction import Account, Policy, Tenant
 from .inspect import Inspector, PoolMap, cache_stats, check_integrity
-from .layout import PoolLayout
+from .layout import HASH_TOKENS, PoolLayout
 from .loading import Loading
 from .pool import CopyBatch, Ids, Rows
 from .prefix import (
     TOKEN_BYTES,
+    BlockHash,
     HashIndex,
     Match,
     Media,
     Miss,
     Pin,
     QueuedPrefix,
+    hash_chain,
     root_hash,
     token_bytes,
 )
 from .sequences import (
+    ColdRun,
     Sequence,
+    add_cold_run,
     checkpoint as take_checkpoint,
     close_sequence,
+    coldable_pages,
     commit,
     commit_many,
     exceeds_quota,
     extend,
     extend_many,
     fork,
+    open_cold,
     open_sequence,
     rollback,
 )
@@ -241,6 +247,47 @@ class KVCache:
     def close(self, seq: Sequence) -> None:
         """Close a sequence. Its published pages stay cached and can be evicted. Its other pages become free."""
         close_sequence(self.state, seq)
+
+    # -- cold blocks ----------------------------------------------------------------------------
+
+    def coldable_pages(self, seq: Sequence, most: int) -> Ids:
+        """Return the page ids of up to `most` next blocks that can become cold, [blocks, columns]; 0 in columns of windows.
+
+        These are its oldest blocks in the pool that are full and computed. Make pending copies before reading them."""
+        return coldable_pages(self.state, seq, most)
+
+    def add_cold_run(self, seq: Sequence, run: ColdRun) -> None:
+        """Make the next blocks of a sequence cold, and release their pages: host memory has the bytes.
+
+        From now on the sequence publishes no blocks, and attention must read the cold blocks from host memory."""
+        add_cold_run(self.state, seq, run)
+
+    def open_cold(self, seq: Sequence, run: ColdRun) -> None:
+        """Start an empty sequence behind cold blocks that host memory has. Only for models without windows and states."""
+        open_cold(self.state, seq, run)
+
+    def block_hashes(
+        self,
+        tokens: npt.ArrayLike,
+        control: CacheControl,
+        media: Many[Media] = (),
+        first: int = 0,
+        last: int | None = None,
+        parent: bytes | None = None,
+    ) -> list[bytes]:
+        """Return the hashes of the full blocks `first` to `last` (None: the end) of a prompt, which follow the hash `parent`.
+
+        Without `parent` they follow the root hash. O(tokens)."""
+        ids = self.state.media_ids.place(np.frombuffer(token_bytes(tokens), np.int32), media)
+        block, each = self.block_tokens, self.block_tokens // HASH_TOKENS
+        data = ids[first * block : len(ids) // block * block if last is None else last * block].tobytes()
+        units = hash_chain(parent or self.root_hash(control), data, self.state.media_ids.digest_of)
+        return [BlockHash.of(units[i : i + each]) for i in range(0, len(units) // each * each, each)]
+
+    @property
+    def full_columns(self) -> npt.NDArray[np.intp]:
+        """Columns of the token groups with full attention: only their pages can become cold."""
+        return self.state.full_columns
 
     # -- retention ------------------------------------------------------------------------------
 

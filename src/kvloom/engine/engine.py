@@ -100,6 +100,10 @@ class Engine:
             self.offload = open_offload(
                 config.tiers, self.cache, self.buffer, self._apply_copies, config.offload
             )
+            self.runner.pages.set_host_memory(torch.from_numpy(self.offload.host.arena))
+            if memory.batch_invariant:
+                self.offload.cold = None
+                self.offload.cold_refusal = "batch_invariant keeps all pages in the pool: sums over cold pages depend on other requests"
         self.pool_size: PoolSize | None = None
         """Grows and shrinks an elastic pool. None if the pool keeps its size."""
         self._pool_rule: PoolRule | None = None

@@ -43,6 +43,7 @@ class Request:
     | tokens      | `tokens`: prompt and output; `computed`: launched; `inflight_tokens`: sampled, not on the host yet   |
     | pages       | `sequence`: its pages while it runs, None while it waits; `queued_prefix`: pages protected for it     |
     | cache       | `uncached`: neither reads nor adds cached pages; `looked_in_tiers`: the cached length at the last lookup in tiers; `tier_miss`: why tiers had no more |
+    | length      | `is_long`: the pool cannot hold it; its oldest pages are in host memory, and none is published       |
     | order       | `priority`: larger runs first and is preempted last; `order`: arrival                              |
     | sampling    | `seed`: given or random; `text`: the decoded output; `structure`: its state in the grammar          |
     | samples     | `parent`, `children`: the samples of one prompt; `branched`: they have started; `beams`: their beam search |
@@ -64,6 +65,7 @@ class Request:
     computed: int = 0
     inflight_tokens: int = 0
     uncached: bool = False
+    is_long: bool = False
     looked_in_tiers: int | None = None
     queued_prefix: QueuedPrefix | None = None
     tier_miss: Miss | None = None
@@ -138,6 +140,8 @@ class Request:
         """
         if self.uncached:
             return replace(self.control, read=False, store=False)
+        if self.is_long:
+            return replace(self.control, read=not self.computes_all and self.control.read, store=False)
         return replace(self.control, read=False) if self.computes_all else self.control
 
     def count_cached(self, tokens: int) -> None:

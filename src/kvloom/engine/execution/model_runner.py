@@ -143,14 +143,18 @@ class ModelRunner:
         single = not (whole or pooled) and all(
             len(work.tokens) == 1 and not _has_images(work) for work in works
         )
+        # Cold pages are gathered on the host, by every layer: a graph cannot contain that.
+        has_cold_blocks = any(work.sequence.cold_blocks for work in works)
         if (
             single
             and self._sizes
+            and not has_cold_blocks
             and not (self.pages.has_states and any(w.sequence.state_length == 0 for w in works))
         ):
             return self._replay(works, wanted)
         if (
             self.piecewise is not None
+            and not has_cold_blocks
             and not (whole or pooled)
             and not any(_has_images(work) for work in works)
         ):

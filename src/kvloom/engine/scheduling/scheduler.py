@@ -88,9 +88,9 @@ class Scheduler:
         self._shares: dict[TenantQueue, float] = {}  # shares of active tenants, if there are several
         self._lookahead = Lookahead(cache, self._queue, self._match)
         self._paused = 0  # running requests that wait for pages in this step
-        self._decode_turns = 0  # number of tokens in steps that left decoding requests out
-        self._feasibility = Feasibility(cache, token_budget)
-        self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS  # prompt tokens left in this step
+        self._decode_turns = 0  # tokens of steps that left decoding requests out
+        self._feasibility = Feasibility(cache, token_budget, offload)
+        self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS  # left in this step
 
     @property
     def waiting(self) -> int:
@@ -117,10 +117,12 @@ class Scheduler:
         return [*(request for request in self.running if request.finish_reason is None), *self._queue]
 
     def add(self, request: Request) -> None:
-        """Queue a request and prefetch its pages. If it can never run, raises ValueError with the numbers."""
-        self._feasibility.check(request, self.reachable_slabs)
+        """Queue a request and prefetch its pages. Raises ValueError, with the numbers, if it can never run."""
+        is_long = self._feasibility.check(request, self.reachable_slabs)
+        for sample in request.family:
+            sample.is_long = is_long
         self._queue.push(request)
-        if self.offload is not None:
+        if self.offload is not None and not is_long:
             can_wait = bool(self.running) or self._queue.length > 1
             self.offload.prefetch(request, self._match, can_wait)
 
@@ -224,7 +226,11 @@ class Scheduler:
                         continue  # another request computes its next block
                 next_blocks.add(next_block)
                 until: int | None = None
-                if self.offload is not None:
+                if waiting.is_long and not self._host_fits(waiting):
+                    if self._pass_over(waiting, passed, picked):
+                        continue
+                    break
+                if self.offload is not None and not waiting.is_long:
                     decision = self.offload.before_admission(waiting, match)
                     until = decision.until
                     if decision.action is Action.WAIT:
@@ -233,7 +239,8 @@ class Scheduler:
                             self.admission.refresh()  # the projection now includes it
                         continue
                     if (picked or places) and decision.action is Action.NO_ROOM:
-                        # Computing needs as many pages as loading, so wait until a request finishes.
+                        # Computing needs as many pages as loading: wait for a request to finish, or for cold pages.
+                        self._make_cold(waiting, len(waiting.tokens) // self.cache.block_tokens)
                         if self._pass_over(waiting, passed, picked):
                             continue
                         break
@@ -505,7 +512,14 @@ class Scheduler:
         return self.cache.match(request.ids(len(request.tokens)), request.match_control, media)
 
     def _admit(self, request: Request, match: Match) -> None:
+        cold = None
+        if request.is_long and self.offload is not None:
+            cold = self.offload.find_cold(request, match.resume)
+        if cold is not None:
+            match = self.cache.match(request.ids(0), replace(request.match_control, read=False))
         request.sequence = self.cache.open(match)
+        if cold is not None:
+            self.cache.open_cold(request.sequence, cold)
         self._lookahead.unprotect(request)
         request.computed = request.sequence.length
         self.running.append(request)
@@ -566,6 +580,8 @@ class Scheduler:
         assert sequence is not None
         most, telling = min(request.pending, budget), request.computes_prompt_logprobs
         near = most = min(most, self._prompt_logprobs_left) if telling else most
+        if request.is_long and len(self.running) > 1 and self.admission is not None:
+            near = most = min(most, self.admission.resident_tokens // 2)  # others need pages in this step
         if until is not None and request.computed < until:
             near = min(most, until - request.computed)
         count = (
@@ -577,7 +593,9 @@ class Scheduler:
         count = _fitting(request, count) or _fitting(request, near) or _fitting(request, most)
         if not count:
             return 0  # an image that must stay whole waits for a larger step
-        while sequence.extend(count):
+        while pages := sequence.extend(count):
+            if self._make_cold(request, -(-pages // max(1, len(self.cache.full_columns))), count):
+                continue
             victim = None
             if preempt:
                 victim = choose_victim(self.cache, self.running, request, count, picked, self._excess_of)
@@ -594,6 +612,33 @@ class Scheduler:
         picked.append((request, self._work(request, count, places)))
         self._prompt_logprobs_left -= count if telling else 0
         return count
+
+    def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:
+        """Make some of the oldest blocks of long requests cold, so that `request` gets pages. Return whether any became cold.
+
+        The request with the most blocks in the pool is first. If the tenant's quota is short, only its own requests are
+        candidates."""
+        cold = None if self.offload is None else self.offload.cold
+        long = [one for one in self.running if one.is_long and one.sequence is not None]
+        if cold is None or not long:
+            return False
+        if request.sequence is not None and self.cache.exceeds_quota(request.sequence, count):
+            account = self.cache.account(request.control.tenant)
+            long = [one for one in long if self.cache.account(one.control.tenant) is account]
+
+        def in_pool(one: Request) -> int:
+            assert one.sequence is not None
+            return one.sequence.length // self.cache.block_tokens - one.sequence.cold_blocks
+
+        return any(cold.offload(one, blocks) for one in sorted(long, key=in_pool, reverse=True))
+
+    def _host_fits(self, request: Request) -> bool:
+        """Return whether host memory has space for the cold pages of a long request beside those of running ones."""
+        if self.offload is None or self.offload.cold is None:
+            return False
+        cold = self.offload.cold
+        others = (one.limit for one in self.running if one.is_long)
+        return sum(map(cold.bytes_for, (request.limit, *others))) <= cold.limit(request.control.tenant)
 
     def _work(self, request: Request, count: int, places: dict[int, int]) -> Work:
         assert request.sequence is not None

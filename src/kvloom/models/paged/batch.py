@@ -10,7 +10,7 @@ numbers and the changed table entries. The device computes all other fields.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from kvloom.kernels.fused import ROW_FIELDS, field_count, lay_out_step
 
 from .image_inputs import ImageInputs, VisibleImages
 
-__all__ = ["Batch", "BatchBuilder", "Work"]
+__all__ = ["Batch", "BatchBuilder", "ColdRows", "Work"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -39,6 +39,22 @@ class Work(NamedTuple):
     tokens: Ints
     source: int = -1
     images: ImageInputs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ColdRows:
+    """The cold blocks of a step's rows, and its rows without them: as layers with full attention read them.
+
+    | field         | meaning                                                                                      |
+    |---------------|----------------------------------------------------------------------------------------------|
+    | tables[group] | page ids in the pool [runs, rows, blocks], from each row's first block that is not cold on   |
+    | sizes         | lengths without cold tokens, on the host                                                     |
+    | host_pages    | by row with cold blocks: page ids in host memory [columns, blocks], on the host              |
+    """
+
+    tables: dict[int, torch.Tensor]
+    sizes: tuple[int, ...]
+    host_pages: dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +74,7 @@ class Batch:
     | spans                 | joins tokens that see each other in both directions (`Mask.spans`)                   |
     | rotary                | rotary positions where they differ from `positions`: [tokens] or [3, tokens]         |
     | seen                  | images that cross-attention layers read                                              |
+    | cold                  | rows with cold blocks, which full-attention layers read from host memory             |
 
     Padding tokens and rows may follow the last bound.
     """
@@ -81,6 +98,7 @@ class Batch:
     spans: torch.Tensor | None = None
     rotary: torch.Tensor | None = None
     seen: VisibleImages | None = None
+    cold: ColdRows | None = None
 
 
 @dataclass(slots=True)
@@ -165,10 +183,33 @@ class BatchBuilder:
         numbers = self._numbers(works)
         blocks = -(-int(numbers.lengths.max()) // self._block)
         if not self._mirrored:
-            return self._host_batch(numbers, blocks, chosen)
-        self._send(numbers)
-        bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
-        return self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
+            batch = self._host_batch(numbers, blocks, chosen)
+        else:
+            self._send(numbers)
+            bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
+            batch = self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
+        if any(work.sequence.cold_blocks for work in works):
+            batch = replace(batch, cold=self._cold_rows(works, batch))
+        return batch
+
+    def _cold_rows(self, works: Many[Work], batch: Batch) -> ColdRows:
+        cold = np.array([work.sequence.cold_blocks for work in works])
+        sizes = np.array(batch.sizes) - cold * self._block
+        blocks = np.arange(-(-int(sizes.max()) // self._block))
+        last = next(iter(batch.tables.values())).shape[2] - 1
+        at = upload(np.minimum(cold[:, None] + blocks, last), self.device)
+        full = [group for group in self.cache.layout.of("token") if not group.spec.visibility.windowed]
+        return ColdRows(
+            {g.index: batch.tables[g.index].gather(2, at.expand(g.runs, -1, -1)) for g in full},
+            tuple(sizes.tolist()),
+            {
+                row: torch.from_numpy(
+                    np.concatenate([run.pages for run in work.sequence.cold_runs]).T.astype(np.int64)
+                )
+                for row, work in enumerate(works)
+                if work.sequence.cold_blocks
+            },
+        )
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
         """Upload the numbers of a step for a replay of `packed(tokens)`. Padding rows fill it; the last padding row

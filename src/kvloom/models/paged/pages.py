@@ -21,12 +21,14 @@ import torch
 from kvloom.core import PoolLayout, Visibility
 from kvloom.kernels import cpu
 from kvloom.kernels.attention import (
+    KVPages,
     Mask,
     Plan,
     ReferencePlan,
     Shape,
     SharedRun,
     SharedRuns,
+    add_cold_attention,
     decode_plan,
     is_worth_sharing,
     plan_capacity,
@@ -82,6 +84,7 @@ class Pages(EmptyCache):
         self.layout, self.device, self._piece = layout, buffer.device, piece
         self._views: dict[int, tuple[LayerView, Visibility]] = {}
         self._states: dict[int, LayerView] = {}
+        self._host_fields: dict[int, dict[str, torch.Tensor]] = {}
         self.cross_views: dict[int, tuple[LayerView, int]] = {}
         """The view of each cross-attention layer, and its column among the page ids of an image."""
         for name, view in layer_views(buffer, layout).items():
@@ -119,6 +122,15 @@ class Pages(EmptyCache):
         self.handle = next(_HANDLES)
         """The number by which the operations of a compiled model find these pages."""
         PAGES_BY_HANDLE[self.handle] = self
+
+    def set_host_memory(self, arena: torch.Tensor) -> None:
+        """Set the bytes of host memory, in which cold pages are: slabs of the pool's layout. Copies nothing."""
+        arena = arena[: arena.numel() // self.layout.slab_bytes * self.layout.slab_bytes]
+        for name, view in layer_views(arena, self.layout).items():
+            found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
+            if found is not None and int(found[1]) in self._views:
+                pool_fields = self._views[int(found[1])][0].fields  # has the static scales
+                self._host_fields[int(found[1])] = {**pool_fields, **view.fields}
 
     def begin(self, batch: Batch, splitter: GraphSplitter | None = None) -> None:
         """Set the step that the next run of the model computes. With a `splitter`, that run reads no pages; the
@@ -233,21 +245,20 @@ class Pages(EmptyCache):
         dim], every angle twice), queries are rotated in place and keys while they are written. Replayed steps use
         this.
         """
-        view, span = self._views[layer_idx]
+        view = self._views[layer_idx][0]
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
         if rotary is None:
             self._write(view, new_k, new_v)
         else:
             self._write_rotated(view, new_k, new_v, query, rotary)
-        read = partial(self._read, view, span, scale, softcap, sinks, latent_values)
+        read = partial(self._read, layer_idx, scale, softcap, sinks, latent_values)
         if self._splitter is None:
             return read(query, new_k, new_v)
         return self._splitter.split_at(read, query, new_k, new_v, latent_values or value.shape[-1])
 
     def _read(
         self,
-        view: LayerView,
-        span: Visibility,
+        layer_idx: int,
         scale: float,
         softcap: float | None,
         sinks: torch.Tensor | None,
@@ -257,28 +268,29 @@ class Pages(EmptyCache):
         new_v: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention of packed queries over the pages of a layer, in `out` if given."""
-        fields, batch = view.fields, self.batch
-        if latent_values:
-            k = fields["latent"][:, :, None]
-            v = k[..., :latent_values]
-            k_scale = v_scale = fields.get("latent_scale")
-        else:
-            k, v = fields["k"], fields["v"]
-            k_scale, v_scale = fields.get("k_scale"), fields.get("v_scale")
+        """Return attention of packed queries over a layer's pages, in `out` if given."""
+        (view, span), batch = self._views[layer_idx], self.batch
+        k, v, k_scale, v_scale = _attention_pages(view.fields, latent_values)
+        cold = None if span.windowed else batch.cold
+        tables = (batch if cold is None else cold).tables[view.group][view.run]
         own = query.dtype
         if query.is_cuda and k.dtype in FLOAT_DTYPES:
             query = query.to(k.dtype)  # the kernels need queries with the dtype of the pages
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
         plan = self._plan(shape, span)
-        kept = (
-            not latent_values and k.dtype == new_k.dtype
-        )  # otherwise only the pages contain the stored values
+        kept = not latent_values and k.dtype == new_k.dtype  # otherwise only the pages have the stored values
+        lse = None if cold is None else query.new_empty(query.shape[:2], dtype=torch.float32)
         found, _ = plan.attend(
-            query, k, v, batch.tables[view.group][view.run], Mask(span, softcap, sinks, spans=batch.spans), scale,
-            k_scale, v_scale, out=out if query.dtype == own else None,
+            query, k, v, tables, Mask(span, softcap, sinks, spans=batch.spans), scale,
+            k_scale, v_scale, out=out if query.dtype == own else None, lse=lse,
             new_k=new_k if kept else None, new_v=new_v if kept else None,
         )  # fmt: skip
+        if cold is not None and lse is not None:
+            host = _attention_pages(self._host_fields[layer_idx], latent_values)
+            column = self.layout.groups[view.group].column + view.run
+            for row, pages in cold.host_pages.items():
+                part = slice(batch.bounds[row], batch.bounds[row + 1])
+                add_cold_attention(found[part], lse[part], query[part], host, pages[column], scale, softcap)
         if out is not None and query.dtype != own:
             return out.copy_(found)
         return found.to(own)
@@ -289,7 +301,13 @@ class Pages(EmptyCache):
         """
         if self._single_token_rows is None:
             batch = self.batch
-            plain = batch.spans is None and not batch.replayed and self._splitter is None and not self._piece
+            plain = (
+                batch.spans is None
+                and batch.cold is None
+                and not batch.replayed
+                and self._splitter is None
+                and not self._piece
+            )
             self._single_token_rows = {} if plain and batch.bounds[-1] == len(batch.sizes) else False
         if self._single_token_rows is False or layer_idx not in self._views:
             return None
@@ -335,7 +353,8 @@ class Pages(EmptyCache):
             if rows:
                 plan.make(batch.starts, batch.lengths)
             else:
-                plan.make(batch.bounds, batch.sizes)
+                has_cold_rows = batch.cold is not None and not span.windowed
+                plan.make(batch.bounds, batch.cold.sizes if has_cold_rows and batch.cold else batch.sizes)
             self._made.add(key[:2])
         return plan
 
@@ -353,6 +372,14 @@ class Pages(EmptyCache):
         if self.device.type == "cuda" and not shape.is_supported:
             return ReferencePlan(shape, span)
         return prefill_plan(shape, span, self.device)
+
+
+def _attention_pages(fields: dict[str, torch.Tensor], latent_values: int) -> KVPages:
+    """Return a layer's keys, values and scales; of a latent, `latent_values` dims are values."""
+    if not latent_values:
+        return KVPages(fields["k"], fields["v"], fields.get("k_scale"), fields.get("v_scale"))
+    k, scale = fields["latent"][:, :, None], fields.get("latent_scale")
+    return KVPages(k, k[..., :latent_values], scale, scale)
 
 
 def _shape(fields: dict[str, torch.Tensor]) -> Shape:
