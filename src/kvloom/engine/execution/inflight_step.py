@@ -11,6 +11,7 @@ import torch
 from kvloom.engine.request import Request
 from kvloom.engine.sampling import Logprobs, SampledTokens, TokenLogprobs, to_device
 from kvloom.engine.scheduling import Scheduled
+from kvloom.engine.speculation import Draft
 
 from .pooling import PooledPrompt
 
@@ -33,6 +34,8 @@ class InflightStep:
     prompt_tokens: int
     """Prompt tokens of the step. Decoding requests add one token each."""
     embeddings: tuple[PooledPrompt, ...] = ()
+    drafts: tuple[Draft, ...] = ()
+    """The draft of each request; empty if no request has one. `tokens` then has one more for each draft token."""
 
     @classmethod
     def create(
@@ -43,6 +46,7 @@ class InflightStep:
         prompts: Sequence[PromptLogprobs] = (),
         decoding: int = 0,
         embeddings: Sequence[PooledPrompt] = (),
+        drafts: Sequence[Draft] = (),
     ) -> InflightStep:
         """Start to copy sampled tokens, log-probabilities and embeddings to the host. Does not wait.
 
@@ -52,7 +56,15 @@ class InflightStep:
         prompt_tokens = sum(size for size in sizes if size > 1)
         if not tokens.is_cuda:
             return cls(
-                work, requests, tokens, logprobs, tuple(prompts), None, prompt_tokens, tuple(embeddings)
+                work,
+                requests,
+                tokens,
+                logprobs,
+                tuple(prompts),
+                None,
+                prompt_tokens,
+                tuple(embeddings),
+                tuple(drafts),
             )
         host = _to_host(tokens)
         logprobs = None if logprobs is None else logprobs.to_host()
@@ -60,7 +72,7 @@ class InflightStep:
         embeddings = tuple((request, _to_host(found)) for request, found in embeddings)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return cls(work, requests, host, logprobs, prompts, event, prompt_tokens, embeddings)
+        return cls(work, requests, host, logprobs, prompts, event, prompt_tokens, embeddings, tuple(drafts))
 
     @property
     def scheduled_requests(self) -> set[Request]:

@@ -128,10 +128,13 @@ class Scheduler:
         if request.finish_reason is None:
             self.finish(request, "cancelled")
 
-    def schedule(self, places: dict[int, int] | None = None) -> list[Scheduled]:
+    def schedule(
+        self, places: dict[int, int] | None = None, drafts: dict[int, list[int]] | None = None
+    ) -> list[Scheduled]:
         """Return the work of the next step, with reserved pages. Empty if there is none, or requests wait for tokens or pages.
 
-        `places` maps a request (by `id`) to the place of its in-flight token in the previous step."""
+        `places` maps a request (by `id`) to the place of its in-flight token in the previous step. `drafts` are the
+        draft tokens of requests, by `id`; a request without pages for its draft gets none."""
         places = places or {}
         self.started_requests = []
         self._paused, self.awaits_growth = 0, False
@@ -154,6 +157,7 @@ class Scheduler:
             self._lookahead.protect_queued()
         self._decode(self._shared_part(decodes) if self._shares else decodes, picked, places)
         self.decoding = first = len(picked)
+        self._add_drafts(picked, drafts or {})
         budget = self.token_budget if self.step_limit is None else self._shared_budget(prompts)
         if self._shares and prompts:
             prompts.sort(key=lambda request: self._queue.tenant_queue(request).service)
@@ -405,7 +409,7 @@ class Scheduler:
         one."""
         rows, tokens = [], []
         for request, part in work:
-            count = len(part.tokens)
+            count = part.new_tokens
             request.computed += count
             if self._shares:
                 tenant = self._queue.tenant_queue(request)
@@ -413,7 +417,7 @@ class Scheduler:
             if part.source < 0:
                 if count == 1:
                     rows.append(part.sequence.row)
-                    tokens.append(part.tokens[0])
+                    tokens.append(part.tokens[part.replayed])
                 else:
                     part.sequence.commit(part.tokens.astype(np.int32))
             if request.computed == len(request.tokens) + request.inflight_tokens:
@@ -430,6 +434,14 @@ class Scheduler:
                     request.tokens.append(token)
         mine = [(request, part) for request, part in after if part.source >= 0 and part.sequence.open]
         self._commit([part.sequence.row for _, part in mine], [tokens[part.source] for _, part in mine])
+
+    def commit_draft(self, request: Request, token: int) -> None:
+        """Commit the last token of a request, which was its draft, and add the token that follows."""
+        assert request.sequence is not None
+        keep = request.sequence.state_length if self.cache.has_states else None
+        request.sequence.commit(np.array(request.tokens[-1:], np.int32), keep)
+        request.computed += 1
+        request.tokens.append(token)
 
     def discard_step(self, places: dict[int, int] | None = None) -> None:
         """Discard a failed step: its requests wait, and recompute what is not cached. Their states may be ahead of their
@@ -536,6 +548,22 @@ class Scheduler:
         for request in requests:
             if request.sequence is not None:
                 self._reserve(request, 1, picked, places)
+
+    def _add_drafts(self, picked: list[Scheduled], drafts: dict[int, list[int]]) -> None:
+        """Add drafts to the decoding requests, and the tokens that their recurrent layers compute again."""
+        if not drafts and not self.cache.has_states:
+            return
+        for place, (request, work) in enumerate(picked):
+            sequence, draft = work.sequence, drafts.get(id(request), [])
+            replayed = sequence.length - sequence.state_length if self.cache.has_states else 0
+            if draft and sequence.extend(1 + len(draft)):
+                draft = []
+            if draft or replayed:
+                tokens = [*request.tokens[request.computed - replayed : request.computed + 1], *draft]
+                picked[place] = (
+                    request,
+                    Work(sequence, np.array(tokens), -1, request.images, replayed, len(draft)),
+                )
 
     def _reserve(
         self,

@@ -10,7 +10,7 @@ tables, of which the device has a copy. The device computes the rest.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,12 +32,23 @@ class Work(NamedTuple):
     """A sequence's part of a step: the `tokens` that follow its length, for which `extend` reserved pages.
 
     `source` is the index of its one token among those sampled by the previous step, if that token is not on the host
-    yet (-1: none). `images` are the prompt's images, if any."""
+    yet (-1: none). `images` are the prompt's images, if any.
+
+    The first `replayed` tokens are computed already: they end at the sequence's length. Recurrent layers compute them
+    again, because the states end before them; their K and V are not written again. The last `drafts` tokens are a draft:
+    recurrent layers keep the state before them."""
 
     sequence: Sequence
     tokens: Ints
     source: int = -1
     images: ImageInputs | None = None
+    replayed: int = 0
+    drafts: int = 0
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of tokens that follow the sequence's length and are not drafts."""
+        return len(self.tokens) - self.replayed - self.drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,7 @@ class Batch:
     | spans                 | joins tokens that see each other in both directions (`Mask.spans`)                   |
     | rotary                | rotary positions where they differ from `positions`: [tokens] or [3, tokens]         |
     | seen                  | images that cross-attention layers read                                              |
+    | drafts                | draft tokens at the end of each row; empty if no row has any                         |
 
     Beyond the last bound there may be padding tokens and rows.
     """
@@ -80,6 +92,11 @@ class Batch:
     spans: torch.Tensor | None = None
     rotary: torch.Tensor | None = None
     seen: VisibleImages | None = None
+    drafts: tuple[int, ...] = ()
+
+
+REPLAYED = -2
+"""Source of a token that is computed already: its K and V go to page 0."""
 
 
 @dataclass(slots=True)
@@ -96,6 +113,7 @@ class _StepNumbers:
     states: npt.NDArray[np.int32]
     shifts: Ints
     fresh: tuple[bool, ...] = field(default=())
+    drafts: tuple[int, ...] = field(default=())
 
     def append_rows(self, other: _StepNumbers) -> _StepNumbers:
         """Return the numbers of both, those of `other` last."""
@@ -164,7 +182,8 @@ class BatchBuilder:
             return self._host_batch(numbers, blocks, chosen)
         self._send(numbers)
         bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
-        return self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
+        batch = self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
+        return replace(batch, drafts=numbers.drafts) if numbers.drafts else batch
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
         """Upload a step's numbers for a replay of `packed(tokens)`. Padding rows fill it; the last one gets all
@@ -236,7 +255,8 @@ class BatchBuilder:
             raise ValueError(f"sequence {int(np.flatnonzero(counts == 0)[0])} of the step has no tokens")
         block_tables = self.cache.block_tables
         rows = np.array([work.sequence.row for work in works])
-        before = block_tables.length[rows]
+        replayed = np.array([work.replayed for work in works])
+        before = block_tables.length[rows] - replayed
         starts = np.concatenate(([0], counts.cumsum()))
         lengths = before + counts
         if (lengths > block_tables.blocks[rows] * self._block).any() or (
@@ -246,9 +266,13 @@ class BatchBuilder:
         row_of = np.arange(len(works)).repeat(counts)
         source = np.full(len(row_of), -1)
         source[starts[:-1]] = [work.source for work in works]
+        positions = before[row_of] + np.arange(starts[-1]) - starts[row_of]
+        if replayed.any():
+            source[positions < block_tables.length[rows][row_of]] = REPLAYED
+        drafts = tuple(work.drafts for work in works)
         return _StepNumbers(
             np.concatenate([work.tokens for work in works]),
-            before[row_of] + np.arange(starts[-1]) - starts[row_of],
+            positions,
             source,
             row_of,
             rows,
@@ -257,6 +281,7 @@ class BatchBuilder:
             block_tables.states[:, rows],
             self._shifts(works),
             tuple((block_tables.state_length[rows] == 0).tolist()),
+            drafts if any(drafts) else (),
         )
 
     def _shifts(self, works: Many[Work]) -> Ints:
@@ -318,6 +343,7 @@ class BatchBuilder:
         row_tables = np.ascontiguousarray(self.cache.page_tables[:, numbers.rows, :blocks])
         block, places = np.divmod(numbers.positions, self._block)
         at = np.ascontiguousarray(row_tables[:, numbers.row_of, block], dtype=np.int64)
+        at[:, numbers.source == REPLAYED] = 0
         tables, pages = torch.from_numpy(row_tables), torch.from_numpy(at)
         slots = torch.from_numpy(at * self._block + places)
         states = torch.from_numpy(numbers.states.astype(np.int64))
@@ -338,6 +364,7 @@ class BatchBuilder:
             bounds=tuple(numbers.starts.tolist()),
             sizes=tuple(numbers.lengths.tolist()),
             rotary=None if shifts is None else torch.from_numpy(shifts),
+            drafts=numbers.drafts,
         )
 
     def _batch(
@@ -359,7 +386,7 @@ class BatchBuilder:
         if chosen is not None:
             ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
         tables = self._tables[:, :, :blocks].index_select(1, of)
-        pages = tables[:, row_of, positions // self._block].long()
+        pages = tables[:, row_of, positions // self._block].long().masked_fill_(source == REPLAYED, 0)
         places = positions % self._block
         slots = pages * self._block + places
         states = states.view(self._states, rows).long()
