@@ -318,6 +318,7 @@ class Engine:
         """Cancel all requests, store the queued offloads in the tiers, and close the tiers, within `seconds`."""
         for request in list(self.scheduler.open):
             self.scheduler.cancel(request)
+        self.scheduler.close_unsettled()
         self._inflight, self._updated = None, []
         if self._grammars is not None:
             self._grammars.close()
@@ -368,7 +369,8 @@ class Engine:
         ready = [
             i
             for i, (request, part) in enumerate(work)
-            if request.computed + part.new_tokens == len(request.tokens) + request.inflight_tokens
+            if part.new_tokens
+            and request.computed + part.new_tokens == len(request.tokens) + request.inflight_tokens
         ]
         with_prompt_logprobs = [
             i

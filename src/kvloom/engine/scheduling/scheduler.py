@@ -19,7 +19,7 @@ from math import inf
 
 import numpy as np
 
-from kvloom.core import NOT_CACHED, KVCache, Match
+from kvloom.core import NOT_CACHED, KVCache, Match, Sequence
 from kvloom.engine.offload import Action, OffloadManager
 from kvloom.engine.request import Request
 from kvloom.engine.sampling import Finish, Successor, assign_slots
@@ -86,6 +86,8 @@ class Scheduler:
         """Limits the tokens of a step; None with one tenant."""
         self._shares: dict[TenantQueue, float] = {}  # of active tenants, if there are several
         self._lookahead = Lookahead(cache, self._queue, self._match)
+        self._unsettled: list[Scheduled] = []  # finished requests whose states end before their tokens
+        self._settling: list[Scheduled] = []  # those in the work of the step that is being launched
         self._paused = 0  # running requests that wait for pages in this step
         self._decode_turns = 0  # tokens of steps that left decoding requests out
         self._feasibility = Feasibility(cache, token_budget)
@@ -108,7 +110,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.running) or any(True for _ in self._queue)
+        return bool(self.running or self._unsettled) or any(True for _ in self._queue)
 
     @property
     def open(self) -> list[Request]:
@@ -139,6 +141,8 @@ class Scheduler:
         self.started_requests = []
         self._paused, self.awaits_growth = 0, False
         picked: list[Scheduled] = []
+        settling, self._unsettled = self._unsettled, []
+        self._settling = settling
         next_blocks = self._poll_loads()
         self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
         if self._several:
@@ -156,8 +160,9 @@ class Scheduler:
         if self.offload is None:  # with tiers, evicted pages can be loaded again
             self._lookahead.protect_queued()
         self._decode(self._shared_part(decodes) if self._shares else decodes, picked, places)
-        self.decoding = first = len(picked)
         self._add_drafts(picked, drafts or {})
+        picked += settling
+        self.decoding = first = len(picked)
         budget = self.token_budget if self.step_limit is None else self._shared_budget(prompts)
         if self._shares and prompts:
             prompts.sort(key=lambda request: self._queue.tenant_queue(request).service)
@@ -180,7 +185,7 @@ class Scheduler:
                     continue
             if budget:
                 budget -= self._reserve(request, budget, picked, places, until=until)
-        if alone is not None and alone.sequence is None and not self._freeing:
+        if alone is not None and alone.sequence is None and not self._freeing and not settling:
             if self._can_grow:
                 self.awaits_growth = True
             else:
@@ -208,7 +213,8 @@ class Scheduler:
         if self.admission is not None:
             self.admission.refresh()
         try:
-            while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
+            most = self.max_running - len(self._settling)
+            while budget and (len(self.running) < most or (not picked and self._unpark())):
                 waiting = self._queue.pop(passed, below)
                 if waiting is None:
                     break
@@ -418,11 +424,16 @@ class Scheduler:
                 if count == 1:
                     rows.append(part.sequence.row)
                     tokens.append(part.tokens[part.replayed])
-                else:
-                    part.sequence.commit(part.tokens.astype(np.int32))
+                elif count:
+                    part.sequence.commit(part.tokens[part.replayed :].astype(np.int32))
+                else:  # its states now end with its tokens
+                    part.sequence.commit([])
+                    part.sequence.close()
+                    continue
             if request.computed == len(request.tokens) + request.inflight_tokens:
                 request.inflight_tokens += 1
                 request.uncached = False
+        self._settling = []
         self._commit(rows, tokens)
 
     def commit_tokens(self, requests: Many[Request], tokens: Many[int], after: Many[Scheduled]) -> None:
@@ -446,12 +457,20 @@ class Scheduler:
     def discard_step(self, places: dict[int, int] | None = None) -> None:
         """Discard a failed step: its requests wait, and recompute what is not cached. Their states may be ahead of their
         tokens."""
+        self.close_unsettled()
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
             request.sequence.control = replace(request.sequence.control, store=False)
             self._preempt(request)
         for request in self._queue:
             request.inflight_tokens = int(id(request) in (places or {}))
+
+    def close_unsettled(self) -> None:
+        """Close the sequences of finished requests whose states end before their tokens."""
+        for _, work in self._settling + self._unsettled:
+            if work.sequence.open:
+                work.sequence.close()
+        self._settling, self._unsettled = [], []
 
     def finish(self, request: Request, why: Finish) -> None:
         """Finish a request and those that finish with it. Their pages stay cached."""
@@ -647,11 +666,23 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         assert request.sequence is not None
         request.sequence.finish_reason = request.finish_reason
-        request.sequence.close()
+        self._close(request, request.sequence)
         request.sequence = None
         request.computed = 0
         self.running.remove(request)
         self._queue.tenant_queue(request).running -= 1
+
+    def _close(self, request: Request, sequence: Sequence) -> None:
+        """Close a sequence. If its states end before its tokens, the next step computes the rest first, so that later
+        prompts can resume at its end."""
+        if self.cache.has_states and sequence.control.store and request.finish_reason in ("stop", "length"):
+            replayed = sequence.length - sequence.state_length
+            if replayed:
+                tokens = np.array(request.tokens[sequence.state_length : sequence.length])
+                work = Work(sequence, tokens, images=request.images, replayed=replayed)
+                self._unsettled.append((request, work))
+                return
+        sequence.close()
 
 
 def _fitting(request: Request, count: int) -> int:
