@@ -206,7 +206,13 @@ def test_random_requests_are_the_same_with_and_without_speculation(family: str, 
     assert results(requests) == results(wanted)
     assert engine.speculation.stats.tokens > engine.speculation.stats.rows * 1.5
     oracle.by_seed = {}
-    assert hits(engine, requests) == hits(plain, wanted)
+    found, without = hits(engine, requests), hits(plain, wanted)
+    if ahead:  # a plain step that ran ahead computed the last token, too
+        assert all(
+            a is not None and b is not None and b - a in (0, 1) for a, b in zip(found, without, strict=True)
+        )
+    else:
+        assert found == without
     engine.cache.take_copies()
     engine.cache.check()
     assert engine.cache.stats()["in_use_pages"] == 0

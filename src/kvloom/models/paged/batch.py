@@ -93,6 +93,20 @@ class Batch:
     rotary: torch.Tensor | None = None
     seen: VisibleImages | None = None
     drafts: tuple[int, ...] = ()
+    replays: bool = False
+    """Whether some tokens are computed already, and only recurrent layers need them."""
+
+    @property
+    def queries(self) -> tuple[Ints, Ints] | None:
+        """The row of each token and the length that it sees, if every row has one token and drafts; else None."""
+        lengths = np.array(self.sizes)
+        if self.bounds[-1] == len(self.sizes):
+            return np.arange(len(lengths)), lengths
+        if not self.drafts or self.replays or self.bounds[-1] != len(self.sizes) + sum(self.drafts):
+            return None
+        counts = np.array(self.drafts) + 1
+        rows = np.arange(len(counts)).repeat(counts)
+        return rows, (lengths - counts)[rows] + np.arange(self.bounds[-1]) - np.array(self.bounds)[rows] + 1
 
 
 REPLAYED = -2
@@ -183,7 +197,8 @@ class BatchBuilder:
         self._send(numbers)
         bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
         batch = self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
-        return replace(batch, drafts=numbers.drafts) if numbers.drafts else batch
+        replays = bool((numbers.source == REPLAYED).any())
+        return replace(batch, drafts=numbers.drafts, replays=replays) if numbers.drafts else batch
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
         """Upload a step's numbers for a replay of `packed(tokens)`. Padding rows fill it; the last one gets all
@@ -365,6 +380,7 @@ class BatchBuilder:
             sizes=tuple(numbers.lengths.tolist()),
             rotary=None if shifts is None else torch.from_numpy(shifts),
             drafts=numbers.drafts,
+            replays=bool((numbers.source == REPLAYED).any()),
         )
 
     def _batch(
