@@ -22,6 +22,8 @@ from .sampling import GrammarLimits
 
 __all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "engine_config"]
 
+SPECULATE = ("off", "ngram", "suffix")
+MOST_DRAFT_TOKENS = 64
 LoadRule = Literal["auto", "always", "never"]
 
 
@@ -87,6 +89,10 @@ class EngineConfig:
     """Launch a step before the tokens of the previous step have arrived. None: only on a GPU."""
     cuda_graphs: bool = True
     """Replay steps from CUDA graphs, on a GPU."""
+    speculate: str = "off"
+    """Proposer of draft tokens: "off", "ngram" or "suffix"."""
+    draft_tokens: int | None = None
+    """Most draft tokens of a request in one step; None: 8."""
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
@@ -106,6 +112,10 @@ class EngineConfig:
             raise ValueError(
                 f"pool sizes {given} must not decrease from min_pool_bytes over pool_bytes to max_pool_bytes"
             )
+        if self.speculate not in SPECULATE:
+            raise ValueError(f"speculate {self.speculate!r} is not one of {', '.join(SPECULATE)}")
+        if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
+            raise ValueError(f"draft_tokens {self.draft_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is negative: give tokens, or 0")
 

@@ -49,13 +49,17 @@ from .sampling import (
     SampledTokens,
     Sampler,
     SamplingParams,
+    SamplingRequest,
     TextStream,
     to_device,
 )
 from .scheduling import Scheduled, Scheduler
+from .speculation import NO_DRAFT, Speculation, draft_positions, open_speculation
 
 __all__ = ["Engine"]
 
+MIN_DRAFT_ROWS = 64
+"""Positions at which a step with drafts may sample at least; otherwise as many as there are running requests."""
 MASK_WAIT_SECONDS = 0.01
 """Longest sleep, in seconds, of a step in which all requests wait for grammar masks."""
 
@@ -82,7 +86,8 @@ class Engine:
         self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache
         self.vision, self.limit = memory.vision, memory.limit
         self.memory_budget = memory.budget
-        """How the size of the pool was measured, or None if it was configured."""
+        """How the pool's size was measured; None if it was configured."""
+        draft_rows = 0 if config.speculate == "off" else max(config.max_running, MIN_DRAFT_ROWS)
         self.runner = ModelRunner(
             model,
             self.cache,
@@ -93,6 +98,7 @@ class Engine:
             memory.scales,
             self.vision,
             memory.batch_invariant,
+            2 * draft_rows,
         )
         self.offload: OffloadManager | None = None
         """Offloads and loads pages. None without tiers."""
@@ -116,6 +122,10 @@ class Engine:
         self.eos = eos_tokens(model)
         self.sampler = Sampler(self.eos)
         self.ahead = on_gpu if config.ahead is None else config.ahead
+        self.speculation: Speculation | None = None
+        """Proposes draft tokens; None if it is off."""
+        if config.speculate != "off":
+            self.speculation = open_speculation(config.speculate, config.draft_tokens, self.eos, draft_rows)
         self._output_processor = OutputProcessor(self.scheduler, self.eos)
         self._inflight: InflightStep | None = None
         self._updated: list[Request] = []  # requests with a new token that `step` has not yet returned
@@ -259,7 +269,7 @@ class Engine:
         if self._output_processor.awaiting_masks:
             self._output_processor.settle_masks()
         previous = finished = self._inflight
-        if previous is not None and any(request.needs_last_token for request in previous.requests):
+        if previous is not None and self._needs_tokens(previous):
             self._inflight = None
             self._finish_step(previous, [])
             previous = None
@@ -323,6 +333,7 @@ class Engine:
         """Cancel all requests, store the queued offloads in the tiers, and close the tiers. Takes at most `seconds`."""
         for request in list(self.scheduler.open):
             self.scheduler.cancel(request)
+        self.scheduler.close_unsettled()
         self._inflight, self._updated = None, []
         if self._grammars is not None:
             self._grammars.close()
@@ -334,6 +345,12 @@ class Engine:
             self.offload = self.scheduler.offload = None
             self.cache.loading.remove_listener()
 
+    def _needs_tokens(self, previous: InflightStep) -> bool:
+        """Whether the tokens of a step must be on the host before the next is scheduled: for grammars, penalties, drafts."""
+        if self.speculation is not None and self.speculation.waits_for(previous.requests):
+            return True
+        return bool(previous.drafts) or any(request.needs_last_token for request in previous.requests)
+
     def _finish_step(self, step: InflightStep, launched_since: list[Scheduled]) -> None:
         """Process the tokens of a step. If that fails, discard the step that was launched after it, which depends on
         these tokens.
@@ -341,7 +358,10 @@ class Engine:
         try:
             if self.offload is not None:
                 self.offload.during_step(lambda: not step.is_ready)
+            before = [len(request.tokens) for request in step.requests]
             self._updated += self._output_processor.process(step, launched_since)
+            if self.speculation is not None:
+                self.speculation.step_verified(step.requests, before, step.drafts)
         except BaseException:
             self._inflight = None
             self.scheduler.discard_step()
@@ -358,14 +378,16 @@ class Engine:
 
     def _execute(self, places: dict[int, int]) -> InflightStep | None:
         self._apply_copies()  # finished forks retain pages until their copies are made
-        work = self.scheduler.schedule(places)
+        proposed = {} if self.speculation is None else self.speculation.propose(self.scheduler.running)
+        work = self.scheduler.schedule(places, {key: draft.tokens for key, draft in proposed.items()})
         self._apply_copies()
         if not work:
             return None
         ready = [
             i
             for i, (request, part) in enumerate(work)
-            if request.computed + len(part.tokens) == len(request.tokens) + request.inflight_tokens
+            if part.new_tokens
+            and request.computed + part.new_tokens == len(request.tokens) + request.inflight_tokens
         ]
         with_prompt_logprobs = [
             i
@@ -380,26 +402,45 @@ class Engine:
             if request.params.pooling is not None and request.computed < len(request.prompt)
         ]
         logits = self.runner.run([part for _, part in work], ready, with_prompt_logprobs, pooled)
+        drafts = [proposed[id(work[i][0])] if work[i][1].drafts else NO_DRAFT for i in ready]
+        rows_of = np.concatenate(
+            ([0], np.cumsum([1 + len(draft.tokens) for draft in drafts], dtype=np.int64))
+        )
+        sampled_rows = int(rows_of[-1])
         with self.runner.numerics:
-            prompts = prompt_logprobs([work[i] for i in with_prompt_logprobs], logits[len(ready) :])
+            prompts = prompt_logprobs([work[i] for i in with_prompt_logprobs], logits[sampled_rows:])
         embeddings = (
             pool_hidden_states([work[i] for i in pooled], self.runner.hidden_states) if pooled else []
         )
-        logits = logits[: len(ready)]
+        logits = logits[:sampled_rows]
         self.scheduler.step_launched(work)
         requests = [work[i][0] for i in ready]
         if any(request.children and not request.branched for request in requests):
             requests, rows = self._fork_samples(requests)
-            logits = logits.index_select(0, to_device(np.array(rows), self.device))
+            drafts += [NO_DRAFT] * (len(requests) - len(drafts))
+            forked = [*range(sampled_rows), *(int(rows_of[row]) for row in rows[len(ready) :])]
+            logits = logits.index_select(0, to_device(np.array(forked), self.device))
+        speculates = any(draft.tokens for draft in drafts)
         sampled = SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))
         if requests:
+            rows_to_sample: Many[SamplingRequest] = requests
+            counts = [request.sampled_tokens - 1 for request in requests]
+            if speculates:
+                rows_to_sample, counts = draft_positions(requests, drafts)
             with self.runner.numerics:
-                sampled = self.sampler.choose(
-                    logits, requests, [request.sampled_tokens - 1 for request in requests]
-                )
-            running = min(len(requests), self.runner.rows)  # requests after these have no next step
-            self.runner.chosen[:running] = sampled.tokens[:running]
-        return InflightStep.create(work, requests, sampled, prompts, self.scheduler.decoding, embeddings)
+                sampled = self.sampler.choose(logits, rows_to_sample, counts)
+            if not speculates:  # otherwise the next step waits for the tokens
+                running = min(len(requests), self.runner.rows)  # requests after these have no next step
+                self.runner.chosen[:running] = sampled.tokens[:running]
+        return InflightStep.create(
+            work,
+            requests,
+            sampled,
+            prompts,
+            self.scheduler.decoding,
+            embeddings,
+            drafts if speculates else (),
+        )
 
     def _apply_copies(self) -> None:
         """Start queued offloads, then make the pending copies inside the pool."""

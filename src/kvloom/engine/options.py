@@ -33,6 +33,10 @@ TIER = (
 )
 LOAD = "pages in tiers: load or recompute, whichever is faster (auto); always load; never load, only store (default: auto)"
 INVARIANT = "same tokens for the same seed, independent of the batch, on a GPU, too; slower"
+SPECULATE = (
+    "propose draft tokens and verify several in one step: ngram (from the prompt), suffix (also from past answers), "
+    "or off (default: off; docs/speculation.md)"
+)
 _SETTINGS = {one.name for one in fields(EngineConfig)} | {"load", "grammar_seconds", "grammar_memory"}
 
 
@@ -84,6 +88,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="answers running at once (default: 256)",
     )
     add("--batch-invariant", action="store_true", help=INVARIANT)
+    add("--speculate", default="off", metavar="HOW", help=SPECULATE)
+    drafts = "draft tokens of a request in one step at most (default: 8)"
+    add("--draft-tokens", type=whole(1, 64), metavar="N", help=drafts)
     seconds = "CPU seconds to compile one grammar, and again for each step (default: 2)"
     add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=seconds)
     memory = "memory of one grammar at most; all together may use eight times that (default: 256MiB)"

@@ -15,6 +15,7 @@ from kvloom.core import CacheControl, Miss, QueuedPrefix, Sequence, plain_ids, u
 from kvloom.models.paged import ImageInputs
 
 from .sampling import BeamSearch, Finish, GrammarState, SamplingParams, TextStream, TokenCounts, TokenLogprobs
+from .speculation import TokenIndex
 
 __all__ = ["Request", "token_ids"]
 
@@ -52,6 +53,7 @@ class Request:
     | results     | `logprobs`, `prompt_logprobs` (None for the first token), `cumulative_logprob`, `finish_reason`, `stop_reason` |
     | cache hits  | `cached_tokens` at the first start; `pool_miss`: where and why pool and tiers had no more; `other_tenant_has_more` |
     | times       | `looked_up`, `started`: the match and the first work, on the cache's clock                              |
+    | drafts      | `draft_tokens` proposed, `accepted_tokens` of them; `token_index`: its tokens, indexed for lookup |
     | loads       | `loads`: (tier, start, end, tokens) on the monotonic clock; the `first_loads` of them before it started |"""
 
     order: int
@@ -97,6 +99,9 @@ class Request:
     loads: list[tuple[str, float, float, int]] = field(default_factory=list)
     first_loads: int = 0
     other_tenant_has_more: bool = False
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    token_index: TokenIndex | None = None
     needs_last_token: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)
     """Sort key. The request with the smallest rank runs first."""

@@ -69,8 +69,9 @@ class ModelRunner:
         scales: Scales | None = None,
         vision: Vision | None = None,
         invariant: bool = False,
+        drafts: int = 0,
     ) -> None:
-        """`invariant` makes the bits of a row independent of the other rows of its step (CUDA only)."""
+        """`drafts`: draft tokens of a step, and tokens computed again, at most. `invariant`: make a row's bits independent of the other rows of its step (CUDA only)."""
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
         self.pages = Pages(
@@ -86,7 +87,7 @@ class ModelRunner:
         if vision is not None:
             vision.bind_pool(cache.layout, buffer, self.pages.cross_views)
         turns = vision is not None and vision.uses_mrope
-        self.stage = BatchBuilder(cache, buffer.device, tokens + rows, rows, shifted=turns)
+        self.stage = BatchBuilder(cache, buffer.device, tokens + rows + drafts, rows, shifted=turns)
         self.tokens, self.rows = tokens, rows
         self.chosen = torch.zeros(rows, dtype=torch.int64, device=buffer.device)
         """Tokens sampled by the previous step. `source` of a work is an index into it."""
@@ -136,10 +137,11 @@ class ModelRunner:
         whole: Many[int] = (),
         pooled: Many[int] = (),
     ) -> torch.Tensor:
-        """Compute a step. Return the logits ([works, vocabulary]) after the last token of each work, or of the works
-        `wanted`. They are followed by the logits after every token of the works `whole`. Sets `hidden_states` for the
-        works `pooled`. The results are valid until the next step.
-        """
+        """Compute a step. Return the logits ([works, vocabulary]) after the last token of each work, or of the works `wanted`.
+        A work with drafts has one row more for each of them.
+
+        The logits after every token of the works `whole` follow. `hidden_states` gets the hidden states of the works
+        `pooled`. Valid until the next step."""
         single = not (whole or pooled) and all(
             len(work.tokens) == 1 and not _has_images(work) for work in works
         )
@@ -156,7 +158,7 @@ class ModelRunner:
             self.piecewise is not None
             and not has_cold_blocks
             and not (whole or pooled)
-            and not any(_has_images(work) for work in works)
+            and not any(work.drafts or _has_images(work) for work in works)
         ):
             size = self.piecewise.size_for(works)
             if size:
@@ -165,10 +167,14 @@ class ModelRunner:
         if self.vision is not None:
             batch = self.vision.add_images(batch, works)
         last = batch.last
-        if whole or (wanted is not None and len(wanted) < len(works)):
-            ends = [batch.bounds[i + 1] - 1 for i in (range(len(works)) if wanted is None else wanted)]
-            each = [np.arange(batch.bounds[i], batch.bounds[i + 1]) for i in whole]
-            last = upload(np.concatenate([np.array(ends, dtype=np.int64), *each]), self.device)
+        if whole or batch.drafts or (wanted is not None and len(wanted) < len(works)):
+            ends = [
+                (batch.bounds[i + 1], works[i].drafts)
+                for i in (range(len(works)) if wanted is None else wanted)
+            ]
+            each = [np.arange(end - 1 - drafts, end) for end, drafts in ends]
+            each += [np.arange(batch.bounds[i], batch.bounds[i + 1]) for i in whole]
+            last = upload(np.concatenate([np.zeros(0, np.int64), *each]), self.device)
         if not pooled:
             return self._forward(batch, last)
         states: list[torch.Tensor] = []

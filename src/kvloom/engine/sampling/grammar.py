@@ -161,6 +161,24 @@ class GrammarState:
         self.grammar.post(["c", self.key, other.key], None)
         return other
 
+    def follow(self, tokens: Sequence[int]) -> list[GrammarState]:
+        """Return new states after each of `tokens`, up to the first that is not allowed here. This state does not change.
+
+        Does not wait: the states are pending, and those after a token that is not allowed fail."""
+        self._settle()
+        states: list[GrammarState] = []
+        if self.error or not tokens or not self._allows(tokens[0]):
+            return states
+        before = self
+        for token in tokens:
+            state = GrammarState(self.grammar, self.grammar.next_key(), self.mask, False, False)
+            self.grammar.post(["c", before.key, state.key], None)
+            state.pending = True
+            self.grammar.post(["a", state.key, token], state)
+            states.append(state)
+            before = state
+        return states
+
     def answer(self, error: str, done: bool, accepts: bool, mask: npt.NDArray[np.int32]) -> None:
         """Store the answer of the process: the mask after the last token, and whether the output may or must end."""
         self.pending = False

@@ -19,7 +19,7 @@ from math import inf
 
 import numpy as np
 
-from kvloom.core import NOT_CACHED, KVCache, Match
+from kvloom.core import NOT_CACHED, KVCache, Match, Sequence
 from kvloom.engine.offload import Action, OffloadManager
 from kvloom.engine.request import Request
 from kvloom.engine.sampling import Finish, Successor, assign_slots
@@ -87,6 +87,8 @@ class Scheduler:
         """Limits the tokens of a step. None with one tenant."""
         self._shares: dict[TenantQueue, float] = {}  # shares of active tenants, if there are several
         self._lookahead = Lookahead(cache, self._queue, self._match)
+        self._unsettled: list[Scheduled] = []  # finished requests whose states end before their tokens
+        self._settling: list[Scheduled] = []  # those in the work of the step that is being launched
         self._paused = 0  # running requests that wait for pages in this step
         self._decode_turns = 0  # tokens of steps that left decoding requests out
         self._feasibility = Feasibility(cache, token_budget, offload)
@@ -109,7 +111,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.running) or any(True for _ in self._queue)
+        return bool(self.running or self._unsettled) or any(True for _ in self._queue)
 
     @property
     def open(self) -> list[Request]:
@@ -131,15 +133,19 @@ class Scheduler:
         if request.finish_reason is None:
             self.finish(request, "cancelled")
 
-    def schedule(self, places: dict[int, int] | None = None) -> list[Scheduled]:
-        """Return the work of the next step, with reserved pages. The list is empty if there is no work, or if all
-        requests wait for tokens or pages. `places` maps a request (by `id`) to the index of its in-flight token in
-        the previous step.
-        """
+    def schedule(
+        self, places: dict[int, int] | None = None, drafts: dict[int, list[int]] | None = None
+    ) -> list[Scheduled]:
+        """Return the work of the next step, with reserved pages. Empty if there is none, or requests wait for tokens or pages.
+
+        `places` maps a request (by `id`) to the place of its in-flight token in the previous step. `drafts` are the
+        draft tokens of requests, by `id`; a request without pages for its draft gets none."""
         places = places or {}
         self.started_requests = []
         self._paused, self.awaits_growth = 0, False
         picked: list[Scheduled] = []
+        settling, self._unsettled = self._unsettled, []
+        self._settling = settling
         next_blocks = self._poll_loads()
         self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
         if self._several:
@@ -157,6 +163,8 @@ class Scheduler:
         if self.offload is None:  # with tiers, evicted pages can be loaded again
             self._lookahead.protect_queued()
         self._decode(self._shared_part(decodes) if self._shares else decodes, picked, places)
+        self._add_drafts(picked, drafts or {})
+        picked += settling
         self.decoding = first = len(picked)
         budget = self.token_budget if self.step_limit is None else self._shared_budget(prompts)
         if self._shares and prompts:
@@ -180,7 +188,7 @@ class Scheduler:
                     continue
             if budget:
                 budget -= self._reserve(request, budget, picked, places, until=until)
-        if alone is not None and alone.sequence is None and not self._freeing:
+        if alone is not None and alone.sequence is None and not self._freeing and not settling:
             if self._can_grow:
                 self.awaits_growth = True
             else:
@@ -208,7 +216,8 @@ class Scheduler:
         if self.admission is not None:
             self.admission.refresh()
         try:
-            while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
+            most = self.max_running - len(self._settling)
+            while budget and (len(self.running) < most or (not picked and self._unpark())):
                 waiting = self._queue.pop(passed, below)
                 if waiting is None:
                     break
@@ -419,7 +428,7 @@ class Scheduler:
         """
         rows, tokens = [], []
         for request, part in work:
-            count = len(part.tokens)
+            count = part.new_tokens
             request.computed += count
             if self._shares:
                 tenant = self._queue.tenant_queue(request)
@@ -427,12 +436,17 @@ class Scheduler:
             if part.source < 0:
                 if count == 1:
                     rows.append(part.sequence.row)
-                    tokens.append(part.tokens[0])
-                else:
-                    part.sequence.commit(part.tokens.astype(np.int32))
+                    tokens.append(part.tokens[part.replayed])
+                elif count:
+                    part.sequence.commit(part.tokens[part.replayed :].astype(np.int32))
+                else:  # its states now end with its tokens
+                    part.sequence.commit([])
+                    part.sequence.close()
+                    continue
             if request.computed == len(request.tokens) + request.inflight_tokens:
                 request.inflight_tokens += 1
                 request.uncached = False
+        self._settling = []
         self._commit(rows, tokens)
 
     def commit_tokens(self, requests: Many[Request], tokens: Many[int], after: Many[Scheduled]) -> None:
@@ -445,16 +459,31 @@ class Scheduler:
         mine = [(request, part) for request, part in after if part.source >= 0 and part.sequence.open]
         self._commit([part.sequence.row for _, part in mine], [tokens[part.source] for _, part in mine])
 
+    def commit_draft(self, request: Request, token: int) -> None:
+        """Commit the last token of a request, which was its draft, and add the token that follows."""
+        assert request.sequence is not None
+        keep = request.sequence.state_length if self.cache.has_states else None
+        request.sequence.commit(np.array(request.tokens[-1:], np.int32), keep)
+        request.computed += 1
+        request.tokens.append(token)
+
     def discard_step(self, places: dict[int, int] | None = None) -> None:
-        """Discard a failed step. Its requests wait again and recompute tokens that are not cached, because their
-        states may be ahead of their tokens.
-        """
+        """Discard a failed step: its requests wait, and recompute what is not cached. Their states may be ahead of their
+        tokens."""
+        self.close_unsettled()
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
             request.sequence.control = replace(request.sequence.control, store=False)
             self._preempt(request)
         for request in self._queue:
             request.inflight_tokens = int(id(request) in (places or {}))
+
+    def close_unsettled(self) -> None:
+        """Close the sequences of finished requests whose states end before their tokens."""
+        for _, work in self._settling + self._unsettled:
+            if work.sequence.open:
+                work.sequence.close()
+        self._settling, self._unsettled = [], []
 
     def finish(self, request: Request, why: Finish) -> None:
         """Finish a request and the requests that finish with it. Their pages stay cached."""
@@ -562,6 +591,22 @@ class Scheduler:
         for request in requests:
             if request.sequence is not None:
                 self._reserve(request, 1, picked, places)
+
+    def _add_drafts(self, picked: list[Scheduled], drafts: dict[int, list[int]]) -> None:
+        """Add drafts to the decoding requests, and the tokens that their recurrent layers compute again."""
+        if not drafts and not self.cache.has_states:
+            return
+        for place, (request, work) in enumerate(picked):
+            sequence, draft = work.sequence, drafts.get(id(request), [])
+            replayed = sequence.length - sequence.state_length if self.cache.has_states else 0
+            if draft and sequence.extend(1 + len(draft)):
+                draft = []
+            if draft or replayed:
+                tokens = [*request.tokens[request.computed - replayed : request.computed + 1], *draft]
+                picked[place] = (
+                    request,
+                    Work(sequence, np.array(tokens), -1, request.images, replayed, len(draft)),
+                )
 
     def _reserve(
         self,
@@ -677,11 +722,23 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         assert request.sequence is not None
         request.sequence.finish_reason = request.finish_reason
-        request.sequence.close()
+        self._close(request, request.sequence)
         request.sequence = None
         request.computed = 0
         self.running.remove(request)
         self._queue.tenant_queue(request).running -= 1
+
+    def _close(self, request: Request, sequence: Sequence) -> None:
+        """Close a sequence. If its states end before its tokens, the next step computes the rest first, so that later
+        prompts can resume at its end."""
+        if self.cache.has_states and sequence.control.store and request.finish_reason in ("stop", "length"):
+            replayed = sequence.length - sequence.state_length
+            if replayed:
+                tokens = np.array(request.tokens[sequence.state_length : sequence.length])
+                work = Work(sequence, tokens, images=request.images, replayed=replayed)
+                self._unsettled.append((request, work))
+                return
+        sequence.close()
 
 
 def _fitting(request: Request, count: int) -> int:

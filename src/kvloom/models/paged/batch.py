@@ -31,14 +31,24 @@ Ints = npt.NDArray[np.int64]
 class Work(NamedTuple):
     """The part of a sequence in a step: the next `tokens`, for which `extend` has reserved pages.
 
-    If its token was sampled by the previous step and is not on the host yet, `source` is its index among the sampled
-    tokens; otherwise -1. `images` are the images of the prompt, if any.
-    """
+    `source` is the index of its one token among those sampled by the previous step, if that token is not on the host
+    yet (-1: none). `images` are the prompt's images, if any.
+
+    The first `replayed` tokens are computed already: they end at the sequence's length. Recurrent layers compute them
+    again, because the states end before them; their K and V are not written again. The last `drafts` tokens are a draft:
+    recurrent layers keep the state before them."""
 
     sequence: Sequence
     tokens: Ints
     source: int = -1
     images: ImageInputs | None = None
+    replayed: int = 0
+    drafts: int = 0
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of tokens that follow the sequence's length and are not drafts."""
+        return len(self.tokens) - self.replayed - self.drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,7 @@ class Batch:
     | rotary                | rotary positions where they differ from `positions`: [tokens] or [3, tokens]         |
     | seen                  | images that cross-attention layers read                                              |
     | cold                  | rows with cold blocks, which full-attention layers read from host memory             |
+    | drafts                | draft tokens at the end of each row; empty if no row has any                         |
 
     Padding tokens and rows may follow the last bound.
     """
@@ -99,6 +110,25 @@ class Batch:
     rotary: torch.Tensor | None = None
     seen: VisibleImages | None = None
     cold: ColdRows | None = None
+    drafts: tuple[int, ...] = ()
+    replays: bool = False
+    """Whether some tokens are computed already, and only recurrent layers need them."""
+
+    @property
+    def queries(self) -> tuple[Ints, Ints] | None:
+        """The row of each token and the length that it sees, if every row has one token and drafts; else None."""
+        lengths = np.array(self.sizes)
+        if self.bounds[-1] == len(self.sizes):
+            return np.arange(len(lengths)), lengths
+        if not self.drafts or self.replays or self.bounds[-1] != len(self.sizes) + sum(self.drafts):
+            return None
+        counts = np.array(self.drafts) + 1
+        rows = np.arange(len(counts)).repeat(counts)
+        return rows, (lengths - counts)[rows] + np.arange(self.bounds[-1]) - np.array(self.bounds)[rows] + 1
+
+
+REPLAYED = -2
+"""Source of a token that is computed already: its K and V go to page 0."""
 
 
 @dataclass(slots=True)
@@ -115,6 +145,7 @@ class _StepNumbers:
     states: npt.NDArray[np.int32]
     shifts: Ints
     fresh: tuple[bool, ...] = field(default=())
+    drafts: tuple[int, ...] = field(default=())
 
     def append_rows(self, other: _StepNumbers) -> _StepNumbers:
         """Return the numbers of both objects, those of `other` last."""
@@ -188,6 +219,9 @@ class BatchBuilder:
             self._send(numbers)
             bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
             batch = self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
+            if numbers.drafts:
+                replays = bool((numbers.source == REPLAYED).any())
+                batch = replace(batch, drafts=numbers.drafts, replays=replays)
         if any(work.sequence.cold_blocks for work in works):
             batch = replace(batch, cold=self._cold_rows(works, batch))
         return batch
@@ -288,7 +322,8 @@ class BatchBuilder:
             raise ValueError(f"sequence {int(np.flatnonzero(counts == 0)[0])} of the step has no tokens")
         block_tables = self.cache.block_tables
         rows = np.array([work.sequence.row for work in works])
-        before = block_tables.length[rows]
+        replayed = np.array([work.replayed for work in works])
+        before = block_tables.length[rows] - replayed
         starts = np.concatenate(([0], counts.cumsum()))
         lengths = before + counts
         if (lengths > block_tables.blocks[rows] * self._block).any() or (
@@ -298,9 +333,13 @@ class BatchBuilder:
         row_of = np.arange(len(works)).repeat(counts)
         source = np.full(len(row_of), -1)
         source[starts[:-1]] = [work.source for work in works]
+        positions = before[row_of] + np.arange(starts[-1]) - starts[row_of]
+        if replayed.any():
+            source[positions < block_tables.length[rows][row_of]] = REPLAYED
+        drafts = tuple(work.drafts for work in works)
         return _StepNumbers(
             np.concatenate([work.tokens for work in works]),
-            before[row_of] + np.arange(starts[-1]) - starts[row_of],
+            positions,
             source,
             row_of,
             rows,
@@ -309,6 +348,7 @@ class BatchBuilder:
             block_tables.states[:, rows],
             self._shifts(works),
             tuple((block_tables.state_length[rows] == 0).tolist()),
+            drafts if any(drafts) else (),
         )
 
     def _shifts(self, works: Many[Work]) -> Ints:
@@ -374,6 +414,7 @@ class BatchBuilder:
         row_tables = np.ascontiguousarray(self.cache.page_tables[:, numbers.rows, :blocks])
         block, places = np.divmod(numbers.positions, self._block)
         at = np.ascontiguousarray(row_tables[:, numbers.row_of, block], dtype=np.int64)
+        at[:, numbers.source == REPLAYED] = 0
         tables, pages = torch.from_numpy(row_tables), torch.from_numpy(at)
         slots = torch.from_numpy(at * self._block + places)
         states = torch.from_numpy(numbers.states.astype(np.int64))
@@ -394,6 +435,8 @@ class BatchBuilder:
             bounds=tuple(numbers.starts.tolist()),
             sizes=tuple(numbers.lengths.tolist()),
             rotary=None if shifts is None else torch.from_numpy(shifts),
+            drafts=numbers.drafts,
+            replays=bool((numbers.source == REPLAYED).any()),
         )
 
     def _batch(
@@ -415,7 +458,7 @@ class BatchBuilder:
         if chosen is not None:
             ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
         tables = self._tables[:, :, :blocks].index_select(1, of)
-        pages = tables[:, row_of, positions // self._block].long()
+        pages = tables[:, row_of, positions // self._block].long().masked_fill_(source == REPLAYED, 0)
         places = positions % self._block
         slots = pages * self._block + places
         states = states.view(self._states, rows).long()

@@ -308,7 +308,7 @@ class Pages(EmptyCache):
                 and self._splitter is None
                 and not self._piece
             )
-            self._single_token_rows = {} if plain and batch.bounds[-1] == len(batch.sizes) else False
+            self._single_token_rows = {} if plain and batch.queries else False
         if self._single_token_rows is False or layer_idx not in self._views:
             return None
         view, span = self._views[layer_idx]
@@ -320,9 +320,15 @@ class Pages(EmptyCache):
         if layer is None:
             return None
         if key not in self._single_token_rows:
-            lengths = np.array(self.batch.sizes)
+            queries = self.batch.queries
+            assert queries is not None
+            rows, lengths = queries
             seen = cpu.VisibleTokens(span.first_visible_each(lengths - 1), lengths)
-            self._single_token_rows[key] = cpu.SingleTokenRows(self.batch.tables[view.group][view.run], seen)
+            tables = self.batch.tables[view.group][view.run]
+            drafts = len(rows) > len(tables)
+            self._single_token_rows[key] = cpu.SingleTokenRows(
+                tables[rows] if drafts else tables, seen, drafts
+            )
         return layer, self._single_token_rows[key]
 
     def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
