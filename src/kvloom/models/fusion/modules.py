@@ -84,9 +84,9 @@ def fuse(model: Any, limit: int = 0) -> Counter[str]:
 
 def _fuse_head(model: Any) -> None:
     """Let a model's head multiply a few rows without BLAS, on a CPU."""
-    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if type(head) is nn.Linear and head.bias is None and "forward" not in vars(head) and head.weight.is_cpu:
-        head.forward = lambda x: linear(x, head.weight)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(head) is nn.Linear and "bias" not in dict(head.named_parameters()) and head.weight.is_cpu:
+        vars(head).setdefault("forward", lambda x: linear(x, head.weight))
 
 
 def _random_input(*shape: int, like: torch.Tensor) -> torch.Tensor:
