@@ -153,7 +153,7 @@ class KVCache:
         `across_tenants` also searches the prefixes of other tenants: for operators only."""
         return self.state.lookup.explain(match, across_tenants)
 
-    def resumable_with(self, match: Match, index: HashIndex) -> int:
+    def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
         """Return the longest resumable length of a prompt with the pages in `index`. Hashes the prompt."""
         return self.state.lookup.resumable_with(match, index)
 

@@ -231,7 +231,7 @@ class Lookup:
         """Return `media_limit` for the runs in this cache."""
         return self.media_limit(match, lambda item: match.root_hash + item.digest in self._media)
 
-    def resumable_with(self, match: Match, index: HashIndex) -> int:
+    def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
         """Return the longest resumable length that the pages in `index` give this prompt."""
 
         def tail(parent: bytes, start: int, length: int) -> bytes:
