@@ -19,7 +19,7 @@ PINS = Path(__file__).parent / "public_names.json"
 
 LINE = [
     "core",
-    "arguments config_file tiers kernels",
+    "arguments config_file tiers kernels events_wire",
     "models",
     "engine",
     "serve",

@@ -162,8 +162,8 @@ class KVCache:
         """
         return self.state.lookup.explain(match, across_tenants)
 
-    def resumable_with(self, match: Match, index: HashIndex) -> int:
-        """Return the length at which a prompt could resume if it also had the pages in `index`. Hashes the prompt."""
+    def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
+        """Return the longest resumable length of a prompt with the pages in `index`. Hashes the prompt."""
         return self.state.lookup.resumable_with(match, index)
 
     @property

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from kvloom.core import Tenant
+from kvloom.events_wire import EventSettings
 from kvloom.models.specs import KVDtype
 from kvloom.tiers import OpenTier
 from kvloom.tiers.transfers import TransferConfig
@@ -101,6 +102,12 @@ class EngineConfig:
     """Tiers, fastest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """How pages are loaded from the tiers."""
+    kv_events: str | None = None
+    """ZMQ address on which block events are published, such as `tcp://127.0.0.1:5557`; None: they are not."""
+    kv_events_replay: str | None = None
+    """ZMQ address that replays past events and sends snapshots; None: routers cannot fill gaps."""
+    kv_events_hashes: Literal["int64", "bytes"] = "int64"
+    """How block hashes travel: signed 64-bit integers, or all bytes."""
 
     def __post_init__(self) -> None:
         tokens = self.block_tokens
@@ -118,6 +125,16 @@ class EngineConfig:
             raise ValueError(f"draft_tokens {self.draft_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is negative: give tokens, or 0")
+        if self.kv_events_replay is not None and self.kv_events is None:
+            raise ValueError("kv_events_replay needs kv_events: give the address of the events, too")
+        _ = self.event_settings  # raises for invalid addresses
+
+    @property
+    def event_settings(self) -> EventSettings | None:
+        """Where events are published; None: nowhere."""
+        if self.kv_events is None:
+            return None
+        return EventSettings(self.kv_events, self.kv_events_replay, self.kv_events_hashes)
 
 
 def engine_config(

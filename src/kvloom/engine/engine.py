@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence as Many
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,9 @@ from .sampling import (
 )
 from .scheduling import Scheduled, Scheduler
 from .speculation import NO_DRAFT, Speculation, draft_positions, open_speculation
+
+if TYPE_CHECKING:
+    from kvloom.events_wire import WirePublisher
 
 __all__ = ["Engine"]
 
@@ -106,10 +109,12 @@ class Engine:
             self.offload = open_offload(
                 config.tiers, self.cache, self.buffer, self._apply_copies, config.offload
             )
-            self.runner.pages.set_host_memory(torch.from_numpy(self.offload.host.arena))
-            if memory.batch_invariant:
-                self.offload.cold = None
-                self.offload.cold_refusal = "batch_invariant keeps all pages in the pool: sums over cold pages depend on other requests"
+        self.events: WirePublisher | None = None
+        """Publishes block events to routers; None if not configured."""
+        if config.event_settings is not None:
+            from kvloom.events_wire import WirePublisher
+
+            self.events = WirePublisher(self.cache, config.event_settings)
         self.pool_size: PoolSize | None = None
         """Grows and shrinks an elastic pool. None if the pool keeps its size."""
         self._pool_rule: PoolRule | None = None
@@ -288,6 +293,8 @@ class Engine:
         if finished is not None and self.scheduler.step_limit is not None:
             tokens = finished.prompt_tokens + len(finished.work)
             self.scheduler.step_limit.observe(tokens, time.perf_counter() - started)
+        if self.events is not None:
+            self.events.flush()
         updated = self._updated + self.scheduler.rejected
         self._updated, self.scheduler.rejected = [], []
         return updated
@@ -344,6 +351,9 @@ class Engine:
             self.offload.close(seconds, keep=not self._copies)
             self.offload = self.scheduler.offload = None
             self.cache.loading.remove_listener()
+        if self.events is not None:
+            self.events.close()
+            self.events = None
 
     def _needs_tokens(self, previous: InflightStep) -> bool:
         """Whether the tokens of a step must be on the host before the next is scheduled: for grammars, penalties, drafts."""

@@ -31,6 +31,7 @@ TIER = (
     "a tier, nearest first: host:64GiB, disk:/path:1TiB, or redis://, mooncake://, nixl://, s3:// and "
     "peer:// with an address and ?capacity=64GiB&…; repeatable (docs/tiers.md)"
 )
+EVENTS = "publish block events for routers on this ZMQ address, such as tcp://127.0.0.1:5557 (default: nowhere; docs/cluster.md)"
 LOAD = "pages in tiers: load or recompute, whichever is faster (auto); always load; never load, only store (default: auto)"
 INVARIANT = "same tokens for the same seed, independent of the batch, on a GPU, too; slower"
 SPECULATE = (
@@ -75,6 +76,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eviction-policy", default="lru", metavar="NAME", help=POLICY)
     add("--checkpoint-every", type=whole(0), default=0, metavar="N", help=CHECKPOINT)
     add("--tier", action="append", default=[], dest="tiers", metavar="TIER", help=TIER)
+    add("--kv-events", metavar="ADDRESS", help=EVENTS)
+    add("--kv-events-replay", metavar="ADDRESS", help="with --kv-events: address that replays past events")
+    add("--kv-events-hashes", choices=("int64", "bytes"), default="int64",
+        help="with --kv-events: block hashes as signed 64-bit integers, or all bytes (default: int64)")  # fmt: skip
     add("--load", choices=("auto", "always", "never"), default="auto", help=LOAD)
 
     add = parser.add_argument_group("steps and limits").add_argument

@@ -128,6 +128,11 @@ def application(
             raise unknown_request(id_)
         return _json(found.to_dict(operator=tenant is None))
 
+    async def worker(request: Request) -> Response:
+        tenant = context.authenticate(request)
+        models = [served.routing_info() for served in context.models.values()]
+        return _json({"tenant": tenant, "models": [one for one in models if one is not None]})
+
     async def root(_: Request) -> Response:
         return RedirectResponse("/dashboard")
 
@@ -150,6 +155,7 @@ def application(
         Route("/health", health),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/metrics", metrics),
+        Route("/kvloom/worker", worker),
         Route("/kvloom/requests", records),
         Route("/kvloom/requests/{id}", record),
         *more,

@@ -239,7 +239,7 @@ def _models(
 ) -> tuple[ModelOptions, ...]:
     """Return the models to serve. Raises ValueError for several models without a size of their pools."""
     from kvloom.models.specs import folder_of
-    from kvloom.serve.server import ModelOptions, shared_start
+    from kvloom.serve.server import ModelOptions, shared_start, with_own_events
     from kvloom.serve.worker import Start
 
     given = [args.model, *args.more_models]
@@ -259,7 +259,7 @@ def _models(
     if memory is not None and args.no_metrics:
         raise ValueError("--memory needs metrics, and --no-metrics disables them: use one of them")
     names = [*args.name, *[None] * (len(given) - len(args.name))]
-    models = []
+    models: list[ModelOptions] = []
     for model, name in zip(given, names, strict=True):
         folder = folder_of(model)
         start = Start(
@@ -272,7 +272,7 @@ def _models(
             tenants=tenants,
             progress=sys.stderr.isatty() and not args.quiet and len(given) == 1,
             observe=not args.no_metrics,
-            settings=settings,
+            settings=with_own_events(settings, len(models)),
             log_level=level,
             log_format=args.log_format,
         )

@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 
+from kvloom.events_wire import offset_port
+
 from .api import is_loopback
 from .auth import ApiKeys, Limits
 from .worker import Start, WatchdogLimits
 
-__all__ = ["ModelOptions", "ServerOptions", "resolve", "shared_start"]
+__all__ = ["ModelOptions", "ServerOptions", "resolve", "shared_start", "with_own_events"]
 
 SMALLEST_PART = 8
 """The pool of an idle model keeps this part of its share."""
@@ -137,6 +139,14 @@ def shared_start(start: Start, memory: int, share: int) -> Start:
     least = share // SMALLEST_PART if least is None else min(least, share)
     sizes = {"pool_bytes": share, "max_pool_bytes": memory, "min_pool_bytes": least}
     return msgspec.structs.replace(start, settings={**start.settings, **sizes}, share_bytes=share)
+
+
+def with_own_events(settings: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return the settings of model `number`: it publishes its events on ports that are higher by its number."""
+    if settings.get("kv_events") is None:
+        return settings
+    ports = {name: offset_port(settings.get(name), number) for name in ("kv_events", "kv_events_replay")}
+    return {**settings, **ports}
 
 
 def resolve(host: str, port: int) -> Any:

@@ -24,6 +24,7 @@ __all__ = [
     "EngineStats",
     "ExpectSession",
     "FromEngine",
+    "GroupInfo",
     "Heartbeat",
     "ImagePrompt",
     "Outputs",
@@ -332,11 +333,20 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     pool: PoolState | None = None
 
 
+class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A layer group: its index, its kind (full, sliding, chunked, state) and the size of its window; 0 without one."""
+
+    index: int
+    kind: str
+    window: int = 0
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The engine is loaded. `max_tokens` limits prompt and answer of one request together; `tenant_max_tokens` is that
     limit for tenants with a quota. `tiers` lists name, capacity and stored pages; `unavailable_tiers` lists name and
     reason. `pool_limits` are the fewest and most bytes of an elastic pool. `image_refusal`: why the model accepts no
-    images; "" if it does."""
+    images; "" if it does. `hash_model` is the model's part of block hashes; `groups` are its layer groups on the text
+    axis."""
 
     device: str
     dtype: str
@@ -353,6 +363,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     unavailable_tiers: list[tuple[str, str]] = []
     pool_limits: tuple[int, int] | None = None
     image_refusal: str = ""
+    hash_model: str = ""
+    groups: list[GroupInfo] = []
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):

@@ -116,7 +116,8 @@ class Worker:
     @property
     def needs_polling(self) -> bool:
         """Whether `poll_idle` must be called while idle."""
-        return self.engine.offload is not None or self.engine.pool_size is not None
+        engine = self.engine
+        return engine.offload is not None or engine.pool_size is not None or engine.events is not None
 
     def poll_idle(self) -> None:
         """Poll transfers, images, grammars and the pool's size while no step runs: stores may finish after the last token."""
@@ -128,6 +129,8 @@ class Worker:
             offload.poll()
             tiers = tier_usages(offload) if self._observe else []
             self._stats_changed, self._tiers = tiers != self._tiers, tiers
+        if self.engine.events is not None:
+            self.engine.events.flush()
 
     def handle(
         self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool
