@@ -109,6 +109,10 @@ class Engine:
             self.offload = open_offload(
                 config.tiers, self.cache, self.buffer, self._apply_copies, config.offload
             )
+            self.runner.pages.set_host_memory(torch.from_numpy(self.offload.host.arena))
+            if memory.batch_invariant:
+                self.offload.cold = None
+                self.offload.cold_refusal = "batch_invariant keeps all pages in the pool: sums over cold pages depend on other requests"
         self.events: WirePublisher | None = None
         """Publishes block events to routers; None if not configured."""
         if config.event_settings is not None:
