@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.paged import ImageInputs
@@ -112,7 +113,7 @@ class Engine:
             self.runner.pages.set_host_memory(torch.from_numpy(self.offload.host.arena))
             if memory.batch_invariant:
                 self.offload.cold = None
-                self.offload.cold_refusal = "batch_invariant keeps all pages in the pool: sums over cold pages depend on other requests"
+                self.offload.cold_refusal = refused("batch_invariant, cold pages")
         self.events: WirePublisher | None = None
         """Publishes block events to routers; None if not configured."""
         if config.event_settings is not None:
@@ -311,7 +312,7 @@ class Engine:
         ValueError if the pool is not elastic.
         """
         if self.pool_size is None:
-            raise ValueError("the pool keeps its size: set max_pool_bytes (--max-pool) to make it elastic")
+            raise ValueError(refused("fixed pool, resize"))
         self._pool_rule = None
         self.pool_size.set_target(pool_bytes)
         self.pool_size.approach()
@@ -537,10 +538,6 @@ class Engine:
                     f"prompt token {token} is outside the vocabulary: give ids from 0 to {self._vocabulary - 1}"
                 )
         if params.pooling is not None and self.runner.decoder is None:
-            raise ValueError(
-                f"pooling: {type(self.model).__name__} has no separate decoder, so it gives no embeddings"
-            )
+            raise ValueError(refused("pooling, model", model=type(self.model).__name__))
         if self.tokenizer is None and (text or params.stops or params.structure is not None):
-            raise ValueError(
-                "text, stop texts and structured output need a tokenizer: pass one to the engine"
-            )
+            raise ValueError(refused("text, tokenizer"))

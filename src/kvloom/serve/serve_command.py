@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvloom.arguments import MAX_NUMBER, MODEL, number, size, whole
+from kvloom.combinations import refused
 from kvloom.engine import add_engine_arguments, engine_settings
 
 from .http_client import KEY
@@ -156,9 +157,7 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(level, args.log_format)
     for option in ("api_keys", "api_key"):
         if args.no_auth and getattr(args, option):
-            raise ValueError(
-                f"--no-auth and --{option.replace('_', '-')} exclude each other: use one of them"
-            )
+            raise ValueError(refused("no-auth, keys", option=option.replace("_", "-")))
     own = args.api_key
     if not own and not args.no_auth and args.api_keys is None and os.environ.get(KEY):
         own = [os.environ[KEY]]
@@ -186,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
     )
     template = args.chat_template
     if args.record is not None and args.no_metrics:
-        raise ValueError("--record needs metrics, and --no-metrics disables them: use one of them")
+        raise ValueError(refused("record, no metrics"))
     return serve(
         ServerOptions(
             models,
@@ -254,10 +253,9 @@ def _models(
         raise ValueError("--model-dir needs --memory SIZE: the pools of loaded models share it")
     for option in ("pool", "max_pool"):
         if memory is not None and getattr(args, f"{option}_bytes") is not None:
-            name = option.replace("_", "-")
-            raise ValueError(f"--memory sizes the pools, and --{name} gives a size: use one of them")
+            raise ValueError(refused("memory, pool", option=option.replace("_", "-")))
     if memory is not None and args.no_metrics:
-        raise ValueError("--memory needs metrics, and --no-metrics disables them: use one of them")
+        raise ValueError(refused("memory, no metrics"))
     names = [*args.name, *[None] * (len(given) - len(args.name))]
     models: list[ModelOptions] = []
     for model, name in zip(given, names, strict=True):

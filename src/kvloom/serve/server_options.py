@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from kvloom.combinations import refused
 from kvloom.events_wire import offset_port
 
 from .api import is_loopback
@@ -87,15 +88,9 @@ class ServerOptions:
             if name not in names:
                 raise ValueError(f"--alias {alias}={name}: no such model; use {' or '.join(names)}")
         if not self.keys and not is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host!r} is reachable from other machines, and there are no API keys: "
-                "use --api-keys FILE or --api-key KEY; --no-auth is for a loopback host such as 127.0.0.1"
-            )
+            raise ValueError(refused("public host, no keys", host=self.host))
         if not self.keys and "*" in self.cors_origins:
-            raise ValueError(
-                "--cors-origin '*' lets every web page use the server, and there are no API keys: "
-                "name the origins, or use --api-keys FILE or --api-key KEY"
-            )
+            raise ValueError(refused("any origin, no keys"))
         for origin in self.cors_origins:
             if origin != "*" and re.fullmatch(r"https?://[^\s/?#@]+", origin) is None:
                 raise ValueError(

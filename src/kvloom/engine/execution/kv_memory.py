@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CheckpointPolicy, KVCache, PoolLayout
 from kvloom.engine.config import EngineConfig
 from kvloom.kernels.memory import ElasticBuffer, allocate, elastic_buffer, granularity
@@ -57,9 +58,7 @@ def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
     assert config.max_running is not None
     weight = next(model.parameters())
     if config.batch_invariant and not weight.is_cuda and weight.dtype != torch.float32:
-        raise ValueError(
-            f"batch_invariant on a CPU needs dtype float32, not {weight.dtype}: give dtype float32 (--dtype float32)"
-        )
+        raise ValueError(refused("batch_invariant, dtype", dtype=weight.dtype))
     batch_invariant = config.batch_invariant and weight.is_cuda  # float32 on a CPU is already batch-invariant
     spec = model_spec(
         {**model.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")},

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CacheControl, KVCache, Sequence
 from kvloom.kernels.attention import SharedRun, find_shared_runs, is_worth_sharing, visible_shared_runs
 from kvloom.kernels.copy import copy_pages
@@ -122,13 +123,9 @@ class ModelRunner:
     def _check_batch_invariant(self) -> None:
         """Raise ValueError for a model without batch-invariant kernels."""
         if self.pages.cross_views:
-            raise ValueError(
-                "batch_invariant is not supported for models with cross-attention to images: turn it off"
-            )
+            raise ValueError(refused("batch_invariant, cross-attention"))
         if not self.pages.is_replayable:
-            raise ValueError(
-                "batch_invariant has no GPU kernel for this model's attention heads: turn it off"
-            )
+            raise ValueError(refused("batch_invariant, heads"))
 
     def run(
         self,

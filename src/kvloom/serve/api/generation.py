@@ -19,6 +19,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from kvloom.combinations import refused
 from kvloom.engine import SamplingParams
 from kvloom.serve.access_log import RequestLog, request_log
 from kvloom.serve.api.answers import ANSWER, AnswerParser, forced_functions, forced_grammar, last_marker
@@ -338,7 +339,7 @@ class ChatEndpoint(GenerationEndpoint):
         if functions is not None:
             for name in ("response_format", "structured_outputs", "regex", "grammar"):
                 if getattr(fields, name) is not None:
-                    raise bad_request(f"tool_choice forces a call, so {name} cannot hold: remove one", name)
+                    raise bad_request(refused("forced call, structure", name=name), name)
             many = fields.tool_choice == "required" and fields.parallel_tool_calls is not False
             grammar = forced_grammar(functions, many)
             if len(grammar) > MAX_GRAMMAR_CHARACTERS:
