@@ -1,7 +1,7 @@
-"""The HTTP application: routes, error responses, and counting of responses.
+"""The HTTP application: routes, error responses, and counts of responses.
 
-OpenAI's endpoints, those of other servers that clients expect (/tokenize, /version, /ping), /health, /metrics and
-the dashboard.
+It has OpenAI's endpoints, endpoints that clients of other servers expect (/tokenize, /version, /ping), /health,
+/metrics and the dashboard.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MAX_RECORDS = 1000
 def application(
     context: ServerContext, dashboards: Dashboards | None = None, more: Sequence[Route] = ()
 ) -> ASGIApp:
-    """Return the ASGI application of a server. `dashboards` serve /kvloom/state; `more` are further routes."""
+    """Return the ASGI application of a server. `dashboards` provide /kvloom/state. `more` are additional routes."""
 
     async def models(request: Request) -> Response:
         context.authenticate(request)
