@@ -211,8 +211,8 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
         return await _error_response(request, not_found(method, path))
     allowed = (error.headers or {}).get("Allow", "another method")
-    said = f"{path} accepts {allowed}, not {method}" if error.status_code == 405 else str(error.detail)
-    response = await _error_response(request, ApiError(error.status_code, said))
+    message = f"{path} accepts {allowed}, not {method}" if error.status_code == 405 else str(error.detail)
+    response = await _error_response(request, ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
 

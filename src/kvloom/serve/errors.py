@@ -75,13 +75,13 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
-        told: dict[str, Any] = {
+        body: dict[str, Any] = {
             "message": self.message,
             "type": _TYPES.get(self.status, "server_error"),
             "param": self.param,
             "code": self.code,
         }
-        return msgspec.json.encode({"error": told})
+        return msgspec.json.encode({"error": body})
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -100,8 +100,8 @@ def bad_request(
 
 
 def invalid_key(given: bool) -> ApiError:
-    said = "unknown API key" if given else "API key required"
-    return ApiError(401, f"{said}: send it as `Authorization: Bearer KEY`", code="invalid_api_key")
+    problem = "unknown API key" if given else "API key required"
+    return ApiError(401, f"{problem}: send it as `Authorization: Bearer KEY`", code="invalid_api_key")
 
 
 def unknown_model(asked: str, served: Iterable[str]) -> ApiError:

@@ -2,7 +2,7 @@
 
     manager.py            OffloadManager: the interface, and the phases of load jobs
     decision.py           Action, Decision: the answers to the scheduler
-    store.py              HostStore: offloads pages from the pool to host memory
+    store.py              PageOffloader: offloads pages from the pool to host memory
     tier_loader.py        TierLoader: loads pages from tiers into host memory
     pool_loader.py        PoolLoader: copies pages from host memory into the pool
     load_job.py           LoadJob: one request's pages in transfer, as data
@@ -44,7 +44,7 @@ from .manager import OffloadManager
 from .open_tiers import open_offload, opened_tiers
 from .session_history import SessionHistory
 from .stats import OffloadStats
-from .store import HostStore
+from .store import PageOffloader
 from .throughput import TimeModel
 
 __all__ = [
@@ -53,7 +53,6 @@ __all__ = [
     "Estimates",
     "Event",
     "HostPages",
-    "HostStore",
     "Ids",
     "LoadEvent",
     "LoadJob",
@@ -61,6 +60,7 @@ __all__ = [
     "OffloadConfig",
     "OffloadManager",
     "OffloadStats",
+    "PageOffloader",
     "Phase",
     "PoolCopy",
     "Progress",

@@ -232,7 +232,7 @@ class Scheduler:
                         if self.admission is not None:
                             self.admission.refresh()  # the projection now includes it
                         continue
-                    if (picked or places) and decision.action is Action.NO_ROOM:
+                    if (picked or places) and decision.action is Action.NO_FREE_PAGES:
                         # Computing needs as many pages as loading, so wait until a request finishes.
                         if self._pass_over(waiting, passed, picked):
                             continue

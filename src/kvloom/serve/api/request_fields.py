@@ -205,11 +205,11 @@ def read_fields(body: bytes, kind: type[Some]) -> Some:
             for nested in NESTED_FIELDS:
                 check_values([getattr(fields, nested, None)], nested)
     except msgspec.ValidationError as error:
-        said = str(error)
-        at = _FIELD.search(said)
-        missing = re.search(r"required field `(\w+)`", said)
+        message = str(error)
+        at = _FIELD.search(message)
+        missing = re.search(r"required field `(\w+)`", message)
         name = missing[1] if missing else at[1] if at else None
-        raise bad_request(f"{name}: {said}" if name and not missing else said, name) from None
+        raise bad_request(f"{name}: {message}" if name and not missing else message, name) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"the request body is not JSON: {error}") from None
     if isinstance(fields, RequestFields):
@@ -467,13 +467,13 @@ def _too_much_structure() -> ApiError:
     )
 
 
-def engine_error(said: str) -> ApiError:
+def engine_error(message: str) -> ApiError:
     """Convert an error message of SamplingParams or the engine to an error response for the client.
 
     If the message starts with the name of a request field, the response names that field."""
-    word = _WORD.match(said)
+    word = _WORD.match(message)
     name = "" if word is None else word[0]
     if name == "json_schema":
         name = "response_format"
     known = name in {*ChatFields.__struct_fields__, *CompletionFields.__struct_fields__}
-    return bad_request(said, name if known else None, logged=f"invalid {name or 'request'}")
+    return bad_request(message, name if known else None, logged=f"invalid {name or 'request'}")

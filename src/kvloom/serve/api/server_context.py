@@ -138,8 +138,8 @@ class ServerContext:
         if kind != "application/json":
             raise ApiError(415, f"content type {kind!r} is not supported: send application/json")
         limit = self.limits.body_bytes
-        said = request.headers.get("content-length", "0")
-        length = parse_digits(said)
+        stated = request.headers.get("content-length", "0")
+        length = parse_digits(stated)
         if length is None or length > limit:  # None: more digits than any limit has
             raise body_too_large(limit)
         data = bytearray()

@@ -103,14 +103,14 @@ def main() -> None:
                 os._exit(0)
         os.close(writer)
         with os.fdopen(reader, "rb") as file:
-            said = file.read()
+            frame = file.read()
         _, status = os.waitpid(pid, 0)
-        if not said or os.WIFSIGNALED(status):
+        if not frame or os.WIFSIGNALED(status):
             limits = f"{asked['seconds']:g} seconds of CPU time or {MEMORY_BYTES >> 20} MiB of memory"
-            said = json.dumps(
+            frame = json.dumps(
                 {"limit": True, "error": f"the chat template exceeds {limits}: simplify it"}
             ).encode()
-        sys.stdout.buffer.write(FRAME.pack(len(said)) + said)
+        sys.stdout.buffer.write(FRAME.pack(len(frame)) + frame)
         sys.stdout.buffer.flush()
 
 
@@ -131,14 +131,14 @@ def _rendered(render: Any, asked: dict[str, Any]) -> bytes:
     except MemoryError:
         return b""
     except Exception as error:  # noqa: BLE001 - a template may raise anything
-        said = (str(error) or type(error).__name__)[:ERROR_CHARACTERS]
-        return json.dumps({"limit": False, "error": said}).encode()
+        reason = (str(error) or type(error).__name__)[:ERROR_CHARACTERS]
+        return json.dumps({"limit": False, "error": reason}).encode()
     most = asked["characters"]
     if len(text) > most:
-        said = (
+        reason = (
             f"the chat template writes {len(text):,} characters, the limit is {most:,}: shorten the messages"
         )
-        return json.dumps({"limit": True, "error": said}).encode()
+        return json.dumps({"limit": True, "error": reason}).encode()
     return json.dumps({"text": text}).encode()
 
 

@@ -140,7 +140,7 @@ class RequestObserver:
                     message.prompt + answer,
                     len(message.prompt),
                     tenant=message.tenant,
-                    adapter=message.salt,
+                    salt=message.salt,
                     session=message.session,
                     ending=record.finish_reason,
                     last_computed=False,

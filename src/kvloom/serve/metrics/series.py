@@ -183,7 +183,7 @@ def tier_series(stats: EngineStats) -> list[Series]:
         Series("kvloom_load_failed_pages", "counter", "Pages that host memory evicted before they were loaded", offload.get("failed_pages", 0), aliases=("kvloom_missed_pages",)),
         Series("kvloom_offloaded_pages", "counter", "Pages copied to host memory", offload.get("offloaded_pages", 0), aliases=("kvloom_kept_pages",)),
         Series("kvloom_loads_slower_than_recompute", "counter", "Loads skipped because recomputing is faster", offload.get("not_worth_loading", 0), aliases=("kvloom_loads_not_worth",)),
-        Series("kvloom_loads_without_free_pages", "counter", "Loads skipped because the pool had no free pages", offload.get("no_room", 0), aliases=("kvloom_loads_without_room",)),
+        Series("kvloom_loads_without_free_pages", "counter", "Loads skipped because the pool had no free pages", offload.get("no_free_pages", 0), aliases=("kvloom_loads_without_room",)),
         Series("kvloom_tier_faults", "counter", "Pages that a tier failed to look up, load or store", faults, labels=("tier", "verb", "outcome")),
         Series("kvloom_tier_objects", "gauge", "Objects in a tier", {t.name: t.objects for t in tiers}, labels=at),
         Series("kvloom_tier_bytes", "gauge", "Bytes in a tier", {t.name: t.bytes for t in tiers}, labels=at),

@@ -323,7 +323,7 @@ class Worker:
         session = None if message.session is None else _session_key(message.tenant, message.session)
         control = CacheControl(
             tenant=message.tenant,
-            adapter=message.salt,  # salts the block hashes like an adapter; pages count for the tenant
+            salt=message.salt,
             store=message.store,
             read=message.read,
             session=session,
