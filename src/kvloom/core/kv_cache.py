@@ -119,21 +119,21 @@ class KVCache:
         """Size class of each group."""
         self.loading = Loading(state)
         self.inspect = Inspector(state)
-        self._root_hashes: dict[tuple[str, str, bool], bytes] = {}
+        self._root_hashes: dict[tuple[str, str, str, bool], bytes] = {}
 
     # -- lookup ---------------------------------------------------------------------------------
 
     def root_hash(self, control: CacheControl) -> bytes:
-        """Return the root of a request's block hashes. It depends on model, tenant and adapter. Lossy requests have a
-        root of their own.
+        """Return the root of a request's block hashes. It depends on model, tenant, adapter and salt. Lossy
+        requests have a root of their own.
         """
-        key = (control.tenant, control.adapter, control.lossy)
+        key = (control.tenant, control.adapter, control.salt, control.lossy)
         found = self._root_hashes.get(key)
         if found is None:
             if len(self._root_hashes) > _MOST_ROOT_HASHES:
                 self._root_hashes.clear()
             model = f"{self.model}, near" if control.lossy else self.model
-            found = self._root_hashes[key] = root_hash(model, control.tenant, control.adapter)
+            found = self._root_hashes[key] = root_hash(model, control.tenant, control.adapter, control.salt)
         return found
 
     def match(
@@ -348,10 +348,10 @@ class KVCache:
         """Return the page copies to make, in order, before the next step. Call it once per step."""
         return self.state.copies.take()
 
-    def make_room(self, tokens: int, tenant: str = "") -> int:
+    def free_pages(self, tokens: int, tenant: str = "") -> int:
         """Evict by policy until the pool has pages for `tokens` tokens of a tenant. Returns the number of missing pages."""
         blocks = -(-tokens // self.block_tokens)
-        return self.state.allocator.make_room(self.state.accounts[tenant], self.state.pages.needs(blocks))
+        return self.state.allocator.free_pages(self.state.accounts[tenant], self.state.pages.needs(blocks))
 
     @property
     def usable_slabs(self) -> int:

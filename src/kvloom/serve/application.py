@@ -1,7 +1,7 @@
-"""The HTTP application: routes, error responses, and counting of responses.
+"""The HTTP application: routes, error responses, and counts of responses.
 
-OpenAI's endpoints, those of other servers that clients expect (/tokenize, /version, /ping), /health, /metrics and
-the dashboard.
+It has OpenAI's endpoints, endpoints that clients of other servers expect (/tokenize, /version, /ping), /health,
+/metrics and the dashboard.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MAX_RECORDS = 1000
 def application(
     context: ServerContext, dashboards: Dashboards | None = None, more: Sequence[Route] = ()
 ) -> ASGIApp:
-    """Return the ASGI application of a server. `dashboards` serve /kvloom/state; `more` are further routes."""
+    """Return the ASGI application of a server. `dashboards` provide /kvloom/state. `more` are additional routes."""
 
     async def models(request: Request) -> Response:
         context.authenticate(request)
@@ -217,8 +217,8 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
         return await _error_response(request, not_found(method, path))
     allowed = (error.headers or {}).get("Allow", "another method")
-    said = f"{path} accepts {allowed}, not {method}" if error.status_code == 405 else str(error.detail)
-    response = await _error_response(request, ApiError(error.status_code, said))
+    message = f"{path} accepts {allowed}, not {method}" if error.status_code == 405 else str(error.detail)
+    response = await _error_response(request, ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
 

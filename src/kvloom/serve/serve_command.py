@@ -25,7 +25,7 @@ __all__ = ["arguments", "run"]
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen", "llama3_json", "mistral", "pythonic")
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 MAX_TTL_SECONDS = 86400.0
-"""Default of --max-ttl with API keys."""
+"""Default of --max-ttl if the server has API keys."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -226,7 +226,7 @@ def _aliases(given: list[str], first: str) -> dict[str, str]:
 
 
 def _image_folder(given: str) -> Path:
-    """Return a folder with its links resolved. Raises ValueError for another path."""
+    """Return a folder with its links resolved. Raises ValueError for any other path."""
     folder = Path(given).resolve()
     if not folder.is_dir():
         raise ValueError(f"--image-dir {given} is not a folder: give an existing one")
@@ -236,7 +236,7 @@ def _image_folder(given: str) -> Path:
 def _models(
     args: argparse.Namespace, settings: dict[str, Any], tenants: tuple[TenantConfig, ...], level: str
 ) -> tuple[ModelOptions, ...]:
-    """Return the models to serve. Raises ValueError for several models without a size of their pools."""
+    """Return the models to serve. Raises ValueError for several models without a pool size."""
     from kvloom.models.specs import folder_of
     from kvloom.serve.server import ModelOptions, shared_start, with_own_events
     from kvloom.serve.worker import Start
@@ -282,7 +282,7 @@ def _models(
 
 
 def _default_caps(args: argparse.Namespace, has_keys: bool) -> Caps:
-    """Return the limits of tenants whose keys set none. Without keys, only the given options limit requests."""
+    """Return the limits of tenants whose keys set none. Without keys, only the given options are limits."""
     from kvloom.serve.auth import PRESSURE, Caps
 
     answers, ttl = args.max_answers, args.max_ttl

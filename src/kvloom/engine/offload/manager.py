@@ -28,7 +28,7 @@ from .host_pages import HostPages
 from .load_job import LoadJob, Phase
 from .pool_loader import CopyStart, PoolLoader
 from .stats import OffloadStats
-from .store import HostStore
+from .store import PageOffloader
 from .throughput import TimeModel
 from .tier_loader import TierLoader
 
@@ -91,7 +91,7 @@ class OffloadManager:
         )
         self.forms = self._tiers.forms
         writes = {place.write_policy for place in places} | ({host_write} if host_write else set())
-        self._store = HostStore(
+        self._store = PageOffloader(
             cache, self._pages, self.transfers, self.forms, self._tiers.lossy_forms, writes, self.stats
         )
         self._pool = PoolLoader(cache, host, self._pages, self._store, self._tiers, apply_copies, self.stats)
@@ -129,7 +129,7 @@ class OffloadManager:
 
     def before_admission(self, request: Request, match: Match) -> Decision:
         """Decide the action of the next waiting request. `match` must be current. May start or finish a load job.
-        Returns WAIT while pages are in transfer, NO_ROOM if the pool has no pages for them, and COMPUTE otherwise.
+        Returns WAIT while pages are in transfer, NO_FREE_PAGES if the pool has no pages for them, and COMPUTE otherwise.
         Loaded pages may have entered the cache, so the caller matches again if `cache.version` changed. If no tier
         has a page, this costs a dictionary lookup.
         """
@@ -140,7 +140,7 @@ class OffloadManager:
         if job is None:
             return _COMPUTE
         is_blocked = job.copy is None and job.phase is Phase.WAITING
-        return Decision(Action.NO_ROOM if is_blocked else Action.COMPUTE, job.compute_until)
+        return Decision(Action.NO_FREE_PAGES if is_blocked else Action.COMPUTE, job.compute_until)
 
     def before_prefill(self, request: Request) -> Decision:
         """Decide the action of a running request that has prompt tokens left, for this step.

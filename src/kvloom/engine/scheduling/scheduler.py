@@ -247,7 +247,7 @@ class Scheduler:
                         if self.admission is not None:
                             self.admission.refresh()  # the projection now includes it
                         continue
-                    if (picked or places) and decision.action is Action.NO_ROOM:
+                    if (picked or places) and decision.action is Action.NO_FREE_PAGES:
                         # Computing needs as many pages as loading: wait for a request to finish, or for cold pages.
                         self._make_cold(waiting, len(waiting.tokens) // self.cache.block_tokens)
                         if self._pass_over(waiting, passed, picked):
