@@ -184,6 +184,21 @@ def test_quantised_pages_can_be_cold(kv_dtype: Any) -> None:
     closed(engine)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next", "bamba"])
+@pytest.mark.few(2)
+def test_drafts_of_long_requests_are_verified(family: str) -> None:
+    model, size = model_of(family), LENGTHS.get(family, 180)
+    repeated = drawn("drafts", 12)[0] * (size // 12)
+    prompts = [repeated, drawn("beside", size)[0], repeated[:24]]
+    wanted = expected(model, prompts, 30)
+    engine = small_engine(model, size + 30, more=2, speculate="ngram", draft_tokens=4)
+    requests = [engine.add(prompt, greedy(30)) for prompt in prompts]
+    run(engine)
+    assert [request.tokens for request in requests] == wanted
+    assert cold_pages(engine) > 0
+    closed(engine)
+
+
 @pytest.mark.parametrize("block_tokens", [32, 64])
 def test_larger_blocks_can_be_cold(block_tokens: int) -> None:
     model = model_of("llama")

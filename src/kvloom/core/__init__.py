@@ -1,4 +1,4 @@
-"""Bookkeeping of one cache for every layer kind. Imports numpy only: no torch, no I/O.
+"""The bookkeeping of one cache for all layer kinds. Imports only numpy: no torch, no I/O.
 
     kv_cache     KVCache, the interface of a scheduler
     state        CacheState, the components of a cache

@@ -1,6 +1,7 @@
-"""Command-line arguments of an engine, shared by `kvloom serve` and `kvloom generate`. Imports no torch.
+"""The command-line arguments of an engine, for `kvloom serve` and `kvloom generate`. Does not import torch.
 
-An argument whose destination is a field of `EngineConfig`, or a parameter of `engine_config`, becomes a setting of the engine.
+An argument becomes a setting of the engine if its destination is a field of `EngineConfig` or a parameter of
+`engine_config`.
 """
 
 from __future__ import annotations
@@ -30,13 +31,18 @@ TIER = (
     "a tier, nearest first: host:64GiB, disk:/path:1TiB, or redis://, mooncake://, nixl://, s3:// and "
     "peer:// with an address and ?capacity=64GiB&…; repeatable (docs/tiers.md)"
 )
+EVENTS = "publish block events for routers on this ZMQ address, such as tcp://127.0.0.1:5557 (default: nowhere; docs/cluster.md)"
 LOAD = "pages in tiers: load or recompute, whichever is faster (auto); always load; never load, only store (default: auto)"
 INVARIANT = "same tokens for the same seed, independent of the batch, on a GPU, too; slower"
+SPECULATE = (
+    "propose draft tokens and verify several in one step: ngram (from the prompt), suffix (also from past answers), "
+    "or off (default: off; docs/speculation.md)"
+)
 _SETTINGS = {one.name for one in fields(EngineConfig)} | {"load", "grammar_seconds", "grammar_memory"}
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of weights, page pool, prefix cache, tiers, steps and limits, and `--config`."""
+    """Add the arguments for weights, page pool, prefix cache, tiers, steps and limits, and `--config`."""
     add_config_argument(parser)
     add = parser.add_argument_group("model").add_argument
     add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
@@ -70,6 +76,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eviction-policy", default="lru", metavar="NAME", help=POLICY)
     add("--checkpoint-every", type=whole(0), default=0, metavar="N", help=CHECKPOINT)
     add("--tier", action="append", default=[], dest="tiers", metavar="TIER", help=TIER)
+    add("--kv-events", metavar="ADDRESS", help=EVENTS)
+    add("--kv-events-replay", metavar="ADDRESS", help="with --kv-events: address that replays past events")
+    add("--kv-events-hashes", choices=("int64", "bytes"), default="int64",
+        help="with --kv-events: block hashes as signed 64-bit integers, or all bytes (default: int64)")  # fmt: skip
     add("--load", choices=("auto", "always", "never"), default="auto", help=LOAD)
 
     add = parser.add_argument_group("steps and limits").add_argument
@@ -83,6 +93,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="answers running at once (default: 256)",
     )
     add("--batch-invariant", action="store_true", help=INVARIANT)
+    add("--speculate", default="off", metavar="HOW", help=SPECULATE)
+    drafts = "draft tokens of a request in one step at most (default: 8)"
+    add("--draft-tokens", type=whole(1, 64), metavar="N", help=drafts)
     seconds = "CPU seconds to compile one grammar, and again for each step (default: 2)"
     add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=seconds)
     memory = "memory of one grammar at most; all together may use eight times that (default: 256MiB)"
@@ -90,5 +103,5 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings among parsed arguments, for `engine_config`, `LLM` and the engine process."""
+    """Return the engine settings among parsed arguments, for `engine_config`, `LLM` and the engine process."""
     return {name: value for name, value in vars(args).items() if name in _SETTINGS}

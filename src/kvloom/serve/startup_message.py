@@ -20,7 +20,7 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A model that is ready: its name, its engine's Ready message and process, and whether it answers chats."""
+    """A model that is ready: its name, the Ready message and process of its engine, and whether it answers chats."""
 
     name: str
     facts: Ready

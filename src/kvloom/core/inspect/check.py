@@ -1,4 +1,4 @@
-"""Integrity check: recounts every page from scratch. For tests, and for idle time in debug runs."""
+"""Integrity check: counts every page again. For tests, and for idle time in debug runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_integrity"]
 
 
 def check_integrity(state: CacheState) -> None:
-    """Recount uses and cached entries of every page. Raises AssertionError on the first difference. O(pool)."""
+    """Count uses and cached entries of every page again. Raises AssertionError at the first difference. O(pool)."""
     pool, tables, tree = state.pool, state.block_tables, state.tree
     in_use = [np.zeros_like(c.in_use) for c in pool.classes]
     cached = [np.zeros_like(c.in_use) for c in pool.classes]

@@ -1,4 +1,5 @@
-"""Sequences: the handle of a request, and one file per operation on it. Functions take the `CacheState` first.
+"""Sequences: the handle of a request, and one file per operation. The first argument of every function is the
+`CacheState`.
 
 sequence     Sequence, the handle; checks that it is open
 open         open on a cached prefix; close

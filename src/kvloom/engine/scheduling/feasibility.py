@@ -1,6 +1,6 @@
-"""Feasibility: refuses requests that can never run, with the numbers, before they wait.
+"""Feasibility: refuses requests that can never run, before they are queued. The error states the numbers.
 
-Uses the pool layout only; free pages are the cache's concern, order is the scheduler's.
+Uses only the pool layout. It does not depend on free pages or on the order of requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RESIDENT_BLOCKS = 2
 
 
 class Feasibility:
-    """The largest memory that a request needs in one pool, in steps of up to `token_budget` prompt tokens."""
+    """Computes the largest memory that a request needs in one pool, in steps of up to `token_budget` prompt tokens."""
 
     def __init__(self, cache: KVCache, token_budget: int, offload: OffloadManager | None = None) -> None:
         self.cache, self.token_budget, self._offload = cache, token_budget, offload
@@ -111,10 +111,10 @@ class Feasibility:
         return max(needed, layout.slab_bytes_for(length, media)) if media else needed
 
     def _image_peak(self, request: Request) -> tuple[int, list[int]]:
-        """Return the length at which a request uses the most image pages, and the tokens of those images.
-
-        If image pages outlive the prompt, these are all images at the end of the request; otherwise the largest one,
-        while it is computed."""
+        """Return the length at which a request uses the most image pages, and the tokens of these images. If image
+        pages stay in use after the prompt, this is the end of the request with all images. Otherwise it is the
+        largest image, while it is computed.
+        """
         images = request.images
         if images is None:
             return 0, []
@@ -135,7 +135,8 @@ class Feasibility:
     def _pages_for(self, length: int, most_full: int | None = None) -> list[npt.NDArray[np.int64]]:
         """Return the pages of each class at every length up to `length`; without windows, at `length` only.
 
-        With windows, a sequence may use the most pages before its end."""
+        With windows, a sequence may use the most pages before its end.
+        """
         layout = self.cache.layout
         windowed = any(group.spec.visibility.windowed for group in layout.of("token"))
         ends = np.arange(1 if windowed else length, length + 1)

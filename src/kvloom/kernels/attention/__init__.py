@@ -1,4 +1,4 @@
-"""Attention over pages: a plan made once a step, run by every layer.
+"""Attention over pages. A plan is made once per step, and every layer runs it.
 
 | files                                        | content                                                                    |
 |----------------------------------------------|----------------------------------------------------------------------------|
@@ -12,9 +12,10 @@
 | batch_invariant                              | plans whose results do not depend on the batch                             |
 | triton_*                                     | the kernels                                                                |
 
-A new layer kind (`core.Visibility`) adds one mask rule here: its number in `mask.SPAN_NUMBERS`, and the first token that a query sees in
-`triton_mask.first_visible`. The oracle and the host's lists read `Visibility.first_visible_each`. `QueryRows.count_pairs`
-estimates the work of a kind; `prefill_libraries` refuses kinds that it does not list.
+A new layer kind (`core.Visibility`) adds two things here: a number in `mask.SPAN_NUMBERS`, and a branch in
+`triton_mask.first_visible`. The oracle and the work lists built on the host call `Visibility.first_visible_each`.
+`QueryRows.count_pairs` estimates the number of query-key pairs. `prefill_libraries` refuses kinds that it does not
+list.
 """
 
 from __future__ import annotations
