@@ -115,6 +115,9 @@ class LoadEvent:
     def query(self) -> bool:
         return self.done.query()  # type: ignore[no-untyped-call, no-any-return]
 
+    def synchronize(self) -> None:
+        self.done.synchronize()
+
     def seconds_since(self, first: LoadEvent) -> float:
         """Return the seconds from the start of the `first` copy to the end of this one, by the device's clock.
 

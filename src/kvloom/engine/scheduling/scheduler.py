@@ -449,7 +449,7 @@ class Scheduler:
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
             request.sequence.control = replace(request.sequence.control, store=False)
-            self._preempt(request)
+            self._preempt(request, save=False)
         for request in self._queue:
             request.inflight_tokens = int(id(request) in (places or {}))
 
@@ -507,14 +507,15 @@ class Scheduler:
         return self.cache.match(request.ids(len(request.tokens)), control or request.match_control, media)
 
     def _admit(self, request: Request, match: Match) -> None:
-        cold = None
+        is_cold = False
         if request.is_long and self.offload is not None:
-            cold = self.offload.find_cold(request, match.resume)
-        if cold is not None:
-            match = self._match(request, replace(request.match_control, read=False))
-        request.sequence = self.cache.open(match)
-        if cold is not None:
-            self.cache.open_cold(request.sequence, cold)
+            unread = replace(request.match_control, read=False)
+            is_cold = self.offload.open_cold(
+                request, match.resume, lambda: self.cache.open(self._match(request, unread))
+            )
+        if not is_cold:
+            request.sequence = self.cache.open(match)
+        assert request.sequence is not None
         self._lookahead.unprotect(request)
         request.computed = request.sequence.length
         self.running.append(request)
@@ -674,19 +675,22 @@ class Scheduler:
             self.finish(request, "no_room")
         request.uncached = True
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, save: bool = True) -> None:
+        """Release the pages of a running request, which waits again. `save`: its pages are valid."""
         assert request.sequence is not None
         parked = request.parked
         began = request.computed > request.sequence.resumed
         request.preemptions += began
         if began:
             request.looked_in_tiers = None  # tiers may have the pages that it releases
-        self._release(request)
+        self._release(request, save)
         if not parked:  # a parked beam continues with its successors
             self._queue.push(request)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, save: bool = True) -> None:
         assert request.sequence is not None
+        if save and request.is_long and self.offload is not None and self.offload.cold is not None:
+            self.offload.cold.save(request)
         request.sequence.finish_reason = request.finish_reason
         request.sequence.close()
         request.sequence = None
