@@ -44,7 +44,7 @@ class Request:
     | tokens      | `tokens`: prompt and output; `computed`: launched; `inflight_tokens`: sampled, not on the host yet   |
     | pages       | `sequence`: its pages while it runs, None while it waits; `queued_prefix`: pages protected for it     |
     | cache       | `uncached`: neither reads nor adds cached pages; `looked_in_tiers`: the cached length at the last lookup in tiers; `tier_miss`: why tiers had no more |
-    | length      | `is_long`: the pool cannot hold it; its oldest pages are in host memory, and none is published       |
+    | length      | `may_be_long`: the pool cannot hold it at its limit; `is_long`: its oldest pages are in host memory, and it publishes none |
     | order       | `priority`: larger runs first and is preempted last; `order`: arrival                              |
     | sampling    | `seed`: given or random; `text`: the decoded output; `structure`: its state in the grammar          |
     | samples     | `parent`, `children`: the samples of one prompt; `branched`: they have started; `beams`: their beam search |
@@ -67,6 +67,7 @@ class Request:
     computed: int = 0
     inflight_tokens: int = 0
     uncached: bool = False
+    may_be_long: bool = False
     is_long: bool = False
     looked_in_tiers: int | None = None
     queued_prefix: QueuedPrefix | None = None

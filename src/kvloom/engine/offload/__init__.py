@@ -37,7 +37,7 @@ The life of an offload:
 
 from kvloom.engine.config import OffloadConfig
 
-from .cold_pages import MAX_HOST_SHARE, ColdPages
+from .cold_pages import MAX_HOST_SHARE, ColdPages, ColdStart
 from .decision import Action, Decision
 from .host_pages import Event, HostPages, Ids, LoadEvent, form_of, open_host
 from .load_job import LoadJob, Phase, PoolCopy
@@ -53,6 +53,7 @@ __all__ = [
     "MAX_HOST_SHARE",
     "Action",
     "ColdPages",
+    "ColdStart",
     "Decision",
     "Estimates",
     "Event",

@@ -165,7 +165,7 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
         dtype=str(next(engine.model.parameters()).dtype).removeprefix("torch."),
         vocab_size=len(engine.model.get_input_embeddings().weight),
         max_tokens=worker.max_tokens,
-        tenant_max_tokens={name: max_request_tokens(engine, quota) for name, quota in quotas.items()},
+        tenant_max_tokens={name: max_request_tokens(engine, quota, name) for name, quota in quotas.items()},
         pool_bytes=slabs * layout.slab_bytes,
         slab_bytes=layout.slab_bytes,
         block_tokens=layout.block_tokens,
@@ -182,6 +182,7 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
             for g in layout.groups
             if g.spec.axis == "text" and g.spec.lifetime == "target"
         ],
+        max_context=cache.max_tokens,
     )
     return worker, ready
 

@@ -353,7 +353,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     limit for tenants with a quota. `tiers` contains name, capacity and stored pages; `unavailable_tiers` contains
     name and reason. `pool_limits` are the smallest and largest size of an elastic pool. `image_refusal` is the reason
     why the model accepts no images, or "". `hash_model` is the model's part of block hashes; `groups` are its layer
-    groups on the text axis.
+    groups on the text axis. `max_context` is the model's limit.
     """
 
     device: str
@@ -373,6 +373,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     image_refusal: str = ""
     hash_model: str = ""
     groups: list[GroupInfo] = []
+    max_context: int = 0
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):

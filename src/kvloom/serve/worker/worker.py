@@ -300,7 +300,11 @@ class Worker:
         if quota is None:
             self._add(message, 0)
             return
-        reserved_bytes = self._bytes_needed(message)
+        reserved_bytes, length = self._bytes_needed(message), len(message.prompt) + message.params.max_tokens
+        if reserved_bytes > quota.quota and self.engine.scheduler.runs_cold(
+            length, message.tenant, quota.quota
+        ):
+            reserved_bytes = quota.quota  # the rest is in host memory
         if reserved_bytes > quota.quota:
             why = (
                 f"{len(message.prompt)} prompt tokens and up to {message.params.max_tokens} output tokens need {reserved_bytes:,} "
@@ -466,12 +470,13 @@ def _progress(one: _OpenRequest) -> RequestProgress:
     )
 
 
-def max_request_tokens(engine: Engine, pool_bytes: int) -> int:
-    """Return the largest number of tokens of one request that the model and `pool_bytes` allow."""
+def max_request_tokens(engine: Engine, pool_bytes: int, tenant: str = "") -> int:
+    """Return the most tokens of one request that the model, `pool_bytes` and host memory for cold pages allow."""
     low, high = 1, engine.cache.max_tokens
     while low < high:
         middle = (low + high + 1) // 2
         fits = engine.layout.slab_bytes_for(middle) <= pool_bytes
+        fits = fits or engine.scheduler.runs_cold(middle, tenant, pool_bytes)
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 
