@@ -82,9 +82,9 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Replay steps from CUDA graphs, on a GPU."""
     speculate: str = "off"
-    """Proposer of draft tokens: "off", "ngram" or "suffix"."""
+    """Proposer of draft tokens: "off", "ngram", "suffix", or "draft=MODEL" with a folder or name."""
     draft_tokens: int | None = None
-    """Most draft tokens of a request in one step; None: 8."""
+    """Most draft tokens of a request in one step; None: 4 of a draft model, else 8."""
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
@@ -93,6 +93,11 @@ class EngineConfig:
     """Tiers, nearest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """How pages are loaded from the tiers."""
+
+    @property
+    def draft_model(self) -> str:
+        """Folder or name of the draft model; empty without one."""
+        return self.speculate.removeprefix("draft=") if self.speculate.startswith("draft=") else ""
 
     def __post_init__(self) -> None:
         tokens = self.block_tokens
@@ -104,8 +109,10 @@ class EngineConfig:
             raise ValueError(
                 f"pool sizes {given} must not decrease from min_pool_bytes over pool_bytes to max_pool_bytes"
             )
-        if self.speculate not in SPECULATE:
-            raise ValueError(f"speculate {self.speculate!r} is not one of {', '.join(SPECULATE)}")
+        if self.speculate not in SPECULATE and not self.draft_model:
+            raise ValueError(
+                f"speculate {self.speculate!r} is not one of {', '.join(SPECULATE)}, draft=MODEL"
+            )
         if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens {self.draft_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")
         if self.checkpoint_every < 0:

@@ -54,7 +54,14 @@ from .sampling import (
     to_device,
 )
 from .scheduling import Scheduled, Scheduler
-from .speculation import NO_DRAFT, Speculation, draft_positions, open_speculation
+from .speculation import (
+    NO_DRAFT,
+    DraftModelProposer,
+    Speculation,
+    draft_positions,
+    load_draft,
+    lookup_proposer,
+)
 
 __all__ = ["Engine"]
 
@@ -82,7 +89,8 @@ class Engine:
         """The settings, with `token_budget` and `max_running` filled in."""
         assert config.token_budget is not None
         assert config.max_running is not None
-        memory = allocate_kv_memory(model, config)
+        draft = load_draft(config.draft_model, model) if config.draft_model else None
+        memory = allocate_kv_memory(model, config, draft)
         self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache
         self.vision, self.limit = memory.vision, memory.limit
         self.memory_budget = memory.budget
@@ -121,7 +129,8 @@ class Engine:
         self.speculation: Speculation | None = None
         """Proposes draft tokens; None if it is off."""
         if config.speculate != "off":
-            self.speculation = open_speculation(config.speculate, config.draft_tokens, self.eos, draft_rows)
+            proposer = lookup_proposer(config.speculate) if draft is None else self._draft_proposer(draft)
+            self.speculation = Speculation(proposer, config.draft_tokens, self.eos, draft_rows)
         self._output_processor = OutputProcessor(self.scheduler, self.eos)
         self._inflight: InflightStep | None = None
         self._updated: list[Request] = []  # requests with a new token that `step` has not returned yet
@@ -130,6 +139,25 @@ class Engine:
         self._request_count = 0
         self._copies: list[CopyBatch] = []
         self._sessions = SessionHistory()
+
+    def _draft_proposer(self, draft: Any) -> DraftModelProposer:
+        """Return the proposer of a draft model, which shares the pool and the batches' buffers."""
+        config = self.config
+        assert config.token_budget is not None
+        assert config.max_running is not None
+        runner = ModelRunner(
+            draft.eval(),
+            self.cache,
+            self.buffer,
+            config.token_budget,
+            config.max_running,
+            config.cuda_graphs,
+            invariant=self.runner.pages.is_invariant,
+            target=self.runner,
+        )
+        return DraftModelProposer(
+            runner, Sampler(self.eos), self._apply_copies, complete=self.offload is not None
+        )
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile kernels and capture graphs now, so that no request waits for them. Does nothing on a CPU.
@@ -390,6 +418,8 @@ class Engine:
             ([0], np.cumsum([1 + len(draft.tokens) for draft in drafts], dtype=np.int64))
         )
         sampled_rows = int(rows_of[-1])
+        if self.speculation is not None:
+            self.speculation.proposer.step_computed(work)
         with self.runner.numerics:
             prompts = prompt_logprobs([work[i] for i in with_prompt_logprobs], logits[sampled_rows:])
         embeddings = (

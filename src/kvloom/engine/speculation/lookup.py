@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvloom.models.paged import Work
+
 from .proposer import DraftedRequest
 from .token_index import LONGEST_MATCH, TokenIndex
 
@@ -32,6 +34,12 @@ class NGramProposer:
 
     def request_finished(self, request: DraftedRequest) -> None:
         request.token_index = None
+
+    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
+        pass
+
+    def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int) -> None:
+        pass
 
     def _propose(self, request: DraftedRequest, count: int) -> tuple[list[int], int]:
         """Return a draft and the length of the match that it follows."""

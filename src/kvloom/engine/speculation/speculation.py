@@ -15,9 +15,10 @@ from .lookup import NGramProposer, SuffixProposer
 from .proposer import DraftedRequest, Proposer
 from .verifier import Draft
 
-__all__ = ["Speculation", "SpeculationStats", "open_speculation"]
+__all__ = ["Speculation", "SpeculationStats", "lookup_proposer"]
 
-DRAFT_TOKENS = 8
+DRAFT_TOKENS = {False: 8, True: 4}
+"""Default draft tokens at most, by whether a draft model proposes them."""
 MASK_SECONDS = 0.01
 """Longest wait for the grammar masks of drafts. A draft whose masks are late is dropped."""
 
@@ -47,8 +48,9 @@ class SpeculationStats:
 class Speculation:
     """Proposes drafts for the running requests. `rows` limits the positions at which a step samples."""
 
-    def __init__(self, proposer: Proposer, draft_tokens: int, ends: Iterable[int], rows: int) -> None:
-        self.proposer, self.draft_tokens, self.rows = proposer, draft_tokens, rows
+    def __init__(self, proposer: Proposer, draft_tokens: int | None, ends: Iterable[int], rows: int) -> None:
+        self.proposer, self.rows = proposer, rows
+        self.draft_tokens = draft_tokens or DRAFT_TOKENS[proposer.name == "draft"]
         self.ends = frozenset(ends)
         self.stats = SpeculationStats()
 
@@ -135,15 +137,16 @@ class Speculation:
                 self.stats.count(drafted, accepted)
                 request.draft_tokens += drafted
                 request.accepted_tokens += accepted
+                if request.finish_reason is None:
+                    self.proposer.draft_verified(request, drafted, accepted)
         for request in requests:
             if request.finish_reason is not None:
                 self.proposer.request_finished(request)
 
 
-def open_speculation(how: str, draft_tokens: int | None, ends: Iterable[int], rows: int) -> Speculation:
-    """Return the speculation that a setting names: "ngram" or "suffix"."""
-    proposer = SuffixProposer() if how == "suffix" else NGramProposer()
-    return Speculation(proposer, draft_tokens or DRAFT_TOKENS, ends, rows)
+def lookup_proposer(how: str) -> Proposer:
+    """Return the proposer without weights that a setting names: "ngram" or "suffix"."""
+    return SuffixProposer() if how == "suffix" else NGramProposer()
 
 
 def refusal(request: DraftedRequest) -> str | None:

@@ -36,7 +36,7 @@ from kvloom.kernels.attention import (
 from kvloom.kernels.dtypes import FLOAT_DTYPES
 from kvloom.kernels.memory import LayerView, layer_views
 from kvloom.kernels.write import Rotary, write
-from kvloom.models.specs import ModelError
+from kvloom.models.specs import DRAFT_PREFIX, ModelError
 
 from .batch import Batch
 from .empty_cache import EmptyCache
@@ -71,9 +71,16 @@ class Pages(EmptyCache):
     """The object that modeling code gets as `past_key_values`: views of the pool by layer, for the step of `begin`."""
 
     def __init__(
-        self, layout: PoolLayout, buffer: torch.Tensor, scales: Scales | None = None, piece: int = 0
+        self,
+        layout: PoolLayout,
+        buffer: torch.Tensor,
+        scales: Scales | None = None,
+        piece: int = 0,
+        prefix: str = "",
     ) -> None:
-        """`scales` are the static scales that quantised layers need and do not store in their pages.
+        """`prefix` selects the layers of one of two models that share a pool: "" or `DRAFT_PREFIX`.
+
+        `scales` are the static scales that quantised layers need and do not store in their pages.
 
         With a `piece`, attention is batch-invariant and sums by that many tokens, and states are batch-invariant too."""
         self.layout, self.device, self._piece = layout, buffer.device, piece
@@ -83,8 +90,9 @@ class Pages(EmptyCache):
         """Cross-attention layers: their view, and their column among the page ids of an image."""
         for name, view in layer_views(buffer, layout).items():
             spec = layout.groups[view.group].spec
-            if name == EMBEDDINGS:
+            if name == EMBEDDINGS or name.startswith(DRAFT_PREFIX) != bool(prefix):
                 continue
+            name = name.removeprefix(prefix)
             found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
             if found is None:
                 raise ModelError(
@@ -125,6 +133,11 @@ class Pages(EmptyCache):
         self.steps = MixerSteps(batch, self._piece > 0)
         self._made.clear()
         self._single_token_rows = None
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether attention and states are batch-invariant."""
+        return self._piece > 0
 
     @property
     def has_states(self) -> bool:
