@@ -21,7 +21,6 @@ from .sampling import GrammarLimits
 
 __all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "engine_config"]
 
-SPECULATE = ("off", "ngram", "suffix")
 MOST_DRAFT_TOKENS = 64
 LoadRule = Literal["auto", "always", "never"]
 
@@ -82,9 +81,11 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Replay steps from CUDA graphs, on a GPU."""
     speculate: str = "off"
-    """Proposer of draft tokens: "off", "ngram", "suffix", or "draft=MODEL" with a folder or name."""
+    """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), or several ("suffix,draft=MODEL").
+
+    "auto" is "suffix". The controller decides whether and how far they are used."""
     draft_tokens: int | None = None
-    """Most draft tokens of a request in one step; None: 4 of a draft model, else 8."""
+    """Most draft tokens of a request in one step; None: 4 of a draft model, else 16."""
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
@@ -97,7 +98,14 @@ class EngineConfig:
     @property
     def draft_model(self) -> str:
         """Folder or name of the draft model; empty without one."""
-        return self.speculate.removeprefix("draft=") if self.speculate.startswith("draft=") else ""
+        return next((part.removeprefix("draft=") for part in self.proposers if part.startswith("draft=")), "")
+
+    @property
+    def proposers(self) -> list[str]:
+        """The proposers in the order in which they are asked."""
+        if self.speculate == "off":
+            return []
+        return ["suffix"] if self.speculate == "auto" else self.speculate.split(",")
 
     def __post_init__(self) -> None:
         tokens = self.block_tokens
@@ -109,9 +117,13 @@ class EngineConfig:
             raise ValueError(
                 f"pool sizes {given} must not decrease from min_pool_bytes over pool_bytes to max_pool_bytes"
             )
-        if self.speculate not in SPECULATE and not self.draft_model:
+        parts = self.proposers
+        if not all(part in ("ngram", "suffix") or part.startswith("draft=") for part in parts) or len(
+            {part.partition("=")[0] for part in parts}
+        ) < len(parts):
             raise ValueError(
-                f"speculate {self.speculate!r} is not one of {', '.join(SPECULATE)}, draft=MODEL"
+                f"speculate {self.speculate!r} is not off, auto, ngram, suffix, draft=MODEL or several of them, such as "
+                "suffix,draft=MODEL"
             )
         if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens {self.draft_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")

@@ -56,15 +56,20 @@ from .sampling import (
 from .scheduling import Scheduled, Scheduler
 from .speculation import (
     NO_DRAFT,
+    Draft,
     DraftModelProposer,
+    NGramProposer,
+    Proposer,
     Speculation,
+    SuffixProposer,
     draft_positions,
     load_draft,
-    lookup_proposer,
 )
 
 __all__ = ["Engine"]
 
+STRONG_MATCH = 6
+"""Tokens that lookup must match if another proposer follows it: a draft model knows better after a short match."""
 MIN_DRAFT_ROWS = 64
 """Positions at which a step with drafts may sample at least; otherwise as many as there are running requests."""
 MASK_WAIT_SECONDS = 0.01
@@ -129,8 +134,7 @@ class Engine:
         self.speculation: Speculation | None = None
         """Proposes draft tokens; None if it is off."""
         if config.speculate != "off":
-            proposer = lookup_proposer(config.speculate) if draft is None else self._draft_proposer(draft)
-            self.speculation = Speculation(proposer, config.draft_tokens, self.eos, draft_rows)
+            self.speculation = Speculation(self._proposers(draft), config.draft_tokens, self.eos, draft_rows)
         self._output_processor = OutputProcessor(self.scheduler, self.eos)
         self._inflight: InflightStep | None = None
         self._updated: list[Request] = []  # requests with a new token that `step` has not returned yet
@@ -139,6 +143,18 @@ class Engine:
         self._request_count = 0
         self._copies: list[CopyBatch] = []
         self._sessions = SessionHistory()
+
+    def _proposers(self, draft: Any) -> list[Proposer]:
+        """Return the proposers of the settings, in order."""
+        proposers: list[Proposer] = []
+        names = self.config.proposers
+        for place, name in enumerate(names):
+            min_match = STRONG_MATCH if place + 1 < len(names) else 0
+            if name.startswith("draft="):
+                proposers.append(self._draft_proposer(draft))
+            else:
+                proposers.append((SuffixProposer if name == "suffix" else NGramProposer)(min_match))
+        return proposers
 
     def _draft_proposer(self, draft: Any) -> DraftModelProposer:
         """Return the proposer of a draft model, which shares the pool and the batches' buffers."""
@@ -300,6 +316,8 @@ class Engine:
             is_waiting = bool(self.scheduler.loading_count)
             self.offload.after_step(started, finished, self._inflight, is_waiting)
             self._sessions.record_requests(self._updated)
+        if finished is not None and self.speculation is not None:
+            self.speculation.observe_step(finished.work, time.perf_counter() - started)
         if finished is not None and self.scheduler.step_limit is not None:
             tokens = finished.prompt_tokens + len(finished.work)
             self.scheduler.step_limit.observe(tokens, time.perf_counter() - started)
@@ -389,7 +407,9 @@ class Engine:
 
     def _execute(self, places: dict[int, int]) -> InflightStep | None:
         self._apply_copies()  # finished forks retain pages until their copies are made
-        proposed = {} if self.speculation is None else self.speculation.propose(self.scheduler.running)
+        proposed: dict[int, Draft] = {}
+        if self.speculation is not None:
+            proposed = self.speculation.propose(self.scheduler.running)
         work = self.scheduler.schedule(places, {key: draft.tokens for key, draft in proposed.items()})
         self._apply_copies()
         if not work:
@@ -419,7 +439,7 @@ class Engine:
         )
         sampled_rows = int(rows_of[-1])
         if self.speculation is not None:
-            self.speculation.proposer.step_computed(work)
+            self.speculation.step_computed(work)
         with self.runner.numerics:
             prompts = prompt_logprobs([work[i] for i in with_prompt_logprobs], logits[sampled_rows:])
         embeddings = (

@@ -21,15 +21,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .controller import Acceptance, Controller, StepCosts
     from .draft_model import DraftModelProposer, load_draft
     from .lookup import NGramProposer, SuffixProposer
     from .proposer import DraftedRequest, DraftRunner, Proposer
-    from .speculation import Speculation, SpeculationStats, lookup_proposer
+    from .speculation import Speculation, SpeculationStats
     from .token_index import TokenIndex
     from .verifier import NO_DRAFT, Draft, DraftPosition, accepted_places, draft_positions
 
 __all__ = [
     "NO_DRAFT",
+    "Acceptance",
+    "Controller",
     "Draft",
     "DraftModelProposer",
     "DraftPosition",
@@ -39,19 +42,20 @@ __all__ = [
     "Proposer",
     "Speculation",
     "SpeculationStats",
+    "StepCosts",
     "SuffixProposer",
     "TokenIndex",
     "accepted_places",
     "draft_positions",
     "load_draft",
-    "lookup_proposer",
 ]
 
 _MODULES = {
+    "controller": ("Acceptance", "Controller", "StepCosts"),
     "draft_model": ("DraftModelProposer", "load_draft"),
     "lookup": ("NGramProposer", "SuffixProposer"),
     "proposer": ("DraftRunner", "DraftedRequest", "Proposer"),
-    "speculation": ("Speculation", "SpeculationStats", "lookup_proposer"),
+    "speculation": ("Speculation", "SpeculationStats"),
     "token_index": ("TokenIndex",),
     "verifier": ("NO_DRAFT", "Draft", "DraftPosition", "accepted_places", "draft_positions"),
 }

@@ -2,7 +2,8 @@
 
 Its layers are more groups of the target's pool. Its pages belong to the same blocks, so they are hashed, cached,
 evicted and offloaded with the target's: a hit restores both. It therefore computes every token that the target
-computes. Prompts follow in the same step; the tokens of a draft are computed while it is proposed.
+computes. Prompts follow in the same step; the tokens of a draft are computed while it is proposed. Other output tokens
+follow in the same step if tiers store the pages, else together, before the request's next draft.
 
     step 1: the request's last token → d1     step 2: d1 → d2     …     step k: dk-1 → dk
 
@@ -55,8 +56,6 @@ class DraftModelProposer:
         """`complete`: compute the last draft token at once, not with the next draft: for pages that tiers store."""
         self._runner, self._sampler, self._apply_copies = runner, sampler, apply_copies
         self._complete = complete
-        self.follows = True
-        """Whether the draft model computes what the target computes; if not, requests note what is missing."""
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
         """See `Proposer`. Reserves the pages of the drafts; a request without pages gets none."""
@@ -97,23 +96,24 @@ class DraftModelProposer:
         pass
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
-        """Compute the tokens of a launched step that were not drafts."""
+        """Compute the tokens of a launched step, and drafts of other proposers, if tiers store the pages.
+
+        Otherwise output tokens are computed with the next draft, many at once."""
         works = []
         for request, part in work:
-            end = len(part.tokens) - part.drafts
-            if part.drafts or not part.new_tokens:
+            if not part.new_tokens:
                 continue
-            if not self.follows and request.output_count:
+            if request.output_count and not self._complete:
                 if request.draft_missing is None:
                     request.draft_missing = request.computed
                 continue
-            works.append(Work(part.sequence, part.tokens[part.replayed : end], part.source))
+            works.append(Work(part.sequence, part.tokens[part.replayed :], part.source))
         if works:
             self._runner.run(works, [])
 
-    def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int) -> None:
+    def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
         """Note the last token of a draft that was accepted as a whole: the draft model has not computed it."""
-        if accepted == drafted and not self._complete:
+        if own and accepted == drafted and not self._complete:
             request.draft_missing = request.computed - 1
 
     def _work(self, request: DraftedRequest, step: int, place: int) -> Work:

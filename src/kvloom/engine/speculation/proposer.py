@@ -29,6 +29,7 @@ class DraftedRequest(SamplingRequest, Protocol):
     draft_tokens: int
     accepted_tokens: int
     draft_missing: int | None
+    acceptance: dict[str, float]
 
     @property
     def output_count(self) -> int: ...
@@ -60,9 +61,9 @@ class Proposer(Protocol):
         ...
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
-        """Follow a step that the target has launched and the cache has not committed."""
+        """Follow a step that the target has launched and the cache has not committed, without its own drafts."""
         ...
 
-    def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int) -> None:
-        """Learn how many tokens of a request's draft were accepted."""
+    def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
+        """Learn how many tokens of a request's draft were accepted; `own`: this proposer made the draft."""
         ...
