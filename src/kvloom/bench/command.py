@@ -21,6 +21,7 @@ BENCHMARKS = {
     "quality": "perplexity under quantised KV (both)",
     "tiers": "throughput of tiers and their media, compared with LMCache (CPU)",
     "offload": "an engine with tiers: time to first token, hits, cost (both)",
+    "speculation": "tokens per second with and without drafts (both)",
 }
 
 
