@@ -33,6 +33,7 @@ class ScoringOptions:
     | `memory_seconds`   | cost of a pool full of running requests, where admission waits; it starts at 80 %           |
     | `affinity_seconds` | gain of a session's last worker                                                        |
     | `overload_seconds` | backlog above the least one from which affinity yields                                  |
+    | `foreign_seconds`  | what each request of another router on the worker costs                                 |
     | `adapter_seconds`  | cost of an adapter that is not resident                                                 |
     | `load_rates`       | tokens per second that CPU, DISK and STORAGE pages load at                              |
     """
@@ -43,6 +44,7 @@ class ScoringOptions:
     memory_seconds: float = 5.0
     affinity_seconds: float = 0.05
     overload_seconds: float = 2.0
+    foreign_seconds: float = 0.02
     adapter_seconds: float = 0.5
     load_rates: tuple[float, float, float] = (200_000.0, 25_000.0, 50_000.0)
 
@@ -97,6 +99,8 @@ class WorkerLoad:
     busy_share: float = 0.0
     """Share of recent time in which it computed prompts."""
     adapters: set[str] = field(default_factory=set)
+    foreign: int = 0
+    """Open requests that it has from other routers."""
     _last_first: float = 0.0
     _updated: float = 0.0
 
@@ -219,7 +223,7 @@ class Scorer:
                 if recompute < reading:  # the worker recomputes where that is faster
                     cached, reading = on_gpu, 0.0
             compute = load.speed.prefill(prompt_tokens - cached)
-            backlog = max(0.0, load.busy_until - now)
+            backlog = max(0.0, load.busy_until - now) + load.foreign * options.foreign_seconds
             seconds = backlog + compute + reading
             full = 0.0
             if load.capacity:
