@@ -208,16 +208,21 @@ class Engine:
         text: bool = False,
         images: Many[Any] = (),
         grammar: Grammar | None = None,
+        resume: Many[int] = (),
     ) -> Request:
         """Queue a request and return it. Raises ValueError for a request that can never run.
 
-        `text` decodes tokens as they arrive (about 20 µs each), so that the text can be streamed. `images` are in the
-        order of their placeholders; each is the output of the model's processor (a mapping of tensors, or pixels).
-        `grammar` is the compiled result of `begin_grammar`. Without it, this call waits for the compilation.
-        """
+        `text`: decode tokens as they arrive (about 20 µs each), so that the text can be streamed. `images`: what the model's
+        processor returns for each image (a mapping of tensors, or pixels), in the order of their placeholders. `grammar`: the
+        compiled result of `begin_grammar`; without it, this call waits for the compilation. `resume`: output tokens that another
+        engine has generated; the request continues after them, with the same tokens as there."""
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
+        if resume and (
+            params.samples > 1 or params.logprobs is not None or params.prompt_logprobs is not None
+        ):
+            raise ValueError("resume_token_ids needs a request with one answer and without logprobs")
         control = control or CacheControl()
         if control.lossy and (self.offload is None or not self.offload.has_lossy_tier):
             control = replace(
@@ -264,6 +269,8 @@ class Engine:
         if params.beam_width > 1:
             self._start_beam_search(request)
         self.scheduler.add(request)
+        if resume:
+            self._output_processor.resume(request, resume)
         self._request_count += params.samples
         return request
 

@@ -131,7 +131,8 @@ def application(
     async def worker(request: Request) -> Response:
         tenant = context.authenticate(request)
         models = [served.routing_info() for served in context.models.values()]
-        return _json({"tenant": tenant, "models": [one for one in models if one is not None]})
+        found = [one for one in models if one is not None]
+        return _json({"tenant": tenant, "open_requests": context.limiter.requests, "models": found})
 
     async def root(_: Request) -> Response:
         return RedirectResponse("/dashboard")

@@ -220,6 +220,7 @@ class GenerationEndpoint(ABC):
                 bool(fields.lossy),
                 _token_ranges(fields, prompt, facts.block_tokens),
                 self._image_prompt(fields, prompt, tenant, facts),
+                fields.resume_token_ids or [],
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]
@@ -271,6 +272,7 @@ class GenerationEndpoint(ABC):
         if count + new > longest:
             raise context_too_long(count, new, longest, param)
         check_tokens(tokens, facts.vocab_size, param)
+        check_tokens(fields.resume_token_ids or [], facts.vocab_size, "resume_token_ids")
         return made[new]
 
     def _new_params(

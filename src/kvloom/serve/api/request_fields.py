@@ -147,6 +147,8 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    resume_token_ids: list[int] | None = None
+    """Output tokens that another worker has generated for the same request: the answer begins with them."""
     tenant: str | None = None
     priority: int | None = None
     ttl: float | None = None
@@ -259,6 +261,8 @@ def check_fields(fields: RequestFields) -> None:
             f"stop_token_ids allows {MAX_STOP_TOKENS:,} tokens; {len(fields.stop_token_ids or ()):,} were sent",
             "stop_token_ids",
         )
+    if fields.resume_token_ids and (fields.n or 1) > 1:
+        raise bad_request("resume_token_ids needs n = 1", "resume_token_ids")
     if fields.end_session and fields.session_id is None:
         raise bad_request("end_session requires session_id", "end_session")
     for name in ("tenant", "session_id", "cache_salt"):

@@ -138,6 +138,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     lossy: bool = False
     retain: list[TokenRange] = []
     image_prompt: ImagePrompt | None = None
+    resume: list[int] = []
+    """Output tokens that another worker has generated: the answer begins with them."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -346,6 +346,7 @@ class Worker:
                 text=self.engine.tokenizer is not None,
                 images=images,
                 grammar=None if structure is None else structure.grammar,
+                resume=message.resume,
             )
         except ValueError as error:
             self._reject(message.id, error)
