@@ -58,7 +58,7 @@ from .prefix import (
     token_bytes,
     unit_hashes,
 )
-from .sequences import Sequence
+from .sequences import ColdRun, Sequence
 from .sizes import format_bytes, parse_size
 
 __all__ = [
@@ -80,6 +80,7 @@ __all__ = [
     "CacheControl",
     "CheckpointPolicy",
     "Clock",
+    "ColdRun",
     "CopyBatch",
     "Cost",
     "Entry",

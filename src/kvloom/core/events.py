@@ -7,16 +7,18 @@ because pages stay in the same medium.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["BlockRemoved", "BlockStored", "Event", "EventBus"]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Pages of `groups` were stored in `medium` under each of `hashes`. The hashes form a chain that starts after
-    `parent`. Without `tail_tokens` each hash covers HASH_TOKENS tokens. With `tail_tokens` there is one hash, of that
-    many tokens after `parent`.
+    """Pages of `groups` were stored in `medium` for each of `hashes`, a chain below `parent`.
+
+    Without `tail_tokens` each hash covers HASH_TOKENS tokens. With it there is one hash, of a partial tail of
+    `tail_tokens` tokens after `parent`. `tokens` are the token bytes of all hashes; a media token has an id that depends on
+    its content. Tiers publish no tokens.
     """
 
     parent: bytes
@@ -24,6 +26,7 @@ class BlockStored:
     groups: tuple[int, ...]
     medium: str
     tail_tokens: int = 0
+    tokens: bytes = field(default=b"", compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,30 +16,37 @@ from .clock import Clock, WallClock
 from .control import CacheControl, CheckpointPolicy
 from .eviction import Account, Policy, Tenant
 from .inspect import Inspector, PoolMap, cache_stats, check_integrity
-from .layout import PoolLayout
+from .layout import HASH_TOKENS, PoolLayout
 from .loading import Loading
 from .pool import CopyBatch, Ids, Rows
 from .prefix import (
     TOKEN_BYTES,
+    BlockHash,
     HashIndex,
     Match,
     Media,
     Miss,
     Pin,
     QueuedPrefix,
+    hash_chain,
     root_hash,
+    tail_hash,
     token_bytes,
 )
 from .sequences import (
+    ColdRun,
     Sequence,
+    add_cold_run,
     checkpoint as take_checkpoint,
     close_sequence,
+    coldable_pages,
     commit,
     commit_many,
     exceeds_quota,
     extend,
     extend_many,
     fork,
+    open_cold,
     open_sequence,
     rollback,
 )
@@ -156,8 +163,8 @@ class KVCache:
         """
         return self.state.lookup.explain(match, across_tenants)
 
-    def resumable_with(self, match: Match, index: HashIndex) -> int:
-        """Return the length at which a prompt could resume if it also had the pages in `index`. Hashes the prompt."""
+    def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
+        """Return the longest resumable length of a prompt with the pages in `index`. Hashes the prompt."""
         return self.state.lookup.resumable_with(match, index)
 
     @property
@@ -241,6 +248,55 @@ class KVCache:
     def close(self, seq: Sequence) -> None:
         """Close a sequence. Its published pages stay cached and can be evicted. Its other pages become free."""
         close_sequence(self.state, seq)
+
+    # -- cold blocks ----------------------------------------------------------------------------
+
+    def coldable_pages(self, seq: Sequence, most: int) -> Ids:
+        """Return the page ids of up to `most` next blocks that can become cold, [blocks, columns]; 0 in columns of windows.
+
+        These are its oldest blocks in the pool that are full and computed. Make pending copies before reading them."""
+        return coldable_pages(self.state, seq, most)
+
+    def add_cold_run(self, seq: Sequence, run: ColdRun) -> None:
+        """Make the next blocks of a sequence cold, and release their pages: host memory has the bytes.
+
+        From now on the sequence publishes no blocks, and attention must read the cold blocks from host memory."""
+        add_cold_run(self.state, seq, run)
+
+    def open_cold(self, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:
+        """Start an empty sequence at `position`, behind cold blocks. `run` has all full blocks before it; `tail` are the
+        tokens after them.
+
+        Allocates the other pages that are visible there, and the live states: fill those of the block table and the states
+        before the next step. Returns False, and changes nothing, if the pool lacks pages."""
+        return open_cold(self.state, seq, run, position, tail)
+
+    def block_hashes(
+        self,
+        tokens: npt.ArrayLike,
+        control: CacheControl,
+        media: Many[Media] = (),
+        first: int = 0,
+        end: int | None = None,
+        parent: bytes | None = None,
+    ) -> list[bytes]:
+        """Return the hashes of the blocks of a prompt, from block `first` to token `end`; the last block may be partial.
+
+        They follow the hash `parent`, without it the root hash. The last one is also that of a state at `end`. O(tokens)."""
+        ids = self.state.media_ids.place(np.frombuffer(token_bytes(tokens), np.int32), media)
+        data, resolve = ids[first * self.block_tokens : end].tobytes(), self.state.media_ids.digest_of
+        parent = parent or self.root_hash(control)
+        units = hash_chain(parent, data, resolve)
+        rest = data[len(units) * HASH_TOKENS * TOKEN_BYTES :]
+        if rest:
+            units.append(tail_hash(units[-1] if units else parent, rest, resolve))
+        each = self.block_tokens // HASH_TOKENS
+        return [BlockHash.of(units[i : i + each]) for i in range(0, len(units), each)]
+
+    @property
+    def full_columns(self) -> npt.NDArray[np.intp]:
+        """Columns of the token groups with full attention: only their pages can become cold."""
+        return self.state.full_columns
 
     # -- retention ------------------------------------------------------------------------------
 

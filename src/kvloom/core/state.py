@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from .allocator import Allocator
 from .clock import Clock
 from .control import CheckpointPolicy
@@ -54,6 +56,7 @@ class CacheState:
         "copies",
         "counts",
         "events",
+        "full_columns",
         "ghosts",
         "has_states",
         "in_transfer",
@@ -90,6 +93,11 @@ class CacheState:
         self.pool = PagePool([g.pages_per_slab for g in layout.groups], slabs, reserved)
         self.pages, self.states, self.media = (self._numbering(n) for n in ("token", "state", "media"))
         self.has_states = bool(self.states.width)
+        full = [g for g in layout.of("token") if not g.spec.visibility.windowed]
+        self.full_columns = np.array(
+            [c for g in full for c in range(g.columns.start, g.columns.stop)], np.intp
+        )
+        """Columns of the token groups with full attention."""
         self._refuse_too_small()
         self.media_ids = MediaIds()
         publisher = EventPublisher(layout, self.events, self.media_ids.digest_of)

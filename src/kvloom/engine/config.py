@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from kvloom.core import Tenant
+from kvloom.events_wire import EventSettings
 from kvloom.models.specs import KVDtype
 from kvloom.tiers import OpenTier
 from kvloom.tiers.transfers import TransferConfig
@@ -22,6 +23,7 @@ from .sampling import GrammarLimits
 
 __all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "engine_config"]
 
+MOST_DRAFT_TOKENS = 64
 LoadRule = Literal["auto", "always", "never"]
 
 
@@ -87,6 +89,12 @@ class EngineConfig:
     """Launch a step before the tokens of the previous step have arrived. None: only on a GPU."""
     cuda_graphs: bool = True
     """Replay steps from CUDA graphs, on a GPU."""
+    speculate: str = "off"
+    """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), or several ("suffix,draft=MODEL").
+
+    "auto" is "suffix". The controller decides whether and how far they are used."""
+    draft_tokens: int | None = None
+    """Most draft tokens of a request in one step; None: 4 of a draft model, else 16."""
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
@@ -95,6 +103,24 @@ class EngineConfig:
     """Tiers, fastest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """How pages are loaded from the tiers."""
+    kv_events: str | None = None
+    """ZMQ address on which block events are published, such as `tcp://127.0.0.1:5557`; None: they are not."""
+    kv_events_replay: str | None = None
+    """ZMQ address that replays past events and sends snapshots; None: routers cannot fill gaps."""
+    kv_events_hashes: Literal["int64", "bytes"] = "int64"
+    """How block hashes travel: signed 64-bit integers, or all bytes."""
+
+    @property
+    def draft_model(self) -> str:
+        """Folder or name of the draft model; empty without one."""
+        return next((part.removeprefix("draft=") for part in self.proposers if part.startswith("draft=")), "")
+
+    @property
+    def proposers(self) -> list[str]:
+        """The proposers in the order in which they are asked."""
+        if self.speculate == "off":
+            return []
+        return ["suffix"] if self.speculate == "auto" else self.speculate.split(",")
 
     def __post_init__(self) -> None:
         tokens = self.block_tokens
@@ -106,8 +132,28 @@ class EngineConfig:
             raise ValueError(
                 f"pool sizes {given} must not decrease from min_pool_bytes over pool_bytes to max_pool_bytes"
             )
+        parts = self.proposers
+        if not all(part in ("ngram", "suffix") or part.startswith("draft=") for part in parts) or len(
+            {part.partition("=")[0] for part in parts}
+        ) < len(parts):
+            raise ValueError(
+                f"speculate {self.speculate!r} is not off, auto, ngram, suffix, draft=MODEL or several of them, such as "
+                "suffix,draft=MODEL"
+            )
+        if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
+            raise ValueError(f"draft_tokens {self.draft_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is negative: give tokens, or 0")
+        if self.kv_events_replay is not None and self.kv_events is None:
+            raise ValueError("kv_events_replay needs kv_events: give the address of the events, too")
+        _ = self.event_settings  # raises for invalid addresses
+
+    @property
+    def event_settings(self) -> EventSettings | None:
+        """Where events are published; None: nowhere."""
+        if self.kv_events is None:
+            return None
+        return EventSettings(self.kv_events, self.kv_events_replay, self.kv_events_hashes)
 
 
 def engine_config(

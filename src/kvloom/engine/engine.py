@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence as Many
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.paged import ImageInputs
@@ -49,13 +50,32 @@ from .sampling import (
     SampledTokens,
     Sampler,
     SamplingParams,
+    SamplingRequest,
     TextStream,
     to_device,
 )
 from .scheduling import Scheduled, Scheduler
+from .speculation import (
+    NO_DRAFT,
+    Draft,
+    DraftModelProposer,
+    NGramProposer,
+    Proposer,
+    Speculation,
+    SuffixProposer,
+    draft_positions,
+    load_draft,
+)
+
+if TYPE_CHECKING:
+    from kvloom.events_wire import WirePublisher
 
 __all__ = ["Engine"]
 
+STRONG_MATCH = 6
+"""Tokens that lookup must match if another proposer follows it: a draft model knows better after a short match."""
+MIN_DRAFT_ROWS = 64
+"""Positions at which a step with drafts may sample at least; otherwise as many as there are running requests."""
 MASK_WAIT_SECONDS = 0.01
 """Longest sleep, in seconds, of a step in which all requests wait for grammar masks."""
 
@@ -78,11 +98,13 @@ class Engine:
         """The settings, with `token_budget` and `max_running` filled in."""
         assert config.token_budget is not None
         assert config.max_running is not None
-        memory = allocate_kv_memory(model, config)
+        draft = load_draft(config.draft_model, model) if config.draft_model else None
+        memory = allocate_kv_memory(model, config, draft)
         self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache
         self.vision, self.limit = memory.vision, memory.limit
         self.memory_budget = memory.budget
-        """How the size of the pool was measured, or None if it was configured."""
+        """How the pool's size was measured; None if it was configured."""
+        draft_rows = 0 if config.speculate == "off" else max(config.max_running, MIN_DRAFT_ROWS)
         self.runner = ModelRunner(
             model,
             self.cache,
@@ -93,6 +115,7 @@ class Engine:
             memory.scales,
             self.vision,
             memory.batch_invariant,
+            2 * draft_rows,
         )
         self.offload: OffloadManager | None = None
         """Offloads and loads pages. None without tiers."""
@@ -100,6 +123,16 @@ class Engine:
             self.offload = open_offload(
                 config.tiers, self.cache, self.buffer, self._apply_copies, config.offload
             )
+            self.runner.pages.set_host_memory(torch.from_numpy(self.offload.host.arena))
+            if memory.batch_invariant:
+                self.offload.cold = None
+                self.offload.cold_refusal = refused("batch_invariant, cold pages")
+        self.events: WirePublisher | None = None
+        """Publishes block events to routers; None if not configured."""
+        if config.event_settings is not None:
+            from kvloom.events_wire import WirePublisher
+
+            self.events = WirePublisher(self.cache, config.event_settings)
         self.pool_size: PoolSize | None = None
         """Grows and shrinks an elastic pool. None if the pool keeps its size."""
         self._pool_rule: PoolRule | None = None
@@ -112,6 +145,10 @@ class Engine:
         self.eos = eos_tokens(model)
         self.sampler = Sampler(self.eos)
         self.ahead = on_gpu if config.ahead is None else config.ahead
+        self.speculation: Speculation | None = None
+        """Proposes draft tokens; None if it is off."""
+        if config.speculate != "off":
+            self.speculation = Speculation(self._proposers(draft), config.draft_tokens, self.eos, draft_rows)
         self._output_processor = OutputProcessor(self.scheduler, self.eos)
         self._inflight: InflightStep | None = None
         self._updated: list[Request] = []  # requests with a new token that `step` has not yet returned
@@ -120,6 +157,37 @@ class Engine:
         self._request_count = 0
         self._copies: list[CopyBatch] = []
         self._sessions = SessionHistory()
+
+    def _proposers(self, draft: Any) -> list[Proposer]:
+        """Return the proposers of the settings, in order."""
+        proposers: list[Proposer] = []
+        names = self.config.proposers
+        for place, name in enumerate(names):
+            min_match = STRONG_MATCH if place + 1 < len(names) else 0
+            if name.startswith("draft="):
+                proposers.append(self._draft_proposer(draft))
+            else:
+                proposers.append((SuffixProposer if name == "suffix" else NGramProposer)(min_match))
+        return proposers
+
+    def _draft_proposer(self, draft: Any) -> DraftModelProposer:
+        """Return the proposer of a draft model, which shares the pool and the batches' buffers."""
+        config = self.config
+        assert config.token_budget is not None
+        assert config.max_running is not None
+        runner = ModelRunner(
+            draft.eval(),
+            self.cache,
+            self.buffer,
+            config.token_budget,
+            config.max_running,
+            config.cuda_graphs,
+            invariant=self.runner.pages.is_invariant,
+            target=self.runner,
+        )
+        return DraftModelProposer(
+            runner, Sampler(self.eos), self._apply_copies, complete=self.offload is not None
+        )
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile kernels and capture graphs, so that no request waits for them. Does nothing on a CPU.
@@ -140,16 +208,21 @@ class Engine:
         text: bool = False,
         images: Many[Any] = (),
         grammar: Grammar | None = None,
+        resume: Many[int] = (),
     ) -> Request:
         """Queue a request and return it. Raises ValueError for a request that can never run.
 
-        `text` decodes tokens as they arrive (about 20 µs each), so that the text can be streamed. `images` are in the
-        order of their placeholders; each is the output of the model's processor (a mapping of tensors, or pixels).
-        `grammar` is the compiled result of `begin_grammar`. Without it, this call waits for the compilation.
-        """
+        `text`: decode tokens as they arrive (about 20 µs each), so that the text can be streamed. `images`: what the model's
+        processor returns for each image (a mapping of tensors, or pixels), in the order of their placeholders. `grammar`: the
+        compiled result of `begin_grammar`; without it, this call waits for the compilation. `resume`: output tokens that another
+        engine has generated; the request continues after them, with the same tokens as there."""
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
+        if resume and (
+            params.samples > 1 or params.logprobs is not None or params.prompt_logprobs is not None
+        ):
+            raise ValueError("resume_token_ids needs a request with one answer and without logprobs")
         control = control or CacheControl()
         if control.lossy and (self.offload is None or not self.offload.has_lossy_tier):
             control = replace(
@@ -196,6 +269,8 @@ class Engine:
         if params.beam_width > 1:
             self._start_beam_search(request)
         self.scheduler.add(request)
+        if resume:
+            self._output_processor.resume(request, resume)
         self._request_count += params.samples
         return request
 
@@ -255,7 +330,7 @@ class Engine:
         if self._output_processor.awaiting_masks:
             self._output_processor.settle_masks()
         previous = finished = self._inflight
-        if previous is not None and any(request.needs_last_token for request in previous.requests):
+        if previous is not None and self._needs_tokens(previous):
             self._inflight = None
             self._finish_step(previous, [])
             previous = None
@@ -271,9 +346,13 @@ class Engine:
             is_waiting = bool(self.scheduler.loading_count)
             self.offload.after_step(started, finished, self._inflight, is_waiting)
             self._sessions.record_requests(self._updated)
+        if finished is not None and self.speculation is not None:
+            self.speculation.observe_step(finished.work, time.perf_counter() - started)
         if finished is not None and self.scheduler.step_limit is not None:
             tokens = finished.prompt_tokens + len(finished.work)
             self.scheduler.step_limit.observe(tokens, time.perf_counter() - started)
+        if self.events is not None:
+            self.events.flush()
         updated = self._updated + self.scheduler.rejected
         self._updated, self.scheduler.rejected = [], []
         return updated
@@ -286,7 +365,7 @@ class Engine:
         ValueError if the pool is not elastic.
         """
         if self.pool_size is None:
-            raise ValueError("the pool keeps its size: set max_pool_bytes (--max-pool) to make it elastic")
+            raise ValueError(refused("fixed pool, resize"))
         self._pool_rule = None
         self.pool_size.set_target(pool_bytes)
         self.pool_size.approach()
@@ -319,6 +398,7 @@ class Engine:
         """Cancel all requests, store the queued offloads in the tiers, and close the tiers. Takes at most `seconds`."""
         for request in list(self.scheduler.open):
             self.scheduler.cancel(request)
+        self.scheduler.close_unsettled()
         self._inflight, self._updated = None, []
         if self._grammars is not None:
             self._grammars.close()
@@ -329,6 +409,15 @@ class Engine:
             self.offload.close(seconds, keep=not self._copies)
             self.offload = self.scheduler.offload = None
             self.cache.loading.remove_listener()
+        if self.events is not None:
+            self.events.close()
+            self.events = None
+
+    def _needs_tokens(self, previous: InflightStep) -> bool:
+        """Whether the tokens of a step must be on the host before the next is scheduled: for grammars, penalties, drafts."""
+        if self.speculation is not None and self.speculation.waits_for(previous.requests):
+            return True
+        return bool(previous.drafts) or any(request.needs_last_token for request in previous.requests)
 
     def _finish_step(self, step: InflightStep, launched_since: list[Scheduled]) -> None:
         """Process the tokens of a step. If that fails, discard the step that was launched after it, which depends on
@@ -337,7 +426,10 @@ class Engine:
         try:
             if self.offload is not None:
                 self.offload.during_step(lambda: not step.is_ready)
+            before = [len(request.tokens) for request in step.requests]
             self._updated += self._output_processor.process(step, launched_since)
+            if self.speculation is not None:
+                self.speculation.step_verified(step.requests, before, step.drafts)
         except BaseException:
             self._inflight = None
             self.scheduler.discard_step()
@@ -354,14 +446,18 @@ class Engine:
 
     def _execute(self, places: dict[int, int]) -> InflightStep | None:
         self._apply_copies()  # finished forks retain pages until their copies are made
-        work = self.scheduler.schedule(places)
+        proposed: dict[int, Draft] = {}
+        if self.speculation is not None:
+            proposed = self.speculation.propose(self.scheduler.running)
+        work = self.scheduler.schedule(places, {key: draft.tokens for key, draft in proposed.items()})
         self._apply_copies()
         if not work:
             return None
         ready = [
             i
             for i, (request, part) in enumerate(work)
-            if request.computed + len(part.tokens) == len(request.tokens) + request.inflight_tokens
+            if part.new_tokens
+            and request.computed + part.new_tokens == len(request.tokens) + request.inflight_tokens
         ]
         with_prompt_logprobs = [
             i
@@ -376,26 +472,47 @@ class Engine:
             if request.params.pooling is not None and request.computed < len(request.prompt)
         ]
         logits = self.runner.run([part for _, part in work], ready, with_prompt_logprobs, pooled)
+        drafts = [proposed[id(work[i][0])] if work[i][1].drafts else NO_DRAFT for i in ready]
+        rows_of = np.concatenate(
+            ([0], np.cumsum([1 + len(draft.tokens) for draft in drafts], dtype=np.int64))
+        )
+        sampled_rows = int(rows_of[-1])
+        if self.speculation is not None:
+            self.speculation.step_computed(work)
         with self.runner.numerics:
-            prompts = prompt_logprobs([work[i] for i in with_prompt_logprobs], logits[len(ready) :])
+            prompts = prompt_logprobs([work[i] for i in with_prompt_logprobs], logits[sampled_rows:])
         embeddings = (
             pool_hidden_states([work[i] for i in pooled], self.runner.hidden_states) if pooled else []
         )
-        logits = logits[: len(ready)]
+        logits = logits[:sampled_rows]
         self.scheduler.step_launched(work)
         requests = [work[i][0] for i in ready]
         if any(request.children and not request.branched for request in requests):
             requests, rows = self._fork_samples(requests)
-            logits = logits.index_select(0, to_device(np.array(rows), self.device))
+            drafts += [NO_DRAFT] * (len(requests) - len(drafts))
+            forked = [*range(sampled_rows), *(int(rows_of[row]) for row in rows[len(ready) :])]
+            logits = logits.index_select(0, to_device(np.array(forked), self.device))
+        speculates = any(draft.tokens for draft in drafts)
         sampled = SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))
         if requests:
+            rows_to_sample: Many[SamplingRequest] = requests
+            counts = [request.sampled_tokens - 1 for request in requests]
+            if speculates:
+                rows_to_sample, counts = draft_positions(requests, drafts)
             with self.runner.numerics:
-                sampled = self.sampler.choose(
-                    logits, requests, [request.sampled_tokens - 1 for request in requests]
-                )
-            running = min(len(requests), self.runner.rows)  # requests after these have no next step
-            self.runner.chosen[:running] = sampled.tokens[:running]
-        return InflightStep.create(work, requests, sampled, prompts, self.scheduler.decoding, embeddings)
+                sampled = self.sampler.choose(logits, rows_to_sample, counts)
+            if not speculates:  # otherwise the next step waits for the tokens
+                running = min(len(requests), self.runner.rows)  # requests after these have no next step
+                self.runner.chosen[:running] = sampled.tokens[:running]
+        return InflightStep.create(
+            work,
+            requests,
+            sampled,
+            prompts,
+            self.scheduler.decoding,
+            embeddings,
+            drafts if speculates else (),
+        )
 
     def _apply_copies(self) -> None:
         """Start queued offloads, then make the pending copies inside the pool."""
@@ -478,10 +595,6 @@ class Engine:
                     f"prompt token {token} is outside the vocabulary: give ids from 0 to {self._vocabulary - 1}"
                 )
         if params.pooling is not None and self.runner.decoder is None:
-            raise ValueError(
-                f"pooling: {type(self.model).__name__} has no separate decoder, so it gives no embeddings"
-            )
+            raise ValueError(refused("pooling, model", model=type(self.model).__name__))
         if self.tokenizer is None and (text or params.stops or params.structure is not None):
-            raise ValueError(
-                "text, stop texts and structured output need a tokenizer: pass one to the engine"
-            )
+            raise ValueError(refused("text, tokenizer"))

@@ -31,8 +31,14 @@ TIER = (
     "a tier, nearest first: host:64GiB, disk:/path:1TiB, or redis://, mooncake://, nixl://, s3:// and "
     "peer:// with an address and ?capacity=64GiB&…; repeatable (docs/tiers.md)"
 )
+EVENTS = "publish block events for routers on this ZMQ address, such as tcp://127.0.0.1:5557 (default: nowhere; docs/cluster.md)"
 LOAD = "pages in tiers: load or recompute, whichever is faster (auto); always load; never load, only store (default: auto)"
 INVARIANT = "same tokens for the same seed, independent of the batch, on a GPU, too; slower"
+SPECULATE = (
+    "propose draft tokens and verify several in one step: ngram (from the prompt), suffix (also from past answers), "
+    "draft=MODEL (a small model with the same tokenizer), several in order (suffix,draft=MODEL), auto (suffix), "
+    "or off (default: off; docs/speculation.md)"
+)
 _SETTINGS = {one.name for one in fields(EngineConfig)} | {"load", "grammar_seconds", "grammar_memory"}
 
 
@@ -71,6 +77,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eviction-policy", default="lru", metavar="NAME", help=POLICY)
     add("--checkpoint-every", type=whole(0), default=0, metavar="N", help=CHECKPOINT)
     add("--tier", action="append", default=[], dest="tiers", metavar="TIER", help=TIER)
+    add("--kv-events", metavar="ADDRESS", help=EVENTS)
+    add("--kv-events-replay", metavar="ADDRESS", help="with --kv-events: address that replays past events")
+    add("--kv-events-hashes", choices=("int64", "bytes"), default="int64",
+        help="with --kv-events: block hashes as signed 64-bit integers, or all bytes (default: int64)")  # fmt: skip
     add("--load", choices=("auto", "always", "never"), default="auto", help=LOAD)
 
     add = parser.add_argument_group("steps and limits").add_argument
@@ -84,6 +94,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="answers running at once (default: 256)",
     )
     add("--batch-invariant", action="store_true", help=INVARIANT)
+    add("--speculate", default="off", metavar="HOW", help=SPECULATE)
+    drafts = "draft tokens of a request in one step at most (default: 4 of a draft model, else 16)"
+    add("--draft-tokens", type=whole(1, 64), metavar="N", help=drafts)
     seconds = "CPU seconds to compile one grammar, and again for each step (default: 2)"
     add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=seconds)
     memory = "memory of one grammar at most; all together may use eight times that (default: 256MiB)"

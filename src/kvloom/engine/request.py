@@ -15,6 +15,7 @@ from kvloom.core import CacheControl, Miss, QueuedPrefix, Sequence, plain_ids, u
 from kvloom.models.paged import ImageInputs
 
 from .sampling import BeamSearch, Finish, GrammarState, SamplingParams, TextStream, TokenCounts, TokenLogprobs
+from .speculation import TokenIndex
 
 __all__ = ["Request", "token_ids"]
 
@@ -43,6 +44,7 @@ class Request:
     | tokens      | `tokens`: prompt and output; `computed`: launched; `inflight_tokens`: sampled, not on the host yet   |
     | pages       | `sequence`: its pages while it runs, None while it waits; `queued_prefix`: pages protected for it     |
     | cache       | `uncached`: neither reads nor adds cached pages; `looked_in_tiers`: the cached length at the last lookup in tiers; `tier_miss`: why tiers had no more |
+    | length      | `may_be_long`: the pool cannot hold it at its limit; `is_long`: its oldest pages are in host memory, and it publishes none |
     | order       | `priority`: larger runs first and is preempted last; `order`: arrival                              |
     | sampling    | `seed`: given or random; `text`: the decoded output; `structure`: its state in the grammar          |
     | samples     | `parent`, `children`: the samples of one prompt; `branched`: they have started; `beams`: their beam search |
@@ -51,6 +53,7 @@ class Request:
     | results     | `logprobs`, `prompt_logprobs` (None for the first token), `cumulative_logprob`, `finish_reason`, `stop_reason` |
     | cache hits  | `cached_tokens` at the first start; `pool_miss`: where and why pool and tiers had no more; `other_tenant_has_more` |
     | times       | `looked_up`, `started`: the match and the first work, on the cache's clock                              |
+    | drafts      | `draft_tokens` proposed, `accepted_tokens` of them; `token_index`: its tokens, indexed for lookup; `acceptance`: estimates by proposer; `draft_missing`: first token that the draft model has not computed |
     | loads       | `loads`: (tier, start, end, tokens) on the monotonic clock; the `first_loads` of them before it started |"""
 
     order: int
@@ -64,6 +67,8 @@ class Request:
     computed: int = 0
     inflight_tokens: int = 0
     uncached: bool = False
+    may_be_long: bool = False
+    is_long: bool = False
     looked_in_tiers: int | None = None
     queued_prefix: QueuedPrefix | None = None
     tier_miss: Miss | None = None
@@ -95,6 +100,11 @@ class Request:
     loads: list[tuple[str, float, float, int]] = field(default_factory=list)
     first_loads: int = 0
     other_tenant_has_more: bool = False
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_missing: int | None = None
+    acceptance: dict[str, float] = field(default_factory=dict)
+    token_index: TokenIndex | None = None
     needs_last_token: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)
     """Sort key. The request with the smallest rank runs first."""
@@ -138,6 +148,8 @@ class Request:
         """
         if self.uncached:
             return replace(self.control, read=False, store=False)
+        if self.is_long:
+            return replace(self.control, read=not self.computes_all and self.control.read, store=False)
         return replace(self.control, read=False) if self.computes_all else self.control
 
     def count_cached(self, tokens: int) -> None:

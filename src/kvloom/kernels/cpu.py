@@ -13,6 +13,7 @@ equal up to rounding.
 | `write_tokens`   | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: writes the tokens to pages   |
 | `decode`         | q [rows, heads, dim], pages, tables, visible tokens     | [rows, heads, dim of v]                  |
 | `attention_step` | q, k and v of one token a row, joined                   | the last three in one call               |
+| `multiply`       | x [rows, dim], weight [columns, dim]                    | [rows, columns], or added to a tensor    |
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ try:
     from . import _cpu
 except ImportError:  # the package was built without a compiler
     IS_BUILT = False
+HAS_MULTIPLY = IS_BUILT and hasattr(_cpu, "multiply")  # false for a build of an earlier version
 
 __all__ = [
     "LayerPages",
@@ -38,6 +40,8 @@ __all__ = [
     "act_and_mul",
     "attention_step",
     "decode",
+    "multiplies",
+    "multiply",
     "rms_norm",
     "rotate_",
     "supports",
@@ -46,7 +50,9 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 MIN_THREAD_PRODUCTS = 1 << 22
-"""Attention uses one more thread for each this many multiplications, which take about a millisecond."""
+"""Multiplications per thread from which attention uses several threads: about a millisecond."""
+MIN_ROWS, MAX_ROWS = 2, 32
+"""Rows of a product for which `multiply` is faster than BLAS, which copies the weight first: up to three times."""
 
 
 def supports(*tensors: torch.Tensor) -> bool:
@@ -71,6 +77,33 @@ def act_and_mul(x: torch.Tensor, tanh: bool) -> torch.Tensor:
     dim = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], dim))
     _cpu.gated(x.data_ptr(), out.data_ptr(), out.numel() // max(dim, 1), dim, tanh)
+    return out
+
+
+def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether `multiply` is the fastest way to multiply x [..., dim] by a weight [columns, dim]."""
+    return (
+        HAS_MULTIPLY
+        and MIN_ROWS * x.shape[-1] <= x.numel() <= MAX_ROWS * x.shape[-1]
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and x.is_cpu
+        and x.dtype == weight.dtype == torch.float32
+    )
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x [..., dim] times a weight [columns, dim]; with a dense `into`, add the product to it in place."""
+    columns, dim = weight.shape
+    rows = x.numel() // dim
+    out = x.new_empty((*x.shape[:-1], columns)) if into is None else into
+    given = x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows
+    count = min(torch.get_num_threads(), rows * columns * dim // MIN_THREAD_PRODUCTS)
+    each = columns if count < 2 else -(-columns // (4 * count)) * 4
+    bounds = [*range(0, columns, each), columns]
+    _run_in_threads(
+        bounds, lambda begin, end: _cpu.multiply(*given, begin, end, dim, columns, into is not None)
+    )
     return out
 
 
@@ -163,9 +196,12 @@ class LayerPages:
 
 
 class SingleTokenRows:
-    """A step with one new token per row: the pages ([rows, blocks], int32) and visible tokens of each row."""
+    """A step of one new token a row: each row's pages ([rows, blocks], int32) and visible tokens.
 
-    def __init__(self, tables: torch.Tensor, seen: VisibleTokens) -> None:
+    `ordered`: a row may follow another of the same sequence, and sees its token. Such rows run in order, in one thread."""
+
+    def __init__(self, tables: torch.Tensor, seen: VisibleTokens, ordered: bool = False) -> None:
+        self.ordered = ordered
         tables = _dense(tables, torch.int32, (len(seen.counts), tables.shape[1]))
         self.seen, self._kept, self.blocks = seen, tables, tables.shape[1]
         self.at = tables.data_ptr(), tables.stride(0), *seen.at, seen.longest
@@ -191,7 +227,7 @@ def attention_step(
         )
     out = joined.new_empty((count, heads * dim))
     given = joined.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
-    bounds = rows.seen.parts(1, 2 * heads * dim)
+    bounds = [0, count] if rows.ordered else rows.seen.parts(1, 2 * heads * dim)
     if len(bounds) == 2:
         _cpu.step(*given, 0, count, heads, scale, pages.at, rows.at)
     else:

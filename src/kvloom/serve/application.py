@@ -98,19 +98,26 @@ async def _root(_: Request) -> Response:
 
 
 def _model_list_routes(context: ServerContext) -> list[Route]:
-    """Return the routes that list the served models."""
+    """Return the routes that list the served models, for clients and routers."""
 
     async def models(request: Request) -> Response:
         context.authenticate(request)
-        return _json({"object": "list", "data": [served.to_dict() for served in context.models.values()]})
+        return _json({"object": "list", "data": context.listed_models()})
 
     async def model(request: Request) -> Response:
         context.authenticate(request)
         return _json(context.served(request.path_params["name"]).to_dict())
 
+    async def worker(request: Request) -> Response:
+        tenant = context.authenticate(request)
+        models = [served.routing_info() for served in context.models.values()]
+        found = [one for one in models if one is not None]
+        return _json({"tenant": tenant, "open_requests": context.limiter.requests, "models": found})
+
     return [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
+        Route("/kvloom/worker", worker),
     ]
 
 

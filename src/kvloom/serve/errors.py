@@ -144,7 +144,8 @@ def context_too_long(prompt: int, new: int, longest: int, param: str, at_least: 
     count = f"{prompt:,} or more" if at_least else f"{prompt:,}"
     asked = f"{count} prompt tokens and {new:,} output tokens" if new else f"{count} prompt tokens"
     return bad_request(
-        f"{asked} exceed the limit of {longest:,} tokens per request: shorten the prompt, or lower max_tokens",
+        f"{asked} exceed the limit of {longest:,} tokens per request: shorten the prompt, or lower max_tokens "
+        "(the limit is the model's, or that of the server's memory: --pool, --tier host:SIZE)",
         param,
         "context_length_exceeded",
     )

@@ -99,7 +99,10 @@ class ModelSet:
             )
         folder = await asyncio.to_thread(_allowed_folder, asked, options.model_folders)
         first = options.models[0].start
-        start = msgspec.structs.replace(first, model=str(folder), cpu_dtype="auto", progress=False)
+        settings = {**first.settings, "kv_events": None, "kv_events_replay": None}  # the ports are taken
+        start = msgspec.structs.replace(
+            first, model=str(folder), cpu_dtype="auto", progress=False, settings=settings
+        )
         name = name or folder.name
         async with self._loading:
             known = self._context.models.get(name)

@@ -32,10 +32,10 @@ from .dashboard import Dashboards
 from .metrics import ServerMetrics
 from .model_routes import model_routes
 from .model_set import ModelSet
-from .server_options import ModelOptions, ServerOptions, resolve, shared_start
+from .server_options import ModelOptions, ServerOptions, resolve, shared_start, with_own_events
 from .worker import StartError
 
-__all__ = ["ModelOptions", "ServerOptions", "serve", "shared_start"]
+__all__ = ["ModelOptions", "ServerOptions", "serve", "shared_start", "with_own_events"]
 
 log = logging.getLogger("kvloom.serve")
 
@@ -96,6 +96,7 @@ class _Lifecycle:
             options.limits,
             limiter,
             ServerMetrics(limiter),
+            aliases=dict(options.aliases),
             labels_models=options.has_many,
             memory=options.memory,
             metrics_need_key=options.metrics_need_key,

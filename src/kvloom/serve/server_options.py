@@ -6,17 +6,21 @@ import math
 import re
 import socket
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvloom.combinations import refused
+from kvloom.events_wire import offset_port
+
 from .api import is_loopback
 from .auth import ApiKeys, Limits
 from .worker import Start, WatchdogLimits
 
-__all__ = ["ModelOptions", "ServerOptions", "resolve", "shared_start"]
+__all__ = ["ModelOptions", "ServerOptions", "resolve", "shared_start", "with_own_events"]
 
 SMALLEST_PART = 8
 """An idle model keeps at least 1 / SMALLEST_PART of its share."""
@@ -64,6 +68,8 @@ class ServerOptions:
     """Serve HTTPS with this certificate and key. With `ssl_ca_certs`, clients must present a certificate of it."""
     quiet: bool = False
     """Print no start-up message."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names in requests, with the name of their model."""
     memory: int | None = None
     """Bytes that the pools of all models share; None: each pool keeps its own size."""
     model_folders: tuple[Path, ...] = ()
@@ -76,16 +82,15 @@ class ServerOptions:
         names = [model.served_name for model in self.models]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"models have the same name {', '.join(sorted(twice))}: give each a --name")
+        for alias, name in self.aliases.items():
+            if alias in names:
+                raise ValueError(f"--alias {alias} is the name of a model already: give another one")
+            if name not in names:
+                raise ValueError(f"--alias {alias}={name}: no such model; use {' or '.join(names)}")
         if not self.keys and not is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host!r} is reachable from other machines, and there are no API keys: "
-                "use --api-keys FILE or --api-key KEY; --no-auth is for a loopback host such as 127.0.0.1"
-            )
+            raise ValueError(refused("public host, no keys", host=self.host))
         if not self.keys and "*" in self.cors_origins:
-            raise ValueError(
-                "--cors-origin '*' lets every web page use the server, and there are no API keys: "
-                "name the origins, or use --api-keys FILE or --api-key KEY"
-            )
+            raise ValueError(refused("any origin, no keys"))
         for origin in self.cors_origins:
             if origin != "*" and re.fullmatch(r"https?://[^\s/?#@]+", origin) is None:
                 raise ValueError(
@@ -133,6 +138,14 @@ def shared_start(start: Start, memory: int, share: int) -> Start:
     least = share // SMALLEST_PART if least is None else min(least, share)
     sizes = {"pool_bytes": share, "max_pool_bytes": memory, "min_pool_bytes": least}
     return msgspec.structs.replace(start, settings={**start.settings, **sizes}, share_bytes=share)
+
+
+def with_own_events(settings: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return the settings of model `number`: it publishes its events on ports that are higher by its number."""
+    if settings.get("kv_events") is None:
+        return settings
+    ports = {name: offset_port(settings.get(name), number) for name in ("kv_events", "kv_events_replay")}
+    return {**settings, **ports}
 
 
 def resolve(host: str, port: int) -> Any:

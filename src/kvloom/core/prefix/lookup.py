@@ -241,8 +241,8 @@ class Lookup:
         """Return `media_limit` for the media runs in this cache."""
         return self.media_limit(match, lambda item: match.root_hash + item.digest in self._media)
 
-    def resumable_with(self, match: Match, index: HashIndex) -> int:
-        """Return the longest length at which this prompt could resume if it also had the pages in `index`."""
+    def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
+        """Return the longest resumable length that the pages in `index` give this prompt."""
 
         def tail(parent: bytes, start: int, length: int) -> bytes:
             return self.tail_hash(match, parent, start, start + length)

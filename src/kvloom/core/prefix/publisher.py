@@ -6,12 +6,14 @@ Without listeners no hash is computed. A cache without tiers, peers and routers 
 from __future__ import annotations
 
 from collections.abc import Callable
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
 from kvloom.core.events import BlockRemoved, BlockStored, EventBus
 from kvloom.core.layout.pool_layout import HASH_TOKENS, PoolLayout
+from kvloom.core.pool import loops
 
 from .block_hash import TOKEN_BYTES, BlockHash, hash_chain, media_hash, tail_hash
 from .node import Checkpoint, Node
@@ -79,6 +81,19 @@ class EventPublisher:
             current = current.parent
         return text[-tokens * TOKEN_BYTES :]
 
+    def _tokens(self, node: Node, begin: int, end: int) -> bytes:
+        """Return the token bytes [begin, end) of a path that ends in `node`. Media tokens get ids of their content."""
+        text = bytes(node.text[max(0, begin - node.start) * TOKEN_BYTES : (end - node.start) * TOKEN_BYTES])
+        if begin < node.start:
+            text = self._text_before(node, node.start - begin) + text
+        return text if not loops.any_negative(text) else self._content_ids(text)
+
+    def _content_ids(self, text: bytes) -> bytes:
+        ids = np.frombuffer(text, "<i4").copy()
+        for media in np.unique(ids[ids < 0]).tolist():
+            ids[ids == media] = crc32(self.resolve(media)) & 0x7FFFFFFF
+        return ids.tobytes()
+
     def hash_at(self, node: Node, position: int) -> bytes:
         """Return the hash of the prefix that ends at `position` in `node`."""
         units = position // HASH_TOKENS - node.start // HASH_TOKENS
@@ -113,12 +128,16 @@ class EventPublisher:
         if last > first:
             hashes = self.hashes(node)
             parent = hashes[first - 1] if first else self.hash_before(node)
-            self.events.emit(BlockStored(parent, tuple(hashes[first:last]), self.token_groups, MEDIUM))
+            text = self._tokens(node, (base + first) * HASH_TOKENS, (base + last) * HASH_TOKENS)
+            self.events.emit(
+                BlockStored(parent, tuple(hashes[first:last]), self.token_groups, MEDIUM, tokens=text)
+            )
         tail = node.end % HASH_TOKENS
         if tail:
             block_hash = self.hash_at(node, node.end)
             parent = self.hash_at(node, node.end - tail) if last else self.hash_before(node)
-            self.events.emit(BlockStored(parent, (block_hash,), self.token_groups, MEDIUM, tail))
+            text = self._tokens(node, node.end - tail, node.end)
+            self.events.emit(BlockStored(parent, (block_hash,), self.token_groups, MEDIUM, tail, text))
 
     def checkpoint_stored(self, checkpoint: Checkpoint) -> None:
         """Publish a state snapshot."""
@@ -128,23 +147,26 @@ class EventPublisher:
         parent = self.hash_at(node, before) if before > node.start else self.hash_before(node)
         # A partial tail inside a longer node has pages, but a prompt can resume there only with a snapshot.
         groups = self.state_groups + (self.token_groups if position % HASH_TOKENS else ())
-        self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, position % HASH_TOKENS))
+        text = self._tokens(node, before, position)
+        self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, position % HASH_TOKENS, text))
 
     def adopted(self, node: Node, missing: npt.NDArray[np.bool_]) -> None:
         """Publish window pages that were stored again."""
         for window, columns in enumerate(self.window_columns):
             rows = np.flatnonzero(missing[:, columns.start])
-            for block_hash, parent in self._row_hashes(node, rows):
-                self.events.emit(BlockStored(parent, (block_hash,), (self.window_groups[window],), MEDIUM))
+            groups = (self.window_groups[window],)
+            for block_hash, parent, end in self._row_hashes(node, rows):
+                text = self._tokens(node, end - HASH_TOKENS, end)
+                self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, tokens=text))
 
     def window_pages_dropped(self, node: Node, rows: npt.NDArray[np.intp], group: int, reason: str) -> None:
         """Publish that window pages of some rows were removed."""
-        hashes = tuple(block_hash for block_hash, _ in self._row_hashes(node, rows))
+        hashes = tuple(block_hash for block_hash, _, _ in self._row_hashes(node, rows))
         if hashes:
             self.events.emit(BlockRemoved(hashes, (group,), MEDIUM, reason))
 
-    def _row_hashes(self, node: Node, rows: npt.NDArray[np.intp]) -> list[tuple[bytes, bytes]]:
-        """Return (hash, parent) of the HASH_TOKENS units that end in the given rows of a node."""
+    def _row_hashes(self, node: Node, rows: npt.NDArray[np.intp]) -> list[tuple[bytes, bytes, int]]:
+        """Return (hash, parent, end) of the HASH_TOKENS units in some rows that end in the node."""
         hashes = self.hashes(node)
         per_block = self.block // HASH_TOKENS
         skipped = node.start // HASH_TOKENS - node.start // self.block * per_block
@@ -152,7 +174,8 @@ class EventPublisher:
         for row in rows.tolist():
             for unit in range(row * per_block - skipped, (row + 1) * per_block - skipped):
                 if 0 <= unit < len(hashes):
-                    found.append((hashes[unit], hashes[unit - 1] if unit else self.hash_before(node)))
+                    parent = hashes[unit - 1] if unit else self.hash_before(node)
+                    found.append((hashes[unit], parent, (node.start // HASH_TOKENS + unit + 1) * HASH_TOKENS))
         return found
 
     def dropped(self, node: Node, end: int, reason: str) -> None:

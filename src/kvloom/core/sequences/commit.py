@@ -183,9 +183,11 @@ def _commit_media(state: CacheState, seq: Sequence, length: int) -> None:
 
 
 def _leave_windows(state: CacheState, seq: Sequence) -> None:
-    """Release the pages of a sequence that are now outside a window. Published pages stay cached; others become free."""
+    """Release a sequence's pages that are now outside a window. They stay cached if published, else they become free.
+
+    Tokens after the live states are computed again, so their windows stay."""
     row, table, tree = seq.row, state.block_tables, state.tree
-    length = int(table.length[row])
+    length = int((table.state_length if state.has_states else table.length)[row])
     for window, (visibility, columns) in enumerate(zip(tree.windows, tree.window_columns, strict=True)):
         old = int(table.first[window, row])
         new = visibility.first_visible(length) // state.block_tokens

@@ -27,6 +27,9 @@ def fork(state: CacheState, seq: Sequence) -> Sequence | None:
     account.open += 1
     state.tree.lock(seq.node)
     child.published, child.resumed, child.prompt = seq.published, seq.resumed, seq.prompt
+    child.cold_runs, child.cold_blocks = list(seq.cold_runs), seq.cold_blocks
+    for cold in child.cold_runs:
+        cold.users += 1
     child.checkpoint_positions, child.media = seq.checkpoint_positions, seq.media
     length = int(table.length[seq.row])
     blocks = -(-length // state.block_tokens)

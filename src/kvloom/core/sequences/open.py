@@ -191,6 +191,7 @@ def close_sequence(state: CacheState, seq: Sequence) -> Node:
             state.media_cache.release(run, now)
         else:
             state.release(account, state.media, run)
+    seq.release_cold_runs()
     table.free_row(row)
     account.open -= 1
     passed: Node | None = node

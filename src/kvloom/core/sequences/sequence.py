@@ -6,7 +6,8 @@ options.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from kvloom.core.prefix.multimodal import Media, MediaRun
 from kvloom.core.prefix.node import Node, Root
 from kvloom.core.state import CacheState
 
-__all__ = ["Sequence", "SequenceOwner", "ensure_open", "mark_special", "sequence_at"]
+__all__ = ["ColdRun", "Sequence", "SequenceOwner", "ensure_open", "mark_special", "sequence_at"]
 
 
 class SequenceOwner(Protocol):
@@ -42,6 +43,24 @@ class SequenceOwner(Protocol):
     def close(self, seq: Sequence) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
+class ColdRun:
+    """Consecutive cold blocks: their page ids in host memory, [blocks, columns]. Columns of windows have no meaning.
+
+    `last_hash` is the block hash of the last block, None if there is none. `on_release` is called when the last sequence releases the run."""
+
+    pages: Ids
+    last_hash: bytes | None
+    on_release: Callable[[], None]
+    users: int = 1
+
+    def release(self) -> None:
+        """Drop one use."""
+        self.users -= 1
+        if not self.users:
+            self.on_release()
+
+
 class Sequence:
     """One request, beam or sample. Its methods call the methods of the cache.
 
@@ -56,6 +75,8 @@ class Sequence:
     __slots__ = (
         "cache",
         "checkpoint_positions",
+        "cold_blocks",
+        "cold_runs",
         "control",
         "finish_reason",
         "history",
@@ -87,6 +108,8 @@ class Sequence:
         self.shared_tail = False  # its partial block is a shared page, which must be copied before a write
         self.state_source: Ids | None = None  # snapshot to resume from, in use until it is copied
         self.checkpoint_positions: tuple[int, ...] = ()  # positions at which to take checkpoints
+        self.cold_runs: list[ColdRun] = []  # its oldest blocks, in host memory
+        self.cold_blocks = 0
         self.media: tuple[Media, ...] = ()
         self.media_runs: dict[bytes, MediaRun | Ids] = {}
         self.finish_reason: str | None = None  # "tool_calls", "stop", …: an input of learning policies
@@ -148,6 +171,12 @@ class Sequence:
         if not 0 <= group < len(groups) or groups[group].spec.unit != "state":
             raise KeyError(f"{group} is not a state group; the layout has {[g.name for g in groups]}")
         return self.cache.block_tables.states[groups[group].columns, self._open_row()]
+
+    def release_cold_runs(self) -> None:
+        """Release its cold blocks: it is closed, or starts again."""
+        for run in self.cold_runs:
+            run.release()
+        self.cold_runs, self.cold_blocks = [], 0
 
     def media_rows(self, digest: bytes) -> Ids:
         """Return the page ids of an image's media run: [blocks, columns]."""

@@ -13,6 +13,7 @@ import torch
 from kvloom.engine.request import Request
 from kvloom.engine.sampling import Logprobs, SampledTokens, TokenLogprobs, to_device
 from kvloom.engine.scheduling import Scheduled
+from kvloom.engine.speculation import Draft
 
 from .pooling import PooledPrompt
 
@@ -35,6 +36,8 @@ class InflightStep:
     prompt_tokens: int
     """Number of prompt tokens in the step. Each decoding request adds one more token."""
     embeddings: tuple[PooledPrompt, ...] = ()
+    drafts: tuple[Draft, ...] = ()
+    """The draft of each request; empty if no request has one. `tokens` then has one more for each draft token."""
 
     @classmethod
     def create(
@@ -45,6 +48,7 @@ class InflightStep:
         prompts: Sequence[PromptLogprobs] = (),
         decoding: int = 0,
         embeddings: Sequence[PooledPrompt] = (),
+        drafts: Sequence[Draft] = (),
     ) -> InflightStep:
         """Start to copy sampled tokens, log-probabilities and embeddings to the host. Does not wait. The first
         `decoding` entries of `work` have one token each.
@@ -54,7 +58,15 @@ class InflightStep:
         prompt_tokens = sum(size for size in sizes if size > 1)
         if not tokens.is_cuda:
             return cls(
-                work, requests, tokens, logprobs, tuple(prompts), None, prompt_tokens, tuple(embeddings)
+                work,
+                requests,
+                tokens,
+                logprobs,
+                tuple(prompts),
+                None,
+                prompt_tokens,
+                tuple(embeddings),
+                tuple(drafts),
             )
         host = _to_host(tokens)
         logprobs = None if logprobs is None else logprobs.to_host()
@@ -62,7 +74,7 @@ class InflightStep:
         embeddings = tuple((request, _to_host(found)) for request, found in embeddings)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return cls(work, requests, host, logprobs, prompts, event, prompt_tokens, embeddings)
+        return cls(work, requests, host, logprobs, prompts, event, prompt_tokens, embeddings, tuple(drafts))
 
     @property
     def scheduled_requests(self) -> set[Request]:

@@ -5,11 +5,13 @@ Reports each finish, and the beams that continue, to the scheduler. Does not use
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvloom.engine.request import Request
 from kvloom.engine.sampling import BeamSearch, Finish, TextStream, TokenLogprobs, collect
 from kvloom.engine.scheduling import Scheduled, Scheduler
+from kvloom.engine.speculation import accepted_places
 
 from .inflight_step import InflightStep
 
@@ -42,6 +44,9 @@ class OutputProcessor:
         """
         tokens, logprobs = step.results()
         open_ = [(i, request) for i, request in enumerate(step.requests) if request.finish_reason is None]
+        if step.drafts:
+            self._accept_drafts(step, tokens, logprobs, [i for i, _ in open_])
+            return [request for _, request in open_]
         self.scheduler.commit_tokens(step.requests, tokens, launched_since)
         refused = self._advance_grammars([request for _, request in open_])
         for place, request in open_:
@@ -51,6 +56,32 @@ class OutputProcessor:
             else:
                 self._accept(request, logprobs.get(place), id(request) in refused)
         return [request for _, request in open_]
+
+    def _accept_drafts(
+        self, step: InflightStep, tokens: list[int], logprobs: dict[int, TokenLogprobs], open_: list[int]
+    ) -> None:
+        """Apply the tokens of a step with drafts: of each request the accepted ones and the one after them, until it
+        finishes. `open_` are the places of the unfinished requests."""
+        places = accepted_places(tokens, step.drafts)
+        self.scheduler.commit_tokens(step.requests, [tokens[of[0]] for of in places], [])
+        depth = 0
+        while open_:
+            of_depth = [(i, step.requests[i]) for i in open_]
+            last = [request for i, request in of_depth if depth == len(places[i]) - 1]
+            for i, request in of_depth:
+                if depth < len(places[i]) - 1 and request.structure is not None and not self._is_end(request):
+                    request.structure = step.drafts[i].structures[depth]
+            refused = self._advance_grammars(last)
+            for i, request in of_depth:
+                found = logprobs.get(places[i][depth])
+                if request.beams is None:
+                    self._accept(request, found, id(request) in refused)
+                elif request.beams.offer(request, logprobs[places[i][depth]]):
+                    self._advance(request.beams)
+            depth += 1
+            open_ = [i for i in open_ if depth < len(places[i]) and step.requests[i].finish_reason is None]
+            for i in open_:
+                self.scheduler.commit_draft(step.requests[i], tokens[places[i][depth]])
 
     def wait_for_masks(self, seconds: float) -> None:
         """Wait up to `seconds` for late masks."""
@@ -71,6 +102,15 @@ class OutputProcessor:
                 self._fail(request)
             elif structure.done:
                 self._finish(request, "stop")
+
+    def resume(self, request: Request, tokens: Sequence[int]) -> None:
+        """Apply output tokens of another engine to a new request. It finishes if they end it."""
+        for token in tokens:
+            request.tokens.append(token)
+            refused = self._advance_grammars([request])
+            self._accept(request, None, id(request) in refused)
+            if request.finish_reason is not None:
+                return
 
     def _advance_grammars(self, requests: list[Request]) -> set[int]:
         """Send each new token to its grammar, and wait a short time for the next masks. Returns the requests (by

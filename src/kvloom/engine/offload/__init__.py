@@ -2,6 +2,7 @@
 
     manager.py            OffloadManager: the interface, and the phases of load jobs
     decision.py           Action, Decision: the answers to the scheduler
+    cold_pages.py         ColdPages: the oldest pages of running requests that are longer than the pool
     store.py              PageOffloader: offloads pages from the pool to host memory
     tier_loader.py        TierLoader: loads pages from tiers into host memory
     pool_loader.py        PoolLoader: copies pages from host memory into the pool
@@ -36,6 +37,7 @@ The life of an offload:
 
 from kvloom.engine.config import OffloadConfig
 
+from .cold_pages import MAX_HOST_SHARE, ColdPages, ColdStart
 from .decision import Action, Decision
 from .host_pages import Event, HostPages, Ids, LoadEvent, form_of, open_host
 from .load_job import LoadJob, Phase, PoolCopy
@@ -48,7 +50,10 @@ from .store import PageOffloader
 from .throughput import TimeModel
 
 __all__ = [
+    "MAX_HOST_SHARE",
     "Action",
+    "ColdPages",
+    "ColdStart",
     "Decision",
     "Estimates",
     "Event",

@@ -1,6 +1,6 @@
 """The offload manager: decides which pages are offloaded, prefetched and loaded. The scheduler and the engine call it.
 
-    scheduler   prefetch · before_admission · before_prefill · is_pending · request_started · cancel · poll
+    scheduler   prefetch · before_admission · before_prefill · is_pending · request_started · cancel · poll · open_cold
     engine      before_step · during_step · after_step · flush · prefetch_session · close
 
 Only `wait` and `close` block on a tier. A page that is late, missing or damaged is recomputed. The cache decides
@@ -15,13 +15,14 @@ from typing import Protocol
 
 import torch
 
-from kvloom.core import KVCache, Match
+from kvloom.core import KVCache, Match, Sequence
 from kvloom.engine.config import OffloadConfig
 from kvloom.engine.request import Request
 from kvloom.tiers import HostTier, OpenTier, short_tier_names
 from kvloom.tiers.peer import PeerServer
 from kvloom.tiers.transfers import TransferManager
 
+from .cold_pages import ColdPages
 from .decision import Action, Decision
 from .host_pages import HostPages
 from .load_job import LoadJob, Phase
@@ -94,6 +95,14 @@ class OffloadManager:
             cache, self._pages, self.transfers, self.forms, self._tiers.lossy_forms, writes, self.stats
         )
         self._pool = PoolLoader(cache, host, self._pages, self._store, self._tiers, apply_copies, self.stats)
+        self.cold: ColdPages | None = None
+        """Cold pages of requests longer than the pool; None without a configured host tier."""
+        self.cold_refusal = ""
+        """Why this engine has no cold pages, if host memory is not the reason."""
+        if host_write is not None:
+            self.cold = ColdPages(
+                cache, self.transfers, self._pages, self._tiers.forms_of, apply_copies, self.stats
+            )
 
     @property
     def config(self) -> OffloadConfig:
@@ -191,6 +200,29 @@ class OffloadManager:
     def is_retaining_pages(self) -> bool:
         """Whether copies in progress retain pages of the pool."""
         return self._pool.has_cancelled_copies or self._store.busy or self._is_copying
+
+    def open_cold(self, request: Request, beyond: int, open_empty: Callable[[], Sequence]) -> bool:
+        """Open the sequence of a long request behind pages in host memory, if they are more than `beyond` tokens.
+
+        Returns False, and opens nothing, if they are not, or the pool lacks pages. `open_empty` opens an empty sequence."""
+        began = time.monotonic()
+        found = None if self.cold is None else self.cold.find(request, beyond)
+        if self.cold is None or found is None:
+            return False
+        sequence = request.sequence = open_empty()
+        is_started = False
+        try:
+            is_started = self.cold.start(request, found)
+        finally:
+            if not is_started:
+                sequence.close()
+                request.sequence = None
+        if not is_started:
+            return False
+        request.loads.append((self.tier_names[0], began, time.monotonic(), found.position))
+        if request.cached_tokens is None:
+            request.first_loads = len(request.loads)
+        return True
 
     def request_started(self, request: Request) -> None:
         """Record that a request has started to compute. Ends its load job, unless the tail of its prompt is still loading."""

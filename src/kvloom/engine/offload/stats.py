@@ -26,3 +26,5 @@ class OffloadStats:
     offloaded_pages: int = 0
     """Pages copied to host memory."""
     offloaded_bytes: int = 0
+    cold_pages: int = 0
+    """Pages of running requests that became cold, because the pool is too small for them."""

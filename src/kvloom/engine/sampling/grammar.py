@@ -161,6 +161,24 @@ class GrammarState:
         self.grammar.post(["c", self.key, other.key], None)
         return other
 
+    def follow(self, tokens: Sequence[int]) -> list[GrammarState]:
+        """Return new states after each of `tokens`, up to the first that is not allowed here. This state does not change.
+
+        Does not wait: the states are pending, and those after a token that is not allowed fail."""
+        self._settle()
+        states: list[GrammarState] = []
+        if self.error or not tokens or not self._allows(tokens[0]):
+            return states
+        before = self
+        for token in tokens:
+            state = GrammarState(self.grammar, self.grammar.next_key(), self.mask, False, False)
+            self.grammar.post(["c", before.key, state.key], None)
+            state.pending = True
+            self.grammar.post(["a", state.key, token], state)
+            states.append(state)
+            before = state
+        return states
+
     def answer(self, error: str, done: bool, accepts: bool, mask: npt.NDArray[np.int32]) -> None:
         """Store the answer of the process: the mask after the last token, and whether the output may or must end."""
         self.pending = False
@@ -420,11 +438,13 @@ class Grammars:
         """Kill all processes. Remaining states fail."""
         self._lose_parent("the engine closed")
 
-    def _lose_parent(self, why: str) -> None:
-        """Kill all processes and fail all grammars. The next grammar starts new processes."""
+    def _lose_parent(self, why: str, busy: bool = True) -> None:
+        """Kill all processes and fail all grammars. The next grammar starts new processes.
+
+        `busy` means that a grammar may succeed later."""
         parent, self._parent = self._parent, None
         for grammar in self._all():
-            grammar.fail(f"{grammar.kind}: {why}", busy=True)
+            grammar.fail(f"{grammar.kind}: {why}", busy)
         self._known.clear()
         self._queues.clear()
         self._live.clear()
@@ -555,8 +575,11 @@ class Grammars:
         assert self._parent is not None
         try:
             news = self._parent.read_exits()
-        except ValueError as error:
+        except GrammarBusyError as error:
             self._lose_parent(str(error))
+            return
+        except ValueError as error:
+            self._lose_parent(str(error), busy=False)
             return
         for key, status in news:
             grammar = self._live.get(key)
@@ -622,9 +645,9 @@ class _Parent:
             self.control.sendall(COMMAND.pack(verb, key))
 
     def read_exits(self) -> list[tuple[int, int]]:
-        """Return the children that ended, with their wait status. Raises ValueError if the parent has ended or cannot
-        start.
-        """
+        """Return the children that ended, with their wait status.
+
+        Raises GrammarBusyError if the parent has ended, ValueError if it cannot use the tokenizer."""
         data = self.control.recv(1 << 16)
         self._buffer += data
         ended: list[tuple[int, int]] = []
@@ -641,7 +664,7 @@ class _Parent:
             else:
                 ended.append((key, status))
         if not data:
-            raise ValueError("the process that compiles grammars ended: send the request again")
+            raise GrammarBusyError("the process that compiles grammars ended: send the request again")
         return ended
 
 

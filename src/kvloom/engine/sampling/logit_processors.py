@@ -40,6 +40,13 @@ class TokenCounts:
                 self._counts[slot] += 1
         self._seen = len(tokens)
 
+    def copy(self) -> TokenCounts:
+        """Return an independent copy."""
+        other = TokenCounts(self._seen)
+        other._slot_of, other._size = dict(self._slot_of), self._size
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        return other
+
     @property
     def ids(self) -> Ints:
         return self._ids[: self._size]

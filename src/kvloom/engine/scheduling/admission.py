@@ -27,6 +27,8 @@ TYPICAL = 256
 MEMORY = 32
 """Number of recent outputs that the estimate uses."""
 HAVE, END, _, LEFT = range(4)
+LONG_SHARE = 4
+"""A request that may be long is projected with at most one part in this many of the pool: the rest of its pages can become cold."""
 LAG = 2
 """Number of steps for which a finished request may still use its pages."""
 
@@ -43,7 +45,19 @@ class Admission:
         for pages, kind in ((self._block, "token"), (self._states, "state")):
             for group in cache.layout.of(kind):
                 pages[cache.class_of[group.index]] += group.runs
+        self._full = np.zeros_like(self._block)
+        full = [group for group in cache.layout.of("token") if not group.spec.visibility.windowed]
+        for group in full:
+            self._full[cache.class_of[group.index]] += group.runs
+        self._full_bytes = sum(group.page_stride * group.runs for group in full)
         self._promised = self._lacked = np.zeros_like(self._block)
+        self._excess = 0  # blocks of long requests beyond their projection
+
+    @property
+    def resident_tokens(self) -> int:
+        """Tokens of a request that may be long whose full-attention pages the pool is projected to hold."""
+        part = self._cache.usable_slabs * self._cache.layout.slab_bytes // LONG_SHARE
+        return max(2, part // max(1, self._full_bytes)) * self._cache.block_tokens
 
     def request_finished(self, request: Request) -> None:
         """Update the estimate with the length of an output."""
@@ -65,12 +79,14 @@ class Admission:
         their full lengths, else 200 µs. The first call of a step costs 1 µs more per running request.
         """
         if self._projections is None:
+            running = list(running)
+            self._excess = self._blocks_beyond(running)
             self._projections, self._promised, self._lacked = self._projected(
                 [*self._pages_of(running), *((one, have, 0) for one, have in loading)]
             )
         own, mine, lacked = self._projected([(request, cached, cached)])
         needed = np.array([[cls.in_use_pages] for cls in self._cache.inspect.size_classes])
-        needed += self._lacked + lacked + self._states
+        needed += self._lacked + lacked + self._states - self._full * self._excess
         if self._fits(needed + self._promised + mine):
             return True
         projections = np.concatenate((self._projections, own), 1)
@@ -97,8 +113,21 @@ class Admission:
     def _pages_of(self, running: Iterable[Request]) -> list[tuple[Request, int, int]]:
         """Return, for each running request, the request, the tokens for which it has pages, and its cached tokens."""
         some = [(request, request.sequence) for request in running if request.sequence is not None]
-        have = self._cache.reserved_blocks[[sequence.row for _, sequence in some]] * self._cache.block_tokens
-        return [(one, n, sequence.resumed) for (one, sequence), n in zip(some, have.tolist(), strict=True)]
+        blocks = self._cache.reserved_blocks[[sequence.row for _, sequence in some]].tolist()
+        have = [
+            (n - sequence.cold_blocks) * self._cache.block_tokens
+            for (_, sequence), n in zip(some, blocks, strict=True)
+        ]
+        return [(one, n, min(n, sequence.resumed)) for (one, sequence), n in zip(some, have, strict=True)]
+
+    def _blocks_beyond(self, running: Iterable[Request]) -> int:
+        """Return the blocks that requests which may be long have in the pool beyond their projection: they can become cold."""
+        most = self.resident_tokens // self._cache.block_tokens
+        return sum(
+            max(0, r.sequence.length // self._cache.block_tokens - r.sequence.cold_blocks - most)
+            for r in running
+            if r.may_be_long and r.sequence is not None
+        )
 
     def _projected(self, requests: list[tuple[Request, int, int]]) -> tuple[Ints, Ints, Ints]:
         """Return the projected growth of requests ([4, requests]), the pages that they still add by class, and the
@@ -110,7 +139,10 @@ class Admission:
         rest = []
         for request, have, found in requests:
             size, end = len(request.tokens), self.end_of(request)
-            rest.append((have, max(have, size), max(have, end), found, max(1, end - size)))
+            rest_tokens = max(1, end - size)
+            if request.may_be_long:
+                size, end, have = (min(n, self.resident_tokens) for n in (size, end, have))
+            rest.append((have, max(have, size), max(have, end), min(have, found), rest_tokens))
         first, sizes, ends, shared, left = np.array(rest, np.int64).reshape(-1, 5).T
         taken, lacked = (self._pages(*part).sum(1, keepdims=True) for part in ((sizes, ends), (first, sizes)))
         return np.stack((sizes, ends, shared, left)), taken, lacked

@@ -19,7 +19,7 @@ from math import inf
 
 import numpy as np
 
-from kvloom.core import NOT_CACHED, KVCache, Match
+from kvloom.core import NOT_CACHED, CacheControl, KVCache, Match, Sequence
 from kvloom.engine.offload import Action, OffloadManager
 from kvloom.engine.request import Request
 from kvloom.engine.sampling import Finish, Successor, assign_slots
@@ -87,10 +87,12 @@ class Scheduler:
         """Limits the tokens of a step. None with one tenant."""
         self._shares: dict[TenantQueue, float] = {}  # shares of active tenants, if there are several
         self._lookahead = Lookahead(cache, self._queue, self._match)
+        self._unsettled: list[Scheduled] = []  # finished requests whose states end before their tokens
+        self._settling: list[Scheduled] = []  # those in the work of the step that is being launched
         self._paused = 0  # running requests that wait for pages in this step
-        self._decode_turns = 0  # number of tokens in steps that left decoding requests out
-        self._feasibility = Feasibility(cache, token_budget)
-        self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS  # prompt tokens left in this step
+        self._decode_turns = 0  # tokens of steps that left decoding requests out
+        self._feasibility = Feasibility(cache, token_budget, offload)
+        self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS  # left in this step
 
     @property
     def waiting(self) -> int:
@@ -109,7 +111,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.running) or any(True for _ in self._queue)
+        return bool(self.running or self._unsettled) or any(True for _ in self._queue)
 
     @property
     def open(self) -> list[Request]:
@@ -117,27 +119,38 @@ class Scheduler:
         return [*(request for request in self.running if request.finish_reason is None), *self._queue]
 
     def add(self, request: Request) -> None:
-        """Queue a request and prefetch its pages. If it can never run, raises ValueError with the numbers."""
-        self._feasibility.check(request, self.reachable_slabs)
+        """Queue a request and prefetch its pages. Raises ValueError, with the numbers, if it can never run."""
+        may_be_long = self._feasibility.check(request, self.reachable_slabs)
+        is_long = may_be_long and not self._holds_next_token(request)
+        for sample in request.family:
+            sample.may_be_long, sample.is_long = may_be_long, is_long
         self._queue.push(request)
-        if self.offload is not None:
+        if self.offload is not None and not is_long:
             can_wait = bool(self.running) or self._queue.length > 1
             self.offload.prefetch(request, self._match, can_wait)
+
+    def runs_cold(self, length: int, tenant: str, pool_bytes: int) -> bool:
+        """Return whether a request of `length` tokens runs with cold pages in `pool_bytes` bytes of the pool."""
+        return self._feasibility.runs_cold(length, tenant, pool_bytes)
 
     def cancel(self, request: Request) -> None:
         """Finish a request now. Its pages are released at once."""
         if request.finish_reason is None:
             self.finish(request, "cancelled")
 
-    def schedule(self, places: dict[int, int] | None = None) -> list[Scheduled]:
-        """Return the work of the next step, with reserved pages. The list is empty if there is no work, or if all
-        requests wait for tokens or pages. `places` maps a request (by `id`) to the index of its in-flight token in
-        the previous step.
-        """
+    def schedule(
+        self, places: dict[int, int] | None = None, drafts: dict[int, list[int]] | None = None
+    ) -> list[Scheduled]:
+        """Return the work of the next step, with reserved pages. Empty if there is none, or requests wait for tokens or pages.
+
+        `places` maps a request (by `id`) to the place of its in-flight token in the previous step. `drafts` are the
+        draft tokens of requests, by `id`; a request without pages for its draft gets none."""
         places = places or {}
         self.started_requests = []
         self._paused, self.awaits_growth = 0, False
         picked: list[Scheduled] = []
+        settling, self._unsettled = self._unsettled, []
+        self._settling = settling
         next_blocks = self._poll_loads()
         self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
         if self._several:
@@ -155,6 +168,8 @@ class Scheduler:
         if self.offload is None:  # with tiers, evicted pages can be loaded again
             self._lookahead.protect_queued()
         self._decode(self._shared_part(decodes) if self._shares else decodes, picked, places)
+        self._add_drafts(picked, drafts or {})
+        picked += settling
         self.decoding = first = len(picked)
         budget = self.token_budget if self.step_limit is None else self._shared_budget(prompts)
         if self._shares and prompts:
@@ -178,7 +193,7 @@ class Scheduler:
                     continue
             if budget:
                 budget -= self._reserve(request, budget, picked, places, until=until)
-        if alone is not None and alone.sequence is None and not self._freeing:
+        if alone is not None and alone.sequence is None and not self._freeing and not settling:
             if self._can_grow:
                 self.awaits_growth = True
             else:
@@ -206,7 +221,8 @@ class Scheduler:
         if self.admission is not None:
             self.admission.refresh()
         try:
-            while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
+            most = self.max_running - len(self._settling)
+            while budget and (len(self.running) < most or (not picked and self._unpark())):
                 waiting = self._queue.pop(passed, below)
                 if waiting is None:
                     break
@@ -224,7 +240,11 @@ class Scheduler:
                         continue  # another request computes its next block
                 next_blocks.add(next_block)
                 until: int | None = None
-                if self.offload is not None:
+                if waiting.is_long and not self._host_fits(waiting):
+                    if self._pass_over(waiting, passed, picked):
+                        continue
+                    break
+                if self.offload is not None and not waiting.is_long:
                     decision = self.offload.before_admission(waiting, match)
                     until = decision.until
                     if decision.action is Action.WAIT:
@@ -233,7 +253,8 @@ class Scheduler:
                             self.admission.refresh()  # the projection now includes it
                         continue
                     if (picked or places) and decision.action is Action.NO_FREE_PAGES:
-                        # Computing needs as many pages as loading, so wait until a request finishes.
+                        # Computing needs as many pages as loading: wait for a request to finish, or for cold pages.
+                        self._make_cold(waiting, len(waiting.tokens) // self.cache.block_tokens)
                         if self._pass_over(waiting, passed, picked):
                             continue
                         break
@@ -412,7 +433,7 @@ class Scheduler:
         """
         rows, tokens = [], []
         for request, part in work:
-            count = len(part.tokens)
+            count = part.new_tokens
             request.computed += count
             if self._shares:
                 tenant = self._queue.tenant_queue(request)
@@ -420,12 +441,17 @@ class Scheduler:
             if part.source < 0:
                 if count == 1:
                     rows.append(part.sequence.row)
-                    tokens.append(part.tokens[0])
-                else:
-                    part.sequence.commit(part.tokens.astype(np.int32))
+                    tokens.append(part.tokens[part.replayed])
+                elif count:
+                    part.sequence.commit(part.tokens[part.replayed :].astype(np.int32))
+                else:  # its states now end with its tokens
+                    part.sequence.commit([])
+                    part.sequence.close()
+                    continue
             if request.computed == len(request.tokens) + request.inflight_tokens:
                 request.inflight_tokens += 1
                 request.uncached = False
+        self._settling = []
         self._commit(rows, tokens)
 
     def commit_tokens(self, requests: Many[Request], tokens: Many[int], after: Many[Scheduled]) -> None:
@@ -438,16 +464,31 @@ class Scheduler:
         mine = [(request, part) for request, part in after if part.source >= 0 and part.sequence.open]
         self._commit([part.sequence.row for _, part in mine], [tokens[part.source] for _, part in mine])
 
+    def commit_draft(self, request: Request, token: int) -> None:
+        """Commit the last token of a request, which was its draft, and add the token that follows."""
+        assert request.sequence is not None
+        keep = request.sequence.state_length if self.cache.has_states else None
+        request.sequence.commit(np.array(request.tokens[-1:], np.int32), keep)
+        request.computed += 1
+        request.tokens.append(token)
+
     def discard_step(self, places: dict[int, int] | None = None) -> None:
-        """Discard a failed step. Its requests wait again and recompute tokens that are not cached, because their
-        states may be ahead of their tokens.
-        """
+        """Discard a failed step: its requests wait, and recompute what is not cached. Their states may be ahead of their
+        tokens."""
+        self.close_unsettled()
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
             request.sequence.control = replace(request.sequence.control, store=False)
-            self._preempt(request)
+            self._preempt(request, save=False)
         for request in self._queue:
             request.inflight_tokens = int(id(request) in (places or {}))
+
+    def close_unsettled(self) -> None:
+        """Close the sequences of finished requests whose states end before their tokens."""
+        for _, work in self._settling + self._unsettled:
+            if work.sequence.open:
+                work.sequence.close()
+        self._settling, self._unsettled = [], []
 
     def finish(self, request: Request, why: Finish) -> None:
         """Finish a request and the requests that finish with it. Their pages stay cached."""
@@ -472,7 +513,7 @@ class Scheduler:
         if child.sequence is None:
             self._queue.push(child)
             return
-        child.computed = request.computed
+        child.computed, child.is_long = request.computed, request.is_long
         self.running.append(child)
         self._queue.tenant_queue(child).running += 1
 
@@ -500,12 +541,20 @@ class Scheduler:
         if rows:
             self.cache.commit_many(np.array(rows), np.array(tokens, dtype=np.int32))
 
-    def _match(self, request: Request) -> Match:
+    def _match(self, request: Request, control: CacheControl | None = None) -> Match:
         media = () if request.images is None else request.images.media
-        return self.cache.match(request.ids(len(request.tokens)), request.match_control, media)
+        return self.cache.match(request.ids(len(request.tokens)), control or request.match_control, media)
 
     def _admit(self, request: Request, match: Match) -> None:
-        request.sequence = self.cache.open(match)
+        is_cold = False
+        if request.is_long and self.offload is not None:
+            unread = replace(request.match_control, read=False)
+            is_cold = self.offload.open_cold(
+                request, match.resume, lambda: self.cache.open(self._match(request, unread))
+            )
+        if not is_cold:
+            request.sequence = self.cache.open(match)
+        assert request.sequence is not None
         self._lookahead.unprotect(request)
         request.computed = request.sequence.length
         self.running.append(request)
@@ -549,6 +598,22 @@ class Scheduler:
             if request.sequence is not None:
                 self._reserve(request, 1, picked, places)
 
+    def _add_drafts(self, picked: list[Scheduled], drafts: dict[int, list[int]]) -> None:
+        """Add drafts to the decoding requests, and the tokens that their recurrent layers compute again."""
+        if not drafts and not self.cache.has_states:
+            return
+        for place, (request, work) in enumerate(picked):
+            sequence, draft = work.sequence, drafts.get(id(request), [])
+            replayed = sequence.length - sequence.state_length if self.cache.has_states else 0
+            if draft and sequence.extend(1 + len(draft)):
+                draft = []
+            if draft or replayed:
+                tokens = [*request.tokens[request.computed - replayed : request.computed + 1], *draft]
+                picked[place] = (
+                    request,
+                    Work(sequence, np.array(tokens), -1, request.images, replayed, len(draft)),
+                )
+
     def _reserve(
         self,
         request: Request,
@@ -566,6 +631,8 @@ class Scheduler:
         assert sequence is not None
         most, telling = min(request.pending, budget), request.computes_prompt_logprobs
         near = most = min(most, self._prompt_logprobs_left) if telling else most
+        if request.is_long and len(self.running) > 1 and self.admission is not None:
+            near = most = min(most, self.admission.resident_tokens // 2)  # others need pages in this step
         if until is not None and request.computed < until:
             near = min(most, until - request.computed)
         count = (
@@ -577,7 +644,9 @@ class Scheduler:
         count = _fitting(request, count) or _fitting(request, near) or _fitting(request, most)
         if not count:
             return 0  # an image that must stay whole waits for a larger step
-        while sequence.extend(count):
+        while pages := sequence.extend(count):
+            if self._make_cold(request, -(-pages // max(1, len(self.cache.full_columns))), count):
+                continue
             victim = None
             if preempt:
                 victim = choose_victim(self.cache, self.running, request, count, picked, self._excess_of)
@@ -595,6 +664,47 @@ class Scheduler:
         self._prompt_logprobs_left -= count if telling else 0
         return count
 
+    def _holds_next_token(self, request: Request) -> bool:
+        """Return whether the pool can hold a request up to its next token."""
+        return self._feasibility.holds(len(request.tokens) + 1, request.control.tenant, self.reachable_slabs)
+
+    def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:
+        """Make some of the oldest blocks of long requests cold, so that `request` gets pages. Return whether any became cold.
+
+        A request becomes long if it may, and has more blocks in the pool than admission projects. The request with the most
+        blocks in the pool is first. If the tenant's quota is short, only its own requests are candidates."""
+        cold = None if self.offload is None else self.offload.cold
+        if cold is None:
+            return False
+        most = 0 if self.admission is None else self.admission.resident_tokens // self.cache.block_tokens
+        long = [
+            one
+            for one in self.running
+            if one.may_be_long
+            and one.sequence is not None
+            and (one.is_long or _blocks_in_pool(one, self.cache.block_tokens) > most)
+        ]
+        if not long:
+            return False
+        if request.sequence is not None and self.cache.exceeds_quota(request.sequence, count):
+            account = self.cache.account(request.control.tenant)
+            long = [one for one in long if self.cache.account(one.control.tenant) is account]
+        for one in sorted(long, key=lambda one: _blocks_in_pool(one, self.cache.block_tokens), reverse=True):
+            if cold.offload(one, blocks):
+                one.is_long = True
+                return True
+        return False
+
+    def _host_fits(self, request: Request) -> bool:
+        """Return whether host memory has space for the cold pages of a long request beside those of running ones, at their
+        expected lengths."""
+        others = [one for one in self.running if one.is_long]
+        if self.offload is None or self.offload.cold is None or not others:
+            return self.offload is not None and self.offload.cold is not None
+        cold, admission = self.offload.cold, self.admission
+        ends = [one.limit if admission is None else admission.end_of(one) for one in (request, *others)]
+        return sum(map(cold.bytes_for, ends)) <= cold.limit(request.control.tenant)
+
     def _work(self, request: Request, count: int, places: dict[int, int]) -> Work:
         assert request.sequence is not None
         if request.inflight_tokens and request.pending == 1:
@@ -610,35 +720,61 @@ class Scheduler:
         return bool(parked and self.waiting)
 
     def _reject(self, request: Request) -> None:
-        """Finish a request that does not fit into the pool even alone. The first time, the request is tried again
-        without the cache, because pages that it shares with the cache may be the reason.
-        """
+        """Finish a request that does not fit the pool even alone.
+
+        First it becomes long, if it may: the pool may have shrunk. Then it retries without the cache: pages that it shares
+        with the cache may be the reason."""
+        pool = self.cache.usable_slabs * self.cache.layout.slab_bytes
+        if not request.is_long and self.runs_cold(request.limit, request.control.tenant, pool):
+            request.may_be_long = request.is_long = True
+            return
         if request.uncached:
             self.rejected += [one for one in request.finishes_with if one.finish_reason is None]
             self.finish(request, "no_room")
         request.uncached = True
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, save: bool = True) -> None:
+        """Release the pages of a running request, which waits again. `save`: its pages are valid."""
         assert request.sequence is not None
         parked = request.parked
         began = request.computed > request.sequence.resumed
         request.preemptions += began
         if began:
             request.looked_in_tiers = None  # tiers may have the pages that it releases
-        self._release(request)
+        self._release(request, save)
         if not parked:  # a parked beam continues with its successors
             self._queue.push(request)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, save: bool = True) -> None:
         assert request.sequence is not None
+        if save and request.is_long and self.offload is not None and self.offload.cold is not None:
+            self.offload.cold.save(request)
         request.sequence.finish_reason = request.finish_reason
-        request.sequence.close()
+        self._close(request, request.sequence)
         request.sequence = None
         request.computed = 0
         self.running.remove(request)
         self._queue.tenant_queue(request).running -= 1
 
+    def _close(self, request: Request, sequence: Sequence) -> None:
+        """Close a sequence. If its states end before its tokens, the next step computes the rest first, so that later
+        prompts can resume at its end."""
+        if self.cache.has_states and sequence.control.store and request.finish_reason in ("stop", "length"):
+            replayed = sequence.length - sequence.state_length
+            if replayed:
+                tokens = np.array(request.tokens[sequence.state_length : sequence.length])
+                work = Work(sequence, tokens, images=request.images, replayed=replayed)
+                self._unsettled.append((request, work))
+                return
+        sequence.close()
+
 
 def _fitting(request: Request, count: int) -> int:
     """Return how many of `count` tokens a step may compute without splitting an image that must stay whole."""
     return count if request.images is None else request.images.step_tokens(request.computed, count)
+
+
+def _blocks_in_pool(request: Request, block_tokens: int) -> int:
+    """Return the full blocks of a running request that are in the pool."""
+    assert request.sequence is not None
+    return request.sequence.length // block_tokens - request.sequence.cold_blocks

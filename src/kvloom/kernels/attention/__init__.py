@@ -8,6 +8,7 @@
 | cascade                                      | runs of pages that several sequences share, read once                      |
 | prefill, prefill_*                           | `PrefillPlan` and its backends: over pages, gathered, cuDNN, libraries     |
 | dense                                        | attention over packed K and V; joining two results                         |
+| cold                                         | attention over pages in host memory, in pieces                             |
 | batch_invariant                              | plans whose results do not depend on the batch                             |
 | triton_*                                     | the kernels                                                                |
 
@@ -23,6 +24,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .cascade import SharedRun, SharedRuns, find_shared_runs, is_worth_sharing, visible_shared_runs
+from .cold import KVPages, add_cold_attention
 from .cpu_plan import ReferencePlan
 from .dense import attend_dense, merge_outputs
 from .mask import FULL, Mask
@@ -42,6 +44,7 @@ __all__ = [
     "BatchInvariantDecodePlan",
     "BatchInvariantPrefillPlan",
     "DecodePlan",
+    "KVPages",
     "Mask",
     "Plan",
     "PrefillPlan",
@@ -50,6 +53,7 @@ __all__ = [
     "Shape",
     "SharedRun",
     "SharedRuns",
+    "add_cold_attention",
     "attend",
     "attend_dense",
     "decode_plan",

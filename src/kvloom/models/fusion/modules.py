@@ -75,10 +75,18 @@ def fuse(model: Any, limit: int = 0) -> Counter[str]:
                 _link_layers(module)
         for name in {type(module).__module__ for module in model.modules()}:
             done["rotary embeddings"] += _fuse_rotary(sys.modules[name], model)
+        _fuse_head(model)
         like = next(model.parameters())[:1]
         for module in model.modules() if limit and like.is_cuda else ():
             done["rotary caches"] += fuse_rotary_embedding(module, limit, like)
     return +done
+
+
+def _fuse_head(model: Any) -> None:
+    """Let a model's head multiply a few rows without BLAS, on a CPU."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(head) is nn.Linear and "bias" not in dict(head.named_parameters()) and head.weight.is_cpu:
+        vars(head).setdefault("forward", lambda x: linear(x, head.weight))
 
 
 def _random_input(*shape: int, like: torch.Tensor) -> torch.Tensor:

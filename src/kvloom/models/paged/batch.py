@@ -10,7 +10,7 @@ numbers and the changed table entries. The device computes all other fields.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from kvloom.kernels.fused import ROW_FIELDS, field_count, lay_out_step
 
 from .image_inputs import ImageInputs, VisibleImages
 
-__all__ = ["Batch", "BatchBuilder", "Work"]
+__all__ = ["Batch", "BatchBuilder", "ColdRows", "Work"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -31,14 +31,43 @@ Ints = npt.NDArray[np.int64]
 class Work(NamedTuple):
     """The part of a sequence in a step: the next `tokens`, for which `extend` has reserved pages.
 
-    If its token was sampled by the previous step and is not on the host yet, `source` is its index among the sampled
-    tokens; otherwise -1. `images` are the images of the prompt, if any.
-    """
+    `source` is the index of its one token among those sampled by the previous step, if that token is not on the host
+    yet (-1: none). `images` are the prompt's images, if any.
+
+    The first `replayed` tokens are computed already: they end at the sequence's length. Recurrent layers compute them
+    again, because the states end before them. With `rewrites`, their K and V are written again, too: a draft model may
+    lack them. The last `drafts` tokens are a draft: recurrent layers keep the state before them. `skipped` tokens lie
+    between the sequence's length and the first token: a draft that a draft model has computed."""
 
     sequence: Sequence
     tokens: Ints
     source: int = -1
     images: ImageInputs | None = None
+    replayed: int = 0
+    drafts: int = 0
+    rewrites: bool = False
+    skipped: int = 0
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of tokens that follow the sequence's length and are not drafts."""
+        return len(self.tokens) - self.replayed - self.drafts
+
+
+@dataclass(frozen=True, slots=True)
+class ColdRows:
+    """The cold blocks of a step's rows, and its rows without them: as layers with full attention read them.
+
+    | field         | meaning                                                                                      |
+    |---------------|----------------------------------------------------------------------------------------------|
+    | tables[group] | page ids in the pool [runs, rows, blocks], from each row's first block that is not cold on   |
+    | sizes         | lengths without cold tokens, on the host                                                     |
+    | host_pages    | by row with cold blocks: page ids in host memory [columns, blocks], on the host              |
+    """
+
+    tables: dict[int, torch.Tensor]
+    sizes: tuple[int, ...]
+    host_pages: dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +87,8 @@ class Batch:
     | spans                 | joins tokens that see each other in both directions (`Mask.spans`)                   |
     | rotary                | rotary positions where they differ from `positions`: [tokens] or [3, tokens]         |
     | seen                  | images that cross-attention layers read                                              |
+    | cold                  | rows with cold blocks, which full-attention layers read from host memory             |
+    | drafts                | draft tokens at the end of each row; empty if no row has any                         |
 
     Padding tokens and rows may follow the last bound.
     """
@@ -81,6 +112,26 @@ class Batch:
     spans: torch.Tensor | None = None
     rotary: torch.Tensor | None = None
     seen: VisibleImages | None = None
+    cold: ColdRows | None = None
+    drafts: tuple[int, ...] = ()
+    replays: bool = False
+    """Whether some tokens are computed already, and only recurrent layers need them."""
+
+    @property
+    def queries(self) -> tuple[Ints, Ints] | None:
+        """The row of each token and the length that it sees, if every row has one token and drafts; else None."""
+        lengths = np.array(self.sizes)
+        if self.bounds[-1] == len(self.sizes):
+            return np.arange(len(lengths)), lengths
+        if not self.drafts or self.replays or self.bounds[-1] != len(self.sizes) + sum(self.drafts):
+            return None
+        counts = np.array(self.drafts) + 1
+        rows = np.arange(len(counts)).repeat(counts)
+        return rows, (lengths - counts)[rows] + np.arange(self.bounds[-1]) - np.array(self.bounds)[rows] + 1
+
+
+REPLAYED = -2
+"""Source of a token that is computed already: its K and V go to page 0."""
 
 
 @dataclass(slots=True)
@@ -97,6 +148,7 @@ class _StepNumbers:
     states: npt.NDArray[np.int32]
     shifts: Ints
     fresh: tuple[bool, ...] = field(default=())
+    drafts: tuple[int, ...] = field(default=())
 
     def append_rows(self, other: _StepNumbers) -> _StepNumbers:
         """Return the numbers of both objects, those of `other` last."""
@@ -165,10 +217,36 @@ class BatchBuilder:
         numbers = self._numbers(works)
         blocks = -(-int(numbers.lengths.max()) // self._block)
         if not self._mirrored:
-            return self._host_batch(numbers, blocks, chosen)
-        self._send(numbers)
-        bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
-        return self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
+            batch = self._host_batch(numbers, blocks, chosen)
+        else:
+            self._send(numbers)
+            bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
+            batch = self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
+            if numbers.drafts:
+                replays = bool((numbers.source == REPLAYED).any())
+                batch = replace(batch, drafts=numbers.drafts, replays=replays)
+        if any(work.sequence.cold_blocks for work in works):
+            batch = replace(batch, cold=self._cold_rows(works, batch))
+        return batch
+
+    def _cold_rows(self, works: Many[Work], batch: Batch) -> ColdRows:
+        cold = np.array([work.sequence.cold_blocks for work in works])
+        sizes = np.array(batch.sizes) - cold * self._block
+        blocks = np.arange(-(-int(sizes.max()) // self._block))
+        last = next(iter(batch.tables.values())).shape[2] - 1
+        at = upload(np.minimum(cold[:, None] + blocks, last), self.device)
+        full = [group for group in self.cache.layout.of("token") if not group.spec.visibility.windowed]
+        return ColdRows(
+            {g.index: batch.tables[g.index].gather(2, at.expand(g.runs, -1, -1)) for g in full},
+            tuple(sizes.tolist()),
+            {
+                row: torch.from_numpy(
+                    np.concatenate([run.pages for run in work.sequence.cold_runs]).T.astype(np.int64)
+                )
+                for row, work in enumerate(works)
+                if work.sequence.cold_blocks
+            },
+        )
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
         """Upload the numbers of a step for a replay of `packed(tokens)`. Padding rows fill it; the last padding row
@@ -247,7 +325,8 @@ class BatchBuilder:
             raise ValueError(f"sequence {int(np.flatnonzero(counts == 0)[0])} of the step has no tokens")
         block_tables = self.cache.block_tables
         rows = np.array([work.sequence.row for work in works])
-        before = block_tables.length[rows]
+        before = block_tables.length[rows] + [work.skipped - work.replayed for work in works]
+        kept = [0 if work.rewrites else work.replayed for work in works]
         starts = np.concatenate(([0], counts.cumsum()))
         lengths = before + counts
         if (lengths > block_tables.blocks[rows] * self._block).any() or (
@@ -257,9 +336,13 @@ class BatchBuilder:
         row_of = np.arange(len(works)).repeat(counts)
         source = np.full(len(row_of), -1)
         source[starts[:-1]] = [work.source for work in works]
+        positions = before[row_of] + np.arange(starts[-1]) - starts[row_of]
+        if any(kept):
+            source[positions < (before + kept)[row_of]] = REPLAYED
+        drafts = tuple(work.drafts for work in works)
         return _StepNumbers(
             np.concatenate([work.tokens for work in works]),
-            before[row_of] + np.arange(starts[-1]) - starts[row_of],
+            positions,
             source,
             row_of,
             rows,
@@ -268,6 +351,7 @@ class BatchBuilder:
             block_tables.states[:, rows],
             self._shifts(works),
             tuple((block_tables.state_length[rows] == 0).tolist()),
+            drafts if any(drafts) else (),
         )
 
     def _shifts(self, works: Many[Work]) -> Ints:
@@ -333,6 +417,7 @@ class BatchBuilder:
         row_tables = np.ascontiguousarray(self.cache.page_tables[:, numbers.rows, :blocks])
         block, places = np.divmod(numbers.positions, self._block)
         at = np.ascontiguousarray(row_tables[:, numbers.row_of, block], dtype=np.int64)
+        at[:, numbers.source == REPLAYED] = 0
         tables, pages = torch.from_numpy(row_tables), torch.from_numpy(at)
         slots = torch.from_numpy(at * self._block + places)
         states = torch.from_numpy(numbers.states.astype(np.int64))
@@ -353,6 +438,8 @@ class BatchBuilder:
             bounds=tuple(numbers.starts.tolist()),
             sizes=tuple(numbers.lengths.tolist()),
             rotary=None if shifts is None else torch.from_numpy(shifts),
+            drafts=numbers.drafts,
+            replays=bool((numbers.source == REPLAYED).any()),
         )
 
     def _batch(
@@ -374,7 +461,7 @@ class BatchBuilder:
         if chosen is not None:
             ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
         tables = self._tables[:, :, :blocks].index_select(1, of)
-        pages = tables[:, row_of, positions // self._block].long()
+        pages = tables[:, row_of, positions // self._block].long().masked_fill_(source == REPLAYED, 0)
         places = positions % self._block
         slots = pages * self._block + places
         states = states.view(self._states, rows).long()

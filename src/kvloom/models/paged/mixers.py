@@ -10,19 +10,34 @@ from __future__ import annotations
 import inspect
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
+from kvloom.kernels.device import upload
 from kvloom.kernels.memory import LayerView
 from kvloom.kernels.state import StateRows
 from kvloom.models.specs import ModelError
 
 from .batch import Batch
-from .scans import PackedStates, current_states, lightning_forward, replace_functions, takes_packed_rows
+from .scans import (
+    DraftRows,
+    PackedStates,
+    current_states,
+    lightning_forward,
+    replace_functions,
+    takes_packed_rows,
+)
 
 __all__ = ["MixerSteps", "is_mixer", "wrap_mixer"]
+
+
+class _Part(NamedTuple):
+    tokens: torch.Tensor
+    starts: torch.Tensor
+    longest: int
 
 
 class MixerSteps:
@@ -34,6 +49,7 @@ class MixerSteps:
         """
         self.batch, self.batch_invariant = batch, batch_invariant
         self._known: dict[tuple[int, int], StateRows] = {}
+        self._split: dict[tuple[int, int], DraftRows] = {}
 
     def rows(self, view: LayerView) -> StateRows:
         """Return the rows of the step, with the state pages of layers that share `view`'s block table."""
@@ -47,6 +63,40 @@ class MixerSteps:
                 self.batch.starts, read, ids, self._longest, fresh, self.batch_invariant
             )
         return self._known[of]
+
+    def draft_rows(self, view: LayerView) -> DraftRows | None:
+        """Return the step's rows in two parts, certain tokens and drafts; None if no row has a draft."""
+        batch, of = self.batch, (view.group, view.run)
+        if not batch.drafts:
+            return None
+        if of not in self._split:
+            ids = batch.states[view.group][view.run]
+            certain, drafts = self._places
+            first, second = (
+                StateRows(part.starts, ids, write, part.longest, fresh, self.batch_invariant)
+                for part, write, fresh in (
+                    (certain, ids, self._fresh),
+                    (drafts, torch.zeros_like(ids), None),
+                )
+            )
+            self._split[of] = DraftRows(certain.tokens, first, drafts.tokens, second)
+        return self._split[of]
+
+    @cached_property
+    def _places(self) -> tuple[_Part, _Part]:
+        """The packed indexes of certain tokens and of drafts, with the starts of each row among them."""
+        bounds, drafts = np.array(self.batch.bounds), np.array(self.batch.drafts)
+        is_draft = np.zeros(bounds[-1], np.bool_)
+        for end, count in zip(bounds[1:].tolist(), drafts.tolist(), strict=True):
+            is_draft[end - count : end] = True
+        parts = []
+        for chosen, counts in ((~is_draft, np.diff(bounds) - drafts), (is_draft, drafts)):
+            starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
+            device = self.batch.tokens.device
+            parts.append(
+                _Part(upload(np.flatnonzero(chosen), device), upload(starts, device), int(counts.max()))
+            )
+        return parts[0], parts[1]
 
     @cached_property
     def _longest(self) -> int:
@@ -90,7 +140,9 @@ def wrap_mixer(module: Any) -> None:
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         pages = kwargs[argument]
         view: LayerView = pages.state_view(layer)
-        states = PackedStates(view.fields, pages.steps.rows(view))
+        drafts = pages.steps.draft_rows(view)
+        rows = pages.steps.rows(view) if drafts is None else drafts.rows
+        states = PackedStates(view.fields, rows, drafts)
         token = current_states.set(states)
         try:
             return inner(hidden_states, *args, **{**kwargs, argument: states})

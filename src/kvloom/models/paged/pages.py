@@ -21,12 +21,14 @@ import torch
 from kvloom.core import PoolLayout, Visibility
 from kvloom.kernels import cpu
 from kvloom.kernels.attention import (
+    KVPages,
     Mask,
     Plan,
     ReferencePlan,
     Shape,
     SharedRun,
     SharedRuns,
+    add_cold_attention,
     decode_plan,
     is_worth_sharing,
     plan_capacity,
@@ -36,7 +38,7 @@ from kvloom.kernels.attention import (
 from kvloom.kernels.dtypes import FLOAT_DTYPES
 from kvloom.kernels.memory import LayerView, layer_views
 from kvloom.kernels.write import Rotary, write
-from kvloom.models.specs import ModelError
+from kvloom.models.specs import DRAFT_PREFIX, ModelError
 
 from .batch import Batch
 from .empty_cache import EmptyCache
@@ -74,20 +76,29 @@ class Pages(EmptyCache):
     """
 
     def __init__(
-        self, layout: PoolLayout, buffer: torch.Tensor, scales: Scales | None = None, piece: int = 0
+        self,
+        layout: PoolLayout,
+        buffer: torch.Tensor,
+        scales: Scales | None = None,
+        piece: int = 0,
+        prefix: str = "",
     ) -> None:
-        """`scales` are the static scales of quantised layers that store no scales in their pages. With a `piece`,
-        attention and states are batch-invariant, and attention sums that many tokens at a time.
-        """
+        """`prefix` selects the layers of one of two models that share a pool: "" or `DRAFT_PREFIX`.
+
+        `scales` are the static scales that quantised layers need and do not store in their pages.
+
+        With a `piece`, attention is batch-invariant and sums by that many tokens, and states are batch-invariant too."""
         self.layout, self.device, self._piece = layout, buffer.device, piece
         self._views: dict[int, tuple[LayerView, Visibility]] = {}
         self._states: dict[int, LayerView] = {}
+        self._host_fields: dict[int, dict[str, torch.Tensor]] = {}
         self.cross_views: dict[int, tuple[LayerView, int]] = {}
         """The view of each cross-attention layer, and its column among the page ids of an image."""
         for name, view in layer_views(buffer, layout).items():
             spec = layout.groups[view.group].spec
-            if name == EMBEDDINGS:
+            if name == EMBEDDINGS or name.startswith(DRAFT_PREFIX) != bool(prefix):
                 continue
+            name = name.removeprefix(prefix)
             found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
             if found is None:
                 raise ModelError(
@@ -120,6 +131,15 @@ class Pages(EmptyCache):
         """The number by which the operations of a compiled model find these pages."""
         PAGES_BY_HANDLE[self.handle] = self
 
+    def set_host_memory(self, arena: torch.Tensor) -> None:
+        """Set the bytes of host memory, in which cold pages are: slabs of the pool's layout. Copies nothing."""
+        arena = arena[: arena.numel() // self.layout.slab_bytes * self.layout.slab_bytes]
+        for name, view in layer_views(arena, self.layout).items():
+            found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
+            if found is not None and int(found[1]) in self._views:
+                pool_fields = self._views[int(found[1])][0].fields  # has the static scales
+                self._host_fields[int(found[1])] = {**pool_fields, **view.fields}
+
     def begin(self, batch: Batch, splitter: GraphSplitter | None = None) -> None:
         """Set the step that the next run of the model computes. With a `splitter`, that run reads no pages; the
         splitter gets the attention call of each layer.
@@ -128,6 +148,11 @@ class Pages(EmptyCache):
         self.steps = MixerSteps(batch, self._piece > 0)
         self._made.clear()
         self._single_token_rows = None
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether attention and states are batch-invariant."""
+        return self._piece > 0
 
     @property
     def has_states(self) -> bool:
@@ -233,21 +258,20 @@ class Pages(EmptyCache):
         dim], every angle twice), queries are rotated in place and keys while they are written. Replayed steps use
         this.
         """
-        view, span = self._views[layer_idx]
+        view = self._views[layer_idx][0]
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
         if rotary is None:
             self._write(view, new_k, new_v)
         else:
             self._write_rotated(view, new_k, new_v, query, rotary)
-        read = partial(self._read, view, span, scale, softcap, sinks, latent_values)
+        read = partial(self._read, layer_idx, scale, softcap, sinks, latent_values)
         if self._splitter is None:
             return read(query, new_k, new_v)
         return self._splitter.split_at(read, query, new_k, new_v, latent_values or value.shape[-1])
 
     def _read(
         self,
-        view: LayerView,
-        span: Visibility,
+        layer_idx: int,
         scale: float,
         softcap: float | None,
         sinks: torch.Tensor | None,
@@ -257,28 +281,29 @@ class Pages(EmptyCache):
         new_v: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention of packed queries over the pages of a layer, in `out` if given."""
-        fields, batch = view.fields, self.batch
-        if latent_values:
-            k = fields["latent"][:, :, None]
-            v = k[..., :latent_values]
-            k_scale = v_scale = fields.get("latent_scale")
-        else:
-            k, v = fields["k"], fields["v"]
-            k_scale, v_scale = fields.get("k_scale"), fields.get("v_scale")
+        """Return attention of packed queries over a layer's pages, in `out` if given."""
+        (view, span), batch = self._views[layer_idx], self.batch
+        k, v, k_scale, v_scale = _attention_pages(view.fields, latent_values)
+        cold = None if span.windowed else batch.cold
+        tables = (batch if cold is None else cold).tables[view.group][view.run]
         own = query.dtype
         if query.is_cuda and k.dtype in FLOAT_DTYPES:
             query = query.to(k.dtype)  # the kernels need queries with the dtype of the pages
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
         plan = self._plan(shape, span)
-        kept = (
-            not latent_values and k.dtype == new_k.dtype
-        )  # otherwise only the pages contain the stored values
+        kept = not latent_values and k.dtype == new_k.dtype  # otherwise only the pages have the stored values
+        lse = None if cold is None else query.new_empty(query.shape[:2], dtype=torch.float32)
         found, _ = plan.attend(
-            query, k, v, batch.tables[view.group][view.run], Mask(span, softcap, sinks, spans=batch.spans), scale,
-            k_scale, v_scale, out=out if query.dtype == own else None,
+            query, k, v, tables, Mask(span, softcap, sinks, spans=batch.spans), scale,
+            k_scale, v_scale, out=out if query.dtype == own else None, lse=lse,
             new_k=new_k if kept else None, new_v=new_v if kept else None,
         )  # fmt: skip
+        if cold is not None and lse is not None:
+            host = _attention_pages(self._host_fields[layer_idx], latent_values)
+            column = self.layout.groups[view.group].column + view.run
+            for row, pages in cold.host_pages.items():
+                part = slice(batch.bounds[row], batch.bounds[row + 1])
+                add_cold_attention(found[part], lse[part], query[part], host, pages[column], scale, softcap)
         if out is not None and query.dtype != own:
             return out.copy_(found)
         return found.to(own)
@@ -289,8 +314,14 @@ class Pages(EmptyCache):
         """
         if self._single_token_rows is None:
             batch = self.batch
-            plain = batch.spans is None and not batch.replayed and self._splitter is None and not self._piece
-            self._single_token_rows = {} if plain and batch.bounds[-1] == len(batch.sizes) else False
+            plain = (
+                batch.spans is None
+                and batch.cold is None
+                and not batch.replayed
+                and self._splitter is None
+                and not self._piece
+            )
+            self._single_token_rows = {} if plain and batch.queries else False
         if self._single_token_rows is False or layer_idx not in self._views:
             return None
         view, span = self._views[layer_idx]
@@ -303,9 +334,15 @@ class Pages(EmptyCache):
         if layer is None:
             return None
         if key not in self._single_token_rows:
-            lengths = np.array(self.batch.sizes)
+            queries = self.batch.queries
+            assert queries is not None
+            rows, lengths = queries
             seen = cpu.VisibleTokens(span.first_visible_each(lengths - 1), lengths)
-            self._single_token_rows[key] = cpu.SingleTokenRows(self.batch.tables[view.group][view.run], seen)
+            tables = self.batch.tables[view.group][view.run]
+            drafts = len(rows) > len(tables)
+            self._single_token_rows[key] = cpu.SingleTokenRows(
+                tables[rows] if drafts else tables, seen, drafts
+            )
         return layer, self._single_token_rows[key]
 
     def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
@@ -336,7 +373,8 @@ class Pages(EmptyCache):
             if rows:
                 plan.make(batch.starts, batch.lengths)
             else:
-                plan.make(batch.bounds, batch.sizes)
+                has_cold_rows = batch.cold is not None and not span.windowed
+                plan.make(batch.bounds, batch.cold.sizes if has_cold_rows and batch.cold else batch.sizes)
             self._made.add(key[:2])
         return plan
 
@@ -354,6 +392,14 @@ class Pages(EmptyCache):
         if self.device.type == "cuda" and not shape.is_supported:
             return ReferencePlan(shape, span)
         return prefill_plan(shape, span, self.device)
+
+
+def _attention_pages(fields: dict[str, torch.Tensor], latent_values: int) -> KVPages:
+    """Return a layer's keys, values and scales; of a latent, `latent_values` dims are values."""
+    if not latent_values:
+        return KVPages(fields["k"], fields["v"], fields.get("k_scale"), fields.get("v_scale"))
+    k, scale = fields["latent"][:, :, None], fields.get("latent_scale")
+    return KVPages(k, k[..., :latent_values], scale, scale)
 
 
 def _shape(fields: dict[str, torch.Tensor]) -> Shape:

@@ -12,6 +12,9 @@ tokens, …] or [1, channels, tokens]), as if it were a new prompt.
 | mamba2_chunk_scan                                        | mamba2_scan   | Mamba-2, Bamba, Falcon-H1, Granite 4 |
 | torch_chunk_gated_delta_rule, chunk_kimi_delta_attention | delta_rule    | Qwen3-Next and 3.5, OLMo, Kimi       |
 | nothing: `lightning_forward` replaces its forward        | mamba2_scan   | MiniMax                              |
+
+A step with drafts calls a kernel twice (`_scan`): on the certain tokens, whose last states are stored, then on the
+drafts, which read those states and store none.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,10 +31,26 @@ from kvloom.kernels.state import StateRows, causal_conv, delta_rule, mamba1_scan
 
 from .empty_cache import EmptyCache
 
-__all__ = ["PackedStates", "current_states", "lightning_forward", "replace_functions", "takes_packed_rows"]
+__all__ = [
+    "DraftRows",
+    "PackedStates",
+    "current_states",
+    "lightning_forward",
+    "replace_functions",
+    "takes_packed_rows",
+]
 
 current_states: ContextVar[PackedStates | None] = ContextVar("states of the running mixer", default=None)
 SILU = {None: False, "silu": True, "swish": True}
+
+
+class DraftRows(NamedTuple):
+    """A step's rows in two parts, with the packed index of each part's tokens. Draft rows store no state."""
+
+    tokens: torch.Tensor
+    rows: StateRows
+    draft_tokens: torch.Tensor
+    draft_rows: StateRows
 
 
 class PackedStates(EmptyCache):
@@ -39,8 +58,10 @@ class PackedStates(EmptyCache):
     from pages.
     """
 
-    def __init__(self, fields: dict[str, torch.Tensor], rows: StateRows) -> None:
-        self.fields, self.rows = fields, rows
+    def __init__(
+        self, fields: dict[str, torch.Tensor], rows: StateRows, drafts: DraftRows | None = None
+    ) -> None:
+        self.fields, self.rows, self.drafts = fields, rows, drafts
 
     def update_conv_state(self, new: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return new
@@ -76,8 +97,22 @@ def _dispatch(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
     return function
 
 
-# The functions as modeling code calls them, with its argument names. They return an empty last state,
-# because the page has it.
+def _scan(
+    packed: PackedStates, kernel: Callable[..., torch.Tensor], *parts: torch.Tensor | None
+) -> torch.Tensor:
+    """Return `kernel(rows, *parts)` for parts [tokens, …]; for a step with drafts, first certain tokens, then drafts."""
+    split = packed.drafts
+    if split is None:
+        return kernel(packed.rows, *parts)
+    found = [
+        kernel(rows, *(None if part is None else part.index_select(0, tokens) for part in parts))
+        for tokens, rows in ((split.tokens, split.rows), (split.draft_tokens, split.draft_rows))
+    ]
+    y = found[0].new_empty(len(split.tokens) + len(split.draft_tokens), *found[0].shape[1:])
+    return y.index_copy_(0, split.tokens, found[0]).index_copy_(0, split.draft_tokens, found[1])
+
+
+# The functions as modeling code calls them, with its argument names. The last state is returned empty: the page has it.
 
 
 def _conv(
@@ -91,8 +126,11 @@ def _conv(
     if activation not in SILU:
         raise ValueError(f"a convolution with activation {activation!r}; known are none and silu")
     states = packed.fields["conv"]
-    y = causal_conv(x[0].mT.contiguous(), weight, states, packed.rows, bias, SILU[activation])
-    return y.mT[None]
+
+    def kernel(rows: StateRows, x: torch.Tensor) -> torch.Tensor:
+        return causal_conv(x, weight, states, rows, bias, SILU[activation])
+
+    return _scan(packed, kernel, x[0].mT.contiguous()).mT[None]
 
 
 def _mamba1(
@@ -113,7 +151,11 @@ def _mamba1(
     x, dt, b, c = (part[0].mT.contiguous() for part in (x, dt, b, c))
     gate = None if z is None else z[0].mT.contiguous()
     states = packed.fields["recurrent"]
-    y = mamba1_scan(x, dt, a, b, c, states, packed.rows, D, gate, delta_bias, delta_softplus).mT[None]
+
+    def kernel(rows: StateRows, x: Any, dt: Any, b: Any, c: Any, gate: Any) -> torch.Tensor:
+        return mamba1_scan(x, dt, a, b, c, states, rows, D, gate, delta_bias, delta_softplus)
+
+    y = _scan(packed, kernel, x, dt, b, c, gate).mT[None]
     return (y, y.new_empty(0)) if return_last_state else y
 
 
@@ -140,7 +182,11 @@ def _mamba2(
     gate = None if z is None else z[0].contiguous()
     limits = float(dt_limit[0]), float(dt_limit[1])
     states = packed.fields["recurrent"]
-    y = mamba2_scan(x, dt, a, b, c, states, packed.rows, D, gate, dt_bias, dt_softplus, limits)[None]
+
+    def kernel(rows: StateRows, x: Any, dt: Any, b: Any, c: Any, gate: Any) -> torch.Tensor:
+        return mamba2_scan(x, dt, a, b, c, states, rows, D, gate, dt_bias, dt_softplus, limits)
+
+    y = _scan(packed, kernel, x, dt, b, c, gate)[None]
     return (y, y.new_empty(0)) if return_final_states else y
 
 
@@ -159,7 +205,11 @@ def _delta(
     """
     query, key, value, g, beta = (part[0].contiguous() for part in (query, key, value, g, beta))
     states = packed.fields["recurrent"]
-    y = delta_rule(query, key, value, g, beta, states, packed.rows, normalise=use_qk_l2norm_in_kernel)
+
+    def kernel(rows: StateRows, query: Any, key: Any, value: Any, g: Any, beta: Any) -> torch.Tensor:
+        return delta_rule(query, key, value, g, beta, states, rows, normalise=use_qk_l2norm_in_kernel)
+
+    y = _scan(packed, kernel, query, key, value, g, beta)
     return y[None], y.new_empty(0)
 
 
@@ -180,6 +230,11 @@ def lightning_forward(
     qkv = module.act_fn(module.qkv_proj(hidden[0])).view(len(hidden[0]), module.num_attention_heads, -1)
     query, key, value = (part.contiguous() for part in qkv.chunk(3, -1))
     states = past_key_values.fields["lightning"]
-    y = mamba2_scan(value, None, -module.slope_rate.flatten(), key, query, states, past_key_values.rows)
+    rates = -module.slope_rate.flatten()
+
+    def kernel(rows: StateRows, value: Any, key: Any, query: Any) -> torch.Tensor:
+        return mamba2_scan(value, None, rates, key, query, states, rows)
+
+    y = _scan(past_key_values, kernel, value, key, query)
     gate = torch.sigmoid(module.output_gate(hidden))
     return module.out_proj(gate * module.norm(y.flatten(1)[None])), None

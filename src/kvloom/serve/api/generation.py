@@ -20,6 +20,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from kvloom.combinations import refused
 from kvloom.engine import SamplingParams
 from kvloom.serve.access_log import RequestLog, request_log
 from kvloom.serve.api.answers import ANSWER, AnswerParser, forced_functions, forced_grammar, last_marker
@@ -219,6 +220,7 @@ class GenerationEndpoint(ABC):
                 bool(fields.lossy),
                 _token_ranges(fields, prompt, facts.block_tokens),
                 self._image_prompt(fields, prompt, tenant, facts),
+                fields.resume_token_ids or [],
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]
@@ -270,6 +272,7 @@ class GenerationEndpoint(ABC):
         if count + new > longest:
             raise context_too_long(count, new, longest, param)
         check_tokens(tokens, facts.vocab_size, param)
+        check_tokens(fields.resume_token_ids or [], facts.vocab_size, "resume_token_ids")
         return made[new]
 
     def _new_params(
@@ -343,7 +346,7 @@ class ChatEndpoint(GenerationEndpoint):
         if functions is not None:
             for name in ("response_format", "structured_outputs", "regex", "grammar"):
                 if getattr(fields, name) is not None:
-                    raise bad_request(f"tool_choice forces a call, so {name} cannot hold: remove one", name)
+                    raise bad_request(refused("forced call, structure", name=name), name)
             many = fields.tool_choice == "required" and fields.parallel_tool_calls is not False
             grammar = forced_grammar(functions, many)
             if len(grammar) > MAX_GRAMMAR_CHARACTERS:

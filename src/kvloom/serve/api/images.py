@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from kvloom.combinations import refused
 from kvloom.serve.auth import Limits
 from kvloom.serve.errors import ApiError, bad_request
 from kvloom.serve.images import open_image
@@ -36,7 +37,7 @@ class RequestImages:
         """Read the image of a content part. Raises ApiError if it is invalid or exceeds a limit."""
         if self._refusal:
             raise bad_request(
-                f"{where}: model {self._model!r} accepts no images: {self._refusal}; send text", "messages"
+                refused("images, model", where=where, model=self._model, reason=self._refusal), "messages"
             )
         limits = self._limits
         if len(self.found) >= limits.images:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvloom.combinations import refused
 from kvloom.engine import SamplingParams
 from kvloom.serve.api.answers import check_tools, forced_functions
 from kvloom.serve.api.json_limits import check_structure, check_values, paused_gc
@@ -146,6 +147,8 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    resume_token_ids: list[int] | None = None
+    """Output tokens that another worker has generated for the same request: the answer begins with them."""
     tenant: str | None = None
     priority: int | None = None
     ttl: float | None = None
@@ -258,6 +261,8 @@ def check_fields(fields: RequestFields) -> None:
             f"stop_token_ids allows {MAX_STOP_TOKENS:,} tokens; {len(fields.stop_token_ids or ()):,} were sent",
             "stop_token_ids",
         )
+    if fields.resume_token_ids and (fields.n or 1) > 1:
+        raise bad_request("resume_token_ids needs n = 1", "resume_token_ids")
     if fields.end_session and fields.session_id is None:
         raise bad_request("end_session requires session_id", "end_session")
     for name in ("tenant", "session_id", "cache_salt"):
@@ -276,7 +281,7 @@ def check_fields(fields: RequestFields) -> None:
             f"prompt_logprobs {fields.prompt_logprobs} must lie in 0 to {MAX_LOGPROBS}", "prompt_logprobs"
         )
     if fields.prompt_logprobs is not None and fields.stream:
-        raise bad_request("prompt_logprobs are not available with stream: omit stream", "prompt_logprobs")
+        raise bad_request(refused("prompt_logprobs, stream"), "prompt_logprobs")
     words = fields.bad_words or []
     if len(words) > MAX_BAD_WORDS or not all(0 < len(word) <= MAX_STOP_CHARACTERS for word in words):
         raise bad_request(
@@ -309,11 +314,9 @@ def _check_samples(fields: RequestFields) -> None:
         if value is not None and not 0 < value <= MAX_BEST_OF:
             raise bad_request(f"{name} {value} must lie in n to {MAX_BEST_OF}", name)
     if fields.stream and width > 1:
-        raise bad_request("beam search is not available with stream: beams change until the end", "stream")
+        raise bad_request(refused("beams, stream"), "stream")
     if fields.stream and best_of is not None and best_of > n:
-        raise bad_request(
-            "best_of above n is not available with stream: answers are ranked at the end", "best_of"
-        )
+        raise bad_request(refused("best_of, stream"), "best_of")
     if width < 2 and (fields.length_penalty is not None or fields.early_stopping is not None):
         name = "length_penalty" if fields.length_penalty is not None else "early_stopping"
         raise bad_request(f"{name} needs beam search: set use_beam_search or beam_width", name)
@@ -339,7 +342,7 @@ def _check_retain(ranges: Sequence[RetainFields]) -> None:
 
 def _check_completion(fields: CompletionFields) -> None:
     if fields.echo and fields.logprobs is not None and fields.stream:
-        raise bad_request("echo with logprobs is not available with stream: omit stream", "echo")
+        raise bad_request(refused("echo with logprobs, stream"), "echo")
     if not 0 <= (fields.logprobs or 0) <= MAX_LOGPROBS:
         raise bad_request(f"logprobs {fields.logprobs} must lie in 0 to {MAX_LOGPROBS}", "logprobs")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvloom.core import HASH_TOKENS
 from kvloom.serve.api.answers import AnswerFormats
 from kvloom.serve.errors import ApiError, engine_loading, unloading
 from kvloom.serve.metrics import Metrics, RequestObserver
@@ -65,6 +66,27 @@ class ServedModel:
         if self.encoder is None:
             raise engine_loading()
         return self.encoder
+
+    def routing_info(self) -> dict[str, Any] | None:
+        """Return what a router needs to follow and score this model: hashes, groups, sizes, addresses of its events.
+
+        None while the model loads."""
+        facts = self.engine.info
+        if facts is None:
+            return None
+        settings = self.engine.start.settings
+        return {
+            "id": self.name,
+            "status": self.status,
+            "hash_model": facts.hash_model,
+            "hash_tokens": HASH_TOKENS,
+            "groups": [{"index": g.index, "kind": g.kind, "window": g.window} for g in facts.groups],
+            "bytes_per_token": facts.bytes_per_token,
+            "pool_bytes": facts.pool_bytes,
+            "max_tokens": facts.max_tokens,
+            "events": settings.get("kv_events"),
+            "replay": settings.get("kv_events_replay"),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return the model as an entry of /v1/models."""

@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -38,6 +38,8 @@ class ServerContext:
     limiter: RequestLimiter
     metrics: ServerMetrics
     models: dict[str, ServedModel] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further names in requests, with the name of their model."""
     records: RequestRecords = field(default_factory=RequestRecords)
     """The latest requests of all models."""
     labels_models: bool = False
@@ -61,13 +63,20 @@ class ServerContext:
             raise engine_loading()
 
     def served(self, name: str | None) -> ServedModel:
-        """Return the model with this name or path, or the first model if the name is None. Raises ApiError 404 for an
-        unknown name.
+        """Return the model with this name, alias or path, or the first model if the name is None. Raises ApiError 404
+        for an unknown name.
         """
+        asked = name if name is None else self.aliases.get(name, name)
         for served in self.models.values():
-            if name is None or name in (served.name, served.path):
+            if asked is None or asked in (served.name, served.path):
                 return served
         raise unknown_model(name or "", self.models)
+
+    def listed_models(self) -> list[dict[str, Any]]:
+        """Return the entries of /v1/models: one for each name and alias."""
+        own = [served.to_dict() for served in self.models.values()]
+        named = ((alias, self.models.get(name)) for alias, name in self.aliases.items())
+        return own + [{**served.to_dict(), "id": alias} for alias, served in named if served is not None]
 
     def asked_model(self, request: Request) -> ServedModel:
         """Return the model in the query parameter `model`, or the first model without it. Raises ApiError 404 for an

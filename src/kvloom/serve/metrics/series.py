@@ -182,6 +182,7 @@ def tier_series(stats: EngineStats) -> list[Series]:
         Series("kvloom_loaded_bytes", "counter", "Bytes loaded from tiers", offload.get("loaded_bytes", 0), aliases=("kvloom_landed_bytes",)),
         Series("kvloom_load_failed_pages", "counter", "Pages that host memory evicted before they were loaded", offload.get("failed_pages", 0), aliases=("kvloom_missed_pages",)),
         Series("kvloom_offloaded_pages", "counter", "Pages copied to host memory", offload.get("offloaded_pages", 0), aliases=("kvloom_kept_pages",)),
+        Series("kvloom_cold_pages", "counter", "Pages of running requests that became cold: the pool is too small for them", offload.get("cold_pages", 0)),
         Series("kvloom_loads_slower_than_recompute", "counter", "Loads skipped because recomputing is faster", offload.get("not_worth_loading", 0), aliases=("kvloom_loads_not_worth",)),
         Series("kvloom_loads_without_free_pages", "counter", "Loads skipped because the pool had no free pages", offload.get("no_free_pages", 0), aliases=("kvloom_loads_without_room",)),
         Series("kvloom_tier_faults", "counter", "Pages that a tier failed to look up, load or store", faults, labels=("tier", "verb", "outcome")),

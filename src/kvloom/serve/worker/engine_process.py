@@ -33,6 +33,7 @@ from .messages import (
     EndSession,
     ExpectSession,
     FromEngine,
+    GroupInfo,
     Heartbeat,
     Ready,
     ResizePool,
@@ -164,7 +165,7 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
         dtype=str(next(engine.model.parameters()).dtype).removeprefix("torch."),
         vocab_size=len(engine.model.get_input_embeddings().weight),
         max_tokens=worker.max_tokens,
-        tenant_max_tokens={name: max_request_tokens(engine, quota) for name, quota in quotas.items()},
+        tenant_max_tokens={name: max_request_tokens(engine, quota, name) for name, quota in quotas.items()},
         pool_bytes=slabs * layout.slab_bytes,
         slab_bytes=layout.slab_bytes,
         block_tokens=layout.block_tokens,
@@ -175,6 +176,13 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
         unavailable_tiers=[] if engine.offload is None else engine.offload.unavailable,
         pool_limits=None if size is None else (size.least * layout.slab_bytes, size.most * layout.slab_bytes),
         image_refusal=_image_refusal(engine),
+        hash_model=cache.model,
+        groups=[
+            GroupInfo(g.index, g.spec.kind, g.spec.visibility.size)
+            for g in layout.groups
+            if g.spec.axis == "text" and g.spec.lifetime == "target"
+        ],
+        max_context=cache.max_tokens,
     )
     return worker, ready
 

@@ -24,6 +24,7 @@ __all__ = [
     "EngineStats",
     "ExpectSession",
     "FromEngine",
+    "GroupInfo",
     "Heartbeat",
     "ImagePrompt",
     "Outputs",
@@ -137,6 +138,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     lossy: bool = False
     retain: list[TokenRange] = []
     image_prompt: ImagePrompt | None = None
+    resume: list[int] = []
+    """Output tokens that another worker has generated: the answer begins with them."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -339,11 +342,20 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     pool: PoolState | None = None
 
 
+class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A layer group: its index, its kind (full, sliding, chunked, state) and the size of its window; 0 without one."""
+
+    index: int
+    kind: str
+    window: int = 0
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The engine is loaded. `max_tokens` limits prompt and output of one request together; `tenant_max_tokens` is the
     limit for tenants with a quota. `tiers` contains name, capacity and stored pages; `unavailable_tiers` contains
     name and reason. `pool_limits` are the smallest and largest size of an elastic pool. `image_refusal` is the reason
-    why the model accepts no images, or "".
+    why the model accepts no images, or "". `hash_model` is the model's part of block hashes; `groups` are its layer
+    groups on the text axis. `max_context` is the model's limit.
     """
 
     device: str
@@ -361,6 +373,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     unavailable_tiers: list[tuple[str, str]] = []
     pool_limits: tuple[int, int] | None = None
     image_refusal: str = ""
+    hash_model: str = ""
+    groups: list[GroupInfo] = []
+    max_context: int = 0
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):

@@ -119,7 +119,8 @@ class Worker:
     @property
     def needs_polling(self) -> bool:
         """Whether `poll_idle` must be called while idle."""
-        return self.engine.offload is not None or self.engine.pool_size is not None
+        engine = self.engine
+        return engine.offload is not None or engine.pool_size is not None or engine.events is not None
 
     def poll_idle(self) -> None:
         """Poll transfers, images, grammars and the size of the pool while no step runs. Stores may finish after the
@@ -133,6 +134,8 @@ class Worker:
             offload.poll()
             tiers = tier_usages(offload) if self._observe else []
             self._stats_changed, self._tiers = tiers != self._tiers, tiers
+        if self.engine.events is not None:
+            self.engine.events.flush()
 
     def handle(
         self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool
@@ -297,7 +300,11 @@ class Worker:
         if quota is None:
             self._add(message, 0)
             return
-        reserved_bytes = self._bytes_needed(message)
+        reserved_bytes, length = self._bytes_needed(message), len(message.prompt) + message.params.max_tokens
+        if reserved_bytes > quota.quota and self.engine.scheduler.runs_cold(
+            length, message.tenant, quota.quota
+        ):
+            reserved_bytes = quota.quota  # the rest is in host memory
         if reserved_bytes > quota.quota:
             why = (
                 f"{len(message.prompt)} prompt tokens and up to {message.params.max_tokens} output tokens need {reserved_bytes:,} "
@@ -339,6 +346,7 @@ class Worker:
                 text=self.engine.tokenizer is not None,
                 images=images,
                 grammar=None if structure is None else structure.grammar,
+                resume=message.resume,
             )
         except ValueError as error:
             self._reject(message.id, error)
@@ -463,12 +471,13 @@ def _progress(one: _OpenRequest) -> RequestProgress:
     )
 
 
-def max_request_tokens(engine: Engine, pool_bytes: int) -> int:
-    """Return the largest number of tokens of one request that the model and `pool_bytes` allow."""
+def max_request_tokens(engine: Engine, pool_bytes: int, tenant: str = "") -> int:
+    """Return the most tokens of one request that the model, `pool_bytes` and host memory for cold pages allow."""
     low, high = 1, engine.cache.max_tokens
     while low < high:
         middle = (low + high + 1) // 2
         fits = engine.layout.slab_bytes_for(middle) <= pool_bytes
+        fits = fits or engine.scheduler.runs_cold(middle, tenant, pool_bytes)
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 

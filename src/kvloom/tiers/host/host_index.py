@@ -64,6 +64,9 @@ class HostIndex:
     def used_by(self, tenant: str) -> int:
         return self._account_of(tenant).used
 
+    def limit_of(self, tenant: str) -> int:
+        return self._account_of(tenant).limit
+
     def _account_of(self, tenant: str) -> _Account:
         return self._by_tenant.get(tenant, self._default)
 

@@ -91,6 +91,10 @@ class HostTier(Tier):
         with self._lock:
             return self.index.used_by(tenant)
 
+    def limit_of(self, tenant: str) -> int:
+        """Returns the most bytes that a tenant may use."""
+        return self.index.limit_of(tenant)
+
     def __contains__(self, key: bytes) -> bool:
         """Whether an object is stored or loading."""
         return key in self.index.entries
