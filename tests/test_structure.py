@@ -18,8 +18,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "kvloom"
 PINS = Path(__file__).parent / "public_names.json"
 
 LINE = [
-    "core",
-    "arguments config_file tiers kernels",
+    "core combinations",
+    "arguments config_file tiers kernels events_wire",
     "models",
     "engine",
     "serve",

@@ -1,13 +1,13 @@
-"""Events: blocks stored and removed, published by block hash for tiers, routers and dashboards.
+"""Events: which blocks were stored and removed, by block hash, for tiers, routers and dashboards.
 
-Events are frozen data. Without a listener nothing is hashed and no event is built. Compaction publishes nothing: it does
-not change the medium.
+Events are frozen data. Without a listener no hash is computed and no event is built. Compaction publishes no event,
+because pages stay in the same medium.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["BlockRemoved", "BlockStored", "Event", "EventBus"]
 
@@ -17,7 +17,8 @@ class BlockStored:
     """Pages of `groups` were stored in `medium` for each of `hashes`, a chain below `parent`.
 
     Without `tail_tokens` each hash covers HASH_TOKENS tokens. With it there is one hash, of a partial tail of
-    `tail_tokens` tokens after `parent`.
+    `tail_tokens` tokens after `parent`. `tokens` are the token bytes of all hashes; a media token has an id that depends on
+    its content. Tiers publish no tokens.
     """
 
     parent: bytes
@@ -25,11 +26,12 @@ class BlockStored:
     groups: tuple[int, ...]
     medium: str
     tail_tokens: int = 0
+    tokens: bytes = field(default=b"", compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Pages of `groups` with `hashes` were removed from `medium`, for `reason`."""
+    """Pages of `groups` were removed from `medium` under each of `hashes`. `reason` states why."""
 
     hashes: tuple[bytes, ...]
     groups: tuple[int, ...]
@@ -46,7 +48,7 @@ class EventBus:
     def __init__(self) -> None:
         self._listeners: list[Callable[[Event], None]] = []
         self.listening = False
-        """Whether there is a listener. Checked before anything is hashed."""
+        """Whether there is a listener. It is checked before any hash is computed."""
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Add a listener and return a function that removes it."""

@@ -2,10 +2,10 @@
 
     add(prompt) → Request      step() → requests with a new token or a finish      run() → until no request is left
 
-On a GPU a step is launched before the tokens of the previous one have arrived on the host (`EngineConfig.ahead`). The
-tokens stay on the device as input of the next step. A request that had already finished then computes one token too
-many, which is dropped. Prompts are token ids. Only one thread at a time may call the engine. The model must be on its
-device.
+On a GPU a step is launched before the tokens of the previous step have arrived on the host (`EngineConfig.ahead`).
+The tokens stay on the device as input of the next step. If a request has already finished, the step computes one
+token too many for it, which is dropped. Prompts are token ids. Only one thread at a time may call the engine. The
+model must be on its device.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence as Many
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.paged import ImageInputs
@@ -66,6 +67,9 @@ from .speculation import (
     load_draft,
 )
 
+if TYPE_CHECKING:
+    from kvloom.events_wire import WirePublisher
+
 __all__ = ["Engine"]
 
 STRONG_MATCH = 6
@@ -73,16 +77,16 @@ STRONG_MATCH = 6
 MIN_DRAFT_ROWS = 64
 """Positions at which a step with drafts may sample at least; otherwise as many as there are running requests."""
 MASK_WAIT_SECONDS = 0.01
-"""Longest sleep of a step in which all requests wait for grammar masks."""
+"""Longest sleep, in seconds, of a step in which all requests wait for grammar masks."""
 
 
 class Engine:
-    """Runs requests on one model. `tokenizer` is needed only for text, stop texts and structured output.
-
-    Call `close` to end the requests and the tiers."""
+    """Runs requests on one model. `tokenizer` is needed only for text, stop texts and structured output. Call `close`
+    to finish all requests and close the tiers.
+    """
 
     def __init__(self, model: Any, config: EngineConfig | None = None, tokenizer: Any = None) -> None:
-        """Allocate the pool and open the tiers. Raises ValueError for settings that cannot work together."""
+        """Allocate the pool and open the tiers. Raises ValueError for settings that cannot be combined."""
         config = config or EngineConfig()
         self.model, self.device, self.tokenizer = model.eval(), next(model.parameters()).device, tokenizer
         on_gpu = self.device.type == "cuda"
@@ -114,13 +118,23 @@ class Engine:
             2 * draft_rows,
         )
         self.offload: OffloadManager | None = None
-        """Offloads and loads pages; None without tiers."""
+        """Offloads and loads pages. None without tiers."""
         if config.tiers:
             self.offload = open_offload(
                 config.tiers, self.cache, self.buffer, self._apply_copies, config.offload
             )
+            self.runner.pages.set_host_memory(torch.from_numpy(self.offload.host.arena))
+            if memory.batch_invariant:
+                self.offload.cold = None
+                self.offload.cold_refusal = refused("batch_invariant, cold pages")
+        self.events: WirePublisher | None = None
+        """Publishes block events to routers; None if not configured."""
+        if config.event_settings is not None:
+            from kvloom.events_wire import WirePublisher
+
+            self.events = WirePublisher(self.cache, config.event_settings)
         self.pool_size: PoolSize | None = None
-        """Grows and shrinks an elastic pool; None if the pool keeps its size."""
+        """Grows and shrinks an elastic pool. None if the pool keeps its size."""
         self._pool_rule: PoolRule | None = None
         if memory.elastic is not None:
             pool = self.cache.usable_slabs * self.layout.slab_bytes
@@ -137,7 +151,7 @@ class Engine:
             self.speculation = Speculation(self._proposers(draft), config.draft_tokens, self.eos, draft_rows)
         self._output_processor = OutputProcessor(self.scheduler, self.eos)
         self._inflight: InflightStep | None = None
-        self._updated: list[Request] = []  # requests with a new token that `step` has not returned yet
+        self._updated: list[Request] = []  # requests with a new token that `step` has not yet returned
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._grammars: Grammars | None = None
         self._request_count = 0
@@ -176,9 +190,10 @@ class Engine:
         )
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile kernels and capture graphs now, so that no request waits for them. Does nothing on a CPU.
+        """Compile kernels and capture graphs, so that no request waits for them. Does nothing on a CPU.
 
-        Calls `progress(done, total)` after each graph. Takes up to minutes."""
+        Calls `progress(done, total)` after each graph. May take minutes.
+        """
         tokens, seconds = self.runner.warm_up(self._warm_up_sampler)
         if self.offload is not None:
             self.offload.observe_prefill(tokens, seconds)
@@ -193,18 +208,26 @@ class Engine:
         text: bool = False,
         images: Many[Any] = (),
         grammar: Grammar | None = None,
+        resume: Many[int] = (),
     ) -> Request:
         """Queue a request and return it. Raises ValueError for a request that can never run.
 
         `text`: decode tokens as they arrive (about 20 µs each), so that the text can be streamed. `images`: what the model's
         processor returns for each image (a mapping of tensors, or pixels), in the order of their placeholders. `grammar`: the
-        compiled result of `begin_grammar`; without it, this call waits for the compilation."""
+        compiled result of `begin_grammar`; without it, this call waits for the compilation. `resume`: output tokens that another
+        engine has generated; the request continues after them, with the same tokens as there."""
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
+        if resume and (
+            params.samples > 1 or params.logprobs is not None or params.prompt_logprobs is not None
+        ):
+            raise ValueError("resume_token_ids needs a request with one answer and without logprobs")
         control = control or CacheControl()
         if control.lossy and (self.offload is None or not self.offload.has_lossy_tier):
-            control = replace(control, lossy=False)  # no tier re-encodes pages: share all pages
+            control = replace(
+                control, lossy=False
+            )  # no tier re-encodes pages, so all requests can share pages
         image_inputs = self._prepare_images(tokens, images, control.tenant) if len(images) else None
         prompt_array = ids.astype(np.int32, copy=False)
         request = Request(
@@ -246,25 +269,27 @@ class Engine:
         if params.beam_width > 1:
             self._start_beam_search(request)
         self.scheduler.add(request)
+        if resume:
+            self._output_processor.resume(request, resume)
         self._request_count += params.samples
         return request
 
     def begin_grammar(self, params: SamplingParams, tenant: str = "") -> Grammar | None:
-        """Start to compile the grammar of `params`; None without one. Does not wait: poll until it is ready.
-
-        Raises ValueError for a grammar that is refused at once."""
+        """Start to compile the grammar of `params` and return it, or None if there is none. Does not wait; poll until
+        the grammar is ready. Raises ValueError for a grammar that is refused at once.
+        """
         structure = params.structure
         if structure is None or self.tokenizer is None:
             return None
         return self._open_grammars().begin(*structure, tenant)
 
     def poll_grammars(self) -> None:
-        """Collect the results of the grammar processes. Does not wait."""
+        """Collect the answers of the grammar processes. Does not wait."""
         if self._grammars is not None:
             self._grammars.poll()
 
     def cancel(self, request: Request) -> None:
-        """Finish a request and all its samples now. Their pages are free at once."""
+        """Finish a request and all its samples. Their pages are released at once."""
         for sample in request.family:
             self.scheduler.cancel(sample)
 
@@ -277,7 +302,8 @@ class Engine:
     def expect_session(self, session: str) -> bool:
         """Start to prefetch the pages of a session into host memory during the next steps.
 
-        Returns whether a lookup started: False for an unknown session, or without tiers."""
+        Returns whether a lookup started. Returns False for an unknown session, or without tiers.
+        """
         known = self._sessions.of(session)
         if known is None or self.offload is None:
             return False
@@ -286,15 +312,19 @@ class Engine:
         return self.offload.prefetch_session(likely, self.cache.match(tokens, control))
 
     def end_session(self, session: str) -> int:
-        """Make the pages that only this session used the first to be evicted. Return how many of its pages are cached."""
+        """Make the pages that only this session used the first to be evicted. Return how many of its pages are
+        cached.
+        """
         self._sessions.forget(session)
         return self.cache.end_session(session)
 
     def step(self) -> list[Request]:
-        """Launch one step and process the tokens of the previous one. Return the requests with a new token or a finish.
+        """Launch one step and process the tokens of the previous step. Return the requests that got a token or
+        finished.
 
-        If it raises (device out of memory, interrupt), the step is discarded: its requests wait and are recomputed. The next
-        step returns the requests that got a token before the failure."""
+        If the call raises (device out of memory, interrupt), the step is discarded, and its requests wait and are
+        recomputed. The next call returns the requests that got a token before the failure.
+        """
         started = time.perf_counter()
         self.adjust_pool()
         if self._output_processor.awaiting_masks:
@@ -321,24 +351,28 @@ class Engine:
         if finished is not None and self.scheduler.step_limit is not None:
             tokens = finished.prompt_tokens + len(finished.work)
             self.scheduler.step_limit.observe(tokens, time.perf_counter() - started)
+        if self.events is not None:
+            self.events.flush()
         updated = self._updated + self.scheduler.rejected
         self._updated, self.scheduler.rejected = [], []
         return updated
 
     def resize_pool(self, pool_bytes: int) -> int:
-        """Grow or shrink an elastic pool towards `pool_bytes`; return its bytes now. Call between steps.
+        """Grow or shrink an elastic pool towards `pool_bytes`. Return its current size in bytes. Call it between
+        steps.
 
-        Pages in use delay shrinking: the following steps continue. From now on the pool keeps this size. Raises ValueError if
-        the pool is not elastic."""
+        Pages in use delay shrinking; the following steps continue it. Afterwards the pool keeps this size. Raises
+        ValueError if the pool is not elastic.
+        """
         if self.pool_size is None:
-            raise ValueError("the pool keeps its size: set max_pool_bytes (--max-pool) to make it elastic")
+            raise ValueError(refused("fixed pool, resize"))
         self._pool_rule = None
         self.pool_size.set_target(pool_bytes)
         self.pool_size.approach()
         return self.pool_size.pool_bytes
 
     def adjust_pool(self) -> None:
-        """Follow the pool's target and its rule. Called in every step; call it now and then while idle."""
+        """Move the size of the pool towards its target. Every step calls it; call it regularly while idle."""
         if self.pool_size is None:
             return
         if self._pool_rule is not None:
@@ -356,12 +390,12 @@ class Engine:
         self.pool_size.approach()
 
     def run(self) -> None:
-        """Step until every request has finished."""
+        """Run steps until every request has finished."""
         while self.busy:
             self.step()
 
     def close(self, seconds: float = 10.0) -> None:
-        """Cancel all requests, store the queued offloads in the tiers, and close the tiers, within `seconds`."""
+        """Cancel all requests, store the queued offloads in the tiers, and close the tiers. Takes at most `seconds`."""
         for request in list(self.scheduler.open):
             self.scheduler.cancel(request)
         self.scheduler.close_unsettled()
@@ -375,6 +409,9 @@ class Engine:
             self.offload.close(seconds, keep=not self._copies)
             self.offload = self.scheduler.offload = None
             self.cache.loading.remove_listener()
+        if self.events is not None:
+            self.events.close()
+            self.events = None
 
     def _needs_tokens(self, previous: InflightStep) -> bool:
         """Whether the tokens of a step must be on the host before the next is scheduled: for grammars, penalties, drafts."""
@@ -383,7 +420,9 @@ class Engine:
         return bool(previous.drafts) or any(request.needs_last_token for request in previous.requests)
 
     def _finish_step(self, step: InflightStep, launched_since: list[Scheduled]) -> None:
-        """Process a step's tokens. If that fails, discard the step launched after it, which depends on them."""
+        """Process the tokens of a step. If that fails, discard the step that was launched after it, which depends on
+        these tokens.
+        """
         try:
             if self.offload is not None:
                 self.offload.during_step(lambda: not step.is_ready)
@@ -397,7 +436,7 @@ class Engine:
             raise
 
     def _launch(self, previous: InflightStep | None) -> InflightStep | None:
-        """Schedule and launch a step; None without work. A failed step is discarded."""
+        """Schedule and launch a step. Return None without work. A step that fails is discarded."""
         places = {} if previous is None else {id(request): i for i, request in enumerate(previous.requests)}
         try:
             return self._execute(places)
@@ -502,10 +541,9 @@ class Engine:
             self.sampler.choose(logits, [dummy] * len(logits), [0] * len(logits))
 
     def _fork_samples(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
-        """Fork the further samples of requests whose prompt is computed.
-
-        Returns the requests to sample, and their rows of logits: running requests first, then forks that could not
-        start because rows or pages are missing."""
+        """Fork the other samples of requests whose prompt is computed. Returns the requests to sample, and their rows
+        of logits. Running requests come first, then forks that could not start because rows or pages are missing.
+        """
         children: list[tuple[Request, int]] = []
         for row, request in enumerate(requests):
             if request.children and not request.branched:
@@ -520,7 +558,7 @@ class Engine:
         return [*requests, *(child for child, _ in children)], rows
 
     def _start_beam_search(self, request: Request) -> None:
-        """Start a beam search whose slots are the request and its children."""
+        """Start a beam search. Its slots are the request and its children."""
         params = request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         beams = BeamSearch(request.family, ends)
@@ -557,10 +595,6 @@ class Engine:
                     f"prompt token {token} is outside the vocabulary: give ids from 0 to {self._vocabulary - 1}"
                 )
         if params.pooling is not None and self.runner.decoder is None:
-            raise ValueError(
-                f"pooling: {type(self.model).__name__} has no separate decoder, so it gives no embeddings"
-            )
+            raise ValueError(refused("pooling, model", model=type(self.model).__name__))
         if self.tokenizer is None and (text or params.stops or params.structure is not None):
-            raise ValueError(
-                "text, stop texts and structured output need a tokenizer: pass one to the engine"
-            )
+            raise ValueError(refused("text, tokenizer"))

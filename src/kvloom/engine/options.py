@@ -1,6 +1,7 @@
-"""Command-line arguments of an engine, shared by `kvloom serve` and `kvloom generate`. Imports no torch.
+"""The command-line arguments of an engine, for `kvloom serve` and `kvloom generate`. Does not import torch.
 
-An argument whose destination is a field of `EngineConfig`, or a parameter of `engine_config`, becomes a setting of the engine.
+An argument becomes a setting of the engine if its destination is a field of `EngineConfig` or a parameter of
+`engine_config`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ TIER = (
     "a tier, nearest first: host:64GiB, disk:/path:1TiB, or redis://, mooncake://, nixl://, s3:// and "
     "peer:// with an address and ?capacity=64GiB&…; repeatable (docs/tiers.md)"
 )
+EVENTS = "publish block events for routers on this ZMQ address, such as tcp://127.0.0.1:5557 (default: nowhere; docs/cluster.md)"
 LOAD = "pages in tiers: load or recompute, whichever is faster (auto); always load; never load, only store (default: auto)"
 INVARIANT = "same tokens for the same seed, independent of the batch, on a GPU, too; slower"
 SPECULATE = (
@@ -41,7 +43,7 @@ _SETTINGS = {one.name for one in fields(EngineConfig)} | {"load", "grammar_secon
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of weights, page pool, prefix cache, tiers, steps and limits, and `--config`."""
+    """Add the arguments for weights, page pool, prefix cache, tiers, steps and limits, and `--config`."""
     add_config_argument(parser)
     add = parser.add_argument_group("model").add_argument
     add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
@@ -75,6 +77,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eviction-policy", default="lru", metavar="NAME", help=POLICY)
     add("--checkpoint-every", type=whole(0), default=0, metavar="N", help=CHECKPOINT)
     add("--tier", action="append", default=[], dest="tiers", metavar="TIER", help=TIER)
+    add("--kv-events", metavar="ADDRESS", help=EVENTS)
+    add("--kv-events-replay", metavar="ADDRESS", help="with --kv-events: address that replays past events")
+    add("--kv-events-hashes", choices=("int64", "bytes"), default="int64",
+        help="with --kv-events: block hashes as signed 64-bit integers, or all bytes (default: int64)")  # fmt: skip
     add("--load", choices=("auto", "always", "never"), default="auto", help=LOAD)
 
     add = parser.add_argument_group("steps and limits").add_argument
@@ -98,5 +104,5 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings among parsed arguments, for `engine_config`, `LLM` and the engine process."""
+    """Return the engine settings among parsed arguments, for `engine_config`, `LLM` and the engine process."""
     return {name: value for name, value in vars(args).items() if name in _SETTINGS}

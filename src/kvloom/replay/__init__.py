@@ -5,6 +5,8 @@ traces.py        reads public trace formats
 recording.py     reads recordings of `kvloom serve --record`
 traffic.py       Traffic: requests as block numbers and times
 simulator.py     replay: traffic through the core under a policy
+fleet.py         replay_fleet: traffic over several workers behind the router's own scoring
+routes.py        the names of its routes
 bounds.py        upper bounds: unlimited cache, and Belady's MIN
 sizing.py        size_cache: the capacity that a hit rate needs
 cost.py          estimate: waiting times on given hardware

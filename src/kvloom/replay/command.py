@@ -17,6 +17,7 @@ from kvloom.core import PoolLayout, format_bytes
 from kvloom.models.specs import folder_of, load_spec
 
 from .cost import CostModel, Load, estimate
+from .routes import ROUTES
 from .simulator import NAMES, Outcome, Tier, TierUse, replay
 from .sizing import Sizing, size_cache, sizes_to_try
 from .traces import read_traces
@@ -84,6 +85,12 @@ def arguments(parser: ArgumentParser) -> None:
         help="achieved TFLOP/s of one device (default: 450)",
     )
     add("--devices", type=whole(1), default=1, metavar="N", help="number of devices (default: 1)")
+    workers = "simulate so many workers behind a router; --capacity is that of each worker, and its eviction policy is lru"
+    add("--workers", type=whole(1), metavar="N", help=workers)
+    route = "with --workers: kv (the router's own scoring) or round-robin; repeatable (default: both)"
+    add("--route", action="append", default=[], choices=ROUTES, help=route)
+    speed = "with --workers: divide the times between arrivals by this; repeatable (default: 1)"
+    add("--speed", action="append", default=[], type=number(0, above=True), metavar="X", help=speed)
     add(
         "--seed",
         type=int,
@@ -118,6 +125,10 @@ def run(args: Namespace) -> int:
     block = per_token * traffic.block_tokens
     blocks = _Capacities(traffic, block)
     tiers = [blocks.tier(text) for text in args.tier]
+    if args.workers is not None:
+        return _run_fleet(args, traffic, blocks)
+    if args.route or args.speed:
+        raise ValueError("--route and --speed need --workers N: they concern several workers")
     cost = _cost(args, per_token, tiers) if args.cost else None
     if args.size:
         return _size(args, traffic, block, policies, tiers, blocks)
@@ -140,6 +151,39 @@ def run(args: Namespace) -> int:
         print(json.dumps([_plain(outcome, load, block) for outcome, load in rows], indent=2))
     else:
         _tables(traffic, rows, block)
+    return 0
+
+
+def _run_fleet(args: Namespace, traffic: Traffic, blocks: _Capacities) -> int:
+    """Replay over several workers, for every capacity, speed and route."""
+    from .fleet import replay_fleet
+
+    for name in ("policy", "tier", "size", "cost", "plot", "ended"):
+        if getattr(args, name):
+            raise ValueError(f"--{name} and --workers exclude each other: use one of them")
+    found = []
+    for text in args.capacity or ["10%"]:
+        for speed in args.speed or [1.0]:
+            for route in dict.fromkeys(args.route or ROUTES):
+                capacity = blocks.parse(text)
+                shown = _Progress(f"{route} at {capacity:,} blocks, speed {speed:g}", len(traffic.requests))
+                found.append(
+                    replay_fleet(traffic, args.workers, capacity, route, speed=speed, progress=shown)
+                )
+    _say("")
+    if args.json:
+        print(json.dumps([outcome.to_dict() for outcome in found], indent=2))
+        return 0
+    console = _console()
+    console.print(_about(traffic))
+    table = Table("route", box=None)
+    for name in ("workers", "blocks each", "speed", "hit rate", "TTFT mean", "p50", "p99", "between tokens"):
+        table.add_column(name, justify="right")
+    for one in found:
+        times = (one.mean_ttft, one.p50_ttft, one.p99_ttft, one.mean_itl)
+        cells = [f"{one.workers}", f"{one.blocks:,}", f"{one.speed:g}", f"{one.hit_rate:.2%}"]
+        table.add_row(one.route, *cells, *(f"{1e3 * seconds:,.1f} ms" for seconds in times))
+    console.print(table)
     return 0
 
 

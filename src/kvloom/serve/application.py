@@ -1,7 +1,7 @@
-"""The HTTP application: routes, error responses, and counting of responses.
+"""The HTTP application: routes, error responses, and counts of responses.
 
-OpenAI's endpoints, those of other servers that clients expect (/tokenize, /version, /ping), /health, /metrics and
-the dashboard.
+It has OpenAI's endpoints, endpoints that clients of other servers expect (/tokenize, /version, /ping), /health,
+/metrics and the dashboard.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ MAX_RECORDS = 1000
 def application(
     context: ServerContext, dashboards: Dashboards | None = None, more: Sequence[Route] = ()
 ) -> ASGIApp:
-    """Return the ASGI application of a server. `dashboards` serve /kvloom/state; `more` are further routes."""
+    """Return the ASGI application of a server. `dashboards` provide /kvloom/state. `more` are additional routes."""
 
     async def models(request: Request) -> Response:
         context.authenticate(request)
-        return _json({"object": "list", "data": [served.to_dict() for served in context.models.values()]})
+        return _json({"object": "list", "data": context.listed_models()})
 
     async def model(request: Request) -> Response:
         context.authenticate(request)
@@ -128,6 +128,12 @@ def application(
             raise unknown_request(id_)
         return _json(found.to_dict(operator=tenant is None))
 
+    async def worker(request: Request) -> Response:
+        tenant = context.authenticate(request)
+        models = [served.routing_info() for served in context.models.values()]
+        found = [one for one in models if one is not None]
+        return _json({"tenant": tenant, "open_requests": context.limiter.requests, "models": found})
+
     async def root(_: Request) -> Response:
         return RedirectResponse("/dashboard")
 
@@ -150,6 +156,7 @@ def application(
         Route("/health", health),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/metrics", metrics),
+        Route("/kvloom/worker", worker),
         Route("/kvloom/requests", records),
         Route("/kvloom/requests/{id}", record),
         *more,
@@ -211,8 +218,8 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
         return await _error_response(request, not_found(method, path))
     allowed = (error.headers or {}).get("Allow", "another method")
-    said = f"{path} accepts {allowed}, not {method}" if error.status_code == 405 else str(error.detail)
-    response = await _error_response(request, ApiError(error.status_code, said))
+    message = f"{path} accepts {allowed}, not {method}" if error.status_code == 405 else str(error.detail)
+    response = await _error_response(request, ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
 

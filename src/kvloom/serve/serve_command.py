@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvloom.arguments import MAX_NUMBER, MODEL, number, size, whole
+from kvloom.combinations import refused
 from kvloom.engine import add_engine_arguments, engine_settings
 
 from .http_client import KEY
@@ -24,7 +25,7 @@ __all__ = ["arguments", "run"]
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen", "llama3_json", "mistral", "pythonic")
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 MAX_TTL_SECONDS = 86400.0
-"""Default of --max-ttl with API keys."""
+"""Default of --max-ttl if the server has API keys."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +43,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     name = "name of the model in requests; repeatable, in the order of models (default: its folder's name)"
     add("--name", action="append", default=[], metavar="NAME", help=name)
+    alias = "another name of a model in requests, such as one that a client has built in; repeatable (default MODEL: the first)"
+    add("--alias", action="append", default=[], metavar="NAME[=MODEL]", help=alias)
     memory = "memory that the pools of all models share: the pool of an idle model serves the busy ones"
     add("--memory", type=size, metavar="SIZE", help=memory)
     folder = "folder below which POST /admin/models may load models; repeatable (default: none)"
@@ -154,9 +157,7 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(level, args.log_format)
     for option in ("api_keys", "api_key"):
         if args.no_auth and getattr(args, option):
-            raise ValueError(
-                f"--no-auth and --{option.replace('_', '-')} exclude each other: use one of them"
-            )
+            raise ValueError(refused("no-auth, keys", option=option.replace("_", "-")))
     own = args.api_key
     if not own and not args.no_auth and args.api_keys is None and os.environ.get(KEY):
         own = [os.environ[KEY]]
@@ -184,10 +185,11 @@ def run(args: argparse.Namespace) -> int:
     )
     template = args.chat_template
     if args.record is not None and args.no_metrics:
-        raise ValueError("--record needs metrics, and --no-metrics disables them: use one of them")
+        raise ValueError(refused("record, no metrics"))
     return serve(
         ServerOptions(
             models,
+            aliases=_aliases(args.alias, models[0].served_name),
             memory=args.memory,
             model_folders=tuple(Path(folder).resolve() for folder in args.model_dir),
             host=args.host,
@@ -212,8 +214,19 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
+def _aliases(given: list[str], first: str) -> dict[str, str]:
+    """Return the aliases of `NAME=MODEL` texts; without `=MODEL` an alias names the first model."""
+    found = {}
+    for one in given:
+        alias, _, model = one.partition("=")
+        if not alias:
+            raise ValueError(f"--alias {one!r} has no name: write NAME or NAME=MODEL")
+        found[alias] = model or first
+    return found
+
+
 def _image_folder(given: str) -> Path:
-    """Return a folder with its links resolved. Raises ValueError for another path."""
+    """Return a folder with its links resolved. Raises ValueError for any other path."""
     folder = Path(given).resolve()
     if not folder.is_dir():
         raise ValueError(f"--image-dir {given} is not a folder: give an existing one")
@@ -223,9 +236,9 @@ def _image_folder(given: str) -> Path:
 def _models(
     args: argparse.Namespace, settings: dict[str, Any], tenants: tuple[TenantConfig, ...], level: str
 ) -> tuple[ModelOptions, ...]:
-    """Return the models to serve. Raises ValueError for several models without a size of their pools."""
+    """Return the models to serve. Raises ValueError for several models without a pool size."""
     from kvloom.models.specs import folder_of
-    from kvloom.serve.server import ModelOptions, shared_start
+    from kvloom.serve.server import ModelOptions, shared_start, with_own_events
     from kvloom.serve.worker import Start
 
     given = [args.model, *args.more_models]
@@ -240,12 +253,11 @@ def _models(
         raise ValueError("--model-dir needs --memory SIZE: the pools of loaded models share it")
     for option in ("pool", "max_pool"):
         if memory is not None and getattr(args, f"{option}_bytes") is not None:
-            name = option.replace("_", "-")
-            raise ValueError(f"--memory sizes the pools, and --{name} gives a size: use one of them")
+            raise ValueError(refused("memory, pool", option=option.replace("_", "-")))
     if memory is not None and args.no_metrics:
-        raise ValueError("--memory needs metrics, and --no-metrics disables them: use one of them")
+        raise ValueError(refused("memory, no metrics"))
     names = [*args.name, *[None] * (len(given) - len(args.name))]
-    models = []
+    models: list[ModelOptions] = []
     for model, name in zip(given, names, strict=True):
         folder = folder_of(model)
         start = Start(
@@ -258,7 +270,7 @@ def _models(
             tenants=tenants,
             progress=sys.stderr.isatty() and not args.quiet and len(given) == 1,
             observe=not args.no_metrics,
-            settings=settings,
+            settings=with_own_events(settings, len(models)),
             log_level=level,
             log_format=args.log_format,
         )
@@ -270,7 +282,7 @@ def _models(
 
 
 def _default_caps(args: argparse.Namespace, has_keys: bool) -> Caps:
-    """Return the limits of tenants whose keys set none. Without keys, only the given options limit requests."""
+    """Return the limits of tenants whose keys set none. Without keys, only the given options are limits."""
     from kvloom.serve.auth import PRESSURE, Caps
 
     answers, ttl = args.max_answers, args.max_ttl

@@ -1,28 +1,37 @@
-"""Hash index: block hash → parent hash and the groups stored under it, by medium. Filled from events only.
+"""Hash index: for each block hash, its parent hash and the groups stored under it, by medium. Only events fill it.
 
-Serves tiers, restarted servers, peers and routers. Does not see tokens or pages.
+Serves tiers, restarted servers, peers and routers. Does not see tokens or pages. A hash is bytes, or an integer where hashes
+travel as integers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from kvloom.core.layout.layer_spec import Visibility
 from kvloom.core.layout.pool_layout import HASH_TOKENS, PageGroup
+from kvloom.core.pool import loops
+from kvloom.core.pool.counts import leading as counts_leading
 
 from .resume_rule import longest_resume
 
-__all__ = ["HashIndex"]
+__all__ = ["HashIndex", "HashKey"]
+
+HashKey = TypeVar("HashKey", bytes, int)
 
 
-class HashIndex:
-    """See the module. `match` applies the same resume rule as the radix tree. Not thread-safe."""
+class HashIndex(Generic[HashKey]):
+    """See the module. `match` applies the same resume rule as the radix tree. Not thread-safe.
 
-    __slots__ = ("_entries", "_full", "_groups", "_places", "_states", "_tails", "_windows")
+    Without `keeps_parents` it has neither parents nor partial tails: it is smaller, and `stored` is faster."""
 
-    def __init__(self, groups: Sequence[PageGroup]) -> None:
+    __slots__ = ("_bits", "_full", "_groups", "_parents", "_places", "_states", "_tails", "_windows")
+
+    def __init__(self, groups: Sequence[PageGroup], keeps_parents: bool = True) -> None:
         text = [g for g in groups if g.spec.axis == "text"]
         self._groups = max((g.index for g in groups), default=0) + 1
         self._full = self._mask(
@@ -34,15 +43,16 @@ class HashIndex:
             for g in text
             if g.spec.unit == "token" and g.spec.visibility.windowed
         )
-        self._entries: dict[bytes, tuple[bytes, int]] = {}
-        self._tails: dict[bytes, dict[bytes, int]] = {}
+        self._bits: dict[HashKey, int] = {}
+        self._parents: dict[HashKey, HashKey] | None = {} if keeps_parents else None
+        self._tails: dict[HashKey, dict[HashKey, int]] = {}
         self._places: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._bits)
 
-    def __contains__(self, hash_: bytes) -> bool:
-        return hash_ in self._entries
+    def __contains__(self, hash_: HashKey) -> bool:
+        return hash_ in self._bits
 
     @staticmethod
     def _mask(groups: Iterable[int]) -> int:
@@ -51,56 +61,124 @@ class HashIndex:
             mask |= 1 << group
         return mask
 
-    def _bits(self, groups: Iterable[int], place: str) -> int:
+    def _bits_of(self, groups: Iterable[int], place: str) -> int:
         mask = self._mask(groups)
         if mask >> self._groups:
             raise ValueError(f"unknown group in {tuple(groups)}; this index has {self._groups}")
         return mask << self._places.setdefault(place, len(self._places)) * self._groups
 
     def stored(
-        self, parent: bytes, hashes: Sequence[bytes], groups: Iterable[int], place: str, tail_tokens: int = 0
+        self,
+        parent: HashKey,
+        hashes: Sequence[HashKey],
+        groups: Iterable[int],
+        place: str,
+        tail_tokens: int = 0,
     ) -> None:
         """Record that `hashes`, a chain below `parent`, have pages of `groups` in `place`."""
-        bits = self._bits(tuple(groups), place)
+        bits = self._bits_of(tuple(groups), place)
+        known, parents = self._bits, self._parents
+        if parents is None:
+            if known.keys().isdisjoint(hashes):  # the usual case
+                known.update(dict.fromkeys(hashes, bits))
+            else:
+                for hash_ in hashes:
+                    known[hash_] = known.get(hash_, 0) | bits
+            return
         if tail_tokens:
             if not 0 < tail_tokens < HASH_TOKENS or len(hashes) != 1:
                 raise ValueError(
                     f"a tail is one hash of 1 to {HASH_TOKENS - 1} tokens, got {len(hashes)} of {tail_tokens}"
                 )
             self._tails.setdefault(parent, {})[hashes[0]] = tail_tokens
-        entries = self._entries
         for hash_ in hashes:
-            entry = entries.get(hash_)
-            entries[hash_] = (parent, bits if entry is None else entry[1] | bits)
+            known[hash_] = known.get(hash_, 0) | bits
+            parents[hash_] = parent
             parent = hash_
 
-    def dropped(self, hashes: Iterable[bytes], groups: Iterable[int], place: str) -> None:
+    def dropped(self, hashes: Iterable[HashKey], groups: Iterable[int], place: str) -> None:
         """Record that pages of `groups` were removed from `place`. Hashes without pages are removed."""
-        keep = ~self._bits(tuple(groups), place)
+        keep = ~self._bits_of(tuple(groups), place)
+        known = self._bits
         for hash_ in hashes:
-            entry = self._entries.get(hash_)
-            if entry is not None:
-                self._put(hash_, entry[0], entry[1] & keep)
+            mask = known.get(hash_)
+            if mask is None:
+                continue
+            if mask & keep:
+                known[hash_] = mask & keep
+            else:
+                self._remove(hash_)
 
     def forget(self, place: str) -> None:
         """Remove everything in `place` (a peer died, a tier was cleared). O(hashes)."""
-        if place in self._places:
-            keep = ~(((1 << self._groups) - 1) << self._places[place] * self._groups)
-            for hash_, (parent, bits) in list(self._entries.items()):
-                self._put(hash_, parent, bits & keep)
+        for _ in self.forgetting(place):
+            pass
 
-    def _put(self, hash_: bytes, parent: bytes, bits: int) -> None:
-        if bits:
-            self._entries[hash_] = (parent, bits)
+    def forgetting(self, place: str, chunk: int = 10_000) -> Iterator[None]:
+        """`forget` in steps of `chunk` hashes: an event loop serves others between them. New pages of `place` must wait."""
+        if place not in self._places:
             return
-        del self._entries[hash_]
+        mine = ((1 << self._groups) - 1) << self._places[place] * self._groups
+        hashes = list(self._bits)
+        for start in range(0, len(hashes), chunk):
+            for hash_ in hashes[start : start + chunk]:
+                mask = self._bits.get(hash_, 0)
+                if mask & ~mine:
+                    self._bits[hash_] = mask & ~mine
+                elif mask:
+                    self._remove(hash_)
+            yield
+
+    def add_place(self, place: str) -> int:
+        """Return the number of a place; `lengths` has its length at this index."""
+        return self._places.setdefault(place, len(self._places))
+
+    def entries(self) -> list[tuple[HashKey, tuple[HashKey, int]]]:
+        """Return a copy of all entries, for `chains`. O(hashes), about 50 ns each."""
+        assert self._parents is not None, "this index has no parents"
+        return list(
+            zip(self._bits, zip(self._parents.values(), self._bits.values(), strict=True), strict=True)
+        )
+
+    def chains(
+        self, entries: list[tuple[HashKey, tuple[HashKey, int]]]
+    ) -> Iterator[tuple[HashKey, list[HashKey], tuple[int, ...], str, int]]:
+        """Yield entries as chains: parent, hashes, groups, place, tail tokens. `stored` of each rebuilds the index."""
+        names = list(self._places)
+        every = (1 << self._groups) - 1
+
+        def split(parent: HashKey, hashes: list[HashKey], bits: int, tail: int) -> Iterator[Any]:
+            for number, place in enumerate(names):
+                mask = bits >> number * self._groups & every
+                if mask:
+                    yield parent, hashes, tuple(g for g in range(self._groups) if mask >> g & 1), place, tail
+
+        first: HashKey | None = None
+        run: list[HashKey] = []
+        bits = tail = 0
+        for hash_, (parent, mask) in entries:
+            length = self._tails.get(parent, {}).get(hash_, 0)
+            if run and parent == run[-1] and mask == bits and not tail and not length:
+                run.append(hash_)
+                continue
+            if first is not None:
+                yield from split(first, run, bits, tail)
+            first, run, bits, tail = parent, [hash_], mask, length
+        if first is not None:
+            yield from split(first, run, bits, tail)
+
+    def _remove(self, hash_: HashKey) -> None:
+        del self._bits[hash_]
+        if self._parents is None:
+            return
+        parent = self._parents.pop(hash_)
         tails = self._tails.get(parent)
         if tails is not None and tails.pop(hash_, None) is not None and not tails:
             del self._tails[parent]
 
-    def places(self, hash_: bytes) -> dict[str, tuple[int, ...]]:
+    def places(self, hash_: HashKey) -> dict[str, tuple[int, ...]]:
         """Return the places of pages under `hash_`, with their groups."""
-        _, bits = self._entries.get(hash_, (b"", 0))
+        bits = self._bits.get(hash_, 0)
         found = {}
         for place, index in self._places.items():
             mask = bits >> index * self._groups & (1 << self._groups) - 1
@@ -108,24 +186,23 @@ class HashIndex:
                 found[place] = tuple(g for g in range(self._groups) if mask >> g & 1)
         return found
 
-    def parent(self, hash_: bytes) -> bytes | None:
+    def parent(self, hash_: HashKey) -> HashKey | None:
         """Return the parent hash, or None if `hash_` is not in the index."""
-        entry = self._entries.get(hash_)
-        return entry[0] if entry else None
+        return None if self._parents is None else self._parents.get(hash_)
 
     def match(
         self,
-        hashes: Sequence[bytes],
+        hashes: Sequence[HashKey],
         limit: int,
         *,
-        root: bytes = b"",
-        tail: Callable[[bytes, int, int], bytes] | None = None,
+        root: HashKey | None = None,
+        tail: Callable[[HashKey, int, int], HashKey] | None = None,
         places: Iterable[str] | None = None,
     ) -> int:
         """Return the longest resumable length, at most `limit` tokens, of a prompt with block hashes `hashes`.
-
-        `places` restricts the locations: a router asks about one worker. `tail(parent, start, length)` returns the
-        hash of a partial tail of the prompt, so that partial tails can match too."""
+        `places` restricts the locations; a router asks for one worker. `tail(parent, start, length)` returns the hash
+        of a partial tail of the prompt. With it, partial tails can match too.
+        """
         folded = self._fold(hashes[: -(-limit // HASH_TOKENS)], places)
         need = self._full
         reach = (
@@ -139,9 +216,11 @@ class HashIndex:
         ]
         if not self._states:
             return longest_resume(min(limit, reach * HASH_TOKENS), windows, HASH_TOKENS)[0]
-        # A partial tail resumes deeper than its parent, so it is tried first.
+        # A partial tail gives a longer hit than its parent, so it is tried first.
         for count in range(reach, -1, -1):
             parent = hashes[count - 1] if count else root
+            if parent is None:
+                break
             for hash_, length in sorted(self._tails.get(parent, {}).items(), key=lambda item: -item[1]):
                 start = count * HASH_TOKENS
                 if tail is None or start + length > limit or tail(parent, start, length) != hash_:
@@ -155,6 +234,74 @@ class HashIndex:
                     return position
         return 0
 
+    def bits(self, hashes: Sequence[HashKey]) -> list[int]:
+        """Return the places and groups of each hash as one integer, for `lengths`. About 30 ns per hash."""
+        return list(map(self._bits.get, hashes, repeat(0)))
+
+    def lengths(self, bits: list[int]) -> list[int]:
+        """Return the longest resumable length of a prompt in each place, in tokens, by the place's number.
+
+        `bits` are those of the prompt's hashes; indexes with the same places and groups may be joined by `|`. Partial tails
+        are left out. Without windows and states the cost is one comparison per block, and some work per place."""
+        if self._windows or self._states:
+            return self._checkpoint_lengths(bits)
+        return self._single_lengths(bits) if self._groups == 1 else self._full_lengths(bits)
+
+    def _full_lengths(self, bits: Sequence[int]) -> list[int]:
+        places, width = len(self._places), self._groups
+        found = [len(bits) * HASH_TOKENS] * places
+        alive = 0
+        for _ in range(places):
+            alive = alive << width | self._full
+        each = (1 << width) - 1
+        before = -1
+        at = 0
+        for mask in bits:
+            if mask != before:
+                before = mask
+                missing = alive & ~mask
+                while missing:
+                    place = ((missing & -missing).bit_length() - 1) // width
+                    found[place] = at
+                    gone = each << place * width
+                    missing &= ~gone
+                    alive &= ~gone
+                if not alive:
+                    break
+            at += HASH_TOKENS
+        return found
+
+    def _single_lengths(self, bits: list[int]) -> list[int]:
+        """`_full_lengths` of the usual case, one group."""
+        places = len(self._places)
+        counts = loops.leading(bits, places) if places <= 64 else counts_leading(bits, places)
+        return [count * HASH_TOKENS for count in counts]
+
+    def _checkpoint_lengths(self, bits: Sequence[int]) -> list[int]:
+        """`lengths` in models with windows or states: one matrix of blocks, places and groups."""
+        places, width, blocks = len(self._places), self._groups, len(bits)
+        if not places or not blocks:
+            return [0] * places
+        size = -(-places * width // 8)
+        packed = np.frombuffer(b"".join([mask.to_bytes(size, "little") for mask in bits]), np.uint8)
+        has = np.unpackbits(packed.reshape(blocks, size), axis=1, count=places * width, bitorder="little")
+        has = has.reshape(blocks, places, width).astype(bool)
+        ends = np.arange(1, blocks + 1)
+        valid = np.ones((blocks, places), bool)  # whether a prompt may resume after each block
+        for group in range(width):
+            bit = 1 << group
+            if self._full & bit:
+                valid &= np.logical_and.accumulate(has[:, :, group])
+            elif self._states & bit:
+                valid &= has[:, :, group]
+        for visibility, bit in self._windows:
+            present = has[:, :, bit.bit_length() - 1]
+            missing = np.maximum.accumulate(np.where(present, -1, ends[:, None] - 1))
+            first = visibility.first_visible_each(ends * HASH_TOKENS) // HASH_TOKENS
+            valid &= missing < first[:, None]
+        last = blocks - np.argmax(valid[::-1], axis=0)
+        return [int(n) for n in np.where(valid.any(axis=0), last, 0) * HASH_TOKENS]
+
     def _tail_complete(self, position: int, folded: Sequence[int], tail: int) -> bool:
         if tail & self._full != self._full:
             return False
@@ -164,7 +311,7 @@ class HashIndex:
         ]
         return longest_resume(position, windows, HASH_TOKENS, (position,))[0] == position
 
-    def _fold(self, hashes: Sequence[bytes], places: Iterable[str] | None) -> list[int]:
+    def _fold(self, hashes: Sequence[HashKey], places: Iterable[str] | None) -> list[int]:
         """Return the groups that each hash has in any of `places`, as bit masks."""
         every = (1 << self._groups) - 1
         chosen = (
@@ -174,10 +321,7 @@ class HashIndex:
         )
         shifts = [index * self._groups for index in chosen]
         folded = []
-        entries = self._entries
-        nothing = (b"", 0)
-        for hash_ in hashes:
-            bits = entries.get(hash_, nothing)[1]
+        for bits in self.bits(hashes):
             mask = 0
             for shift in shifts:
                 mask |= bits >> shift

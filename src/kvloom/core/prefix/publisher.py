@@ -1,17 +1,19 @@
-"""Hashes of nodes, computed on demand, and the events that publish them.
+"""Computes the hashes of nodes on demand, and publishes them in events.
 
-Without listeners nothing is hashed: a cache without tiers, peers and routers never computes a block hash.
+Without listeners no hash is computed. A cache without tiers, peers and routers never computes a block hash.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
 from kvloom.core.events import BlockRemoved, BlockStored, EventBus
 from kvloom.core.layout.pool_layout import HASH_TOKENS, PoolLayout
+from kvloom.core.pool import loops
 
 from .block_hash import TOKEN_BYTES, BlockHash, hash_chain, media_hash, tail_hash
 from .node import Checkpoint, Node
@@ -22,7 +24,7 @@ MEDIUM = "device"
 
 
 class EventPublisher:
-    """Computes the hashes of nodes, and publishes blocks stored in and removed from the tree."""
+    """Computes the hashes of nodes, and publishes which blocks were added to and removed from the tree."""
 
     def __init__(self, layout: PoolLayout, events: EventBus, resolve: Callable[[int], bytes]) -> None:
         self.block = layout.block_tokens
@@ -36,7 +38,7 @@ class EventPublisher:
         self.window_groups = tuple(g.index for g in windowed)
 
     def hash_before(self, node: Node) -> bytes:
-        """Return the hash of the last HASH_TOKENS unit that ends at or before the node's start."""
+        """Return the hash of the last HASH_TOKENS unit that ends at or before the start of the node."""
         return self._last_hash(node.parent) if node.parent is not None else node.root.hash
 
     def _last_hash(self, node: Node | None) -> bytes:
@@ -51,7 +53,7 @@ class EventPublisher:
         """Return the hashes of the HASH_TOKENS units that end in `node`. Computed once."""
         unhashed = []
         current = node
-        while current.parent is not None:  # upwards to the first node with a hash
+        while current.parent is not None:  # walks up to the first node that has a hash
             if self._unhashed_tokens(current):
                 unhashed.append(current)
             if current.hashes:
@@ -79,6 +81,19 @@ class EventPublisher:
             current = current.parent
         return text[-tokens * TOKEN_BYTES :]
 
+    def _tokens(self, node: Node, begin: int, end: int) -> bytes:
+        """Return the token bytes [begin, end) of a path that ends in `node`. Media tokens get ids of their content."""
+        text = bytes(node.text[max(0, begin - node.start) * TOKEN_BYTES : (end - node.start) * TOKEN_BYTES])
+        if begin < node.start:
+            text = self._text_before(node, node.start - begin) + text
+        return text if not loops.any_negative(text) else self._content_ids(text)
+
+    def _content_ids(self, text: bytes) -> bytes:
+        ids = np.frombuffer(text, "<i4").copy()
+        for media in np.unique(ids[ids < 0]).tolist():
+            ids[ids == media] = crc32(self.resolve(media)) & 0x7FFFFFFF
+        return ids.tobytes()
+
     def hash_at(self, node: Node, position: int) -> bytes:
         """Return the hash of the prefix that ends at `position` in `node`."""
         units = position // HASH_TOKENS - node.start // HASH_TOKENS
@@ -94,7 +109,7 @@ class EventPublisher:
         return tail_hash(parent, text, self.resolve)
 
     def block_hash_at(self, node: Node, position: int) -> bytes:
-        """Return `hash_at`, with the hashes of all units of the block that `position` ends."""
+        """Return `hash_at` as a BlockHash, which also has the hashes of all units of the block."""
         end = self.hash_at(node, position)
         if self.block == HASH_TOKENS:
             return end
@@ -107,18 +122,22 @@ class EventPublisher:
         return BlockHash.of([*units, end])
 
     def stored(self, node: Node, at: int) -> None:
-        """Publish that tokens of `node` from `at` on were stored."""
+        """Publish that the tokens of `node` from `at` on were stored."""
         base = node.start // HASH_TOKENS
         first, last = at // HASH_TOKENS - base, node.end // HASH_TOKENS - base
         if last > first:
             hashes = self.hashes(node)
             parent = hashes[first - 1] if first else self.hash_before(node)
-            self.events.emit(BlockStored(parent, tuple(hashes[first:last]), self.token_groups, MEDIUM))
+            text = self._tokens(node, (base + first) * HASH_TOKENS, (base + last) * HASH_TOKENS)
+            self.events.emit(
+                BlockStored(parent, tuple(hashes[first:last]), self.token_groups, MEDIUM, tokens=text)
+            )
         tail = node.end % HASH_TOKENS
         if tail:
             block_hash = self.hash_at(node, node.end)
             parent = self.hash_at(node, node.end - tail) if last else self.hash_before(node)
-            self.events.emit(BlockStored(parent, (block_hash,), self.token_groups, MEDIUM, tail))
+            text = self._tokens(node, node.end - tail, node.end)
+            self.events.emit(BlockStored(parent, (block_hash,), self.token_groups, MEDIUM, tail, text))
 
     def checkpoint_stored(self, checkpoint: Checkpoint) -> None:
         """Publish a state snapshot."""
@@ -126,25 +145,28 @@ class EventPublisher:
         block_hash = self.hash_at(node, position)
         before = (position - 1) // HASH_TOKENS * HASH_TOKENS
         parent = self.hash_at(node, before) if before > node.start else self.hash_before(node)
-        # A tail inside a longer run has pages, but its hash is resumable only with a snapshot.
+        # A partial tail inside a longer node has pages, but a prompt can resume there only with a snapshot.
         groups = self.state_groups + (self.token_groups if position % HASH_TOKENS else ())
-        self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, position % HASH_TOKENS))
+        text = self._tokens(node, before, position)
+        self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, position % HASH_TOKENS, text))
 
     def adopted(self, node: Node, missing: npt.NDArray[np.bool_]) -> None:
         """Publish window pages that were stored again."""
         for window, columns in enumerate(self.window_columns):
             rows = np.flatnonzero(missing[:, columns.start])
-            for block_hash, parent in self._row_hashes(node, rows):
-                self.events.emit(BlockStored(parent, (block_hash,), (self.window_groups[window],), MEDIUM))
+            groups = (self.window_groups[window],)
+            for block_hash, parent, end in self._row_hashes(node, rows):
+                text = self._tokens(node, end - HASH_TOKENS, end)
+                self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, tokens=text))
 
     def window_pages_dropped(self, node: Node, rows: npt.NDArray[np.intp], group: int, reason: str) -> None:
         """Publish that window pages of some rows were removed."""
-        hashes = tuple(block_hash for block_hash, _ in self._row_hashes(node, rows))
+        hashes = tuple(block_hash for block_hash, _, _ in self._row_hashes(node, rows))
         if hashes:
             self.events.emit(BlockRemoved(hashes, (group,), MEDIUM, reason))
 
-    def _row_hashes(self, node: Node, rows: npt.NDArray[np.intp]) -> list[tuple[bytes, bytes]]:
-        """Return (hash, parent) of the HASH_TOKENS units in some rows that end in the node."""
+    def _row_hashes(self, node: Node, rows: npt.NDArray[np.intp]) -> list[tuple[bytes, bytes, int]]:
+        """Return (hash, parent, end) of the HASH_TOKENS units in some rows that end in the node."""
         hashes = self.hashes(node)
         per_block = self.block // HASH_TOKENS
         skipped = node.start // HASH_TOKENS - node.start // self.block * per_block
@@ -152,11 +174,12 @@ class EventPublisher:
         for row in rows.tolist():
             for unit in range(row * per_block - skipped, (row + 1) * per_block - skipped):
                 if 0 <= unit < len(hashes):
-                    found.append((hashes[unit], hashes[unit - 1] if unit else self.hash_before(node)))
+                    parent = hashes[unit - 1] if unit else self.hash_before(node)
+                    found.append((hashes[unit], parent, (node.start // HASH_TOKENS + unit + 1) * HASH_TOKENS))
         return found
 
     def dropped(self, node: Node, end: int, reason: str) -> None:
-        """Publish that tokens of `node` from `end` on were removed."""
+        """Publish that the tokens of `node` from `end` on were removed."""
         base = node.start // HASH_TOKENS
         hashes = self.hashes(node)[end // HASH_TOKENS - base :]
         if node.end % HASH_TOKENS:
@@ -173,14 +196,16 @@ class EventPublisher:
         self.events.emit(BlockRemoved((media_hash(root, digest),), self.media_groups, MEDIUM, reason))
 
     def grown(self, node: Node) -> None:
-        """Publish the removal of a partial tail's hash, because the tail grows. A checkpoint there keeps the hash."""
+        """Publish that the hash of a partial tail is removed, because the tail grows. If a checkpoint is there, the
+        hash stays.
+        """
         if node.end % HASH_TOKENS and all(c.position != node.end for c in node.checkpoints):
             self.events.emit(
                 BlockRemoved((self.hash_at(node, node.end),), self.token_groups, MEDIUM, "grown")
             )
 
     def checkpoint_dropped(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Publish that a snapshot was removed, with the hash of its partial tail."""
+        """Publish that a snapshot was removed. If it was in a partial tail, the hash of the tail is removed, too."""
         block_hash = self.hash_at(checkpoint.node, checkpoint.position)
         inner_tail = checkpoint.position % HASH_TOKENS and checkpoint.position != checkpoint.node.end
         groups = self.state_groups + (self.token_groups if inner_tail else ())

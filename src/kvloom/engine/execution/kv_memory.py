@@ -1,8 +1,8 @@
-"""KV memory: the page pool of a model on its device, and the cache that manages it.
+"""KV memory: allocates the page pool of a model on its device, and the cache that manages it.
 
     model → layer specs, scales → layout (with images) → bytes, configured or measured → slabs → buffer and cache
 
-Refuses settings that cannot work before it allocates the buffer.
+Settings that cannot work are refused before the buffer is allocated.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CheckpointPolicy, KVCache, PoolLayout
 from kvloom.engine.config import EngineConfig
 from kvloom.kernels.memory import ElasticBuffer, allocate, elastic_buffer, granularity
@@ -25,14 +26,17 @@ from .memory_budget import MemoryBudget, measure_budget
 __all__ = ["KVMemory", "allocate_kv_memory"]
 
 MAX_TOKENS = 131072
-"""Longest sequence if the model states no limit."""
+"""Longest sequence if the model has no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """A pool: `cache` manages the pages in `buffer`.
+    """The pool of an engine. `cache` manages the pages in `buffer`.
 
-    `elastic`: the buffer's memory, if slabs can be added and removed. `limit`: most tokens of a sequence, if known. `budget`: how the size was measured. `batch_invariant`: needs special kernels."""
+    `elastic` is the memory of the buffer, if slabs can be added and removed. `limit` is the largest number of tokens
+    of a sequence, if known. `budget` states how the size was measured. `batch_invariant` states that batch-invariant
+    kernels must be used.
+    """
 
     layout: PoolLayout
     buffer: torch.Tensor
@@ -54,10 +58,8 @@ def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> K
     assert config.max_running is not None
     weight = next(model.parameters())
     if config.batch_invariant and not weight.is_cuda and weight.dtype != torch.float32:
-        raise ValueError(
-            f"batch_invariant on a CPU needs dtype float32, not {weight.dtype}: give dtype float32 (--dtype float32)"
-        )
-    batch_invariant = config.batch_invariant and weight.is_cuda  # float32 on a CPU is batch-invariant already
+        raise ValueError(refused("batch_invariant, dtype", dtype=weight.dtype))
+    batch_invariant = config.batch_invariant and weight.is_cuda  # float32 on a CPU is already batch-invariant
     spec = model_spec(
         {**model.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")},
         kv_dtype=config.kv_dtype,
@@ -101,7 +103,7 @@ def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> K
         elastic = elastic_buffer(layout, reserved, weight.device, mapped=slabs)
     buffer = allocate(layout, slabs, weight.device) if elastic is None else elastic.tensor
     name = spec.name
-    if config.tiers:  # other processes may load the pages: the hash must cover the weights
+    if config.tiers:  # other processes may load the pages, so the hash must cover the weights
         invariant = " invariant" if config.batch_invariant else ""
         name = f"{model.config.model_type} {model_fingerprint(model)}{invariant}"
         if draft is not None:  # its pages are stored with the target's
@@ -140,7 +142,9 @@ def _with_draft(spec: ModelSpec, draft: Any, config: EngineConfig) -> ModelSpec:
 
 
 def _limit(model_limit: int | None, asked: int | None) -> int | None:
-    """Return the most tokens of a sequence: `asked`, or the model's limit. Raises ValueError if `asked` exceeds the limit."""
+    """Return the largest number of tokens of a sequence: `asked`, or the model's limit. Raises ValueError if `asked`
+    exceeds the limit.
+    """
     if asked is None:
         return model_limit
     most = model_limit or MAX_TOKENS

@@ -1,9 +1,9 @@
-"""Decoder layers on a CPU in eight calls, for steps of one token a sequence.
+"""Decoder layers on a CPU in eight calls, for steps with one token per sequence.
 
     norm, one product, `cpu.attention_step` (rotation, pages, attention), a product added to x;  norm, product, gate, product
 
-A layer is replaced only if all its parts are already fused. On a CPU, call overhead takes most of a small model's
-step, mainly from modules that call modules. Other steps use the layer's previous forward.
+A layer is replaced only if all its parts are already fused. On a CPU, calls between modules take most of a small
+model's step. All other steps use the layer's previous forward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CpuDecoderLayer", "CpuNorm"]
 
 
 class CpuNorm(NamedTuple):
-    """A norm of a module; its weight is looked up at each call. `gemma` as in `fused.NormForm`."""
+    """A norm of a module. Its weight is read at each call. `gemma` has the same meaning as in `fused.NormForm`."""
 
     module: Any
     eps: float
@@ -31,7 +31,7 @@ class CpuNorm(NamedTuple):
 
 
 class CpuDecoderLayer:
-    """The forward of a decoder layer; `own` is its previous forward."""
+    """The new forward of a decoder layer. `own` is its previous forward."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""The seam into recurrent mixers: each runs once on a step's packed row, with its states in pages.
+"""Recurrent mixers on pages: each mixer runs once on the packed row of a step, with its states in pages.
 
-While a mixer runs, functions of its modeling file are replaced by kernels (`scans`), which split the row into
-sequences and read and write pages. A mixer without such functions (MiniMax) gets its own forward. This file handles
-the cache interface, not the mixers' arithmetic.
+While a mixer runs, kernels (`scans`) replace functions of its modeling file. They split the row into sequences, and
+read and write states in pages. A mixer without such functions (MiniMax) gets a new forward. This file handles the
+cache interface, not the arithmetic.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ class _Part(NamedTuple):
 
 
 class MixerSteps:
-    """A step's rows for mixers, computed on demand, once for all layers."""
+    """The rows of a step for mixers. They are computed on demand, once for all layers."""
 
     def __init__(self, batch: Batch, batch_invariant: bool = False) -> None:
-        """`batch_invariant`: states have the same bits however a sequence is split into steps
-        (`StateRows.batch_invariant`)."""
+        """`batch_invariant`: the bits of a state do not depend on how a sequence is split into steps
+        (`StateRows.batch_invariant`).
+        """
         self.batch, self.batch_invariant = batch, batch_invariant
         self._known: dict[tuple[int, int], StateRows] = {}
         self._split: dict[tuple[int, int], DraftRows] = {}
 
     def rows(self, view: LayerView) -> StateRows:
-        """Return the step's rows, with the state pages of layers in `view`'s block table."""
+        """Return the rows of the step, with the state pages of layers that share `view`'s block table."""
         of = view.group, view.run
         if of not in self._known:
             ids, fresh = self.batch.states[view.group][view.run], self._fresh
             read = ids
-            if self.batch_invariant and fresh is not None:  # applied once, not by every layer's kernel
+            if self.batch_invariant and fresh is not None:  # applied once, not by the kernel of every layer
                 read, fresh = ids.masked_fill(fresh, 0), None
             self._known[of] = StateRows(
                 self.batch.starts, read, ids, self._longest, fresh, self.batch_invariant
@@ -109,15 +110,16 @@ class MixerSteps:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Return whether a module is a recurrent mixer: it has a layer index and a convolution over tokens, or a decay."""
+    """Return whether a module is a recurrent mixer. A mixer has a layer index and a convolution over tokens, or a
+    decay.
+    """
     marks = ("conv1d", "conv", "key_decay")
     return hasattr(module, "layer_idx") and any(hasattr(module, mark) for mark in marks)
 
 
 def wrap_mixer(module: Any) -> None:
-    """Make a mixer accept packed rows; can be repeated. `Pages` in its cache argument give it its states.
-
-    Raises ModelError for a mixer of an unknown kind.
+    """Make a mixer accept packed rows. It gets its states from the `Pages` in its cache argument. Can be repeated.
+    Raises ModelError for an unknown kind of mixer.
     """
     if getattr(module, "takes_packed_rows", False):
         return

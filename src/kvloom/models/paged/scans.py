@@ -1,8 +1,9 @@
-"""Transformers' functions over a row's tokens, replaced by kernels: all rows of a step at once, states in pages.
+"""Replaces functions of transformers that run over the tokens of a row. The kernels process all rows of a step at
+once, with states in pages.
 
-Recurrent mixers call functions of their modeling file by name. While a mixer runs on `PackedStates`, those names call the
-kernels of `kernels.state`; otherwise the original functions. Each gets one packed row ([1, tokens, …] or
-[1, channels, tokens]) as if it were a new prompt.
+Recurrent mixers call functions of their modeling file by name. While a mixer runs on `PackedStates`, these names call
+the kernels of `kernels.state`; otherwise they call the original functions. Each function gets one packed row ([1,
+tokens, …] or [1, channels, tokens]), as if it were a new prompt.
 
 | modeling code calls                                      | kernel        | of                                   |
 |----------------------------------------------------------|---------------|--------------------------------------|
@@ -53,7 +54,9 @@ class DraftRows(NamedTuple):
 
 
 class PackedStates(EmptyCache):
-    """The object that a mixer gets as its cache argument: an empty cache; the kernels read the states from pages."""
+    """The object that a mixer gets as its cache argument. It acts as an empty cache, and the kernels read the states
+    from pages.
+    """
 
     def __init__(
         self, fields: dict[str, torch.Tensor], rows: StateRows, drafts: DraftRows | None = None
@@ -70,12 +73,14 @@ class PackedStates(EmptyCache):
 def takes_packed_rows(module: Any) -> bool:
     """Return whether kernels exist for every function that a mixer applies along its tokens."""
     names = vars(sys.modules[type(module).__module__])
-    recurs = hasattr(module, "A_log")  # a rate of decay
+    recurs = hasattr(module, "A_log")  # the rate of a decay
     return "causal_conv1d_fn" in names and (not recurs or any(name in names for name in _SCANS))
 
 
 def replace_functions(module: Any) -> None:
-    """Replace functions of a mixer's modeling file while it runs on `PackedStates`. Can be repeated."""
+    """Make the functions of a mixer's modeling file call kernels while the mixer runs on `PackedStates`. Can be
+    repeated.
+    """
     names = vars(sys.modules[type(module).__module__])
     for name, ours in {"causal_conv1d_fn": _conv, **_SCANS}.items():
         if name in names and not hasattr(names[name], "replaced"):
@@ -142,7 +147,7 @@ def _mamba1(
     return_last_state: bool = False,
     **_: Any,
 ) -> Any:
-    """Mamba-1: arguments are [1, channels, tokens], b and c [1, n, tokens]."""
+    """Mamba-1. Arguments are [1, channels, tokens]; b and c are [1, n, tokens]."""
     x, dt, b, c = (part[0].mT.contiguous() for part in (x, dt, b, c))
     gate = None if z is None else z[0].mT.contiguous()
     states = packed.fields["recurrent"]
@@ -170,9 +175,9 @@ def _mamba2(
     return_final_states: bool = False,
     **_: Any,
 ) -> Any:
-    """Mamba-2: x [1, tokens, heads, p], dt [1, tokens, heads], b and c [1, tokens, groups, n].
-
-    Steps are clamped for every token; transformers clamps in prompts only."""
+    """Mamba-2. x is [1, tokens, heads, p], dt [1, tokens, heads], b and c [1, tokens, groups, n]. Steps are clamped
+    for every token; transformers clamps only in prompts.
+    """
     x, dt, b, c = (part[0].contiguous() for part in (x, dt, b, c))
     gate = None if z is None else z[0].contiguous()
     limits = float(dt_limit[0]), float(dt_limit[1])
@@ -195,8 +200,9 @@ def _delta(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Delta rule: arguments are [1, tokens, heads, dim], g [1, tokens, heads] or one decay a channel, beta [1, tokens,
-    heads]."""
+    """Delta rule. Arguments are [1, tokens, heads, dim]; g is [1, tokens, heads] or has one decay per channel; beta
+    is [1, tokens, heads].
+    """
     query, key, value, g, beta = (part[0].contiguous() for part in (query, key, value, g, beta))
     states = packed.fields["recurrent"]
 
@@ -218,10 +224,9 @@ _SCANS: dict[str, Callable[..., Any]] = {
 def lightning_forward(
     module: Any, hidden: torch.Tensor, *_: Any, past_key_values: PackedStates, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    """The forward of a lightning-attention mixer, which calls no function along its tokens; hidden is [1, tokens,
-    hidden].
-
-    Each head has a fixed decay, and a state matrix of values by keys."""
+    """The forward of a lightning-attention mixer, whose modeling code has no function that a kernel could replace.
+    hidden is [1, tokens, hidden]. Each head has a fixed decay, and a state matrix of values by keys.
+    """
     qkv = module.act_fn(module.qkv_proj(hidden[0])).view(len(hidden[0]), module.num_attention_heads, -1)
     query, key, value = (part.contiguous() for part in qkv.chunk(3, -1))
     states = past_key_values.fields["lightning"]

@@ -1,4 +1,5 @@
-"""From a Hugging Face config to layer specs: what each layer stores. No torch, no weights, no network.
+"""Reads Hugging Face configs and returns layer specs: the data that each layer stores. No torch, no weights, no
+network.
 
 | file           | content                                                                  |
 |----------------|--------------------------------------------------------------------------|

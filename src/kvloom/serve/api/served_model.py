@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvloom.core import HASH_TOKENS
 from kvloom.serve.api.answers import AnswerFormats
 from kvloom.serve.errors import ApiError, engine_loading, unloading
 from kvloom.serve.metrics import Metrics, RequestObserver
@@ -21,7 +22,7 @@ __all__ = ["ServedModel"]
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """One model. `name` is its name in requests, which may also use `path`. `encoder` is None while the tokenizer loads."""
+    """One served model. Requests select it by `name` or `path`. `encoder` is None while the tokenizer loads."""
 
     name: str
     path: str
@@ -30,9 +31,9 @@ class ServedModel:
     observer: RequestObserver
     encoder: PromptEncoder | None = None
     answers: AnswerFormats = field(default_factory=AnswerFormats)
-    """How the model writes tool calls and reasoning; known once the tokenizer is loaded."""
+    """How the model writes tool calls and reasoning. Set when the tokenizer is loaded."""
     is_added: bool = False
-    """Whether the API loaded it: until it is ready, /health does not wait for it."""
+    """Whether the API loaded the model. /health ignores such a model until it is ready."""
     is_unloading: bool = False
     error: str = ""
     """Why loading failed; empty otherwise."""
@@ -51,7 +52,9 @@ class ServedModel:
         return "ok" if self.engine.is_ready and self.encoder is not None else "loading"
 
     def require_ready(self) -> tuple[Ready, PromptEncoder]:
-        """Return the engine's Ready message and the encoder. Raises ApiError while one is missing, or while unloading."""
+        """Return the engine's Ready message and the encoder. Raises ApiError while one of them is missing, or while
+        the model is unloaded.
+        """
         if self.error:
             raise ApiError(503, f"model {self.name!r} failed to load: {self.error}", "model", "load_failed")
         if self.is_unloading:
@@ -63,6 +66,27 @@ class ServedModel:
         if self.encoder is None:
             raise engine_loading()
         return self.encoder
+
+    def routing_info(self) -> dict[str, Any] | None:
+        """Return what a router needs to follow and score this model: hashes, groups, sizes, addresses of its events.
+
+        None while the model loads."""
+        facts = self.engine.info
+        if facts is None:
+            return None
+        settings = self.engine.start.settings
+        return {
+            "id": self.name,
+            "status": self.status,
+            "hash_model": facts.hash_model,
+            "hash_tokens": HASH_TOKENS,
+            "groups": [{"index": g.index, "kind": g.kind, "window": g.window} for g in facts.groups],
+            "bytes_per_token": facts.bytes_per_token,
+            "pool_bytes": facts.pool_bytes,
+            "max_tokens": facts.max_tokens,
+            "events": settings.get("kv_events"),
+            "replay": settings.get("kv_events_replay"),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return the model as an entry of /v1/models."""

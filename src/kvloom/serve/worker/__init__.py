@@ -1,4 +1,4 @@
-"""The engine process, and the API process's client of it.
+"""The engine process, and its client in the API process.
 
     engine_client.py      EngineClient: starts and restarts the engine process, exchanges messages with it
     response_stream.py    ResponseStream: the deltas of one HTTP request

@@ -1,7 +1,7 @@
-"""Runs requests on the engine: messages in, Outputs out. Independent of sockets and HTTP.
+"""Runs requests on the engine. Handles messages and returns Outputs. Does not depend on sockets and HTTP.
 
-A tenant with a quota has a separate queue. Its requests enter the engine while their maximum pages fit the quota
-together, so a tenant at its quota never blocks the queue of others.
+A tenant with a quota has a separate queue. A request enters the engine only if its largest number of pages fits into
+the quota. A tenant at its quota therefore never blocks other tenants.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ STATS_SECONDS = 0.25
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request in the engine, the tokens of each answer sent so far (-1: finished), and the time of its first token."""
+    """A request in the engine, the number of tokens sent of each answer (-1: finished), and the time of its first
+    token.
+    """
 
     message: Add
     request: Request
@@ -63,8 +65,9 @@ class _TenantQuota:
 
 
 class Worker:
-    """One engine and its requests. One thread calls it. Without `observe` it sends neither stats nor progress. Without
-    `images` it refuses requests with images."""
+    """Runs the requests of one engine. One thread calls it. Without `observe` it sends neither stats nor progress.
+    Without `images` it refuses requests with images.
+    """
 
     def __init__(
         self,
@@ -116,10 +119,13 @@ class Worker:
     @property
     def needs_polling(self) -> bool:
         """Whether `poll_idle` must be called while idle."""
-        return self.engine.offload is not None or self.engine.pool_size is not None
+        engine = self.engine
+        return engine.offload is not None or engine.pool_size is not None or engine.events is not None
 
     def poll_idle(self) -> None:
-        """Poll transfers, images, grammars and the pool's size while no step runs: stores may finish after the last token."""
+        """Poll transfers, images, grammars and the size of the pool while no step runs. Stores may finish after the
+        last token.
+        """
         self._enqueue_with_images()
         self._enqueue_compiled()
         self.engine.adjust_pool()
@@ -128,11 +134,13 @@ class Worker:
             offload.poll()
             tiers = tier_usages(offload) if self._observe else []
             self._stats_changed, self._tiers = tiers != self._tiers, tiers
+        if self.engine.events is not None:
+            self.engine.events.flush()
 
     def handle(
         self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool
     ) -> None:
-        """Carry a message out. The next step reports rejections."""
+        """Carry out a message. The next step reports rejections."""
         if isinstance(message, SnapshotRequest):
             self._snapshot_requested = True
             return
@@ -154,7 +162,7 @@ class Worker:
             self._compile_grammar(message)
 
     def step(self) -> Outputs | None:
-        """Run one engine step; return its results, or None without any."""
+        """Run one engine step. Return its results, or None if there are none."""
         progress: list[RequestProgress] = []
         self._enqueue_with_images()
         self._enqueue_compiled()
@@ -182,7 +190,7 @@ class Worker:
         return Outputs(deltas, rejected, stats, snapshot, progress, pool) if has_output else None
 
     def _progress_of_step(self, stepped: list[Request]) -> list[RequestProgress]:
-        """Return the progress of prompts that started in this step or have their first token now."""
+        """Return the progress of prompts that started in this step or got their first token."""
         awaiting = self._awaiting_first_token
         progress = [
             _progress(awaiting[r.order])
@@ -205,7 +213,7 @@ class Worker:
         return self._snapshot.json()
 
     def _take_pool_state(self) -> PoolState | None:
-        """Return the pool's size if it has changed since the last call, or was requested."""
+        """Return the size of the pool if it has changed since the last call, or if it was requested."""
         size = self.engine.pool_size
         if size is None or not self._pool_changed:
             return None
@@ -214,13 +222,13 @@ class Worker:
         return PoolState(size.pool_bytes, target, self.max_tokens, self._resize_number)
 
     def _share(self, share_bytes: int) -> None:
-        """Let requests wait for a growth of the pool to its share of memory."""
+        """Let requests wait until the pool has grown to its share of memory."""
         self._share_bytes = share_bytes
         self.engine.scheduler.reachable_slabs = share_bytes // self.engine.layout.slab_bytes
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of one request: those that fit the pool, or the pool's share of memory."""
+        """The largest number of tokens of one request that fits into the pool, or into the pool's share of memory."""
         pool_bytes = self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
         return max_request_tokens(self.engine, self._share_bytes or pool_bytes)
 
@@ -230,7 +238,7 @@ class Worker:
         return bool(self._compiling) or bool(self._images)
 
     def _prepare_images(self, message: Add) -> None:
-        """Queue a request once its images are decoded. Another thread decodes; steps do not wait."""
+        """Queue a request after its images are decoded. Another thread decodes them, and steps do not wait."""
         if self._images is None:
             self._reject(message.id, ValueError("messages: this model accepts no images: send text"))
             return
@@ -250,7 +258,7 @@ class Worker:
                 self._compile_grammar(message)
 
     def _compile_grammar(self, message: Add) -> None:
-        """Queue a request once its grammar is compiled. Other processes compile; steps do not wait."""
+        """Queue a request after its grammar is compiled. Other processes compile it, and steps do not wait."""
         try:
             grammar = self.engine.begin_grammar(message.params, message.tenant)
         except ValueError as error:
@@ -292,7 +300,11 @@ class Worker:
         if quota is None:
             self._add(message, 0)
             return
-        reserved_bytes = self._bytes_needed(message)
+        reserved_bytes, length = self._bytes_needed(message), len(message.prompt) + message.params.max_tokens
+        if reserved_bytes > quota.quota and self.engine.scheduler.runs_cold(
+            length, message.tenant, quota.quota
+        ):
+            reserved_bytes = quota.quota  # the rest is in host memory
         if reserved_bytes > quota.quota:
             why = (
                 f"{len(message.prompt)} prompt tokens and up to {message.params.max_tokens} output tokens need {reserved_bytes:,} "
@@ -318,7 +330,7 @@ class Worker:
         session = None if message.session is None else _session_key(message.tenant, message.session)
         control = CacheControl(
             tenant=message.tenant,
-            adapter=message.salt,  # salts the block hashes like an adapter; pages count for the tenant
+            salt=message.salt,
             store=message.store,
             read=message.read,
             session=session,
@@ -334,6 +346,7 @@ class Worker:
                 text=self.engine.tokenizer is not None,
                 images=images,
                 grammar=None if structure is None else structure.grammar,
+                resume=message.resume,
             )
         except ValueError as error:
             self._reject(message.id, error)
@@ -373,14 +386,16 @@ class Worker:
             self._admit(quota)
 
     def _bytes_needed(self, message: Add) -> int:
-        """Return the most pool bytes that a prompt and its answers can use. Answers share the prompt's full blocks."""
+        """Return the largest number of pool bytes that a prompt and its answers can use. Answers share the full
+        blocks of the prompt.
+        """
         layout = self.engine.layout
         more, samples = message.params.max_tokens, message.params.samples
         first = layout.slab_bytes_for(len(message.prompt) + more)
         return first + (samples - 1) * layout.slab_bytes_for(more + layout.block_tokens)
 
     def _collect_deltas(self, one: _OpenRequest, deltas: list[Delta]) -> bool:
-        """Append the new deltas of a request; return whether all its answers have finished."""
+        """Append the new deltas of a request. Return whether all its answers have finished."""
         answers = one.request.family
         if one.message.stream:
             for index, answer in enumerate(answers):
@@ -432,7 +447,7 @@ class Worker:
         )
 
     def _mark_reported(self) -> None:
-        """Clear the change flag once the engine is idle."""
+        """Clear the change flag when the engine is idle."""
         self._stats_changed = self._stats_changed and self.engine.busy
 
 
@@ -456,23 +471,26 @@ def _progress(one: _OpenRequest) -> RequestProgress:
     )
 
 
-def max_request_tokens(engine: Engine, pool_bytes: int) -> int:
-    """Return the most tokens of one request that the model and `pool_bytes` allow."""
+def max_request_tokens(engine: Engine, pool_bytes: int, tenant: str = "") -> int:
+    """Return the most tokens of one request that the model, `pool_bytes` and host memory for cold pages allow."""
     low, high = 1, engine.cache.max_tokens
     while low < high:
         middle = (low + high + 1) // 2
         fits = engine.layout.slab_bytes_for(middle) <= pool_bytes
+        fits = fits or engine.scheduler.runs_cold(middle, tenant, pool_bytes)
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 
 
 def _output_tokens(request: Request) -> int:
-    """Return the tokens of all answers to a prompt so far."""
+    """Return the number of output tokens of all answers to a prompt so far."""
     return sum(answer.output_count for answer in request.family)
 
 
 def _prompt_tokens(request: Request) -> int | None:
-    """Return the prompt tokens of a request with images; for others, the API process knows them."""
+    """Return the number of prompt tokens of a request with images, else None. The API process counts the tokens of
+    other requests.
+    """
     return None if request.images is None else len(request.prompt)
 
 

@@ -1,0 +1,237 @@
+"""Which worker has which blocks, and in which medium. Filled from events; restart and loss cost hits, never correctness.
+
+    prompt hashes ──▶ HashIndex of GPU ──▶ | HashIndex of CPU ──▶ | …        one index per medium, one place per worker
+                                           each step adds a farther medium
+
+Three sources share the indexes' form: events, expectations (a request is on its way, so its blocks will be there), and, for
+workers without events, the requests that were sent to them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvloom.core import (
+    HASH_BYTES,
+    HASH_TOKENS,
+    Field,
+    HashIndex,
+    LayerSpec,
+    PageGroup,
+    Visibility,
+    hash_chain,
+    token_bytes,
+)
+from kvloom.events_wire import (
+    GPU,
+    MEDIA,
+    AllBlocksCleared,
+    BlockStored,
+    EventBatch,
+    WireHash,
+    wire_hash,
+    wire_hashes,
+)
+
+__all__ = ["FleetIndex", "Group", "WorkerBlocks"]
+
+MAIN_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
+"""Kinds of groups that every prompt token needs."""
+MAX_EXPECTED = 200_000
+"""Blocks of requests on their way, per worker; also the assumed cache of a worker without events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A layer group of the model: index, kind (full, sliding, chunked, state) and window."""
+
+    index: int = 0
+    kind: str = "full"
+    window: int = 0
+
+    def page_group(self) -> PageGroup:
+        """Return the group in the form that the hash index reads."""
+        unit, visibility = ("state", Visibility("full")) if self.kind == "state" else ("token", Visibility(self.kind, self.window))  # fmt: skip
+        spec = LayerSpec(unit, (Field("kv", (1,), "int8"),), visibility)  # type: ignore[arg-type]
+        return PageGroup(self.index, spec, (), HASH_TOKENS, 1, 0, 1, 1)
+
+
+@dataclass(slots=True)
+class WorkerBlocks:
+    """One worker's part of the index.
+
+    `trusts_hashes`: its block hashes are those of `kvloom.core`. Otherwise (vLLM) they are only names: the router hashes the
+    tokens itself, below `root`. `names` maps a foreign hash to the router's hashes of the same block."""
+
+    number: int
+    trusts_hashes: bool = True
+    root: bytes = bytes(HASH_BYTES)
+    has_events: bool = False
+    names: dict[WireHash, list[bytes]] = field(default_factory=dict)
+    expected: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """Blocks of requests that were sent to it, oldest first."""
+
+
+class FleetIndex:
+    """The blocks of all workers that serve one model. Not thread-safe."""
+
+    def __init__(self, groups: Sequence[Group] = (Group(),)) -> None:
+        self.groups = tuple(groups)
+        pages = [group.page_group() for group in groups]
+        self._known = {group.index for group in groups}
+        self._media: dict[str, HashIndex[int]] = {medium: HashIndex(pages, False) for medium in MEDIA}
+        self._expected: HashIndex[int] = HashIndex([Group().page_group()], False)
+        self._workers: dict[str, WorkerBlocks] = {}
+        self._free: list[int] = []
+        self._names: list[str] = []
+        """Workers by number; "" for a number that is free."""
+
+    def __len__(self) -> int:
+        return sum(len(index) for index in self._media.values())
+
+    @property
+    def workers(self) -> Iterable[str]:
+        return self._workers.keys()
+
+    def add(self, worker: str, trusts_hashes: bool = True, root: bytes = bytes(HASH_BYTES)) -> None:
+        """Add a worker without blocks. One that is known stays as it is."""
+        if worker in self._workers:
+            return
+        if self._free:
+            number = self._free.pop()
+            self._names[number] = worker
+        else:
+            number = len(self._names)
+            self._names.append(worker)
+        for index in (*self._media.values(), self._expected):
+            assert index.add_place(str(number)) == number
+        self._workers[worker] = WorkerBlocks(number, trusts_hashes, root)
+
+    def remove(self, worker: str) -> Iterator[None]:
+        """Remove a worker, in steps: iterate to the end. `lengths` leaves it out from the first step on."""
+        blocks = self._workers.pop(worker, None)
+        if blocks is not None:
+            self._names[blocks.number] = ""
+            for index in (*self._media.values(), self._expected):
+                yield from index.forgetting(str(blocks.number))
+            self._free.append(blocks.number)
+
+    def apply(self, worker: str, batch: EventBatch) -> None:
+        """Apply a batch of a worker's events. About 0.3 µs per block."""
+        blocks = self._workers.get(worker)
+        if blocks is None:
+            return
+        place = str(blocks.number)
+        blocks.has_events = True
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self.clear(worker)
+                continue
+            index = self._media.get(event.medium or GPU, self._media["STORAGE"])
+            if isinstance(event, BlockStored):
+                group = self._group(event.group_idx, event.kv_cache_spec_kind, blocks)
+                if group is None:
+                    continue
+                if not blocks.trusts_hashes:
+                    self._store_foreign(index, blocks, event)
+                    continue
+                hashes = _integers(event.block_hashes)
+                parent = event.parent_block_hash
+                tail = event.block_size if event.block_size < HASH_TOKENS else 0
+                index.stored(0 if parent is None else _integer(parent), hashes, (group,), place, tail)
+            else:
+                if not blocks.trusts_hashes:
+                    for name in event.block_hashes:
+                        index.dropped(wire_hashes(blocks.names.pop(name, [])), (0,), place)
+                    continue
+                removed = event.group_idx
+                groups = self._known if removed is None else {removed} & self._known
+                if groups:
+                    index.dropped(_integers(event.block_hashes), groups, place)
+
+    def _group(self, index: int | None, kind: str | None, blocks: WorkerBlocks) -> int | None:
+        """Return the group of an event; None if it is not followed. Of foreign workers, the main group only."""
+        if blocks.trusts_hashes:
+            index = index or 0
+            return index if index in self._known else None
+        return 0 if kind in MAIN_KINDS else None
+
+    def _store_foreign(self, index: HashIndex[int], blocks: WorkerBlocks, event: BlockStored) -> None:
+        """Hash the tokens of a foreign event. Blocks of unknown parents, and sizes that are no multiple of 16, are left out."""
+        above = event.parent_block_hash
+        known = blocks.root if above is None else (blocks.names.get(above) or [b""])[-1]
+        units, rest = divmod(event.block_size, HASH_TOKENS)
+        tokens = event.tokens
+        if not known or rest or not units or len(tokens) != event.block_size * len(event.block_hashes):
+            return
+        root = _adapted(known, event.lora_name) if above is None else known
+        chain = hash_chain(root, token_bytes(tokens))
+        for at, name in enumerate(event.block_hashes):
+            blocks.names[name] = chain[at * units : (at + 1) * units]
+        index.stored(wire_hash(root), wire_hashes(chain), (0,), str(blocks.number))
+
+    def clear(self, worker: str) -> None:
+        """Forget the blocks of a worker (it restarted, or its events were lost). O(blocks of all workers)."""
+        blocks = self._workers[worker]
+        blocks.names.clear()
+        for index in self._media.values():
+            if len(index):
+                index.forget(str(blocks.number))
+
+    def expect(self, worker: str, hashes: Sequence[int]) -> None:
+        """Record that a worker will have these blocks soon: a request was sent to it."""
+        blocks = self._workers.get(worker)
+        if blocks is None or not hashes:
+            return
+        order, place = blocks.expected, str(blocks.number)
+        self._expected.stored(0, hashes, (0,), place)
+        for hash_ in hashes:
+            order[hash_] = None
+            order.move_to_end(hash_)
+        while len(order) > MAX_EXPECTED:
+            self._expected.dropped([order.popitem(last=False)[0]], (0,), place)
+
+    def arrived(self, worker: str, hashes: Iterable[int]) -> None:
+        """End an expectation: from now on the worker's events decide. Without events the blocks stay expected."""
+        blocks = self._workers.get(worker)
+        if blocks is not None and blocks.has_events:
+            gone = [hash_ for hash_ in hashes if blocks.expected.pop(hash_, 0) is None]
+            self._expected.dropped(gone, (0,), str(blocks.number))
+
+    def lengths(self, hashes: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Return how many tokens of a prompt each worker can resume: from the GPU, with host memory, with disk, with stores.
+
+        The values never decrease. Cost: see `HashIndex.lengths`."""
+        gpu = self._media[GPU]
+        bits = gpu.bits(hashes)
+        step = gpu.lengths(bits)
+        steps = [step]
+        for medium in MEDIA[1:]:
+            index = self._media[medium]
+            if len(index):
+                bits = [a | b for a, b in zip(bits, index.bits(hashes), strict=True)]
+                step = gpu.lengths(bits)
+            steps.append(step)
+        if len(self._expected):
+            soon = self._expected.lengths(self._expected.bits(hashes))
+            steps = [list(map(max, step, soon)) for step in steps]
+        found: dict[str, tuple[int, ...]] = dict(zip(self._names, zip(*steps, strict=True), strict=True))
+        found.pop("", None)
+        return found
+
+
+def _adapted(root: bytes, adapter: str | None) -> bytes:
+    """Return the root of a foreign worker's adapter."""
+    return root if not adapter else hash_chain(root, adapter.encode().ljust(64, b"\0")[:64])[0]
+
+
+def _integer(hash_: WireHash) -> int:
+    return hash_ if isinstance(hash_, int) else wire_hash(hash_)
+
+
+def _integers(hashes: list[WireHash]) -> list[int]:
+    if hashes and isinstance(hashes[0], int):
+        return hashes  # type: ignore[return-value]
+    return [_integer(hash_) for hash_ in hashes]

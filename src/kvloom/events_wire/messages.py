@@ -1,0 +1,161 @@
+"""The messages: events as msgpack, and block hashes as they travel.
+
+vLLM 0.32 writes an event as a map with the key `type`; earlier versions write an array with the name first. This module
+writes maps and reads both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvloom.core import HASH_BYTES
+
+__all__ = [
+    "GPU",
+    "MEDIA",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "EventBatch",
+    "EventDecoder",
+    "WireEvent",
+    "WireHash",
+    "encode_batch",
+    "raw_tokens",
+    "wire_hash",
+    "wire_hashes",
+]
+
+GPU = "GPU"
+MEDIA = (GPU, "CPU", "DISK", "STORAGE")
+"""Media by distance: device pool, host memory, local disk, a store that workers share."""
+WireHash = int | bytes
+_NO_TOKENS = msgspec.Raw(msgspec.msgpack.encode([]))
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen=True):
+    """Pages of group `group_idx` were stored for `block_hashes`, a chain below `parent_block_hash` (None: a first block).
+
+    `token_ids` is msgpack of all tokens, `block_size` per hash; readers that trust the hashes do not decode it. A hash
+    with fewer tokens is a partial tail."""
+
+    block_hashes: list[WireHash]
+    parent_block_hash: WireHash | None
+    token_ids: msgspec.Raw
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids. Decodes them."""
+        return msgspec.msgpack.decode(self.token_ids, type=list[int])
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen=True):
+    """Pages of group `group_idx` (None: of all groups) were removed from `medium`."""
+
+    block_hashes: list[WireHash]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen=True):
+    """The worker has no pages any more. Also the first event of a snapshot."""
+
+
+WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """The events of one step."""
+
+    ts: float
+    events: list[WireEvent]
+    data_parallel_rank: int | None = None
+
+
+def _array_form(kind: type[Any]) -> type[Any]:
+    """Return the array form of an event, which vLLM wrote before version 0.32."""
+    fields = [
+        (field.name, field.type)
+        if field.default is msgspec.NODEFAULT
+        else (field.name, field.type, field.default)
+        for field in msgspec.structs.fields(kind)
+    ]
+    return msgspec.defstruct(kind.__name__, fields, tag=kind.__name__, array_like=True, gc=False)
+
+
+_KINDS: dict[str, type[Any]] = {one.__name__: one for one in (BlockStored, BlockRemoved, AllBlocksCleared)}
+_ARRAYS: Any = tuple(map(_array_form, _KINDS.values()))
+
+
+class _ArrayBatch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_ARRAYS[0] | _ARRAYS[1] | _ARRAYS[2]]
+    data_parallel_rank: int | None = None
+
+
+class EventDecoder:
+    """Reads the batches of one publisher. Remembers which encoding it uses."""
+
+    def __init__(self) -> None:
+        self._maps = msgspec.msgpack.Decoder(EventBatch)
+        self._arrays = msgspec.msgpack.Decoder(_ArrayBatch)
+        self._reads_arrays = False
+
+    def decode(self, payload: bytes) -> EventBatch:
+        """Return a batch. Raises msgspec.DecodeError for another message."""
+        if self._reads_arrays:
+            return self._from_arrays(payload)
+        try:
+            return self._maps.decode(payload)
+        except msgspec.ValidationError:
+            batch = self._from_arrays(payload)
+        self._reads_arrays = bool(batch.events)
+        return batch
+
+    def _from_arrays(self, payload: bytes) -> EventBatch:
+        found = self._arrays.decode(payload)
+        events = [_KINDS[type(event).__name__](*msgspec.structs.astuple(event)) for event in found.events]
+        return EventBatch(found.ts, events, found.data_parallel_rank)
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_batch(batch: EventBatch) -> bytes:
+    """Return the payload of a batch."""
+    return _encoder.encode(batch)
+
+
+def raw_tokens(tokens: bytes) -> msgspec.Raw:
+    """Return token bytes as msgpack."""
+    return msgspec.Raw(_encoder.encode(np.frombuffer(tokens, "<i4").tolist())) if tokens else _NO_TOKENS
+
+
+def wire_hash(block_hash: bytes) -> int:
+    """Return a block hash as a signed 64-bit integer: its first eight bytes."""
+    return int.from_bytes(block_hash[:8], "little", signed=True)
+
+
+def wire_hashes(hashes: Sequence[bytes]) -> list[int]:
+    """Return `wire_hash` of each. About 30 ns per hash."""
+    if not hashes:
+        return []
+    words: list[int] = np.frombuffer(b"".join(hashes), "<i8")[:: HASH_BYTES // 8].tolist()
+    return words

@@ -1,0 +1,52 @@
+"""Addresses of a worker's events. Needs no package beyond the standard library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+__all__ = ["EventSettings", "offset_port"]
+
+
+@dataclass(frozen=True, slots=True)
+class EventSettings:
+    """Where a worker publishes. `endpoint` and `replay` are ZMQ addresses to bind, such as tcp://127.0.0.1:5557.
+
+    `hashes`: "int64" sends signed 64-bit integers, which Dynamo's indexer needs; "bytes" sends whole hashes."""
+
+    endpoint: str
+    replay: str | None = None
+    hashes: Literal["int64", "bytes"] = "int64"
+    topic: str = ""
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name, address in (("kv_events", self.endpoint), ("kv_events_replay", self.replay)):
+            if address is not None and not _is_address(address):
+                raise ValueError(
+                    f"{name} {address!r} is not an address like tcp://127.0.0.1:5557 or ipc:///run/e"
+                )
+        if self.hashes not in ("int64", "bytes"):
+            raise ValueError(f"kv_events_hashes {self.hashes!r} is not one of int64, bytes")
+
+
+def _is_address(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        return bool(
+            (parts.scheme == "tcp" and parts.hostname and parts.port is not None)
+            or (parts.scheme in ("ipc", "inproc") and (parts.netloc or parts.path))
+        )
+    except ValueError:
+        return False
+
+
+def offset_port(address: str | None, offset: int) -> str | None:
+    """Return an address with its port raised by `offset`; another transport gets a suffix. As vLLM does for ranks."""
+    if address is None or not offset:
+        return address
+    if not address.startswith("tcp://"):
+        return f"{address}_{offset}"
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + offset}"

@@ -1,0 +1,173 @@
+"""Follows the events of one worker: the router's side.
+
+    batch n+1 after n      apply
+    batch beyond n+1       a gap: ask the replay socket for n+1 …; a snapshot if they are gone; else forget the worker
+    batch n or older       a duplicate: ignore
+    an old sequence with a later time    the worker restarted: snapshot
+    first contact          snapshot, because the worker may have pages already
+
+The index is never wrong for correctness: a stale entry costs a recomputed prefix, not a wrong token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from .messages import AllBlocksCleared, EventBatch, EventDecoder
+from .publisher import END, SNAPSHOT
+
+__all__ = ["Followed", "Subscriber"]
+
+log = logging.getLogger("kvloom.events")
+REPLAY_SECONDS = 5.0
+BATCHES_PER_TURN = 64
+"""Batches applied before other work of the event loop gets a turn."""
+
+
+@dataclass(slots=True)
+class Followed:
+    """Counts of one followed worker. `is_synced`: the index has what the worker has."""
+
+    batches: int = 0
+    events: int = 0
+    gaps: int = 0
+    replays: int = 0
+    snapshots: int = 0
+    invalid: int = 0
+    is_synced: bool = False
+
+
+class Subscriber:
+    """Follows one worker until cancelled: `await Subscriber(...).run()`. `apply` gets each batch, in order.
+
+    `apply` of a batch with AllBlocksCleared must forget the worker's pages. Does not raise for invalid messages."""
+
+    def __init__(
+        self, endpoint: str, replay: str | None, apply: Callable[[EventBatch], None], topic: str = ""
+    ) -> None:
+        self.counts = Followed()
+        self._endpoint, self._replay, self._apply, self._topic = endpoint, replay, apply, topic
+        self._decoder = EventDecoder()
+        self._last: int | None = None
+        self._last_at = 0.0
+
+    async def run(self) -> None:
+        import zmq
+        import zmq.asyncio
+
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.SUB)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt_string(zmq.SUBSCRIBE, self._topic)
+        socket.connect(self._endpoint)
+        try:
+            await self._resync(context)
+            while True:
+                frames = await socket.recv_multipart()
+                for _ in range(BATCHES_PER_TURN):
+                    await self._take(context, frames)
+                    try:
+                        frames = await socket.recv_multipart(zmq.NOBLOCK)
+                    except zmq.Again:
+                        break
+                await asyncio.sleep(0)
+        finally:
+            context.destroy(linger=0)
+
+    async def _take(self, context: Any, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[1]) != 8:
+            self.counts.invalid += 1
+            return
+        sequence = int.from_bytes(frames[1], "big")
+        last = self._last
+        if sequence == (0 if last is None else last + 1):
+            self._deliver(sequence, frames[2])
+        elif last is not None and sequence <= last and not self._is_newer(frames[2]):
+            return  # a duplicate after a replay or snapshot
+        else:
+            self.counts.gaps += last is not None
+            is_restart = last is not None and sequence <= last
+            if is_restart or not await self._fill(context, sequence):
+                await self._resync(context)
+                if self._last is None or sequence == self._last + 1:
+                    self._deliver(sequence, frames[2])
+            elif self._last is not None and sequence == self._last + 1:
+                self._deliver(sequence, frames[2])
+
+    def _is_newer(self, payload: bytes) -> bool:
+        """Return whether a batch is younger than the last one: then the worker has restarted."""
+        try:
+            return self._decoder.decode(payload).ts > self._last_at
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
+
+    async def _fill(self, context: Any, sequence: int) -> bool:
+        """Replay the batches before `sequence`. Returns False if some of them are gone."""
+        if self._last is None:
+            return False
+        first = self._last + 1
+        parts = await self._ask(context, first.to_bytes(8, "big"))
+        if not parts or parts[0][0] != first:
+            return False
+        self.counts.replays += 1
+        for number, payload in parts:
+            if number == self._last + 1:
+                self._deliver(number, payload)
+        return self._last + 1 >= sequence
+
+    async def _resync(self, context: Any) -> None:
+        """Replace what the index has of this worker by a snapshot. vLLM has none: past batches stand in."""
+        self.counts.is_synced = False
+        self._last = None
+        self._apply(EventBatch(0.0, [AllBlocksCleared()]))
+        parts = await self._ask(context, SNAPSHOT)
+        if parts and parts[0][1]:
+            self.counts.snapshots += 1
+            for number, payload in parts:
+                self._deliver(number, payload)
+        else:
+            past = await self._ask(context, (0).to_bytes(8, "big"))
+            for number, payload in past or []:
+                self._deliver(number, payload)
+        self.counts.is_synced = True
+
+    def _deliver(self, sequence: int, payload: bytes) -> None:
+        self._last = sequence
+        try:
+            batch = self._decoder.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.counts.invalid += 1
+            log.warning("an event batch of %s is invalid: %s", self._endpoint, error)
+            return
+        self._last_at = max(self._last_at, batch.ts)
+        self.counts.batches += 1
+        self.counts.events += len(batch.events)
+        self._apply(batch)
+
+    async def _ask(self, context: Any, start: bytes) -> list[tuple[int, bytes]] | None:
+        """Return the messages of a replay; None without a replay socket or an answer."""
+        import zmq
+
+        if self._replay is None:
+            return None
+        socket = context.socket(zmq.DEALER)
+        socket.connect(self._replay)
+        parts: list[tuple[int, bytes]] = []
+        try:
+            async with asyncio.timeout(REPLAY_SECONDS):
+                await socket.send_multipart((b"", start))
+                while True:
+                    frames = await socket.recv_multipart()
+                    if len(frames) != 3 or frames[1] == END:
+                        return parts
+                    parts.append((int.from_bytes(frames[1], "big"), frames[2]))
+        except TimeoutError:
+            return None
+        finally:
+            socket.close(linger=0)
