@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvloom.engine import Engine, OffloadConfig, SamplingParams
-from kvloom.engine.speculation import DraftedRequest, TokenIndex
+from kvloom.engine.speculation import Controller, DraftedRequest, TokenIndex
 from kvloom.models.paged import Work
 from kvloom.tiers.transfers import TransferConfig
 from tests.engine.made_tokenizers import byte_level
@@ -479,3 +479,38 @@ def test_draft_models_that_cannot_work_are_refused(tmp_path: Path) -> None:
         make_engine(model, 1 << 22, speculate=save_draft(tmp_path / "b", vocab_size=32))
     with pytest.raises(ValueError, match="speculate 'sometimes' is not off, auto"):
         make_engine(model, 1 << 22, speculate="sometimes")
+
+
+def decided(slope: float, chance: float, requests: int, steps: int = 400) -> tuple[Controller, float, int]:
+    """Return a controller, the drafts per request and the steps with drafts, after steps that take 1 + slope * tokens ms."""
+    rng, controller = random.Random(1), Controller()
+    known: list[dict[str, float]] = [{} for _ in range(requests)]
+    drafts = with_drafts = 0
+    for _ in range(steps):
+        controller.step_begins()
+        lengths = [0] * requests
+        if controller.wants_drafts:
+            chances = [controller.acceptance.of(one, "x") for one in known]
+            lengths = controller.lengths("x", chances, [16] * requests, 512, 0)
+        for one, length in zip(known, lengths, strict=True):
+            accepted = next((i for i in range(length) if rng.random() > chance), length)
+            if length:
+                controller.acceptance.observe(one, "x", length, accepted)
+        controller.observe_step(requests + sum(lengths), 1e-3 * (1 + slope * (requests + sum(lengths))))
+        drafts += sum(lengths)
+        with_drafts += any(lengths)
+    return controller, drafts / (steps * requests), with_drafts
+
+
+def test_the_controller_follows_acceptance_and_cost() -> None:
+    cheap, many, _ = decided(slope=0.02, chance=0.95, requests=1)
+    assert many > 8
+    assert cheap.reasons["x"].startswith("on: ")
+    _, few, _ = decided(slope=0.02, chance=0.5, requests=1)
+    assert 0.5 < few < many / 2
+    saturated, _, tried = decided(slope=1.0, chance=0.6, requests=64)
+    assert saturated.reasons["x"].startswith("off: 64 requests")
+    assert tried < 15
+    useless, _, tried = decided(slope=0.3, chance=0.02, requests=4)
+    assert useless.reasons["x"].startswith("off: ")
+    assert tried < 40

@@ -5,8 +5,11 @@ must be the same. The prompts are made from Python's standard library:
 
 | case      | prompt                                                        | output                         |
 |-----------|---------------------------------------------------------------|--------------------------------|
-| continue  | the beginning of a module                                     | more of it                     |
-| edit      | a part of a module, then the beginning of its edited copy      | the rest of the copy           |
+| continue  | the beginning of a module                                     | what the model writes          |
+| edit      | a part of a module                                            | the same with renamed names    |
+
+The embedded models are too small to edit a text. In the case "edit", the sampler's choice is replaced by the edited
+text; model and drafts do the same work as for a model that edits.
 """
 
 from __future__ import annotations
@@ -60,44 +63,63 @@ class Row:
     decision: str
 
 
-def prompts(case: str, count: int, tokenizer: Any) -> list[list[int]]:
-    """Return prompts as token ids, each from another module."""
+def prompts(case: str, count: int, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """Return prompts and forced outputs (empty: the model's own) as token ids, each from another module."""
     found = []
     for name in MODULES[:count]:
         text = inspect.getsource(import_module(name))
-        ids = tokenizer(text)["input_ids"][:1200]
         if case == "edit":
-            part = tokenizer(text)["input_ids"][200:500]
-            edited = tokenizer(tokenizer.decode(part).replace("self", "this"))["input_ids"]
+            part = text[2000:4400]
+            edited = (
+                part.replace("self", "this").replace("item", "entry").replace("    return ", "    result = ")
+            )
             found.append(
-                [
-                    *part,
-                    *tokenizer("\n\n# edited copy\n")["input_ids"],
-                    *part,
-                    *tokenizer("\n\n")["input_ids"],
-                    *edited[:60],
-                ]
+                (tokenizer(part)["input_ids"], tokenizer(edited, add_special_tokens=False)["input_ids"])
             )
         else:
-            found.append(ids[:300])
+            found.append((tokenizer(text[:1200])["input_ids"], []))
     return found
+
+
+def force(engine: Any, outputs: dict[tuple[int, ...], list[int]]) -> None:
+    """Replace the tokens that the sampler of an engine chooses by given outputs, by prompt."""
+    import torch
+
+    choose = engine.sampler.choose
+
+    @torch.inference_mode()
+    def forced(logits: Any, requests: Sequence[Any], counts: Sequence[int]) -> Any:
+        found = choose(logits, requests, counts)
+        for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            output = outputs.get(tuple(request.prompt), [])
+            if count < len(output):
+                found.tokens[row] = output[count]
+        return found
+
+    engine.sampler.choose = forced
 
 
 def generate(
     engine: Any, asked: Sequence[Sequence[int]], tokens: int, together: bool
 ) -> tuple[float, list[Any]]:
-    """Run prompts one after the other, or together; return the seconds and the requests."""
+    """Run prompts one after the other, or together. Return decoded tokens per second, without prompts, and the requests."""
     from kvloom.core import CacheControl
     from kvloom.engine import SamplingParams
 
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-    requests, started = [], time.perf_counter()
-    for ids in asked:
-        requests.append(engine.add(ids, params, CacheControl(store=False, read=False)))
-        if not together:
-            engine.run()
-    engine.run()
-    return time.perf_counter() - started, requests
+    requests: list[Any] = []
+    seconds, decoded = 0.0, 0
+    for batch in [list(asked)] if together else [[ids] for ids in asked]:
+        running = [engine.add(ids, params, CacheControl(store=False, read=False)) for ids in batch]
+        while not all(one.output_count for one in running):
+            engine.step()
+        decoded -= sum(one.output_count for one in running)
+        started = time.perf_counter()
+        engine.run()
+        seconds += time.perf_counter() - started
+        decoded += sum(one.output_count for one in running)
+        requests += running
+    return decoded / seconds, requests
 
 
 def measure(args: Any, case: str, streams: int, speculate: str) -> Row:
@@ -107,13 +129,16 @@ def measure(args: Any, case: str, streams: int, speculate: str) -> Row:
     settings: dict[str, Any] = {"pool_bytes": 1 << 28, "threads": args.threads, "device": args.device}
     llms = [LLM(args.model, speculate=how, **settings) for how in ("off", speculate)]
     asked = prompts(case, streams if streams > 1 else args.prompts, llms[0].tokenizer)
+    if case == "edit":
+        for llm in llms:
+            force(llm.engine, {tuple(ids): output for ids, output in asked})
     rates: list[list[float]] = [[], []]
     requests: list[list[Any]] = [[], []]
     for turn in range(args.rounds + 1):
         for i in (0, 1) if turn % 2 else (1, 0):
-            seconds, requests[i] = generate(llms[i].engine, asked, args.tokens, streams > 1)
+            rate, requests[i] = generate(llms[i].engine, [ids for ids, _ in asked], args.tokens, streams > 1)
             if turn:  # the first round warms up
-                rates[i].append(len(asked) * args.tokens / seconds)
+                rates[i].append(rate)
         if [one.tokens for one in requests[0]] != [one.tokens for one in requests[1]]:
             raise RuntimeError(f"{case}: tokens with speculation {speculate} differ from those without")
     speculation = llms[1].engine.speculation

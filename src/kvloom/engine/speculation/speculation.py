@@ -35,6 +35,8 @@ class SpeculationStats:
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     proposing_seconds: float = 0.0
+    seconds_saved: float = 0.0
+    """Estimate: the time that plain steps would have taken for the same tokens, less the time of steps with drafts."""
 
     def count(self, drafted: int, accepted: int) -> None:
         """Count one verified draft."""
@@ -62,6 +64,7 @@ class Speculation:
         self.stats = SpeculationStats()
         self.controller: Controller | None = Controller()
         """Decides the length of drafts; None: always the longest."""
+        self._new_tokens = 0  # of the last finished step
         self._proposing = 0.0  # seconds of proposers since the last finished step
         self._proposed_by: dict[int, Proposer] = {}  # of the drafts in the last step, by request
 
@@ -174,9 +177,13 @@ class Speculation:
 
     def observe_step(self, work: Sequence[tuple[DraftedRequest, Work]], seconds: float) -> None:
         """Learn the time of a finished step if it had no prompts. `seconds` include those of the proposers."""
-        seconds, self._proposing = seconds - self._proposing, 0.0
-        if self.controller is not None and all(part.new_tokens == 1 for _, part in work):
-            self.controller.observe_step(sum(len(part.tokens) for _, part in work), seconds)
+        own, self._proposing = seconds - self._proposing, 0.0
+        if self.controller is None or not all(part.new_tokens == 1 for _, part in work):
+            return
+        self.controller.observe_step(sum(len(part.tokens) for _, part in work), own)
+        if any(part.drafts for _, part in work) and self.controller.costs.knows(len(work)):
+            plain = self.controller.costs.seconds(len(work))
+            self.stats.seconds_saved += self._new_tokens / len(work) * plain - seconds
 
     def step_verified(
         self, requests: Sequence[DraftedRequest], before: Sequence[int], drafts: Sequence[Draft]
@@ -185,6 +192,7 @@ class Speculation:
 
         `before` are the tokens of each request before the step; `drafts` is empty for a step without drafts."""
         self.stats.steps += bool(drafts)
+        self._new_tokens = sum(map(len, (request.tokens for request in requests))) - sum(before)
         for place, draft in enumerate(drafts):
             request, drafted = requests[place], len(draft.tokens)
             added = len(request.tokens) - before[place]
