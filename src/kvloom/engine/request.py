@@ -53,7 +53,7 @@ class Request:
     | results     | `logprobs`, `prompt_logprobs` (None for the first token), `cumulative_logprob`, `finish_reason`, `stop_reason` |
     | cache hits  | `cached_tokens` at the first start; `pool_miss`: where and why pool and tiers had no more; `other_tenant_has_more` |
     | times       | `looked_up`, `started`: the match and the first work, on the cache's clock                              |
-    | drafts      | `draft_tokens` proposed, `accepted_tokens` of them; `token_index`: its tokens, indexed for lookup |
+    | drafts      | `draft_tokens` proposed, `accepted_tokens` of them; `token_index`: its tokens, indexed for lookup; `acceptance`: estimates by proposer; `draft_missing`: first token that the draft model has not computed |
     | loads       | `loads`: (tier, start, end, tokens) on the monotonic clock; the `first_loads` of them before it started |"""
 
     order: int
@@ -102,6 +102,8 @@ class Request:
     other_tenant_has_more: bool = False
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    draft_missing: int | None = None
+    acceptance: dict[str, float] = field(default_factory=dict)
     token_index: TokenIndex | None = None
     needs_last_token: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)

@@ -189,6 +189,7 @@ class GenerationEndpoint(ABC):
         ranges = () if fields.cache is None else fields.cache.retain or ()
         every = [
             fields.ttl,
+            None if fields.cache is None else fields.cache.pin,
             *(math.inf if one.ttl is None else one.ttl for one in ranges if one.priority > 0),
         ]
         return max((ttl for ttl in every if ttl is not None), default=None)
@@ -220,6 +221,8 @@ class GenerationEndpoint(ABC):
                 bool(fields.lossy),
                 _token_ranges(fields, prompt, facts.block_tokens),
                 self._image_prompt(fields, prompt, tenant, facts),
+                fields.resume_token_ids or [],
+                None if fields.cache is None else fields.cache.pin,
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]
@@ -271,6 +274,7 @@ class GenerationEndpoint(ABC):
         if count + new > longest:
             raise context_too_long(count, new, longest, param)
         check_tokens(tokens, facts.vocab_size, param)
+        check_tokens(fields.resume_token_ids or [], facts.vocab_size, "resume_token_ids")
         return made[new]
 
     def _new_params(

@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 MAX_STOPS = 16
+MAX_PIN_SECONDS = 86400
 MAX_STOP_CHARACTERS = 256
 MAX_LOGPROBS = 20
 MAX_BEST_OF = 32
@@ -102,11 +103,14 @@ class RetainFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheFields(msgspec.Struct, frozen=True):
-    """Whether a request stores pages in the cache and reads pages from it, and the priorities of token ranges."""
+    """Whether a request stores pages in the cache and reads pages from it, the priorities of token ranges, and the
+    seconds for which the prompt stays in the pool.
+    """
 
     store: bool | None = None
     read: bool | None = None
     retain: list[RetainFields] | None = None
+    pin: float | None = None
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +151,8 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    resume_token_ids: list[int] | None = None
+    """Output tokens that another worker has generated for the same request: the answer begins with them."""
     tenant: str | None = None
     priority: int | None = None
     ttl: float | None = None
@@ -247,6 +253,9 @@ def check_fields(fields: RequestFields) -> None:
         raise bad_request(f"top_k {fields.top_k} exceeds any vocabulary; 0 keeps every token", "top_k")
     if fields.ttl is not None and not 0 < fields.ttl < math.inf:
         raise bad_request(f"ttl {fields.ttl} must be a positive number of seconds", "ttl")
+    pin = None if fields.cache is None else fields.cache.pin
+    if pin is not None and not 0 < pin <= MAX_PIN_SECONDS:
+        raise bad_request(f"cache: pin {pin} must be from 0 to {MAX_PIN_SECONDS:,} seconds", "cache")
     _check_retain(() if fields.cache is None else fields.cache.retain or ())
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
@@ -259,6 +268,8 @@ def check_fields(fields: RequestFields) -> None:
             f"stop_token_ids allows {MAX_STOP_TOKENS:,} tokens; {len(fields.stop_token_ids or ()):,} were sent",
             "stop_token_ids",
         )
+    if fields.resume_token_ids and (fields.n or 1) > 1:
+        raise bad_request("resume_token_ids needs n = 1", "resume_token_ids")
     if fields.end_session and fields.session_id is None:
         raise bad_request("end_session requires session_id", "end_session")
     for name in ("tenant", "session_id", "cache_salt"):

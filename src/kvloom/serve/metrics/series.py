@@ -147,6 +147,7 @@ def engine_series(stats: EngineStats, pool: PoolInfo) -> list[Series]:
     ]  # fmt: skip
     counters = [
         Series("kvloom_steps", "counter", "Engine steps", stats.steps),
+        *_speculation_series(stats),
         Series("kvloom_preemptions", "counter", "Preemptions", stats.preemptions, ("vllm:num_preemptions",)),
         Series("kvloom_looked_up_tokens", "counter", "Prompt tokens looked up in the cache", stats.looked_up_tokens, ("vllm:prefix_cache_queries",)),
         Series("kvloom_hit_tokens", "counter", "Prompt tokens found in the pool or a tier", stats.hit_tokens),
@@ -165,6 +166,20 @@ def engine_series(stats: EngineStats, pool: PoolInfo) -> list[Series]:
         Series("kvloom_reuse_seconds", "histogram", "Time since the last use of hit entries", age_histogram(stats.reuse_age), ("vllm:kv_block_reuse_gap_seconds",)),
     ]  # fmt: skip
     return [*gauges, *counters, *histograms, *tier_series(stats)]
+
+
+def _speculation_series(stats: EngineStats) -> list[Series]:
+    """Return the series of drafts."""
+    accepted = {str(position): count for position, count in enumerate(stats.accepted_tokens)}
+    proposed = {str(position): count for position, count in enumerate(stats.proposed_tokens)}
+    return [
+        Series("kvloom_drafts", "counter", "Verified drafts", stats.drafts, ("vllm:spec_decode_num_drafts",)),
+        Series("kvloom_proposed_tokens", "counter", "Draft tokens, by position in the draft", proposed, labels=("position",)),
+        Series("kvloom_accepted_tokens", "counter", "Accepted draft tokens, by position in the draft", accepted, ("vllm:spec_decode_num_accepted_tokens_per_pos",), ("position",)),
+        Series("", "counter", "Draft tokens", sum(stats.proposed_tokens), ("vllm:spec_decode_num_draft_tokens",)),
+        Series("", "counter", "Accepted draft tokens", sum(stats.accepted_tokens), ("vllm:spec_decode_num_accepted_tokens",)),
+        Series("kvloom_draft_saved_seconds", "gauge", "Estimated seconds that drafts saved", stats.draft_seconds_saved),
+    ]  # fmt: skip
 
 
 def tier_series(stats: EngineStats) -> list[Series]:

@@ -176,13 +176,13 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
         unavailable_tiers=[] if engine.offload is None else engine.offload.unavailable,
         pool_limits=None if size is None else (size.least * layout.slab_bytes, size.most * layout.slab_bytes),
         image_refusal=_image_refusal(engine),
-        max_context=cache.max_tokens,
         hash_model=cache.model,
         groups=[
             GroupInfo(g.index, g.spec.kind, g.spec.visibility.size)
             for g in layout.groups
             if g.spec.axis == "text" and g.spec.lifetime == "target"
         ],
+        max_context=cache.max_tokens,
     )
     return worker, ready
 

@@ -138,6 +138,10 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     lossy: bool = False
     retain: list[TokenRange] = []
     image_prompt: ImagePrompt | None = None
+    resume: list[int] = []
+    """Output tokens that another worker has generated: the answer begins with them."""
+    pin: float | None = None
+    """Seconds for which the prompt stays in the pool after the request."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -280,6 +284,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     | `evicted`                   | evictions by kind of entry                                                 |
     | `hit_pages`                 | pages found, by kind of layer                                              |
     | `eviction_age`, `reuse_age` | seconds since the last use, of evicted and of hit entries                  |
+    | `drafts`, `draft_seconds_saved` | verified drafts; estimated seconds that they saved                     |
+    | `proposed_tokens`, `accepted_tokens` | draft tokens by position in their draft                           |
+    | `speculation`               | the last decision about each proposer, and why                             |
     | `offload`                   | counters of the offload manager                                            |
     | `tier_faults`               | failures: tier, operation, outcome, count                                  |
     """
@@ -310,6 +317,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     reuse_age: HistogramCounts = ([], 0.0)
     tenants: dict[str, TenantUsage] = {}
     tiers: list[TierUsage] = []
+    drafts: int = 0
+    proposed_tokens: list[int] = []
+    accepted_tokens: list[int] = []
+    draft_seconds_saved: float = 0.0
+    speculation: dict[str, str] = {}
     offload: dict[str, int] = {}
     tier_faults: list[tuple[str, str, str, int]] = []
 
@@ -371,9 +383,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     unavailable_tiers: list[tuple[str, str]] = []
     pool_limits: tuple[int, int] | None = None
     image_refusal: str = ""
-    max_context: int = 0
     hash_model: str = ""
     groups: list[GroupInfo] = []
+    max_context: int = 0
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):

@@ -13,6 +13,7 @@ import msgspec
 
 from kvloom.core import Histogram
 from kvloom.engine import Engine, OffloadManager
+from kvloom.engine.speculation import Speculation
 from kvloom.tiers import TierStats
 
 from .messages import EngineStats, HistogramCounts, TenantUsage, TierUsage
@@ -74,8 +75,21 @@ def engine_stats(
         eviction_age=_counts(inspect.idle_seconds),
         reuse_age=_counts(inspect.reuse_seconds),
         tenants=tenants,
+        **({} if engine.speculation is None else _speculation_stats(engine.speculation)),
         **({} if engine.offload is None else _offload_stats(engine.offload)),
     )
+
+
+def _speculation_stats(speculation: Speculation) -> dict[str, Any]:
+    """Return what became of drafts, and the decisions about proposers."""
+    stats, controller = speculation.stats, speculation.controller
+    return {
+        "drafts": stats.rows,
+        "proposed_tokens": list(stats.proposed),
+        "accepted_tokens": list(stats.accepted),
+        "draft_seconds_saved": stats.seconds_saved,
+        "speculation": {} if controller is None else dict(controller.reasons),
+    }
 
 
 def _offload_stats(offload: OffloadManager) -> dict[str, Any]:
