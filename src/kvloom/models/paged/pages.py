@@ -328,6 +328,7 @@ class Pages(EmptyCache):
         if layer_idx not in self._layers:
             k, v = view.fields.get("k"), view.fields.get("v")
             fits = k is not None and v is not None and k.shape == v.shape and cpu.supports(k, v)
+            fits = fits and not span.has_holes
             self._layers[layer_idx] = cpu.LayerPages(k, v) if fits else None  # type: ignore[arg-type]
         layer, key = self._layers[layer_idx], (view.group, view.run)
         if layer is None:

@@ -189,6 +189,7 @@ class GenerationEndpoint(ABC):
         ranges = () if fields.cache is None else fields.cache.retain or ()
         every = [
             fields.ttl,
+            None if fields.cache is None else fields.cache.pin,
             *(math.inf if one.ttl is None else one.ttl for one in ranges if one.priority > 0),
         ]
         return max((ttl for ttl in every if ttl is not None), default=None)
@@ -221,6 +222,7 @@ class GenerationEndpoint(ABC):
                 _token_ranges(fields, prompt, facts.block_tokens),
                 self._image_prompt(fields, prompt, tenant, facts),
                 fields.resume_token_ids or [],
+                None if fields.cache is None else fields.cache.pin,
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]

@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 MAX_STOPS = 16
+MAX_PIN_SECONDS = 86400
 MAX_STOP_CHARACTERS = 256
 MAX_LOGPROBS = 20
 MAX_BEST_OF = 32
@@ -102,11 +103,14 @@ class RetainFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheFields(msgspec.Struct, frozen=True):
-    """Whether a request stores pages in the cache and reads pages from it, and the priorities of token ranges."""
+    """Whether a request stores pages in the cache and reads pages from it, the priorities of token ranges, and the
+    seconds for which the prompt stays in the pool.
+    """
 
     store: bool | None = None
     read: bool | None = None
     retain: list[RetainFields] | None = None
+    pin: float | None = None
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,6 +253,9 @@ def check_fields(fields: RequestFields) -> None:
         raise bad_request(f"top_k {fields.top_k} exceeds any vocabulary; 0 keeps every token", "top_k")
     if fields.ttl is not None and not 0 < fields.ttl < math.inf:
         raise bad_request(f"ttl {fields.ttl} must be a positive number of seconds", "ttl")
+    pin = None if fields.cache is None else fields.cache.pin
+    if pin is not None and not 0 < pin <= MAX_PIN_SECONDS:
+        raise bad_request(f"cache: pin {pin} must be from 0 to {MAX_PIN_SECONDS:,} seconds", "cache")
     _check_retain(() if fields.cache is None else fields.cache.retain or ())
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):

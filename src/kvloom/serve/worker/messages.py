@@ -140,6 +140,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     image_prompt: ImagePrompt | None = None
     resume: list[int] = []
     """Output tokens that another worker has generated: the answer begins with them."""
+    pin: float | None = None
+    """Seconds for which the prompt stays in the pool after the request."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -33,6 +33,7 @@ from .messages import (
     TierUsage,
     TokenLogprob,
 )
+from .request_pins import RequestPins
 from .stats import engine_stats, tier_usages
 
 __all__ = ["Worker", "max_request_tokens"]
@@ -88,6 +89,7 @@ class Worker:
         self._compiling: dict[int, tuple[Add, Grammar]] = {}
         self._compiled: dict[int, GrammarState] = {}  # keeps the grammar alive until the request is added
         self._images = images
+        self._pins = RequestPins(engine)
         self._image_inputs: dict[int, list[Any]] = {}  # until the request is added
         self._steps = 0
         self._rejected: list[Rejected] = []
@@ -153,7 +155,7 @@ class Worker:
             self.engine.resize_pool(message.pool_bytes)
             self._resize_requested, self._resize_number = True, message.number
         elif isinstance(message, EndSession):
-            self.engine.end_session(_session_key(message.tenant, message.session))
+            self._end_session(message.tenant, message.session)
         elif isinstance(message, ExpectSession):
             self.engine.expect_session(_session_key(message.tenant, message.session))
         elif message.image_prompt is not None:
@@ -322,6 +324,10 @@ class Worker:
                 quota.reserved += reserved_bytes
 
     def _add(self, message: Add, reserved_bytes: int) -> bool:
+        if (why := self._pins.check(message)) is not None:
+            self._reject(message.id, ValueError(why))
+            return False
+        self._pins.free(self._bytes_needed(message))
         structure = self._compiled.pop(message.id, None)
         images = self._image_inputs.pop(message.id, ())
         retain = [RetainRange(one.start, one.stop, one.priority, one.ttl) for one in message.retain]
@@ -378,12 +384,19 @@ class Worker:
         self._preemptions += sum(answer.preemptions for answer in one.request.family)
         self._finished_tokens += _output_tokens(one.request)
         self._stats_changed = True
+        if one.message.pin is not None and one.request.finish_reason in ("stop", "length", "grammar"):
+            self._pins.add(one.message, one.request.control)
         if one.message.ends_session and one.message.session is not None:
-            self.engine.end_session(_session_key(one.message.tenant, one.message.session))
+            self._end_session(one.message.tenant, one.message.session)
         quota = self._quotas.get(one.message.tenant)
         if quota is not None:
             quota.reserved -= one.reserved_bytes
             self._admit(quota)
+
+    def _end_session(self, tenant: str, session: str) -> None:
+        key = _session_key(tenant, session)
+        self._pins.end_session(key)
+        self.engine.end_session(key)
 
     def _bytes_needed(self, message: Add) -> int:
         """Return the largest number of pool bytes that a prompt and its answers can use. Answers share the full
