@@ -19,7 +19,7 @@ from . import made_tokenizers as tokenizers
 
 pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 
-from kvloom.engine.sampling import Grammars, GrammarState, fill
+from kvloom.engine.sampling import GrammarBusyError, Grammars, GrammarState, fill
 
 TOKENIZER = tokenizers.byte_level('"name"', '": "', "true", "false", " the", "123")
 EOS = 2
@@ -126,6 +126,14 @@ def test_a_tokenizer_that_cannot_do_it_is_refused() -> None:
 
     with pytest.raises(ValueError, match="fast tokenizer"):
         Grammars(Slow())
+
+
+def test_a_tokenizer_that_the_library_rejects_is_no_reason_to_try_again() -> None:
+    grammars = Grammars(TOKENIZER, [1 << 30])  # an end token outside the vocabulary
+    with pytest.raises(ValueError, match="cannot use this tokenizer") as raised:
+        grammars.compile("regex", "a")
+    assert not isinstance(raised.value, GrammarBusyError)
+    grammars.close()
 
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,3 +163,24 @@ def test_page_ids_that_lie_apart_are_read_as_they_are_meant() -> None:
     cpu.write_tokens(pages, new, page, place)
     assert torch.equal(pages[page, place], new)
     assert int((pages != 0).any(-1).any(-1).sum()) == 3
+
+
+@pytest.mark.skipif(not cpu.HAS_MULTIPLY, reason="the package was built without a compiler, or earlier")
+@pytest.mark.parametrize("dim", [3, 64, 321])
+@pytest.mark.parametrize("columns", [1, 6, 129])
+def test_products_of_a_few_rows(dim: int, columns: int) -> None:
+    torch.manual_seed(dim)
+    weight = torch.randn(columns, dim)
+    rows = [torch.randn(count, dim) for count in (1, 2, 3, 5, 8, 17, 32)]
+    for x in rows:
+        wanted, into = x.double() @ weight.double().t(), torch.randn(len(x), columns)
+        torch.testing.assert_close(cpu.multiply(x, weight).double(), wanted, rtol=1e-5, atol=1e-4)
+        added = into.double() + wanted
+        assert cpu.multiply(x, weight, into) is into
+        torch.testing.assert_close(into.double(), added, rtol=1e-5, atol=1e-4)
+    assert not cpu.multiplies(rows[0], weight)  # BLAS is faster
+    assert cpu.multiplies(rows[1], weight)
+    assert not cpu.multiplies(rows[1].double(), weight.double())
+    assert not cpu.multiplies(torch.randn(33, dim), weight)
+    # A row's bits do not depend on the other rows.
+    assert torch.equal(cpu.multiply(rows[-1], weight)[:5], cpu.multiply(rows[-1][:5].clone(), weight))

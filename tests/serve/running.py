@@ -25,10 +25,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.engine.made_tokenizers import byte_level
 
-__all__ = ["LONGEST", "MODEL", "Running", "model_folder", "running"]
+__all__ = ["DEVICE", "LONGEST", "MODEL", "Running", "model_folder", "running"]
 
 MODEL = "tiny"
 LONGEST = 4096
+DEVICE = os.environ.get("KVLOOM_TEST_DEVICE", "cpu")
 TEMPLATE = (
     "{% for t in tools or [] %}<{{ t['function']['name'] }}>{% endfor %}{% for d in documents or [] %}<{{ d['title'] }}>{% endfor %}"
     "{% if reasoning_effort %}<{{ reasoning_effort }}>{% endif %}{% for m in messages %}{% if m['role'] == 'forbidden' %}{{ raise_exception('no such role') }}{% endif %}"
@@ -128,7 +129,7 @@ def running(folder: Path, *arguments: str, seconds: float = 300) -> Iterator[Run
         "--port",
         "0",
         "--device",
-        "cpu",
+        DEVICE,
         *arguments,
     ]
     process = subprocess.Popen(

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from .running import running
+from .running import DEVICE, running
+
+MIB = (4 if DEVICE != "cpu" else 1) << 20  # a slab is 2 MiB on a GPU
 
 FILE = """
 [engine]
@@ -37,22 +39,22 @@ def test_policy_and_block_size_of_a_configuration_file_are_used(folder: Path, tm
 
 
 def test_the_pool_is_resized_while_serving(folder: Path) -> None:
-    with running(folder, "--pool", "2MiB", "--max-pool", "8MiB", "--keep-free", "1MiB") as server:
+    with running(folder, "--pool", f"{2 * MIB}", "--max-pool", f"{8 * MIB}", "--keep-free", "1MiB") as server:
         _, _, first = server.send("GET", "/admin/pool")
-        assert first["max_bytes"] <= 8 << 20
+        assert first["max_bytes"] <= 8 * MIB
         wanted = server.complete(prompt="a" * 600, max_tokens=4, temperature=0)
-        status, _, grown = server.send("POST", "/admin/pool", {"bytes": "6MiB"})
+        status, _, grown = server.send("POST", "/admin/pool", {"bytes": 6 * MIB})
         assert status == 200, grown
-        assert 5 << 20 < grown["bytes"] == grown["target_bytes"] <= 6 << 20
+        assert 5 * MIB < grown["bytes"] == grown["target_bytes"] <= 6 * MIB
         assert grown["max_tokens"] >= first["max_tokens"]
         hit = server.complete(prompt="a" * 600, max_tokens=4, temperature=0)
         assert hit["choices"] == wanted["choices"]
         assert hit["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
-        _, _, shrunk = server.send("POST", "/admin/pool", {"bytes": 1 << 20})
-        assert shrunk["bytes"] <= 1 << 20
+        _, _, shrunk = server.send("POST", "/admin/pool", {"bytes": f"{MIB // 1024}KiB"})
+        assert shrunk["bytes"] <= MIB
         again = server.complete(prompt="a" * 600, max_tokens=4, temperature=0)
         assert again["choices"] == wanted["choices"]
-        for bad, said in (({"bytes": "12MiB"}, "must lie in"), ({"bytes": "x"}, "bytes: "), ({}, "bytes")):
+        for bad, said in (({"bytes": 12 * MIB}, "must lie in"), ({"bytes": "x"}, "bytes: "), ({}, "bytes")):
             status, _, error = server.send("POST", "/admin/pool", bad)
             assert status == 400
             assert said in error["error"]["message"]
@@ -93,3 +95,29 @@ def test_retained_token_ranges_outlive_others(folder: Path) -> None:
             )
             assert status == 400, bad
             assert said in error["error"]["message"]
+
+
+def test_pinned_prompts_stay_until_their_session_ends(folder: Path) -> None:
+    with running(folder, "--pool", "1MiB") as server:
+
+        def cached(letter: str, **fields: object) -> int:
+            found = server.complete(prompt=letter * 600, max_tokens=1, temperature=0, **fields)
+            return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert cached("a", cache={"pin": 600}, session_id="s") == 0
+        for letter in "bcdefghij":
+            cached(letter)
+        assert cached("a", cache={"store": False}) > 500
+        fields = {"model": "tiny", "prompt": "z" * 900, "max_tokens": 1, "cache": {"pin": 60}}
+        status, _, error = server.send("POST", "/v1/completions", fields)
+        assert status == 400
+        assert "pins use" in error["error"]["message"]
+        longest = server.send("GET", "/v1/models/tiny")[2]["max_model_len"]
+        server.complete(prompt=[7] * (longest - 1), max_tokens=1)  # needs the pinned pages
+        assert cached("a", cache={"pin": 600, "store": True}, session_id="s") == 0
+        assert server.send("DELETE", "/v1/sessions/s")[0] == 200
+        for letter in "bcdefghij":
+            cached(letter)
+        assert cached("a") == 0
+        fields["cache"] = {"pin": -1}
+        assert server.send("POST", "/v1/completions", fields)[0] == 400

@@ -18,10 +18,12 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import LlamaForCausalLM
 
-from tests.serve.running import MODEL, Running, model_folder, running
+from tests.serve.running import DEVICE, MODEL, Running, model_folder, running
 
 OTHER, THIRD = "other", "third"
-MEMORY = 2 << 20
+ON_GPU = DEVICE != "cpu"
+MEMORY = (32 if ON_GPU else 2) << 20  # a slab is 2 MiB on a GPU
+FILL_TOKENS = 3200 if ON_GPU else 400
 MODELS = (MODEL, OTHER)
 Expected = dict[tuple[str, int], list[int]]
 
@@ -78,7 +80,7 @@ def pools(server: Running) -> dict[str, float]:
     }
 
 
-def fill(server: Running, model: str, seed: int, tokens: int = 400) -> None:
+def fill(server: Running, model: str, seed: int, tokens: int = FILL_TOKENS) -> None:
     """A request that leaves about `tokens` cached tokens behind."""
     fields = {"prompt": prompt(seed, tokens), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     status, _, found = server.send("POST", "/v1/completions", {"model": model, **fields})
@@ -184,6 +186,7 @@ def test_concurrent_load_on_both_gives_each_models_tokens(both: Running, expecte
     assert max(sums) <= MEMORY
 
 
+@pytest.mark.skipif(ON_GPU, reason="the longest request is smaller than a slab of a GPU's pool")
 def test_a_long_request_waits_for_its_models_share(both: Running) -> None:
     """A pool that gave its memory away gets it back for a request that needs it."""
     for seed in range(200):
@@ -258,12 +261,17 @@ def test_the_death_of_one_engine_leaves_the_other_serving(both: Running, expecte
 @pytest.mark.slow
 def test_the_last_model_stays(folder: Path, shelf: Path) -> None:
     """Without --model-dir nothing is loaded; without --memory each pool keeps its size."""
-    with running(folder, str(shelf / OTHER), "--pool", "1MiB", "--name", "a", "--name", "b") as server:
-        assert [one["id"] for one in server.send("GET", "/v1/models")[2]["data"]] == ["a", "b"]
+    names = ("--name", "a", "--name", "b", "--alias", "x", "--alias", "y=b")
+    with running(folder, str(shelf / OTHER), "--pool", "8MiB" if ON_GPU else "1MiB", *names) as server:
+        assert [one["id"] for one in server.send("GET", "/v1/models")[2]["data"]] == ["a", "b", "x", "y"]
+        for alias, name in (("x", "a"), ("y", "b")):
+            asked = {"model": alias, "prompt": "abc", "max_tokens": 2}
+            assert server.send("POST", "/v1/completions", asked)[2]["model"] == name
         status, _, found = server.send("POST", "/admin/models", {"model": THIRD})
         assert (status, "--model-dir" in found["error"]["message"]) == (403, True)
         assert server.send("DELETE", "/admin/models/a")[0] == 202
-        server.wait_for(lambda: len(server.send("GET", "/v1/models")[2]["data"]) == 1)
+        server.wait_for(lambda: len(server.send("GET", "/v1/models")[2]["data"]) == 2)
+        assert server.send("POST", "/v1/completions", {"model": "x", "prompt": "a"})[0] == 404
         assert server.send("DELETE", "/admin/models/b")[0] == 409
         fields: dict[str, Any] = {"prompt": "abc", "max_tokens": 2}
         assert server.send("POST", "/v1/completions", fields)[2]["model"] == "b"

@@ -23,6 +23,7 @@ BENCHMARKS = {
     "router": "cost of the router: events, scoring, added latency (CPU)",
     "routing": "hits and time to first token of agent sessions over four workers, by router (CPU)",
     "offload": "an engine with tiers: time to first token, hits, cost (both)",
+    "speculation": "tokens per second with and without drafts (both)",
 }
 
 

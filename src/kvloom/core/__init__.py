@@ -1,4 +1,4 @@
-"""Bookkeeping of one cache for every layer kind. Imports numpy only: no torch, no I/O.
+"""The bookkeeping of one cache for all layer kinds. Imports only numpy: no torch, no I/O.
 
     kv_cache     KVCache, the interface of a scheduler
     state        CacheState, the components of a cache
@@ -58,7 +58,7 @@ from .prefix import (
     token_bytes,
     unit_hashes,
 )
-from .sequences import Sequence
+from .sequences import ColdRun, Sequence
 from .sizes import format_bytes, parse_size
 
 __all__ = [
@@ -80,6 +80,7 @@ __all__ = [
     "CacheControl",
     "CheckpointPolicy",
     "Clock",
+    "ColdRun",
     "CopyBatch",
     "Cost",
     "Entry",

@@ -1,7 +1,7 @@
-"""Allocator: makes pages free by evicting cached entries and compacting slabs.
+"""Allocator: evicts cached entries and compacts slabs until enough pages are free.
 
-All cached entries compete under one policy: tails of leaves, checkpoints, media runs. Unneeded window pages are
-evicted first. The allocator chooses; the tree, the media cache and the pool evict.
+One policy orders all cached entries: tails of leaves, checkpoints and media runs. Unneeded window pages are evicted
+first. The allocator chooses an entry; the tree, the media cache or the pool evicts it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .prefix.radix_tree import RadixTree
 __all__ = ["Allocator"]
 
 AHEAD = 32
-"""`evict_ahead` keeps up to this fraction (1 / AHEAD) of the pool free."""
+"""`evict_ahead` keeps 1 / AHEAD of the pool free."""
 PIECES = 32
-"""One call of `evict_ahead` evicts this fraction (1 / PIECES) of that."""
+"""One call of `evict_ahead` evicts at most 1 / PIECES of that amount."""
 
 
 class Allocator:
-    """Frees pages of one pool for its accounts."""
+    """Frees pages of one pool for the accounts of its tenants."""
 
     def __init__(
         self,
@@ -67,17 +67,19 @@ class Allocator:
         self._page_bytes = [slab_bytes // c.per_slab for c in pool.classes]
 
     def bytes_of(self, needs: Sequence[int]) -> int:
-        """Bytes of `needs[c]` pages of each size class."""
+        """Return the size of `needs[c]` pages of each size class c, in bytes."""
         size = 0
         for cls, page_bytes in enumerate(self._page_bytes):
             size += needs[cls] * page_bytes
         return size
 
-    def make_room(self, account: Account, needs: Sequence[int]) -> int:
-        """Make `needs[c]` pages of each size class allocatable for `account`. Returns the number of missing pages.
+    def free_pages(self, account: Account, needs: Sequence[int]) -> int:
+        """Evict and compact until `account` can allocate `needs[c]` pages of each size class. Returns the number of
+        missing pages.
 
-        If pages are missing, nothing was evicted, with one exception: guaranteed shares are counted in bytes, so if
-        slabs hold several pages, another tenant's share may stop the eviction half way."""
+        If pages are missing, nothing was evicted, with one exception. Guaranteed shares are counted in bytes, so with
+        several pages per slab another tenant's share may stop the eviction half way.
+        """
         slabs = self._pool.slabs_short(needs)
         limited, several = account.tenant.quota is not None, len(self._accounts.accounts) > 1
         if not slabs and not limited:
@@ -89,7 +91,7 @@ class Allocator:
             beyond = account.beyond_quota(want)
             if beyond:
                 return self._pages(beyond, needs)
-        # Upper bound of the cached pages that cannot be evicted.
+        # Upper bound of the number of cached pages that cannot be evicted.
         tight = self._tree.nodes * self._tree.pages.width
         if self._pool.missing_slabs(needs, tight):
             short = self._pool.missing_slabs(needs) or self._pool.missing_slabs(self._with_stuck(needs))
@@ -110,11 +112,10 @@ class Allocator:
         return self._pages(slabs * self._slab_bytes, needs) if slabs else 0
 
     def evict_ahead(self) -> bool:
-        """Evict a few pages before they are needed, so that their copies to a tier do not delay the step that needs
-        them.
-
-        Returns whether a page was evicted. Stops when 1 / AHEAD of the pool is free. Does not compact; free pages in
-        partly used slabs count as free."""
+        """Evict a few pages ahead of time, so that offloading them does not delay a later step. Returns whether a
+        page was evicted. Stops when 1 / AHEAD of the pool is free. Does not compact; free pages in partly used slabs
+        count as free.
+        """
         pages = self._tree.pages
         size, part = pages.row_bytes, (self._pool.slabs - 1) * self._slab_bytes // AHEAD
         rows = part // size if size else 0
@@ -127,7 +128,7 @@ class Allocator:
                 break
             if (
                 victim.used <= victim.in_use
-            ):  # all its pages are in use or in transfer: eviction would free none
+            ):  # all its pages are in use or in transfer, so its eviction would free none
                 break
             few = min(slabs, -(-left // self._slab_bytes))
             if not self._evict_from(victim, self._fair(None, victim, few), now):
@@ -135,9 +136,9 @@ class Allocator:
         return self.evicted_bytes > before
 
     def shrink(self, n: int) -> Ids:
-        """Remove up to `n` slabs from the pool and return them. Evicts and compacts as needed.
-
-        Pages in use and slabs of pending copies stay."""
+        """Remove up to `n` slabs from the pool and return them. Evicts and compacts as needed. Slabs with pages in
+        use or pending copies are not removed.
+        """
         if n < 0:
             raise ValueError(f"cannot shrink by {n} slabs; give 0 or more")
         self._pins.release_expired()
@@ -154,9 +155,9 @@ class Allocator:
         return max(0, slabs - self._pool.free_slabs)
 
     def _free_slabs(self, account: Account | None, slabs: int, missing: Callable[[], int], now: float) -> int:
-        """Evict and compact for `account` (None: for the pool) until `missing()` is 0.
-
-        Returns the slabs that are still missing when nothing more can be evicted."""
+        """Evict and compact for `account` (None: for the pool) until `missing()` is 0 or nothing can be evicted.
+        Returns the number of slabs that are still missing.
+        """
         only = account if len(self._accounts.accounts) == 1 else None
         can_compact = self._compaction.is_possible
         while slabs:
@@ -175,10 +176,11 @@ class Allocator:
         return True
 
     def _with_stuck(self, needs: Sequence[int]) -> list[int]:
-        """Return `needs` plus the cached pages that cannot be evicted. Computed only when the pool is nearly full.
+        """Return `needs` plus the cached pages that cannot be evicted. Called only when the pool is nearly full.
 
-        A node in use that diverges inside a block keeps the nodes above it in the cache. Their pages of the shared
-        block cannot be evicted."""
+        If a node in use diverges inside a block, the nodes above it also have pages of that block. These pages cannot
+        be evicted while the node is in use.
+        """
         stuck: set[tuple[int, int]] = set()
         seen: set[int] = set()
         for locked in self._tree.locked:
@@ -199,34 +201,38 @@ class Allocator:
         return total
 
     def reachable(self, account: Account) -> int:
-        """Bytes that are free or that `account` may evict: its own, and those of others above their shares."""
+        """Return the bytes that are free or that `account` may evict: its own, and those of accounts above their
+        shares.
+        """
         others = (a for a in self._accounts.accounts.values() if a is not account)
         evictable = sum(self._accounts.evictable(a, account) for a in others)
         return self._free_bytes() + account.used - account.in_use + evictable
 
     def _free_bytes(self) -> int:
-        """Bytes of free slabs and of free pages in partly used slabs."""
+        """Return the bytes of free slabs and of free pages in partly used slabs."""
         pages = [c.free_pages for c in self._pool.classes]
         return self._pool.free_slabs * self._slab_bytes + self.bytes_of(pages)
 
     def _fair(self, requester: Account | None, victim: Account, slabs: int) -> int:
-        """Return how many of `slabs` another tenant can lose without falling below its share."""
+        """Return how many of `slabs` the victim can lose and still keep its share."""
         if victim is requester or not victim.guaranteed:
             return slabs
         return max(1, min(slabs, int((victim.used - victim.guaranteed) // self._slab_bytes)))
 
     def _pages(self, size: int, needs: Sequence[int]) -> int:
-        """Convert bytes to a number of pages of the most requested size class."""
+        """Return the number of pages of the most requested size class in `size` bytes."""
         cls = max(range(len(needs)), key=lambda c: needs[c])
         return max(1, -(-size * self._pool.classes[cls].per_slab // self._slab_bytes))
 
     # -- evicting -------------------------------------------------------------------------------
 
     def _evict_from(self, account: Account, slabs: int, now: float) -> bool:
-        """Evict the next entry of `account`: about `slabs` slabs of it. Returns False if there is none."""
+        """Evict about `slabs` slabs of the account's next entry. Returns False if it has no entry."""
         queue, before = account.queue, account.used
         size = self._tree.pages.row_bytes
-        rows = -(-slabs * self._slab_bytes // size) if size else 1  # blocks whose pages fill these slabs
+        rows = (
+            -(-slabs * self._slab_bytes // size) if size else 1
+        )  # number of blocks whose pages fill these slabs
         entry: Entry | None
         if queue.unneeded:
             entry, window = queue.unneeded.popleft()
@@ -250,7 +256,7 @@ class Allocator:
                 kind = "snapshot" if isinstance(entry, Checkpoint) else "media"
                 queue.remove(entry)
                 self._evict_whole(entry, now, policy.name)
-        account.evictions += 1  # inlined: this is the hottest loop
+        account.evictions += 1  # inlined, because this is the hottest loop
         self.evicted[kind] += 1
         self.idle_seconds.add(now - entry.last_used)
         self.evicted_bytes += before - account.used
@@ -262,8 +268,9 @@ class Allocator:
         return sum(self.evicted.values())
 
     def _evict_tail(self, node: Node, rows: int, now: float, reason: str) -> None:
-        """Evict `rows` blocks at the end of a leaf, or all that is not resumable. If its parent becomes a leaf, it is
-        queued."""
+        """Evict `rows` blocks at the end of a leaf, or the whole part that cannot be resumed. Queues the parent if it
+        becomes a leaf.
+        """
         tree, start, end = self._tree, node.start, node.end
         resume = tree.last_resume(node) if tree.needs_checkpoints else end
         if resume == end:
@@ -281,12 +288,12 @@ class Allocator:
                 tree.requeue(parent, now)
                 return
             end = resume
-            if tree.needs_checkpoints:  # the rest may not be resumable any more
+            if tree.needs_checkpoints:  # the remaining part may not be resumable
                 resume = tree.last_resume(node)
         tree.requeue(node, now)
 
     def _evict_whole(self, entry: Entry, now: float, reason: str) -> None:
-        """Evict a checkpoint without pins, or a media run without users."""
+        """Evict a checkpoint that has no pins, or a media run that has no users."""
         if isinstance(entry, Checkpoint) and not entry.locks:
             node = entry.node
             self._tree.drop_checkpoint(entry, reason)

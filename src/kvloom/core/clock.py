@@ -12,7 +12,7 @@ class Clock(Protocol):
     """A source of time."""
 
     def now(self) -> float:
-        """Seconds; never decreases."""
+        """Return the time in seconds. It never decreases."""
         ...
 
 
@@ -24,7 +24,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """A clock that changes only by `advance`."""
+    """A clock that advances only when `advance` is called."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

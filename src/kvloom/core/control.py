@@ -1,4 +1,4 @@
-"""Caching options of a request, and the checkpoint policy of a cache. Frozen data, validated when created."""
+"""The caching options of a request, and the checkpoint policy of a cache. Both are frozen and validated when created."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ __all__ = ["CacheControl", "CheckpointPolicy", "RetainRange"]
 
 @dataclass(frozen=True, slots=True)
 class RetainRange:
-    """Eviction priority of the tokens [start, stop) for `ttl` seconds. Above 0: evicted later; below 0: earlier."""
+    """Eviction priority of tokens [start, stop) for `ttl` seconds. A positive priority evicts them later, a negative
+    one earlier.
+    """
 
     start: int = 0
     stop: int | None = None
@@ -29,12 +31,13 @@ class RetainRange:
 class CacheControl:
     """Caching options of one request.
 
-    `tenant` and `adapter` salt the block hashes. `store` publishes computed blocks, `read` looks them up.
-    `lossy` accepts pages that a tier re-encoded (int8, fp8); such requests share blocks only with each other.
+    `tenant`, `adapter` and `salt` are part of the root of the block hashes. `store` publishes computed blocks; `read` looks up cached blocks.
+    `lossy` accepts pages that a tier re-encoded to int8 or fp8. Lossy requests share blocks only with lossy requests.
     """
 
     tenant: str = ""
     adapter: str = ""
+    salt: str = ""
     store: bool = True
     read: bool = True
     session: str | None = None
@@ -44,10 +47,10 @@ class CacheControl:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """Positions at which sequences take checkpoints, in models with windows or states.
-
-    `before_last` takes the prompt's checkpoint one token early, so that an identical prompt can resume there. In
-    models with states this costs every prompt longer than a block one more step of one token."""
+    """The positions at which sequences of models with windows or states take checkpoints. `before_last` takes the
+    checkpoint of a prompt one token before its end, so that an identical prompt can resume there. In models with
+    states, this costs each prompt longer than a block one more step of one token.
+    """
 
     prompt_end: bool = True
     before_last: bool = False

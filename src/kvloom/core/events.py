@@ -1,7 +1,7 @@
-"""Events: blocks stored and removed, published by block hash for tiers, routers and dashboards.
+"""Events: which blocks were stored and removed, by block hash, for tiers, routers and dashboards.
 
-Events are frozen data. Without a listener nothing is hashed and no event is built. Compaction publishes nothing: it does
-not change the medium.
+Events are frozen data. Without a listener no hash is computed and no event is built. Compaction publishes no event,
+because pages stay in the same medium.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Pages of `groups` with `hashes` were removed from `medium`, for `reason`."""
+    """Pages of `groups` were removed from `medium` under each of `hashes`. `reason` states why."""
 
     hashes: tuple[bytes, ...]
     groups: tuple[int, ...]
@@ -48,7 +48,7 @@ class EventBus:
     def __init__(self) -> None:
         self._listeners: list[Callable[[Event], None]] = []
         self.listening = False
-        """Whether there is a listener. Checked before anything is hashed."""
+        """Whether there is a listener. It is checked before any hash is computed."""
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Add a listener and return a function that removes it."""

@@ -1,4 +1,4 @@
-"""Histogram: counts of values by fixed bounds."""
+"""Histogram: counts values in fixed intervals."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ SECONDS = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400
 
 
 class Histogram:
-    """`counts[i]` counts the values above `bounds[i - 1]` and up to `bounds[i]`; the last count is of larger values.
+    """`counts[i]` is the number of values above `bounds[i - 1]` and up to `bounds[i]`. The last count is for larger
+    values.
 
-    `total` is the sum of all values. Adding costs O(log bounds)."""
+    `total` is the sum of all values. Adding costs O(log bounds).
+    """
 
     __slots__ = ("_edges", "bounds", "counts", "total")
 
@@ -22,18 +24,19 @@ class Histogram:
         if not bounds or list(bounds) != sorted(set(bounds)):
             raise ValueError(f"bounds {tuple(bounds)} must increase")
         self.bounds = tuple(bounds)
-        self._edges = tuple(map(float, bounds))  # comparing floats with floats is faster
+        self._edges = tuple(map(float, bounds))  # comparing two floats is faster
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count `value`, `times` times."""
+        """Add `value`, `times` times."""
         self.counts[bisect_left(self._edges, value)] += times
         self.total += value * times
 
     def quantile(self, q: float) -> float | None:
-        """Return the value below which a share `q` of all values lies, interpolated within its bounds; None without values.
-        Values above the last bound count as the last bound. O(bounds)."""
+        """Return the `q` quantile of all values, interpolated between bounds. Returns None without values. Values
+        above the last bound count as the last bound. O(bounds).
+        """
         rank = q * self.count
         reached, low = 0, 0.0
         for bound, count in zip(self._edges, self.counts, strict=False):
@@ -43,12 +46,12 @@ class Histogram:
         return low if self.count else None
 
     def since(self, counts: Sequence[int]) -> Histogram:
-        """Return the histogram of the values added since its counts were `counts`; `total` is not set."""
+        """Return the histogram of the values added after its counts were `counts`. Does not set `total`."""
         found = Histogram(self.bounds)
         found.counts = [now - before for now, before in zip(self.counts, counts, strict=True)]
         return found
 
     @property
     def count(self) -> int:
-        """Count of all values."""
+        """Number of all values."""
         return sum(self.counts)

@@ -1,7 +1,8 @@
-"""KVCache: the interface that a scheduler calls. Match, open, extend, commit, rollback, fork, close.
+"""KVCache: the interface that a scheduler calls. Its main calls are match, open, extend, commit, rollback, fork and
+close.
 
-One cache serves every layer kind. It moves no bytes: `take_copies` returns the page copies that must run before the next
-step. Calls of the offload manager are in `loading`, counters in `inspect`.
+One cache serves every layer kind. It moves no bytes: `take_copies` returns the page copies that the engine must make
+before the next step. `loading` has the calls of the offload manager, and `inspect` the counters.
 """
 
 from __future__ import annotations
@@ -15,30 +16,37 @@ from .clock import Clock, WallClock
 from .control import CacheControl, CheckpointPolicy
 from .eviction import Account, Policy, Tenant
 from .inspect import Inspector, PoolMap, cache_stats, check_integrity
-from .layout import PoolLayout
+from .layout import HASH_TOKENS, PoolLayout
 from .loading import Loading
 from .pool import CopyBatch, Ids, Rows
 from .prefix import (
     TOKEN_BYTES,
+    BlockHash,
     HashIndex,
     Match,
     Media,
     Miss,
     Pin,
     QueuedPrefix,
+    hash_chain,
     root_hash,
+    tail_hash,
     token_bytes,
 )
 from .sequences import (
+    ColdRun,
     Sequence,
+    add_cold_run,
     checkpoint as take_checkpoint,
     close_sequence,
+    coldable_pages,
     commit,
     commit_many,
     exceeds_quota,
     extend,
     extend_many,
     fork,
+    open_cold,
     open_sequence,
     rollback,
 )
@@ -51,11 +59,12 @@ _MOST_ROOT_HASHES = 4096
 
 
 class KVCache:
-    """See the module. Not thread-safe: one scheduler calls it.
+    """The KV cache of one engine. Not thread-safe: one scheduler calls it.
 
-    The pool has `slabs` slabs (including slab 0, which is never used) and can grow to `reserved`. At most
-    `max_sequences` sequences are open at the same time, of `max_tokens` tokens each. Block tables reserve address
-    space for all of them, and use memory only for open ones."""
+    The pool has `slabs` slabs and can grow to `reserved`. Slab 0 counts, but is never used. At most `max_sequences`
+    sequences of `max_tokens` tokens each can be open at the same time. The block tables reserve address space for all
+    of them, but use memory only for open sequences.
+    """
 
     def __init__(
         self,
@@ -93,7 +102,7 @@ class KVCache:
         self.block_tables = state.block_tables
         """Page ids and lengths of all sequences, as arrays. Read-only outside `kvloom.core`."""
         self.page_tables = state.block_tables.tables
-        """Page ids [column, row, block]; a column is one page of a block."""
+        """Page ids [column, row, block]. Each column is one page of a block."""
         self.state_pages = state.block_tables.states
         """Page ids of the live states [column, row]."""
         self.lengths = state.block_tables.length
@@ -102,37 +111,38 @@ class KVCache:
         """Reserved blocks of each row."""
         self.has_states = state.has_states
         self.needs_checkpoints = state.tree.needs_checkpoints
-        """Whether prompts can resume only at checkpoints: the model has windows or states."""
+        """Whether prompts can resume only at checkpoints, because the model has windows or states."""
         self.media_outlives_prompt = state.media_cache.outlives_prompt
-        """Whether tokens after an image read its media run (cross attention)."""
+        """Whether tokens after an image still read its media run (cross attention)."""
         self.block_bytes = state.pages.row_bytes
         """Bytes of one block: one page of each token group."""
         self.class_of = state.pool.class_of
         """Size class of each group."""
         self.loading = Loading(state)
         self.inspect = Inspector(state)
-        self._root_hashes: dict[tuple[str, str, bool], bytes] = {}
+        self._root_hashes: dict[tuple[str, str, str, bool], bytes] = {}
 
     # -- lookup ---------------------------------------------------------------------------------
 
     def root_hash(self, control: CacheControl) -> bytes:
-        """Return the root of a request's block hashes: model, tenant and adapter. Requests with `lossy` have their own
-        root."""
-        key = (control.tenant, control.adapter, control.lossy)
+        """Return the root of a request's block hashes. It depends on model, tenant, adapter and salt. Lossy
+        requests have a root of their own.
+        """
+        key = (control.tenant, control.adapter, control.salt, control.lossy)
         found = self._root_hashes.get(key)
         if found is None:
             if len(self._root_hashes) > _MOST_ROOT_HASHES:
                 self._root_hashes.clear()
             model = f"{self.model}, near" if control.lossy else self.model
-            found = self._root_hashes[key] = root_hash(model, control.tenant, control.adapter)
+            found = self._root_hashes[key] = root_hash(model, control.tenant, control.adapter, control.salt)
         return found
 
     def match(
         self, tokens: npt.ArrayLike, control: CacheControl | None = None, media: Many[Media] = ()
     ) -> Match:
-        """Return the longest resumable prefix of a prompt, without its last token. Does not modify the cache.
-
-        Costs in proportion to the nodes passed and the bytes compared. Does not hash."""
+        """Return the longest resumable prefix of a prompt. It never contains the last token, which must be computed.
+        Does not modify the cache and computes no hash. The cost grows with the nodes passed and the bytes compared.
+        """
         return self._match(tokens, control or _DEFAULT, media, leave_last=True)
 
     def _match(
@@ -148,9 +158,9 @@ class KVCache:
         return self.state.lookup.find(self.root_hash(control), data, control, media, limit)
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
-        """Return the reason why the hit is not longer. O(roots). Does not modify the cache.
-
-        `across_tenants` also searches the prefixes of other tenants: for operators only."""
+        """Return the reason why the hit is not longer. O(roots). Does not modify the cache. `across_tenants` also
+        searches the prefixes of other tenants, which only operators may see.
+        """
         return self.state.lookup.explain(match, across_tenants)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
@@ -159,20 +169,20 @@ class KVCache:
 
     @property
     def version(self) -> int:
-        """Increases whenever an earlier match may be stale."""
+        """A number that increases whenever an earlier match may have become stale."""
         return self.state.tree.version
 
     @property
     def roots(self) -> KeysView[bytes]:
-        """Root hashes with cached prefixes or open sequences, a live view."""
+        """The root hashes that have cached prefixes or open sequences, as a live view."""
         return self.state.tree.roots.keys()
 
     # -- sequences ------------------------------------------------------------------------------
 
     def open(self, match: Match) -> Sequence:
-        """Open a sequence on the pages of a match, and retain them. Repeats the lookup if the cache has changed.
-
-        Raises RuntimeError if `max_sequences` are open. Allocates no page: call `extend` next."""
+        """Open a sequence that starts with the matched pages, and retain these pages. Repeats the lookup if the cache
+        has changed. Raises RuntimeError if `max_sequences` are open. Allocates no pages; call `extend` next.
+        """
         state = self.state
         match = state.lookup.refreshed(match)
         seq = open_sequence(state, self, match)
@@ -181,64 +191,121 @@ class KVCache:
         return seq
 
     def extend(self, seq: Sequence, n: int) -> int:
-        """Reserve pages for `n` more tokens, evicting by policy. Returns the number of missing pages.
-
-        0 means success; otherwise nothing has changed."""
+        """Reserve pages for `n` more tokens, and evict pages by policy if needed. Returns the number of missing
+        pages. 0 means success. Otherwise no page was reserved.
+        """
         return extend(self.state, seq, n)
 
     def extend_many(self, rows: Rows, n: int = 1) -> int:
-        """`extend` for the sequences of many rows. Returns the number of missing pages; if not 0, none was extended.
-
-        Costs in proportion to the rows that need a new block."""
+        """Reserve pages for `n` more tokens of every row. Returns the number of missing pages; if it is not 0, no row
+        was extended. The cost grows with the number of rows that need a new block.
+        """
         return extend_many(self.state, rows, n)
 
     def exceeds_quota(self, seq: Sequence, n: int) -> bool:
-        """Whether `n` more tokens exceed the tenant's quota even if all its cached pages were evicted.
-
-        Then only closing its sequences helps."""
+        """Return whether `n` more tokens exceed the tenant's quota even if all its cached pages were evicted. If so,
+        a sequence of the tenant must be closed first.
+        """
         return exceeds_quota(self.state, seq, n)
 
     def commit(self, seq: Sequence, tokens: npt.ArrayLike, state_length: int | None = None) -> None:
-        """Append computed tokens, whose pages are written. Full blocks are published: other prompts can hit them.
+        """Append computed tokens. Their pages must be written. Full blocks are published, so other prompts can hit
+        them.
 
-        The live states cover all tokens, or `state_length` of them. A step that verifies a draft keeps the states
-        before it and commits the accepted tokens. The next step computes those tokens again in the recurrent layers."""
+        The live states cover all tokens, or the first `state_length` tokens. A step that verifies a draft keeps the
+        states from before the draft and commits the accepted tokens. The recurrent layers compute these tokens again
+        in the next step.
+        """
         commit(self.state, seq, tokens, state_length)
 
     def commit_many(self, rows: Rows, tokens: npt.ArrayLike) -> None:
-        """`commit` of one token for each of many rows. A row may be listed once. Costs in proportion to the rows that
-        fill a block."""
+        """Commit one token for each of many rows. A row may be listed once. The cost grows with the number of rows
+        that fill a block.
+        """
         commit_many(self.state, rows, tokens)
 
     def checkpoint(self, seq: Sequence, position: int | None = None) -> bool:
-        """Take a checkpoint at the current position, or at an earlier `position` in models without states.
-
-        A later `position` is scheduled: the checkpoint is taken when the sequence reaches it. Returns False if there
-        are no pages for the states, or if the checkpoint would not be useful."""
+        """Take a checkpoint at the current position or, in models without states, at an earlier `position`. A
+        checkpoint at a later `position` is taken when the sequence reaches it. Returns False if the pool has no pages
+        for the states, or if the checkpoint would be useless.
+        """
         return take_checkpoint(self.state, seq, position)
 
     def rollback(self, seq: Sequence, n: int) -> int:
         """Discard the last `n` computed tokens and all reserved pages. Returns the new length.
 
-        It is shorter than requested if states or windows can resume only earlier; compute the rest again."""
+        The new length is shorter than requested if states or windows can resume only at an earlier position. The
+        caller computes the difference again.
+        """
         return rollback(self.state, seq, n)
 
     def fork(self, seq: Sequence) -> Sequence | None:
-        """Return a second sequence with the same tokens; None if there are no pages for its states.
-
-        Pages are shared. A partial block is copied when it is written."""
+        """Return a second sequence with the same tokens, or None if the pool has no pages for its states. Both
+        sequences share their pages. A partial block is copied before either sequence writes to it.
+        """
         return fork(self.state, seq)
 
     def close(self, seq: Sequence) -> None:
-        """Close a sequence. Its published pages stay cached and can be evicted; all others become free."""
+        """Close a sequence. Its published pages stay cached and can be evicted. Its other pages become free."""
         close_sequence(self.state, seq)
+
+    # -- cold blocks ----------------------------------------------------------------------------
+
+    def coldable_pages(self, seq: Sequence, most: int) -> Ids:
+        """Return the page ids of up to `most` next blocks that can become cold, [blocks, columns]; 0 in columns of windows.
+
+        These are its oldest blocks in the pool that are full and computed. Make pending copies before reading them."""
+        return coldable_pages(self.state, seq, most)
+
+    def add_cold_run(self, seq: Sequence, run: ColdRun) -> None:
+        """Make the next blocks of a sequence cold, and release their pages: host memory has the bytes.
+
+        From now on the sequence publishes no blocks, and attention must read the cold blocks from host memory."""
+        add_cold_run(self.state, seq, run)
+
+    def open_cold(self, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:
+        """Start an empty sequence at `position`, behind cold blocks. `run` has all full blocks before it; `tail` are the
+        tokens after them.
+
+        Allocates the other pages that are visible there, and the live states: fill those of the block table and the states
+        before the next step. Returns False, and changes nothing, if the pool lacks pages."""
+        return open_cold(self.state, seq, run, position, tail)
+
+    def block_hashes(
+        self,
+        tokens: npt.ArrayLike,
+        control: CacheControl,
+        media: Many[Media] = (),
+        first: int = 0,
+        end: int | None = None,
+        parent: bytes | None = None,
+    ) -> list[bytes]:
+        """Return the hashes of the blocks of a prompt, from block `first` to token `end`; the last block may be partial.
+
+        They follow the hash `parent`, without it the root hash. The last one is also that of a state at `end`. O(tokens)."""
+        ids = self.state.media_ids.place(np.frombuffer(token_bytes(tokens), np.int32), media)
+        data, resolve = ids[first * self.block_tokens : end].tobytes(), self.state.media_ids.digest_of
+        parent = parent or self.root_hash(control)
+        units = hash_chain(parent, data, resolve)
+        rest = data[len(units) * HASH_TOKENS * TOKEN_BYTES :]
+        if rest:
+            units.append(tail_hash(units[-1] if units else parent, rest, resolve))
+        each = self.block_tokens // HASH_TOKENS
+        return [BlockHash.of(units[i : i + each]) for i in range(0, len(units), each)]
+
+    @property
+    def full_columns(self) -> npt.NDArray[np.intp]:
+        """Columns of the token groups with full attention: only their pages can become cold."""
+        return self.state.full_columns
 
     # -- retention ------------------------------------------------------------------------------
 
     def pin(
         self, tokens: npt.ArrayLike, ttl: float, control: CacheControl | None = None, media: Many[Media] = ()
     ) -> Pin:
-        """Keep the cached prefix of a prompt in use for `ttl` seconds. `Pin.length` is its length in tokens."""
+        """Retain the cached prefix of a prompt for `ttl` seconds. `Pin.length` is the length of this prefix in
+        tokens.
+        """
         if ttl <= 0:
             raise ValueError(f"ttl {ttl} is not positive; give seconds")
         return self.state.pins.pin(self._match(tokens, control or _DEFAULT, media, leave_last=False), ttl)
@@ -252,13 +319,13 @@ class KVCache:
         return self.state.pins.pins()
 
     def release_expired(self) -> None:
-        """End expired pins. This also happens whenever pages are missing."""
+        """End expired pins. The cache also does this when pages are missing."""
         self.state.pins.release_expired()
 
     def protect_queued(self, match: Match, turn: tuple[int, int]) -> QueuedPrefix:
-        """Evict the prefix of a waiting request last, until `unprotect`.
-
-        Among prefixes of several waiting requests, the one with the latest turn is evicted first."""
+        """Protect the cached prefix of a waiting request until `unprotect`: it is evicted after all unprotected
+        entries. Of several protected prefixes, the one with the latest turn is evicted first.
+        """
         return self.state.pins.protect_queued(match, turn)
 
     def unprotect(self, queued: QueuedPrefix) -> None:
@@ -266,30 +333,34 @@ class KVCache:
         self.state.pins.unprotect(queued)
 
     def end_session(self, session: str) -> int:
-        """Make the blocks that only this session used the first to be evicted: it will not return. Returns their tokens."""
+        """Make the blocks that only this session used the first to be evicted, because the session will not return.
+        Returns their number of tokens.
+        """
         return self.state.pins.end_session(session)
 
     # -- pages ----------------------------------------------------------------------------------
 
     def table(self, group: int) -> Ids:
-        """Return the block tables of one token group: [runs, rows, blocks], a view that stays valid."""
+        """Return the block tables of one token group: [runs, rows, blocks]. The result is a view that stays valid."""
         groups = self.layout.groups
         if not 0 <= group < len(groups) or groups[group] not in self.layout.of("token"):
             raise KeyError(f"{group} is not a token group; the layout has {[g.name for g in groups]}")
         return self.block_tables.tables[groups[group].columns]
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return the first block of each row whose page ids changed since the last call; the row's end if none changed."""
+        """Return, for each row, the first block whose page ids changed since the last call, or the row's end if none
+        changed.
+        """
         return self.block_tables.take_changed(rows)
 
     def take_copies(self) -> list[CopyBatch]:
-        """Return the page copies to run, in order, before the next step. Call it once per step."""
+        """Return the page copies to make, in order, before the next step. Call it once per step."""
         return self.state.copies.take()
 
-    def make_room(self, tokens: int, tenant: str = "") -> int:
+    def free_pages(self, tokens: int, tenant: str = "") -> int:
         """Evict by policy until the pool has pages for `tokens` tokens of a tenant. Returns the number of missing pages."""
         blocks = -(-tokens // self.block_tokens)
-        return self.state.allocator.make_room(self.state.accounts[tenant], self.state.pages.needs(blocks))
+        return self.state.allocator.free_pages(self.state.accounts[tenant], self.state.pages.needs(blocks))
 
     @property
     def usable_slabs(self) -> int:
@@ -298,11 +369,11 @@ class KVCache:
 
     @property
     def free_slabs(self) -> int:
-        """Slabs without a page in use or cached."""
+        """Number of slabs without a page in use or cached."""
         return self.state.pool.free_slabs
 
     def account(self, tenant: str) -> Account:
-        """Return the account of a tenant; undeclared tenants share one. Do not modify it."""
+        """Return the account of a tenant. Undeclared tenants share one account. Do not modify it."""
         return self.state.accounts[tenant]
 
     def reachable_bytes(self, account: Account) -> int:
@@ -310,27 +381,32 @@ class KVCache:
         return self.state.allocator.reachable(account)
 
     def unbacked_slabs(self, n: int) -> Ids:
-        """Return `n` slabs without memory. Allocate their memory, then call `grow`. Does not modify the cache.
-        O(reserved)."""
+        """Return `n` slabs without memory. The caller allocates their memory, then calls `grow`. Does not modify the
+        cache. O(reserved).
+        """
         return self.state.pool.unbacked_slabs(n)
 
     def grow(self, slabs: Iterable[int]) -> None:
-        """Add slabs whose memory is now allocated. Its content does not matter. Tenants' shares are recomputed."""
+        """Add slabs whose memory is now allocated, with any content. Computes the shares of tenants again."""
         state = self.state
         state.pool.grow(slabs)
         state.accounts.set_pool_bytes(self.usable_slabs * self.layout.slab_bytes)
 
     def shrink(self, n: int) -> Ids:
-        """Remove up to `n` slabs and return them. Evicts and compacts as needed. Tenants' shares are recomputed.
+        """Remove up to `n` slabs and return them. Evicts and compacts as needed. Computes the shares of tenants
+        again.
 
-        Returns fewer if pages are in use or copies are pending; a slab of a pending copy can be removed after
-        `take_copies`. Free the memory only when every copy and step before this call is done."""
+        Returns fewer slabs if pages are in use or copies are pending. A slab with a pending copy can be removed after
+        `take_copies`. The caller may free the memory only after every earlier copy and step is done.
+        """
         return self.state.allocator.shrink(n)
 
     # -- inspection -----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Recount every page. Raises AssertionError on the first difference. O(pool): for tests and idle time."""
+        """Count every page again. Raises AssertionError at the first difference. O(pool), so only for tests and idle
+        time.
+        """
         check_integrity(self.state)
 
     def stats(self) -> dict[str, float | int | dict[str, int]]:

@@ -1,4 +1,4 @@
-"""State of one cache: its components, and the helpers that sequences, loads and inspection share.
+"""The state of one cache: its components, and the helpers that sequences, loads and inspection share.
 
     layout ── pool ── block tables          pages in slabs, page ids per sequence
               │
@@ -6,12 +6,14 @@
               │
     accounts, pins, loads, compaction ── allocator
 
-Components are created here, in this order; none is replaced afterwards.
+The components are created here, in this order, and never replaced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+import numpy as np
 
 from .allocator import Allocator
 from .clock import Clock
@@ -41,7 +43,7 @@ __all__ = ["CacheState"]
 
 
 class CacheState:
-    """The components of one cache. `KVCache` owns it; functions of `sequences` and `loading` change it."""
+    """The components of one cache. `KVCache` owns it. The functions of `sequences` and `loading` change it."""
 
     __slots__ = (
         "accounts",
@@ -54,6 +56,7 @@ class CacheState:
         "copies",
         "counts",
         "events",
+        "full_columns",
         "ghosts",
         "has_states",
         "in_transfer",
@@ -90,6 +93,11 @@ class CacheState:
         self.pool = PagePool([g.pages_per_slab for g in layout.groups], slabs, reserved)
         self.pages, self.states, self.media = (self._numbering(n) for n in ("token", "state", "media"))
         self.has_states = bool(self.states.width)
+        full = [g for g in layout.of("token") if not g.spec.visibility.windowed]
+        self.full_columns = np.array(
+            [c for g in full for c in range(g.columns.start, g.columns.stop)], np.intp
+        )
+        """Columns of the token groups with full attention."""
         self._refuse_too_small()
         self.media_ids = MediaIds()
         publisher = EventPublisher(layout, self.events, self.media_ids.digest_of)
@@ -146,7 +154,9 @@ class CacheState:
     # -- pages ----------------------------------------------------------------------------------
 
     def needs(self, rows: int, states: int, media: int) -> list[int]:
-        """Pages of each size class in `rows` blocks, `states` states and `media` blocks of images."""
+        """Return the number of pages of each size class in `rows` blocks, `states` states and `media` blocks of
+        images.
+        """
         needs = self.pages.needs(rows)
         if states:
             needs = [a + b for a, b in zip(needs, self.states.needs(states), strict=True)]
@@ -155,16 +165,17 @@ class CacheState:
         return needs
 
     def take(self, account: Account, needs: list[int]) -> int:
-        """Make pages for `needs` free and charge `account`. Returns the number of missing pages; if not 0, nothing is
-        charged."""
-        missing = self.allocator.make_room(account, needs)
+        """Free the pages of `needs` and charge them to `account`. Returns the number of missing pages; if it is not
+        0, nothing is charged.
+        """
+        missing = self.allocator.free_pages(account, needs)
         if not missing:
             account.charge(self.allocator.bytes_of(needs))
         return missing
 
     @staticmethod
     def release(account: Account, columns: BlockPages, rows: Ids) -> None:
-        """Drop one use of every page in `rows`, charged to `account`."""
+        """Drop one use of every page in `rows`, which are charged to `account`."""
         account.release(*columns.release(rows))
 
     def copy_rows(self, account: Account, columns: BlockPages, source: Ids, target: Ids) -> None:

@@ -8,6 +8,7 @@
     scheduling/           which requests run, and which tokens each step computes
     execution/            a step on the device
     sampling/             from logits to tokens, text and beams
+    speculation/          draft tokens: proposers, verification, how many pay
     offload/              pages between the pool and the tiers
     image_prompts.py      prompts of text and images, by the model's processor
     preflight.py          check_engine: refuses settings before anything is loaded

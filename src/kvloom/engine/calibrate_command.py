@@ -1,4 +1,4 @@
-"""`kvloom calibrate`: from command-line arguments to a file of scales."""
+"""`kvloom calibrate`: runs prompts and writes a file of scales."""
 
 from __future__ import annotations
 

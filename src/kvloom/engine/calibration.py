@@ -3,8 +3,8 @@
     calibrate(model, prompts, dtype="fp8") → Calibration      .save("scales.safetensors")
     Engine(model, EngineConfig(kv_dtype="fp8", kv_scales="scales.safetensors"))
 
-The model runs with pages of its own dtype; a recorder measures what it writes to them. Prompts are token ids; `texts_of` reads
-them from files.
+The model runs with pages of its own dtype, and a recorder measures the values that it writes. Prompts are token ids.
+`texts_of` reads prompts from files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Scales for `dtype`, measured on `tokens` tokens. `sizes` are the largest values by layer, field and head."""
+    """The scales for `dtype`, measured on `tokens` tokens. `sizes` are the largest values by layer, field and head."""
 
     model: str
     dtype: str
@@ -45,7 +45,7 @@ class Calibration:
 
     @property
     def scales(self) -> Scales:
-        """The scales by layer and field. A head that was always zero gets the scale for values up to 1."""
+        """The scales by layer and field. A head with only zeros gets the scale for values up to 1."""
         most = quantised_max(TORCH_DTYPES[self.dtype])
         assert most is not None
         return {
@@ -69,8 +69,9 @@ class Calibration:
 class _Recorder(Pages):
     """Pages that record the largest value of every written token and head.
 
-    A percentile needs the values of all tokens: 4 bytes for K and V of every head and layer. Without one, only the
-    maximum is stored."""
+    A percentile needs the values of all tokens: 4 bytes for K and V of every head and layer. Without a percentile,
+    only the maximum is stored.
+    """
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, every: bool) -> None:
         super().__init__(layout, buffer)
@@ -110,15 +111,15 @@ class _Recorder(Pages):
         return super().attend(layer_idx, query, key, value, *how, **named)
 
     def singles(self, layer_idx: int) -> None:
-        """Send every step through `attend`, so that it is recorded."""
+        """Return None, so that every step calls `attend` and is recorded."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that every layer has written."""
+        """Number of tokens that every layer has written."""
         return max(self._counted.values(), default=0)
 
     def sizes(self, percentile: float) -> Scales:
-        """Return one size for each head: the largest value, or the percentile."""
+        """Return one size per head: the largest value, or the percentile of all values."""
         return {
             layer: {name: self._size(f"{layer}: {name}", seen, percentile) for name, seen in fields.items()}
             for layer, fields in self._seen.items()
@@ -147,9 +148,10 @@ def calibrate(
 ) -> Calibration:
     """Run `prompts` and compute scales for `dtype` that cover the largest value of each layer and head.
 
-    With a `percentile` below 100, larger values are clamped. Longer prompts run in pieces of `context` tokens. Calls
-    `progress(done, total)`. The model still reads pages afterwards, and is usable. Raises ValueError before it runs
-    anything."""
+    With a `percentile` below 100, values above it are clamped. Long prompts run in pieces of `context` tokens. Calls
+    `progress(done, total)`. Afterwards the model can be used by an engine. Raises ValueError for invalid arguments,
+    before anything runs.
+    """
     if dtype not in QUANTISED:
         raise ValueError(f"scales need dtype int8 or fp8, not {dtype!r}")
     if not 0 < percentile <= 100:
@@ -182,10 +184,9 @@ def calibrate(
 
 
 def texts_of(arguments: Iterable[str]) -> Iterator[Prompt]:
-    """Yield prompts from command-line arguments.
-
-    The name of a .jsonl file yields one prompt a line: a text, token ids, or an object with "prompt" or "text". Another file
-    yields its whole text. Any other argument is a prompt."""
+    """Yield prompts from command-line arguments. A .jsonl file yields one prompt per line: a text, token ids, or an
+    object with "prompt" or "text". Any other file yields its whole text. An argument that is not a file is a prompt.
+    """
     for argument in arguments:
         path = Path(argument)
         named = len(argument) < 4096 and "\n" not in argument

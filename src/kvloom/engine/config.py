@@ -1,7 +1,8 @@
-"""Settings of an engine: what `LLM`, the CLI and the server pass on. Values only; imports no torch.
+"""The settings of an engine, which `LLM`, the CLI and the server pass to it. Contains only values; does not import
+torch.
 
-A new setting is one field here and, for the command line, one argument in `engine/options.py`. `engine_config` builds an
-`EngineConfig` from flat settings, as `LLM(...)`, flags and configuration files give them.
+A new setting is one field here and, for the command line, one argument in `engine/options.py`. `engine_config` builds
+an `EngineConfig` from a flat list of settings, which `LLM(...)`, flags and configuration files use.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .sampling import GrammarLimits
 
 __all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "engine_config"]
 
+MOST_DRAFT_TOKENS = 64
 LoadRule = Literal["auto", "always", "never"]
 
 
@@ -30,11 +32,15 @@ class OffloadConfig:
     """How pages are loaded from tiers."""
 
     load: LoadRule = "auto"
-    """"auto": load or recompute, whichever is faster. "always": wait for every page that a tier has. "never": only store."""
+    """"auto" loads or recomputes pages, whichever is faster. "always" waits for every page that a tier has. "never"
+    only stores pages.
+    """
     deadline_seconds: tuple[float, float] = (0.1, 5.0)
-    """Shortest and longest deadline of a load, in seconds; between them, twice the time to compute the same tokens."""
+    """Shortest and longest deadline of a load, in seconds. Between these limits, it is twice the time to compute the
+    same tokens.
+    """
     wait_share: float = 0.04
-    """Longest time that a request may lose by waiting for pages, as a share of the time to compute its prompt."""
+    """Longest time that a request may lose by waiting for pages, as a fraction of the time to compute its prompt."""
     transfers: TransferConfig = field(default_factory=TransferConfig)
 
     def __post_init__(self) -> None:
@@ -47,45 +53,54 @@ class EngineConfig:
     """Settings of one engine. The defaults suit a model on its own device."""
 
     pool_bytes: int | None = None
-    """Bytes of the page pool; None: what `memory_fraction` leaves free."""
+    """Bytes of the page pool. None uses the memory that `memory_fraction` leaves."""
     max_pool_bytes: int | None = None
-    """Most bytes of an elastic pool, which grows and shrinks while serving; None: the pool keeps its size."""
+    """Largest size of an elastic pool in bytes, which grows and shrinks while serving. None: the pool keeps its size.
+    """
     min_pool_bytes: int | None = None
-    """Fewest bytes of an elastic pool; None: an eighth of its first size."""
+    """Smallest size of an elastic pool in bytes. None: an eighth of its first size."""
     keep_free: int = 1 << 30
-    """Device memory in bytes that an elastic pool leaves to other processes: it shrinks when they need more."""
+    """Bytes of device memory that an elastic pool leaves to other processes. The pool shrinks when they need more."""
     idle_seconds: float = 30.0
-    """An elastic pool gives memory without pages back after so many seconds without a request."""
+    """An elastic pool unmaps slabs without pages after this many seconds without a request."""
     memory_fraction: float = 0.9
-    """Share of the device's memory that weights, steps and the pool may use together."""
+    """Fraction of the device's memory that weights, steps and the pool may use together."""
     block_tokens: int = 16
-    """Tokens of a block: a power of two from 16 to 256."""
+    """Tokens of a block, a power of two from 16 to 256."""
     eviction_policy: str = "lru"
     """Name of the eviction policy: one of `kvloom.core.POLICIES`, or of an entry point in `kvloom.policies`."""
     checkpoint_every: int = 0
-    """In models with windows or states: tokens between checkpoints, rounded up to blocks; 0: only where prompts end or branch."""
+    """In models with windows or states: tokens between checkpoints, rounded up to blocks. 0 takes checkpoints only
+    where prompts end or branch.
+    """
     token_budget: int | None = None
-    """Most prompt tokens of a step; None: 8,192 on a GPU, 2,048 on a CPU."""
+    """Largest number of prompt tokens in a step. None: 8,192 on a GPU, 2,048 on a CPU."""
     max_running: int | None = None
-    """Most running requests; None: 512 on a GPU, 256 on a CPU."""
+    """Largest number of running requests. None: 512 on a GPU, 256 on a CPU."""
     max_context: int | None = None
-    """Most tokens of a sequence; None: the model's limit."""
+    """Largest number of tokens of a sequence. None: the model's limit."""
     kv_dtype: KVDtype | None = None
-    """Data type of K and V in the pool; None: that of the model."""
+    """Data type of K and V in the pool. None: that of the model."""
     kv_scales: str | os.PathLike[str] = "dynamic"
     """Scales for int8 and fp8: "dynamic", "checkpoint", or a file from `kvloom calibrate`."""
     batch_invariant: bool = False
-    """Make a request's results bit-identical whatever other requests are in its batch, on a GPU too."""
+    """Make the results of a request bit-identical in any batch, on a GPU too."""
     ahead: bool | None = None
-    """Launch a step before the tokens of the previous one have arrived; None: on a GPU only."""
+    """Launch a step before the tokens of the previous step have arrived. None: only on a GPU."""
     cuda_graphs: bool = True
     """Replay steps from CUDA graphs, on a GPU."""
+    speculate: str = "off"
+    """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), or several ("suffix,draft=MODEL").
+
+    "auto" is "suffix". The controller decides whether and how far they are used."""
+    draft_tokens: int | None = None
+    """Most draft tokens of a request in one step; None: 4 of a draft model, else 16."""
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
     """Tenants with a quota or a weight of their own."""
     tiers: Sequence[str | OpenTier] = ()
-    """Tiers, nearest first: `host:64GiB`, `disk:/path:1TiB`."""
+    """Tiers, fastest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """How pages are loaded from the tiers."""
     kv_events: str | None = None
@@ -94,6 +109,18 @@ class EngineConfig:
     """ZMQ address that replays past events and sends snapshots; None: routers cannot fill gaps."""
     kv_events_hashes: Literal["int64", "bytes"] = "int64"
     """How block hashes travel: signed 64-bit integers, or all bytes."""
+
+    @property
+    def draft_model(self) -> str:
+        """Folder or name of the draft model; empty without one."""
+        return next((part.removeprefix("draft=") for part in self.proposers if part.startswith("draft=")), "")
+
+    @property
+    def proposers(self) -> list[str]:
+        """The proposers in the order in which they are asked."""
+        if self.speculate == "off":
+            return []
+        return ["suffix"] if self.speculate == "auto" else self.speculate.split(",")
 
     def __post_init__(self) -> None:
         tokens = self.block_tokens
@@ -105,6 +132,16 @@ class EngineConfig:
             raise ValueError(
                 f"pool sizes {given} must not decrease from min_pool_bytes over pool_bytes to max_pool_bytes"
             )
+        parts = self.proposers
+        if not all(part in ("ngram", "suffix") or part.startswith("draft=") for part in parts) or len(
+            {part.partition("=")[0] for part in parts}
+        ) < len(parts):
+            raise ValueError(
+                f"speculate {self.speculate!r} is not off, auto, ngram, suffix, draft=MODEL or several of them, such as "
+                "suffix,draft=MODEL"
+            )
+        if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
+            raise ValueError(f"draft_tokens {self.draft_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is negative: give tokens, or 0")
         if self.kv_events_replay is not None and self.kv_events is None:
@@ -126,9 +163,11 @@ def engine_config(
     grammar_memory: int = 256 << 20,
     **settings: Any,
 ) -> EngineConfig:
-    """Return an `EngineConfig`. `settings` are its fields; the others are fields of `OffloadConfig` and `GrammarLimits`.
+    """Return an `EngineConfig`. `settings` are its fields. The other arguments are fields of `OffloadConfig` and
+    `GrammarLimits`.
 
-    Raises ValueError for an unknown name or an invalid value."""
+    Raises ValueError for an unknown name or an invalid value.
+    """
     names = [one.name for one in fields(EngineConfig)]
     for name in settings:
         if name not in names:

@@ -2,10 +2,10 @@
 
     add(prompt) → Request      step() → requests with a new token or a finish      run() → until no request is left
 
-On a GPU a step is launched before the tokens of the previous one have arrived on the host (`EngineConfig.ahead`). The
-tokens stay on the device as input of the next step. A request that had already finished then computes one token too
-many, which is dropped. Prompts are token ids. Only one thread at a time may call the engine. The model must be on its
-device.
+On a GPU a step is launched before the tokens of the previous step have arrived on the host (`EngineConfig.ahead`).
+The tokens stay on the device as input of the next step. If a request has already finished, the step computes one
+token too many for it, which is dropped. Prompts are token ids. Only one thread at a time may call the engine. The
+model must be on its device.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.paged import ImageInputs
@@ -49,27 +50,43 @@ from .sampling import (
     SampledTokens,
     Sampler,
     SamplingParams,
+    SamplingRequest,
     TextStream,
     to_device,
 )
 from .scheduling import Scheduled, Scheduler
+from .speculation import (
+    NO_DRAFT,
+    Draft,
+    DraftModelProposer,
+    NGramProposer,
+    Proposer,
+    Speculation,
+    SuffixProposer,
+    draft_positions,
+    load_draft,
+)
 
 if TYPE_CHECKING:
     from kvloom.events_wire import WirePublisher
 
 __all__ = ["Engine"]
 
+STRONG_MATCH = 6
+"""Tokens that lookup must match if another proposer follows it: a draft model knows better after a short match."""
+MIN_DRAFT_ROWS = 64
+"""Positions at which a step with drafts may sample at least; otherwise as many as there are running requests."""
 MASK_WAIT_SECONDS = 0.01
-"""Longest sleep of a step in which all requests wait for grammar masks."""
+"""Longest sleep, in seconds, of a step in which all requests wait for grammar masks."""
 
 
 class Engine:
-    """Runs requests on one model. `tokenizer` is needed only for text, stop texts and structured output.
-
-    Call `close` to end the requests and the tiers."""
+    """Runs requests on one model. `tokenizer` is needed only for text, stop texts and structured output. Call `close`
+    to finish all requests and close the tiers.
+    """
 
     def __init__(self, model: Any, config: EngineConfig | None = None, tokenizer: Any = None) -> None:
-        """Allocate the pool and open the tiers. Raises ValueError for settings that cannot work together."""
+        """Allocate the pool and open the tiers. Raises ValueError for settings that cannot be combined."""
         config = config or EngineConfig()
         self.model, self.device, self.tokenizer = model.eval(), next(model.parameters()).device, tokenizer
         on_gpu = self.device.type == "cuda"
@@ -81,11 +98,13 @@ class Engine:
         """The settings, with `token_budget` and `max_running` filled in."""
         assert config.token_budget is not None
         assert config.max_running is not None
-        memory = allocate_kv_memory(model, config)
+        draft = load_draft(config.draft_model, model) if config.draft_model else None
+        memory = allocate_kv_memory(model, config, draft)
         self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache
         self.vision, self.limit = memory.vision, memory.limit
         self.memory_budget = memory.budget
         """How the pool's size was measured; None if it was configured."""
+        draft_rows = 0 if config.speculate == "off" else max(config.max_running, MIN_DRAFT_ROWS)
         self.runner = ModelRunner(
             model,
             self.cache,
@@ -96,13 +115,18 @@ class Engine:
             memory.scales,
             self.vision,
             memory.batch_invariant,
+            2 * draft_rows,
         )
         self.offload: OffloadManager | None = None
-        """Offloads and loads pages; None without tiers."""
+        """Offloads and loads pages. None without tiers."""
         if config.tiers:
             self.offload = open_offload(
                 config.tiers, self.cache, self.buffer, self._apply_copies, config.offload
             )
+            self.runner.pages.set_host_memory(torch.from_numpy(self.offload.host.arena))
+            if memory.batch_invariant:
+                self.offload.cold = None
+                self.offload.cold_refusal = refused("batch_invariant, cold pages")
         self.events: WirePublisher | None = None
         """Publishes block events to routers; None if not configured."""
         if config.event_settings is not None:
@@ -110,7 +134,7 @@ class Engine:
 
             self.events = WirePublisher(self.cache, config.event_settings)
         self.pool_size: PoolSize | None = None
-        """Grows and shrinks an elastic pool; None if the pool keeps its size."""
+        """Grows and shrinks an elastic pool. None if the pool keeps its size."""
         self._pool_rule: PoolRule | None = None
         if memory.elastic is not None:
             pool = self.cache.usable_slabs * self.layout.slab_bytes
@@ -121,19 +145,55 @@ class Engine:
         self.eos = eos_tokens(model)
         self.sampler = Sampler(self.eos)
         self.ahead = on_gpu if config.ahead is None else config.ahead
+        self.speculation: Speculation | None = None
+        """Proposes draft tokens; None if it is off."""
+        if config.speculate != "off":
+            self.speculation = Speculation(self._proposers(draft), config.draft_tokens, self.eos, draft_rows)
         self._output_processor = OutputProcessor(self.scheduler, self.eos)
         self._inflight: InflightStep | None = None
-        self._updated: list[Request] = []  # requests with a new token that `step` has not returned yet
+        self._updated: list[Request] = []  # requests with a new token that `step` has not yet returned
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._grammars: Grammars | None = None
         self._request_count = 0
         self._copies: list[CopyBatch] = []
         self._sessions = SessionHistory()
 
-    def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile kernels and capture graphs now, so that no request waits for them. Does nothing on a CPU.
+    def _proposers(self, draft: Any) -> list[Proposer]:
+        """Return the proposers of the settings, in order."""
+        proposers: list[Proposer] = []
+        names = self.config.proposers
+        for place, name in enumerate(names):
+            min_match = STRONG_MATCH if place + 1 < len(names) else 0
+            if name.startswith("draft="):
+                proposers.append(self._draft_proposer(draft))
+            else:
+                proposers.append((SuffixProposer if name == "suffix" else NGramProposer)(min_match))
+        return proposers
 
-        Calls `progress(done, total)` after each graph. Takes up to minutes."""
+    def _draft_proposer(self, draft: Any) -> DraftModelProposer:
+        """Return the proposer of a draft model, which shares the pool and the batches' buffers."""
+        config = self.config
+        assert config.token_budget is not None
+        assert config.max_running is not None
+        runner = ModelRunner(
+            draft.eval(),
+            self.cache,
+            self.buffer,
+            config.token_budget,
+            config.max_running,
+            config.cuda_graphs,
+            invariant=self.runner.pages.is_invariant,
+            target=self.runner,
+        )
+        return DraftModelProposer(
+            runner, Sampler(self.eos), self._apply_copies, complete=self.offload is not None
+        )
+
+    def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile kernels and capture graphs, so that no request waits for them. Does nothing on a CPU.
+
+        Calls `progress(done, total)` after each graph. May take minutes.
+        """
         tokens, seconds = self.runner.warm_up(self._warm_up_sampler)
         if self.offload is not None:
             self.offload.observe_prefill(tokens, seconds)
@@ -165,7 +225,9 @@ class Engine:
             raise ValueError("resume_token_ids needs a request with one answer and without logprobs")
         control = control or CacheControl()
         if control.lossy and (self.offload is None or not self.offload.has_lossy_tier):
-            control = replace(control, lossy=False)  # no tier re-encodes pages: share all pages
+            control = replace(
+                control, lossy=False
+            )  # no tier re-encodes pages, so all requests can share pages
         image_inputs = self._prepare_images(tokens, images, control.tenant) if len(images) else None
         prompt_array = ids.astype(np.int32, copy=False)
         request = Request(
@@ -213,21 +275,21 @@ class Engine:
         return request
 
     def begin_grammar(self, params: SamplingParams, tenant: str = "") -> Grammar | None:
-        """Start to compile the grammar of `params`; None without one. Does not wait: poll until it is ready.
-
-        Raises ValueError for a grammar that is refused at once."""
+        """Start to compile the grammar of `params` and return it, or None if there is none. Does not wait; poll until
+        the grammar is ready. Raises ValueError for a grammar that is refused at once.
+        """
         structure = params.structure
         if structure is None or self.tokenizer is None:
             return None
         return self._open_grammars().begin(*structure, tenant)
 
     def poll_grammars(self) -> None:
-        """Collect the results of the grammar processes. Does not wait."""
+        """Collect the answers of the grammar processes. Does not wait."""
         if self._grammars is not None:
             self._grammars.poll()
 
     def cancel(self, request: Request) -> None:
-        """Finish a request and all its samples now. Their pages are free at once."""
+        """Finish a request and all its samples. Their pages are released at once."""
         for sample in request.family:
             self.scheduler.cancel(sample)
 
@@ -240,7 +302,8 @@ class Engine:
     def expect_session(self, session: str) -> bool:
         """Start to prefetch the pages of a session into host memory during the next steps.
 
-        Returns whether a lookup started: False for an unknown session, or without tiers."""
+        Returns whether a lookup started. Returns False for an unknown session, or without tiers.
+        """
         known = self._sessions.of(session)
         if known is None or self.offload is None:
             return False
@@ -249,21 +312,25 @@ class Engine:
         return self.offload.prefetch_session(likely, self.cache.match(tokens, control))
 
     def end_session(self, session: str) -> int:
-        """Make the pages that only this session used the first to be evicted. Return how many of its pages are cached."""
+        """Make the pages that only this session used the first to be evicted. Return how many of its pages are
+        cached.
+        """
         self._sessions.forget(session)
         return self.cache.end_session(session)
 
     def step(self) -> list[Request]:
-        """Launch one step and process the tokens of the previous one. Return the requests with a new token or a finish.
+        """Launch one step and process the tokens of the previous step. Return the requests that got a token or
+        finished.
 
-        If it raises (device out of memory, interrupt), the step is discarded: its requests wait and are recomputed. The next
-        step returns the requests that got a token before the failure."""
+        If the call raises (device out of memory, interrupt), the step is discarded, and its requests wait and are
+        recomputed. The next call returns the requests that got a token before the failure.
+        """
         started = time.perf_counter()
         self.adjust_pool()
         if self._output_processor.awaiting_masks:
             self._output_processor.settle_masks()
         previous = finished = self._inflight
-        if previous is not None and any(request.needs_last_token for request in previous.requests):
+        if previous is not None and self._needs_tokens(previous):
             self._inflight = None
             self._finish_step(previous, [])
             previous = None
@@ -279,6 +346,8 @@ class Engine:
             is_waiting = bool(self.scheduler.loading_count)
             self.offload.after_step(started, finished, self._inflight, is_waiting)
             self._sessions.record_requests(self._updated)
+        if finished is not None and self.speculation is not None:
+            self.speculation.observe_step(finished.work, time.perf_counter() - started)
         if finished is not None and self.scheduler.step_limit is not None:
             tokens = finished.prompt_tokens + len(finished.work)
             self.scheduler.step_limit.observe(tokens, time.perf_counter() - started)
@@ -289,19 +358,21 @@ class Engine:
         return updated
 
     def resize_pool(self, pool_bytes: int) -> int:
-        """Grow or shrink an elastic pool towards `pool_bytes`; return its bytes now. Call between steps.
+        """Grow or shrink an elastic pool towards `pool_bytes`. Return its current size in bytes. Call it between
+        steps.
 
-        Pages in use delay shrinking: the following steps continue. From now on the pool keeps this size. Raises ValueError if
-        the pool is not elastic."""
+        Pages in use delay shrinking; the following steps continue it. Afterwards the pool keeps this size. Raises
+        ValueError if the pool is not elastic.
+        """
         if self.pool_size is None:
-            raise ValueError("the pool keeps its size: set max_pool_bytes (--max-pool) to make it elastic")
+            raise ValueError(refused("fixed pool, resize"))
         self._pool_rule = None
         self.pool_size.set_target(pool_bytes)
         self.pool_size.approach()
         return self.pool_size.pool_bytes
 
     def adjust_pool(self) -> None:
-        """Follow the pool's target and its rule. Called in every step; call it now and then while idle."""
+        """Move the size of the pool towards its target. Every step calls it; call it regularly while idle."""
         if self.pool_size is None:
             return
         if self._pool_rule is not None:
@@ -319,14 +390,15 @@ class Engine:
         self.pool_size.approach()
 
     def run(self) -> None:
-        """Step until every request has finished."""
+        """Run steps until every request has finished."""
         while self.busy:
             self.step()
 
     def close(self, seconds: float = 10.0) -> None:
-        """Cancel all requests, store the queued offloads in the tiers, and close the tiers, within `seconds`."""
+        """Cancel all requests, store the queued offloads in the tiers, and close the tiers. Takes at most `seconds`."""
         for request in list(self.scheduler.open):
             self.scheduler.cancel(request)
+        self.scheduler.close_unsettled()
         self._inflight, self._updated = None, []
         if self._grammars is not None:
             self._grammars.close()
@@ -341,19 +413,30 @@ class Engine:
             self.events.close()
             self.events = None
 
+    def _needs_tokens(self, previous: InflightStep) -> bool:
+        """Whether the tokens of a step must be on the host before the next is scheduled: for grammars, penalties, drafts."""
+        if self.speculation is not None and self.speculation.waits_for(previous.requests):
+            return True
+        return bool(previous.drafts) or any(request.needs_last_token for request in previous.requests)
+
     def _finish_step(self, step: InflightStep, launched_since: list[Scheduled]) -> None:
-        """Process a step's tokens. If that fails, discard the step launched after it, which depends on them."""
+        """Process the tokens of a step. If that fails, discard the step that was launched after it, which depends on
+        these tokens.
+        """
         try:
             if self.offload is not None:
                 self.offload.during_step(lambda: not step.is_ready)
+            before = [len(request.tokens) for request in step.requests]
             self._updated += self._output_processor.process(step, launched_since)
+            if self.speculation is not None:
+                self.speculation.step_verified(step.requests, before, step.drafts)
         except BaseException:
             self._inflight = None
             self.scheduler.discard_step()
             raise
 
     def _launch(self, previous: InflightStep | None) -> InflightStep | None:
-        """Schedule and launch a step; None without work. A failed step is discarded."""
+        """Schedule and launch a step. Return None without work. A step that fails is discarded."""
         places = {} if previous is None else {id(request): i for i, request in enumerate(previous.requests)}
         try:
             return self._execute(places)
@@ -363,14 +446,18 @@ class Engine:
 
     def _execute(self, places: dict[int, int]) -> InflightStep | None:
         self._apply_copies()  # finished forks retain pages until their copies are made
-        work = self.scheduler.schedule(places)
+        proposed: dict[int, Draft] = {}
+        if self.speculation is not None:
+            proposed = self.speculation.propose(self.scheduler.running)
+        work = self.scheduler.schedule(places, {key: draft.tokens for key, draft in proposed.items()})
         self._apply_copies()
         if not work:
             return None
         ready = [
             i
             for i, (request, part) in enumerate(work)
-            if request.computed + len(part.tokens) == len(request.tokens) + request.inflight_tokens
+            if part.new_tokens
+            and request.computed + part.new_tokens == len(request.tokens) + request.inflight_tokens
         ]
         with_prompt_logprobs = [
             i
@@ -385,26 +472,47 @@ class Engine:
             if request.params.pooling is not None and request.computed < len(request.prompt)
         ]
         logits = self.runner.run([part for _, part in work], ready, with_prompt_logprobs, pooled)
+        drafts = [proposed[id(work[i][0])] if work[i][1].drafts else NO_DRAFT for i in ready]
+        rows_of = np.concatenate(
+            ([0], np.cumsum([1 + len(draft.tokens) for draft in drafts], dtype=np.int64))
+        )
+        sampled_rows = int(rows_of[-1])
+        if self.speculation is not None:
+            self.speculation.step_computed(work)
         with self.runner.numerics:
-            prompts = prompt_logprobs([work[i] for i in with_prompt_logprobs], logits[len(ready) :])
+            prompts = prompt_logprobs([work[i] for i in with_prompt_logprobs], logits[sampled_rows:])
         embeddings = (
             pool_hidden_states([work[i] for i in pooled], self.runner.hidden_states) if pooled else []
         )
-        logits = logits[: len(ready)]
+        logits = logits[:sampled_rows]
         self.scheduler.step_launched(work)
         requests = [work[i][0] for i in ready]
         if any(request.children and not request.branched for request in requests):
             requests, rows = self._fork_samples(requests)
-            logits = logits.index_select(0, to_device(np.array(rows), self.device))
+            drafts += [NO_DRAFT] * (len(requests) - len(drafts))
+            forked = [*range(sampled_rows), *(int(rows_of[row]) for row in rows[len(ready) :])]
+            logits = logits.index_select(0, to_device(np.array(forked), self.device))
+        speculates = any(draft.tokens for draft in drafts)
         sampled = SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))
         if requests:
+            rows_to_sample: Many[SamplingRequest] = requests
+            counts = [request.sampled_tokens - 1 for request in requests]
+            if speculates:
+                rows_to_sample, counts = draft_positions(requests, drafts)
             with self.runner.numerics:
-                sampled = self.sampler.choose(
-                    logits, requests, [request.sampled_tokens - 1 for request in requests]
-                )
-            running = min(len(requests), self.runner.rows)  # requests after these have no next step
-            self.runner.chosen[:running] = sampled.tokens[:running]
-        return InflightStep.create(work, requests, sampled, prompts, self.scheduler.decoding, embeddings)
+                sampled = self.sampler.choose(logits, rows_to_sample, counts)
+            if not speculates:  # otherwise the next step waits for the tokens
+                running = min(len(requests), self.runner.rows)  # requests after these have no next step
+                self.runner.chosen[:running] = sampled.tokens[:running]
+        return InflightStep.create(
+            work,
+            requests,
+            sampled,
+            prompts,
+            self.scheduler.decoding,
+            embeddings,
+            drafts if speculates else (),
+        )
 
     def _apply_copies(self) -> None:
         """Start queued offloads, then make the pending copies inside the pool."""
@@ -433,10 +541,9 @@ class Engine:
             self.sampler.choose(logits, [dummy] * len(logits), [0] * len(logits))
 
     def _fork_samples(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
-        """Fork the further samples of requests whose prompt is computed.
-
-        Returns the requests to sample, and their rows of logits: running requests first, then forks that could not
-        start because rows or pages are missing."""
+        """Fork the other samples of requests whose prompt is computed. Returns the requests to sample, and their rows
+        of logits. Running requests come first, then forks that could not start because rows or pages are missing.
+        """
         children: list[tuple[Request, int]] = []
         for row, request in enumerate(requests):
             if request.children and not request.branched:
@@ -451,7 +558,7 @@ class Engine:
         return [*requests, *(child for child, _ in children)], rows
 
     def _start_beam_search(self, request: Request) -> None:
-        """Start a beam search whose slots are the request and its children."""
+        """Start a beam search. Its slots are the request and its children."""
         params = request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         beams = BeamSearch(request.family, ends)
@@ -488,10 +595,6 @@ class Engine:
                     f"prompt token {token} is outside the vocabulary: give ids from 0 to {self._vocabulary - 1}"
                 )
         if params.pooling is not None and self.runner.decoder is None:
-            raise ValueError(
-                f"pooling: {type(self.model).__name__} has no separate decoder, so it gives no embeddings"
-            )
+            raise ValueError(refused("pooling, model", model=type(self.model).__name__))
         if self.tokenizer is None and (text or params.stops or params.structure is not None):
-            raise ValueError(
-                "text, stop texts and structured output need a tokenizer: pass one to the engine"
-            )
+            raise ValueError(refused("text, tokenizer"))

@@ -1,4 +1,4 @@
-"""`kvloom generate`: from command-line arguments to generated text."""
+"""`kvloom generate`: generates text for prompts on the command line."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _generate(args: argparse.Namespace, llm: LLM, prompts: list[Any], params: Sa
 
 
 def _texts(given: list[str]) -> list[str]:
-    """Return prompt texts; `-` is the text of standard input without its last line end."""
+    """Return prompt texts. `-` stands for the text of standard input, without its last line end."""
     if given.count("-") > 1:
         raise ValueError("- is given twice: standard input is one prompt")
     texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in given]
@@ -179,7 +179,7 @@ def _texts(given: list[str]) -> list[str]:
 
 
 def _image(name: str) -> Any:
-    """Return the pixels of a file as RGB, upright. Raises ValueError for a file that is no image."""
+    """Return the pixels of an image file as RGB, upright. Raises ValueError if the file is not an image."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -192,7 +192,7 @@ def _image(name: str) -> Any:
 
 
 def _schema(given: str | None) -> str | None:
-    """Return a JSON schema, given as text or as the name of a file."""
+    """Return a JSON schema, which is given as text or as the name of a file."""
     if given is None or given.lstrip().startswith(("{", "true", "false")):
         return given
     return Path(given).read_text(encoding="utf-8")

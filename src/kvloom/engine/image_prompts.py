@@ -1,4 +1,6 @@
-"""Prompts of text and images, by the model's processor: token ids with expanded placeholders, and tensors of each image."""
+"""Reads prompts of text and images with the model's processor: token ids with expanded placeholders, and tensors of
+each image.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,7 @@ def encode_image_prompt(
 ) -> tuple[list[int], list[Any]]:
     """Return the token ids of a text with placeholders, and its images in the form that the engine accepts.
 
-    `options` are passed to the processor. Runs on the CPU and uses no state of the engine: any thread may call it."""
+    `options` are passed to the processor. Runs on the CPU and uses no state of the engine, so any thread may call it.
+    """
     made = processor(text=text, images=list(images), return_tensors="pt", **options)
     return made["input_ids"][0].tolist(), vision.split(made)

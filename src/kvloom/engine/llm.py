@@ -1,4 +1,4 @@
-"""The offline API: prompts in, results out, on one engine.
+"""The offline API: runs prompts on one engine and returns their results.
 
     llm = LLM("path/to/model")
     for result in llm.generate(["Once upon a time"], SamplingParams(temperature=0)):
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CacheControl, Pin
 from kvloom.models.loading import LoadFormat, choose_device, load
 from kvloom.models.specs import folder_of
@@ -41,9 +42,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sample of a prompt. `text` continues the prompt; it is empty without a tokenizer.
-
-    `cumulative_logprob` and `logprobs` (one dictionary a token) are None unless requested. `stop_reason` is the stop text or token."""
+    """One sample of a prompt. `text` continues the prompt, and is empty without a tokenizer. `cumulative_logprob` and
+    `logprobs` (one dictionary per token) are None unless requested. `stop_reason` is the stop text or token.
+    """
 
     index: int
     text: str
@@ -56,9 +57,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All samples of a prompt. `num_cached_tokens` of the prompt were cached.
-
-    `prompt_logprobs` has an entry for each prompt token, None for the first; it is None unless requested."""
+    """All samples of a prompt. `num_cached_tokens` is the number of prompt tokens that were cached. `prompt_logprobs`
+    has an entry for each prompt token; the first entry is None. It is None unless requested.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -69,10 +70,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens and text of one sample: prompt number, sample number. `finish_reason` is set in the last delta.
-
-    Text may lag behind tokens: only whole characters are returned, and text that may be the start of a stop text
-    waits."""
+    """New tokens and text of one sample, identified by the numbers of prompt and sample. `finish_reason` is set in
+    the last delta. Text may lag behind tokens: only whole characters are returned, and text that may begin a stop
+    text is held back.
+    """
 
     prompt: int
     index: int
@@ -119,7 +120,7 @@ class LLM:
             chosen = choose_device(device)
             if dtype == "auto" and chosen.type == "cpu" and self._folder != model:
                 dtype = "float32"  # an embedded model, as in `kvloom serve`
-            with opened_tiers(config.tiers) as opened:  # before minutes of loading
+            with opened_tiers(config.tiers) as opened:  # checked before minutes of loading
                 model, found = load(self._folder, dtype, chosen, load_format, progress)
             config = replace(config, tiers=opened)
             self.tokenizer = tokenizer or found
@@ -153,11 +154,10 @@ class LLM:
         progress: bool = False,
         control: CacheControl | Sequence[CacheControl] | None = None,
     ) -> list[Result]:
-        """Return results in the order of the prompts. `params` and `control` are one object for all prompts, or one for each.
-
-        `control` has the caching options of a request: tenant, session, `store`, `read`, priorities of token ranges.
-
-        All requests run together. Raises ValueError, and runs none, if one of them can never run."""
+        """Return results in the order of the prompts. `params` and `control` are one object for all prompts, or a
+        list with one per prompt. `control` contains the caching options: tenant, session, `store`, `read`, priorities
+        of token ranges. All requests run together. If one of them can never run, raises ValueError and runs none.
+        """
         many, requests = self._add(prompts, params, control)
         try:
             self._run(requests, progress)
@@ -179,10 +179,10 @@ class LLM:
         return self.generate([self.chat_prompt(each, **template) for each in many], params, progress)
 
     def chat_prompt(self, messages: Any, **template: Any) -> list[int]:
-        """Return the token ids of a conversation, written by the tokenizer's chat template.
-
-        `template` sets its variables, such as `tools` and `add_generation_prompt` (default: True). Special tokens in contents are
-        recognised. Raises ValueError without a chat template, or without messages."""
+        """Return the token ids of a conversation, formatted by the tokenizer's chat template. `template` sets
+        variables of the template, such as `tools` and `add_generation_prompt` (default True). Special tokens in
+        message contents are recognised. Raises ValueError without a chat template or without messages.
+        """
         if not messages:
             raise ValueError(
                 "messages is empty: give at least one, such as {'role': 'user', 'content': 'Hello'}"
@@ -201,8 +201,9 @@ class LLM:
     ) -> npt.NDArray[np.float32]:
         """Return the embeddings of the prompts: [prompts, hidden], each of unit length.
 
-        An embedding is the mean of the final norm's output over all tokens, or its output at the last token. "mean" reads no
-        cached pages, because cached tokens have no hidden states; both store pages."""
+        An embedding is the mean of the final norm's output over all tokens, or its output at the last token. "mean"
+        reads no cached pages, because cached tokens have no hidden states. Both kinds store pages.
+        """
         params = SamplingParams(max_tokens=1, temperature=0, pooling=pooling)
         _, requests = self._add(prompts, params)
         try:
@@ -218,9 +219,10 @@ class LLM:
         return np.stack([one for one in found if one is not None])
 
     def pin(self, prompt: str | Sequence[int], seconds: float, control: CacheControl | None = None) -> Pin:
-        """Keep the cached prefix of a prompt in the pool for `seconds`, or until `unpin`. `Pin.length` is its length in tokens.
-
-        Computes nothing: generate with the prompt first. Pinned pages count as in use, so a large pin leaves less for requests."""
+        """Keep the cached prefix of a prompt in the pool for `seconds`, or until `unpin`. `Pin.length` is the length
+        of this prefix in tokens. Computes nothing, so generate with the prompt first. Pinned pages count as in use,
+        so a large pin leaves fewer pages for requests.
+        """
         return self.engine.cache.pin(self._ids(prompt), seconds, control)
 
     def unpin(self, pin: Pin) -> None:
@@ -233,10 +235,10 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         control: CacheControl | Sequence[CacheControl] | None = None,
     ) -> Iterator[Delta]:
-        """Yield deltas as tokens arrive. Deltas of one sample are in order; those of several samples are interleaved.
-
-        Starts with the first iteration. Leaving the loop cancels the requests. Raises ValueError for `best_of` and
-        beams: use `generate`."""
+        """Yield deltas as tokens arrive. Deltas of one sample are in order. Deltas of several samples are
+        interleaved. The requests start at the first iteration. Leaving the loop cancels them. Raises ValueError for
+        `best_of` and beams: use `generate`.
+        """
         _, requests = self._add(prompts, params, control, text=True)
         open_ = [one for request in requests for one in request.family]
         places = {
@@ -268,7 +270,9 @@ class LLM:
         control: CacheControl | Sequence[CacheControl] | None = None,
         text: bool = False,
     ) -> tuple[list[Any], list[Request]]:
-        """Return the prompts as a list, and their requests. Raises ValueError, and adds none, if one is refused."""
+        """Return the prompts as a list, and their requests. If one prompt is refused, raises ValueError and adds
+        none.
+        """
         one = isinstance(prompts, str | Mapping) or _is_ids(prompts)
         many: list[Any] = [prompts] if one else list(prompts)
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
@@ -281,9 +285,7 @@ class LLM:
                     f"{len(given)} {what} do not match {len(many)} prompts: give one for all, or one each"
                 )
         if text and any(mine is not None and mine.samples > mine.n for mine in each):
-            raise ValueError(
-                "best_of and beam_width select samples at the end and cannot be streamed: use generate"
-            )
+            raise ValueError(refused("best_of, LLM.stream"))
         requests: list[Request] = []
         try:
             for prompt, mine, cached in zip(many, each, controls, strict=True):
@@ -313,7 +315,7 @@ class LLM:
                 bar.update(task, completed=sum(request.finish_reason is not None for request in requests))
 
     def _read_prompt(self, prompt: Any) -> tuple[list[int], list[Any]]:
-        """Return a prompt's token ids, and its images in the form that the engine accepts."""
+        """Return the token ids of a prompt, and its images in the form that the engine accepts."""
         if not isinstance(prompt, Mapping):
             return self._ids(prompt), []
         if "prompt" not in prompt or prompt.keys() - {"prompt", "images"}:

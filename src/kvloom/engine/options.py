@@ -1,6 +1,7 @@
-"""Command-line arguments of an engine, shared by `kvloom serve` and `kvloom generate`. Imports no torch.
+"""The command-line arguments of an engine, for `kvloom serve` and `kvloom generate`. Does not import torch.
 
-An argument whose destination is a field of `EngineConfig`, or a parameter of `engine_config`, becomes a setting of the engine.
+An argument becomes a setting of the engine if its destination is a field of `EngineConfig` or a parameter of
+`engine_config`.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ TIER = (
 EVENTS = "publish block events for routers on this ZMQ address, such as tcp://127.0.0.1:5557 (default: nowhere; docs/cluster.md)"
 LOAD = "pages in tiers: load or recompute, whichever is faster (auto); always load; never load, only store (default: auto)"
 INVARIANT = "same tokens for the same seed, independent of the batch, on a GPU, too; slower"
+SPECULATE = (
+    "propose draft tokens and verify several in one step: ngram (from the prompt), suffix (also from past answers), "
+    "draft=MODEL (a small model with the same tokenizer), several in order (suffix,draft=MODEL), auto (suffix), "
+    "or off (default: off; docs/speculation.md)"
+)
 _SETTINGS = {one.name for one in fields(EngineConfig)} | {"load", "grammar_seconds", "grammar_memory"}
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of weights, page pool, prefix cache, tiers, steps and limits, and `--config`."""
+    """Add the arguments for weights, page pool, prefix cache, tiers, steps and limits, and `--config`."""
     add_config_argument(parser)
     add = parser.add_argument_group("model").add_argument
     add("--dtype", type=dtype, default="auto", metavar="D", help=DTYPE)
@@ -88,6 +94,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="answers running at once (default: 256)",
     )
     add("--batch-invariant", action="store_true", help=INVARIANT)
+    add("--speculate", default="off", metavar="HOW", help=SPECULATE)
+    drafts = "draft tokens of a request in one step at most (default: 4 of a draft model, else 16)"
+    add("--draft-tokens", type=whole(1, 64), metavar="N", help=drafts)
     seconds = "CPU seconds to compile one grammar, and again for each step (default: 2)"
     add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=seconds)
     memory = "memory of one grammar at most; all together may use eight times that (default: 256MiB)"
@@ -95,5 +104,5 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings among parsed arguments, for `engine_config`, `LLM` and the engine process."""
+    """Return the engine settings among parsed arguments, for `engine_config`, `LLM` and the engine process."""
     return {name: value for name, value in vars(args).items() if name in _SETTINGS}

@@ -1,8 +1,8 @@
-"""Refuses settings of an engine before anything is loaded: unknown model or device, invalid dtype or tier, pool too
-small.
+"""Checks the settings of an engine before anything is loaded. Refuses an unknown model or device, an invalid dtype or
+tier, and a pool that is too small.
 
-Reads at most the model's config, and asks the driver if a GPU is named. Imports no torch and opens nothing. Other
-errors are found while loading.
+Reads at most the model's config. If a GPU is named, asks the driver for it. Imports no torch and opens nothing.
+Loading finds other errors.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def check_engine(
     dtype: str = "auto",
     device: str | None = None,
 ) -> None:
-    """Raise ValueError for settings that can never be loaded.
-
-    Takes milliseconds; seconds if a model hub cannot be reached."""
+    """Raise ValueError for settings that can never be loaded. Takes milliseconds, or seconds if a model hub cannot be
+    reached.
+    """
     kv_dtype, kv_scales, pool_bytes = config.kv_dtype, config.kv_scales, config.pool_bytes
     kv_dtypes(kv_dtype)
     tiers = [tier for tier in config.tiers if isinstance(tier, str)]
@@ -72,7 +72,9 @@ def check_engine(
 
 
 def host_slab_bytes(slab_bytes: int, capacity: int) -> int:
-    """Return the least slab of a host tier for a pool's slabs. Raises ValueError if the tier is smaller."""
+    """Return the smallest slab of a host tier that holds the slabs of a pool. Raises ValueError if the tier is
+    smaller.
+    """
     unit = math.lcm(slab_bytes, mmap.PAGESIZE)
     if capacity < unit:
         raise ValueError(
@@ -82,9 +84,9 @@ def host_slab_bytes(slab_bytes: int, capacity: int) -> int:
 
 
 def check_model(model: str, load_format: str = "auto") -> dict[str, Any] | None:
-    """Return the config of a local model; None for one on a hub.
-
-    Raises ValueError for a folder without a config, a config without weights, or a hub id while no hub can be reached."""
+    """Return the config of a local model, or None for a hub id. Raises ValueError for a folder without a config, a
+    config without weights, or a hub id if no hub can be reached.
+    """
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(f"{model}: the folder has no config.json: give the folder of a model")
@@ -106,7 +108,7 @@ def check_model(model: str, load_format: str = "auto") -> dict[str, Any] | None:
 
 
 def _check_gpu(device: str) -> None:
-    """Raise ValueError if the driver does not see a GPU. Loading checks whether torch can use it."""
+    """Raise ValueError if the driver finds no such GPU. Loading checks whether torch can use it."""
     index = device.partition(":")[2] or "0"
     if not (index.isascii() and index.isdigit()) or len(index) > 9:
         return
@@ -124,18 +126,18 @@ def _check_gpu(device: str) -> None:
 
 
 def _spec(config: dict[str, Any], dtype: str, kv_dtype: KVDtype | None, static: bool) -> ModelSpec | None:
-    """Return the layer specs; None for a config that only transformers can read."""
+    """Return the layer specs, or None for a config that only transformers can read."""
     if dtype != "auto":
         config = {**config, "dtype": dtype}
     try:
         model_spec(config)
     except ModelError:
-        return None  # loading reports what is wrong with it
+        return None  # loading reports the error
     return model_spec(config, kv_dtype=kv_dtype, static_scales=static)
 
 
 def _check_scales(kv_dtype: KVDtype | None, source: str | os.PathLike[str], spec: ModelSpec | None) -> None:
-    """Raise ValueError for scales without a quantised layer, or a missing file."""
+    """Raise ValueError for scales without a quantised layer, or for a missing file."""
     every, by_kind = kv_dtypes(kv_dtype)
     dtypes = {every, *by_kind.values()}
     if spec is not None:
@@ -150,7 +152,7 @@ def _check_scales(kv_dtype: KVDtype | None, source: str | os.PathLike[str], spec
 
 
 def _check_hub(model: str) -> None:
-    """Raise ValueError at once if the hub cannot be reached: its library would retry for minutes."""
+    """Raise ValueError if the hub cannot be reached. The hub library itself would retry for minutes."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     hub = urlsplit(constants.ENDPOINT)

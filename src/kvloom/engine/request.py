@@ -15,6 +15,7 @@ from kvloom.core import CacheControl, Miss, QueuedPrefix, Sequence, plain_ids, u
 from kvloom.models.paged import ImageInputs
 
 from .sampling import BeamSearch, Finish, GrammarState, SamplingParams, TextStream, TokenCounts, TokenLogprobs
+from .speculation import TokenIndex
 
 __all__ = ["Request", "token_ids"]
 
@@ -29,7 +30,7 @@ def token_ids(given: Iterable[int]) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
         return unwatched(tuple(items)), np.frombuffer(data, np.int32)
     try:
         ids: npt.NDArray[Any] = np.fromiter(items, np.int64, len(items))
-    except (OverflowError, TypeError, ValueError):  # integers beyond 64 bits, or other types
+    except (OverflowError, TypeError, ValueError):  # integers above 64 bits, or other types
         ids = np.array([int(token) for token in items], dtype=object)
     return tuple(ids.tolist()), ids
 
@@ -43,6 +44,7 @@ class Request:
     | tokens      | `tokens`: prompt and output; `computed`: launched; `inflight_tokens`: sampled, not on the host yet   |
     | pages       | `sequence`: its pages while it runs, None while it waits; `queued_prefix`: pages protected for it     |
     | cache       | `uncached`: neither reads nor adds cached pages; `looked_in_tiers`: the cached length at the last lookup in tiers; `tier_miss`: why tiers had no more |
+    | length      | `may_be_long`: the pool cannot hold it at its limit; `is_long`: its oldest pages are in host memory, and it publishes none |
     | order       | `priority`: larger runs first and is preempted last; `order`: arrival                              |
     | sampling    | `seed`: given or random; `text`: the decoded output; `structure`: its state in the grammar          |
     | samples     | `parent`, `children`: the samples of one prompt; `branched`: they have started; `beams`: their beam search |
@@ -51,6 +53,7 @@ class Request:
     | results     | `logprobs`, `prompt_logprobs` (None for the first token), `cumulative_logprob`, `finish_reason`, `stop_reason` |
     | cache hits  | `cached_tokens` at the first start; `pool_miss`: where and why pool and tiers had no more; `other_tenant_has_more` |
     | times       | `looked_up`, `started`: the match and the first work, on the cache's clock                              |
+    | drafts      | `draft_tokens` proposed, `accepted_tokens` of them; `token_index`: its tokens, indexed for lookup; `acceptance`: estimates by proposer; `draft_missing`: first token that the draft model has not computed |
     | loads       | `loads`: (tier, start, end, tokens) on the monotonic clock; the `first_loads` of them before it started |"""
 
     order: int
@@ -64,12 +67,16 @@ class Request:
     computed: int = 0
     inflight_tokens: int = 0
     uncached: bool = False
+    may_be_long: bool = False
+    is_long: bool = False
     looked_in_tiers: int | None = None
     queued_prefix: QueuedPrefix | None = None
     tier_miss: Miss | None = None
     preemptions: int = 0
     decode_turn: int = 0
-    """Orders the decoding requests of tenants that share short steps: the smallest has waited longest."""
+    """Orders the decoding requests of tenants that share short steps. The request with the smallest value has waited
+    longest.
+    """
     finish_reason: Finish | None = None
     stop_reason: int | str | None = None
     seed: int = -1
@@ -93,13 +100,18 @@ class Request:
     loads: list[tuple[str, float, float, int]] = field(default_factory=list)
     first_loads: int = 0
     other_tenant_has_more: bool = False
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_missing: int | None = None
+    acceptance: dict[str, float] = field(default_factory=dict)
+    token_index: TokenIndex | None = None
     needs_last_token: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)
-    """Sort key: smaller runs first."""
+    """Sort key. The request with the smallest rank runs first."""
     limit: int = field(init=False)
-    """Most tokens of prompt and output together."""
+    """Largest number of tokens of prompt and output together."""
     prompt_array: npt.NDArray[np.int32] | None = field(repr=False, default=None)
-    """The prompt as an array, if the caller had one; see `prompt_ids`."""
+    """The prompt as an array, if the caller passed one. See `prompt_ids`."""
 
     def __post_init__(self) -> None:
         self.tokens = unwatched(list(self.prompt))
@@ -115,7 +127,7 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     def ids(self, end: int) -> npt.NDArray[np.int32]:
-        """Return its first `end` tokens as an array. Costs in proportion to the output tokens among them."""
+        """Return the first `end` tokens as an array. The cost grows with the number of output tokens among them."""
         size, asked = len(self.prompt), self.prompt_ids
         if end <= size:
             return asked[:end]
@@ -123,7 +135,7 @@ class Request:
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]:
-        """The prompt as an array, shared by all samples. Created on first use, while the device may be busy."""
+        """The prompt as an array, which all samples share. Created at first use, while the device may be busy."""
         first = self.parent or self
         if first.prompt_array is None:
             first.prompt_array = np.array(first.prompt, np.int32)
@@ -131,24 +143,30 @@ class Request:
 
     @property
     def match_control(self) -> CacheControl:
-        """Its cache control for a match: without reads if it skips the cache or needs every prompt token computed."""
+        """The cache control for a match. It does not read if the request skips the cache or needs every prompt token
+        computed.
+        """
         if self.uncached:
             return replace(self.control, read=False, store=False)
+        if self.is_long:
+            return replace(self.control, read=not self.computes_all and self.control.read, store=False)
         return replace(self.control, read=False) if self.computes_all else self.control
 
     def count_cached(self, tokens: int) -> None:
-        """Record the cached tokens of its first start; later starts do not count."""
+        """Record the cached tokens of the first start. Later starts do not count."""
         if self.cached_tokens is None:
             self.cached_tokens = tokens
 
     @property
     def computes_all(self) -> bool:
-        """Whether it needs every prompt token computed: cached tokens have neither log-probabilities nor hidden states."""
+        """Whether every prompt token must be computed, because cached tokens have neither log-probabilities nor
+        hidden states.
+        """
         return self.wants_prompt_logprobs or self.params.pooling == "mean"
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt log-probabilities are requested and missing: then every prompt token is computed."""
+        """Whether prompt log-probabilities are requested and missing. If so, every prompt token is computed."""
         wanted = self.params.prompt_logprobs is not None and self.parent is None
         return wanted and max(1, len(self.prompt_logprobs)) < len(self.prompt)
 
@@ -158,7 +176,7 @@ class Request:
         return self.computed < len(self.prompt) and self.wants_prompt_logprobs
 
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
-        """Add the log-probabilities of prompt tokens from `start` on. Existing ones are not replaced."""
+        """Add the log-probabilities of prompt tokens from `start` on. Existing values are not replaced."""
         if not self.prompt_logprobs:
             self.prompt_logprobs.append(None)
         known = len(self.prompt_logprobs)
@@ -167,7 +185,7 @@ class Request:
 
     @property
     def hits(self) -> dict[str, int]:
-        """Cached tokens by tier, `cached_tokens` in all."""
+        """Cached tokens by tier. They sum to `cached_tokens`."""
         found: dict[str, int] = {}
         left = self.cached_tokens or 0
         # If pages were loaded again after an eviction, only the last load counts.
@@ -189,33 +207,33 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Number of tokens whose computation has not been launched."""
+        """Number of tokens whose computation is not yet launched."""
         return len(self.tokens) + self.inflight_tokens - self.computed
 
     @property
     def mask_pending(self) -> bool:
-        """Whether its grammar process still computes the next mask: the request cannot be scheduled before."""
+        """Whether the grammar process still computes the next mask. Until then the request cannot be scheduled."""
         return self.structure is not None and self.structure.pending
 
     @property
     def parked(self) -> bool:
-        """Whether it is a beam that waits for the other beams of its depth."""
+        """Whether the request is a beam that waits for the other beams of its depth."""
         return self.beams is not None and self.pending == 0
 
     @property
     def family(self) -> list[Request]:
-        """All samples of its prompt, itself included."""
+        """All samples of the prompt, including this one."""
         first = self.parent or self
         return [first, *first.children]
 
     @property
     def finishes_with(self) -> list[Request]:
-        """The requests that finish together with it: all beams, and samples that have not started."""
+        """The requests that finish together with this one: all beams, and samples that have not started."""
         return self.family if self.beams is not None or (self.children and not self.branched) else [self]
 
     @property
     def returned_samples(self) -> list[Request]:
-        """The `n` samples to return: those with the largest cumulative log-probability, if there are more."""
+        """The `n` samples to return. If there are more, those with the largest cumulative log-probability."""
         answers = self.family
         if self.params.beam_width > 1:
             answers = [one for one in answers if one.output_count]

@@ -300,6 +300,78 @@ static PyObject *step(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* -- products of a few rows ------------------------------------------------------------------- */
+
+typedef float Lanes __attribute__((vector_size(16)));
+#define LANES 4
+#define TILE 4
+
+/* `rows` by `columns` items of out = x wᵀ, or added to out. The counts are constants, so that the sums stay in registers. */
+static inline __attribute__((always_inline)) void multiply_tile(const float *x, const float *w, float *out, Size dim, Size s_out,
+                                                                const int rows, const int columns, int add)
+{
+    Lanes sums[TILE][TILE] = {{{0}}};
+    Size i = 0;
+    for (; i + LANES <= dim; i += LANES) {
+        Lanes left[TILE], right;
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++)
+            memcpy(&left[r], x + r * dim + i, sizeof right);
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) {
+            memcpy(&right, w + c * dim + i, sizeof right);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++)
+                sums[r][c] += left[r] * right;
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) {
+            Lanes s = sums[r][c];
+            float sum = (s[0] + s[2]) + (s[1] + s[3]);
+            for (Size j = i; j < dim; j++)
+                sum += x[r * dim + j] * w[c * dim + j];
+            out[r * s_out + c] = add ? out[r * s_out + c] + sum : sum;
+        }
+}
+
+/* Columns [begin, end) of out = x wᵀ. BLAS copies w for a product of two rows, which takes longer than the product. */
+CLONES static void multiply_rows(const float *x, const float *w, float *out, Size rows, Size begin, Size end, Size dim, Size s_out, int add)
+{
+    for (Size c = begin; c < end; c += TILE) {
+        const float *columns = w + c * dim;
+        for (Size r = 0; r < rows; r += TILE) {
+            const float *left = x + r * dim;
+            float *to = out + r * s_out + c;
+            Size tall = rows - r;
+            if (end - c < TILE) {
+                for (Size one = 0; one < end - c; one++)
+                    for (Size row = 0; row < (tall < TILE ? tall : TILE); row++)
+                        multiply_tile(left + row * dim, columns + one * dim, to + row * s_out + one, dim, s_out, 1, 1, add);
+            } else if (tall >= 4)
+                multiply_tile(left, columns, to, dim, s_out, 4, 4, add);
+            else if (tall == 3)
+                multiply_tile(left, columns, to, dim, s_out, 3, 4, add);
+            else if (tall == 2)
+                multiply_tile(left, columns, to, dim, s_out, 2, 4, add);
+            else
+                multiply_tile(left, columns, to, dim, s_out, 1, 4, add);
+        }
+    }
+}
+
+static PyObject *multiply(PyObject *self, PyObject *args)
+{
+    Size x, w, out, rows, begin, end, dim, s_out;
+    int add;
+    if (!PyArg_ParseTuple(args, "nnnnnnnnp", &x, &w, &out, &rows, &begin, &end, &dim, &s_out, &add))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    multiply_rows((Floats)x, (Floats)w, (Floats)out, rows, begin, end, dim, s_out, add);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"rms_norm", rms_norm, METH_VARARGS, "rms_norm(x, weight, out, rows, dim, row stride, eps, one)"},
     {"gated", gated, METH_VARARGS, "gated(x, out, rows, dim, tanh)"},
@@ -307,6 +379,7 @@ static PyMethodDef methods[] = {
     {"put", put, METH_VARARGS, "put(pages, new, page, place, tokens, heads, dim, three strides of pages, two of new)"},
     {"decode", decode, METH_VARARGS, "decode(q, k, v, tables, firsts, lengths, out, begin, end, shape, strides, scale)"},
     {"step", step, METH_VARARGS, "step(joined, cos, sin, out, begin, end, heads, scale, (the layer's pages), (the step's rows))"},
+    {"multiply", multiply, METH_VARARGS, "multiply(x, w, out, rows, begin, end, dim, row stride of out, add)"},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cpu", NULL, 0, methods, NULL, NULL, NULL, NULL};

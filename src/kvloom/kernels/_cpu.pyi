@@ -18,3 +18,6 @@ def step(
     joined: int, cos: int, sin: int, out: int, begin: int, end: int, heads: int, scale: float,
     pages: tuple[int, ...], rows: tuple[int, ...], /,
 ) -> None: ...  # fmt: skip
+def multiply(
+    x: int, weight: int, out: int, rows: int, begin: int, end: int, dim: int, columns: int, add: bool, /
+) -> None: ...

@@ -1,7 +1,9 @@
-"""Small operations of a step on a CPU, one native call each, if the package was built with a compiler (`_cpu.c`).
+"""Native CPU versions of small operations, one call each. They exist if the package was built with a compiler
+(`_cpu.c`).
 
-A step of a small model is dominated by torch's call overhead; each function here replaces five to ten calls, and attention
-reads pages in place. float32 only. Unsupported tensors (`supports`) run in torch, equal up to rounding.
+A small model spends most of a step in torch's call overhead. Each function here replaces five to ten torch calls, and
+attention reads pages in place. Only float32 is supported. Other tensors (see `supports`) run in torch, with results
+equal up to rounding.
 
 | function         | takes                                                   | returns                                  |
 |------------------|---------------------------------------------------------|------------------------------------------|
@@ -11,6 +13,7 @@ reads pages in place. float32 only. Unsupported tensors (`supports`) run in torc
 | `write_tokens`   | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: writes the tokens to pages   |
 | `decode`         | q [rows, heads, dim], pages, tables, visible tokens     | [rows, heads, dim of v]                  |
 | `attention_step` | q, k and v of one token a row, joined                   | the last three in one call               |
+| `multiply`       | x [rows, dim], weight [columns, dim]                    | [rows, columns], or added to a tensor    |
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ import torch
 IS_BUILT = True
 try:
     from . import _cpu
-except ImportError:  # without a compiler
+except ImportError:  # the package was built without a compiler
     IS_BUILT = False
+HAS_MULTIPLY = IS_BUILT and hasattr(_cpu, "multiply")  # false for a build of an earlier version
 
 __all__ = [
     "LayerPages",
@@ -36,6 +40,8 @@ __all__ = [
     "act_and_mul",
     "attention_step",
     "decode",
+    "multiplies",
+    "multiply",
     "rms_norm",
     "rotate_",
     "supports",
@@ -45,6 +51,8 @@ __all__ = [
 Ints = npt.NDArray[np.int64]
 MIN_THREAD_PRODUCTS = 1 << 22
 """Multiplications per thread from which attention uses several threads: about a millisecond."""
+MIN_ROWS, MAX_ROWS = 2, 32
+"""Rows of a product for which `multiply` is faster than BLAS, which copies the weight first: up to three times."""
 
 
 def supports(*tensors: torch.Tensor) -> bool:
@@ -53,7 +61,7 @@ def supports(*tensors: torch.Tensor) -> bool:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> torch.Tensor:
-    """See `fused.rms_norm`."""
+    """Native version of `fused.rms_norm`."""
     if not x.is_contiguous():
         x = x.contiguous()
     out, dim = torch.empty_like(x), x.shape[-1]
@@ -63,7 +71,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> 
 
 
 def act_and_mul(x: torch.Tensor, tanh: bool) -> torch.Tensor:
-    """See `fused.act_and_mul`."""
+    """Native version of `fused.act_and_mul`."""
     if not x.is_contiguous():
         x = x.contiguous()
     dim = x.shape[-1] // 2
@@ -72,15 +80,42 @@ def act_and_mul(x: torch.Tensor, tanh: bool) -> torch.Tensor:
     return out
 
 
+def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether `multiply` is the fastest way to multiply x [..., dim] by a weight [columns, dim]."""
+    return (
+        HAS_MULTIPLY
+        and MIN_ROWS * x.shape[-1] <= x.numel() <= MAX_ROWS * x.shape[-1]
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and x.is_cpu
+        and x.dtype == weight.dtype == torch.float32
+    )
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x [..., dim] times a weight [columns, dim]; with a dense `into`, add the product to it in place."""
+    columns, dim = weight.shape
+    rows = x.numel() // dim
+    out = x.new_empty((*x.shape[:-1], columns)) if into is None else into
+    given = x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows
+    count = min(torch.get_num_threads(), rows * columns * dim // MIN_THREAD_PRODUCTS)
+    each = columns if count < 2 else -(-columns // (4 * count)) * 4
+    bounds = [*range(0, columns, each), columns]
+    _run_in_threads(
+        bounds, lambda begin, end: _cpu.multiply(*given, begin, end, dim, columns, into is not None)
+    )
+    return out
+
+
 def _dense(ids: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return ids in the form that native code reads. They are checked, because a wrong id would be a wrong address."""
+    """Return the ids as contiguous `dtype`. Their shape is checked, because a wrong id would be a wrong address."""
     if ids.dtype != dtype or ids.shape != shape:
         raise ValueError(f"ids {tuple(ids.shape)} of {ids.dtype} must be {shape} of {dtype}")
     return ids if ids.is_contiguous() else ids.contiguous()
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate x [tokens, heads, dim] in place like `fused.apply_rotary`; cos and sin are dense."""
+    """Rotate x [tokens, heads, dim] in place, like `fused.apply_rotary`. `cos` and `sin` must be dense."""
     tokens, heads, dim = x.shape
     _cpu.rotate(
         x.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, heads, dim // 2, x.stride(0), x.stride(1)
@@ -88,7 +123,7 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 def write_tokens(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch.Tensor) -> None:
-    """`pages[page, place] = new`, by int64 page and place."""
+    """Compute `pages[page, place] = new`. `page` and `place` are int64."""
     tokens, heads, dim = new.shape
     page, place = (_dense(ids, torch.int64, (tokens,)) for ids in (page, place))
     _cpu.put(
@@ -98,7 +133,7 @@ def write_tokens(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, pla
 
 
 class VisibleTokens:
-    """Visible tokens of each row's query: `firsts` to `lengths` - 1, at least one. Built once a step."""
+    """The tokens that each row's query sees: `firsts` to `lengths` - 1, at least one. Built once per step."""
 
     def __init__(self, firsts: Ints, lengths: Ints) -> None:
         self.firsts, self.lengths = (np.ascontiguousarray(x, dtype=np.int64) for x in (firsts, lengths))
@@ -108,7 +143,7 @@ class VisibleTokens:
         self.at = self.firsts.ctypes.data, self.lengths.ctypes.data
 
     def parts(self, heads: int, products: int) -> list[int]:
-        """Return bounds that divide the units (the `heads` of each row) into equal work per thread."""
+        """Return bounds that divide the heads of all rows into equal work per thread."""
         units = len(self.counts) * heads
         count = min(torch.get_num_threads(), units, self.total * products // MIN_THREAD_PRODUCTS)
         if count < 2:
@@ -121,7 +156,7 @@ class VisibleTokens:
 def decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, seen: VisibleTokens, scale: float
 ) -> torch.Tensor:
-    """Attend one query a row over its visible tokens; `tables` (int32) has a page for each visible block."""
+    """Attend one query per row over its visible tokens. `tables` (int32) must have a page for each visible block."""
     rows, heads, dim = q.shape
     kv_heads, v_dim = k.shape[2], v.shape[3]
     tables = _dense(tables[:rows], torch.int32, (len(seen.counts), tables.shape[1]))
@@ -142,11 +177,13 @@ def decode(
 
 
 class LayerPages:
-    """A layer's K and V pages ([pages, block, heads, dim], float32) with values that are constant over steps."""
+    """The K and V pages of a layer ([pages, block, heads, dim], float32), with addresses that stay constant over
+    steps.
+    """
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
         _, self.block, self.heads, self.dim = k.shape
-        self._kept = k, v  # keeps the addresses valid
+        self._kept = k, v  # keeps the memory alive, so that the addresses stay valid
         self.at = (
             k.data_ptr(),
             v.data_ptr(),
@@ -159,9 +196,12 @@ class LayerPages:
 
 
 class SingleTokenRows:
-    """A step of one new token a row: each row's pages ([rows, blocks], int32) and visible tokens."""
+    """A step of one new token a row: each row's pages ([rows, blocks], int32) and visible tokens.
 
-    def __init__(self, tables: torch.Tensor, seen: VisibleTokens) -> None:
+    `ordered`: a row may follow another of the same sequence, and sees its token. Such rows run in order, in one thread."""
+
+    def __init__(self, tables: torch.Tensor, seen: VisibleTokens, ordered: bool = False) -> None:
+        self.ordered = ordered
         tables = _dense(tables, torch.int32, (len(seen.counts), tables.shape[1]))
         self.seen, self._kept, self.blocks = seen, tables, tables.shape[1]
         self.at = tables.data_ptr(), tables.stride(0), *seen.at, seen.longest
@@ -176,9 +216,10 @@ def attention_step(
     pages: LayerPages,
     rows: SingleTokenRows,
 ) -> torch.Tensor:
-    """Rotate q and k, write k and v, and attend q, in one call.
+    """Rotate q and k, write k and v to pages, and attend q, all in one native call.
 
-    `joined` [rows, (heads + 2 * KV heads) * dim], dense, contains q, k and v of each row; it is modified."""
+    `joined` [rows, (heads + 2 * KV heads) * dim] must be dense. It contains q, k and v of each row, and is modified.
+    """
     count, dim = len(joined), pages.dim
     if rows.seen.end > rows.blocks * pages.block or count != len(rows.seen.counts):
         raise ValueError(
@@ -186,7 +227,7 @@ def attention_step(
         )
     out = joined.new_empty((count, heads * dim))
     given = joined.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
-    bounds = rows.seen.parts(1, 2 * heads * dim)
+    bounds = [0, count] if rows.ordered else rows.seen.parts(1, 2 * heads * dim)
     if len(bounds) == 2:
         _cpu.step(*given, 0, count, heads, scale, pages.at, rows.at)
     else:
@@ -197,7 +238,7 @@ def attention_step(
 
 
 def _run_in_threads(bounds: list[int], part: Callable[[int, int], None]) -> None:
-    """Run each part: the first in this thread, the others in worker threads."""
+    """Run every part: the first in this thread, the others in worker threads."""
     later = [_threads().submit(part, *both) for both in pairwise(bounds[1:])]
     part(bounds[0], bounds[1])
     for each in later:

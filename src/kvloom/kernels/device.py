@@ -1,4 +1,4 @@
-"""Device helpers for all kernels: uploads without waiting, and overlapping launches."""
+"""Helpers of all kernels: uploads that do not wait, and launches that overlap."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["pdl_options", "supports_pdl", "upload"]
 def upload(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Copy a small array to the device, ordered on the current stream. The host does not wait.
 
-    The array is pinned first: a copy from pageable memory would wait for all earlier work of the stream.
+    The array is copied to pinned memory first, because a copy from pageable memory would wait for all earlier work of
+    the stream.
     """
     sent = torch.from_numpy(numbers)
     return sent.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else sent.to(device)
@@ -27,5 +28,5 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def pdl_options(device: torch.device) -> dict[str, bool]:
-    """Return the launch options for programmatic dependent launch; none if the device lacks it."""
+    """Return the launch options for programmatic dependent launch, or no options if the device lacks it."""
     return {"launch_pdl": True} if supports_pdl(device) else {}

@@ -1,4 +1,4 @@
-"""Dtypes of queries, pages and accumulators, in one place for all kernels."""
+"""The dtypes of queries, pages and accumulators that the kernels use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAGE_DTYPES = (*FLOAT_DTYPES, *QUANTISED_DTYPES)
 
 
 def quantised_max(dtype: torch.dtype) -> float | None:
-    """Return the largest value of a quantised page dtype; None for other dtypes."""
+    """Return the largest value of a quantised page dtype, or None for other dtypes."""
     return {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}.get(dtype)
 
 

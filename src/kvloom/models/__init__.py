@@ -1,4 +1,4 @@
-"""Model architectures: what their layers store, how Hugging Face code runs on pages, and how checkpoints are loaded.
+"""Model architectures: the data that their layers store, Hugging Face code on pages, and the loading of checkpoints.
 
 | folder    | content                                                                                     |
 |-----------|---------------------------------------------------------------------------------------------|

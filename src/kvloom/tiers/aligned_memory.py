@@ -1,4 +1,4 @@
-"""Memory in whole blocks, as O_DIRECT and registered transfers need it. Independent of files and tiers."""
+"""Memory in whole blocks, which O_DIRECT and registered transfers need. Does not depend on files or tiers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BLOCK = 4096
 
 
 def aligned(size: int) -> int:
-    """Returns a size rounded up to whole blocks."""
+    """Returns the size rounded up to whole blocks."""
     return -(-size // BLOCK) * BLOCK
 
 
 def aligned_bytes(size: int) -> memoryview:
-    """Returns zeroed memory in whole blocks, at least one, that starts on a block."""
+    """Returns zeroed memory of at least `size` bytes, aligned to a block and rounded up to whole blocks."""
     return memoryview(mmap.mmap(-1, max(BLOCK, aligned(size))))
 
 

@@ -1,10 +1,10 @@
-"""A tier that stores pages smaller than they are: int8 or fp8 values with scales, inside any other tier.
+"""A tier that re-encodes pages to int8 or fp8 values with scales, and stores them in another tier.
 
     write   the page of either form         -> re-encoded, under the same block hash and a form of its own (exact=False)
     read    the form with `exact=False`     -> decoded to the page's own type; the caller accepts the loss by this form
             the exact form                  -> missing: lossy bytes never replace computed ones
 
-Runs stay separate, so layers load in order. `encoding/quantisation.py` has the arithmetic.
+Each layer run is encoded separately, so layers can load in order. `encoding/quantisation.py` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+
+from kvloom.combinations import refused
 
 from .aligned_memory import aligned_bytes
 from .encoding import CODINGS, Coding, decode, encode, lossy_form
@@ -26,7 +28,7 @@ __all__ = ["LossyTier", "parse_url"]
 
 
 class LossyTier(WrappedTier):
-    """`inner`, with every page re-encoded in transfer."""
+    """Wraps the tier `inner` and re-encodes every page that is read or written."""
 
     def __init__(self, inner: Tier, coding: Coding, threads: int = 2) -> None:
         if coding not in CODINGS:
@@ -34,7 +36,7 @@ class LossyTier(WrappedTier):
         super().__init__(inner, threads)
         self.coding = coding
         self.exact_groups: frozenset[int] = frozenset()
-        """Groups whose pages are stored unchanged: states, whose errors would grow with every token."""
+        """Groups whose pages are stored unchanged. In a recurrent state, errors would grow with every token."""
 
     @property
     def name(self) -> str:
@@ -45,7 +47,9 @@ class LossyTier(WrappedTier):
         return True
 
     def _encoded(self, objects: Objects) -> Objects:
-        """Returns the objects' representation in the inner tier; the same for the exact and the lossy form."""
+        """Returns the objects as the inner tier stores them. The exact and the lossy form of a page give the same
+        object.
+        """
         if objects.group in self.exact_groups:
             form = replace(objects.form, exact=False)
         else:
@@ -53,7 +57,7 @@ class LossyTier(WrappedTier):
         return Objects(objects.block_hashes, objects.group, form, objects.tenant)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
-        """Never finds an exact page."""
+        """Looks up lossy pages. An object with an exact form is always a miss."""
         if objects.form.exact or self._closed:
             return np.zeros(len(objects), np.bool_)
         return self.inner.lookup(self._encoded(objects))
@@ -91,8 +95,9 @@ class LossyTier(WrappedTier):
         return self._submit(transfer, work)
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Writes computed pages. A page that was read from here and evicted since loses up to half a quantisation step
-        more."""
+        """Re-encodes and writes pages. A page that was read from this tier before loses up to half a quantisation
+        step more.
+        """
         source.check(objects, writable=False)
         encoded = self._encoded(objects)
         transfer = Transfer(len(objects), self._transfer_counts, "write", objects.form.page_bytes)
@@ -123,9 +128,9 @@ class LossyTier(WrappedTier):
 
 
 def parse_url(url: str) -> Opener:
-    """Parses `int8:` or `fp8:` before the URL of any other tier; returns the opener."""
+    """Parses `int8:` or `fp8:` before the URL of any other tier. Returns the function that opens the tier."""
     coding, _, rest = url.partition(":")
     if scheme_of(rest) in CODINGS:
-        raise ValueError(f"tier {url!r} re-encodes pages twice; omit {coding}: or the other scheme")
+        raise ValueError(refused("lossy tier, lossy tier", url=url, coding=coding))
     open_inner = parse_tier(rest)
     return lambda: LossyTier(open_inner(), cast(Coding, coding))

@@ -1,7 +1,6 @@
-"""Options after the `?` of a tier's URL: `capacity=64GiB&compression=lz4&readers=4`.
+"""The options after the `?` of a tier's URL: `capacity=64GiB&compression=lz4&readers=4`.
 
-A parser reads every option that it supports, then rejects the rest, so that a misspelt option is an error.
-Independent of tiers.
+A parser reads every option that it supports, then calls `reject_unknown`. A misspelt option is therefore an error.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def url_label(url: str) -> str:
 
 
 class Options:
-    """The options of one URL. `url` is redacted, for messages."""
+    """The options of one URL. `url` has no password, and is used in messages."""
 
     def __init__(self, url: str, query: str) -> None:
         self.url = redact_url(url)
@@ -44,7 +43,7 @@ class Options:
         return self._remaining.pop(name, default)
 
     def optional_text(self, name: str) -> Any:
-        """Returns an option's text, None if it is absent."""
+        """Returns the text of an option, or None if it is absent."""
         self._known.append(name)
         return self._remaining.pop(name, None)
 
@@ -55,7 +54,7 @@ class Options:
         return float(self._parse(name, default, float))
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Returns a size in bytes; without `default` the option is required."""
+        """Returns a size in bytes. Without `default` the option is required."""
         if default is None and name not in self._remaining:
             raise ValueError(f"{self.url}: {name} is missing; give ?{name}=64GiB")
         return int(self._parse(name, default, parse_size))

@@ -1,10 +1,10 @@
-"""Tiers by URL, as a command line gives them.
+"""Opens tiers by URL, as given on the command line.
 
     host:64GiB    disk:/nvme/kv:1TiB    int8:disk:/nvme/kv:1TiB    SCHEME…?option=value&option=value
 
-A row of SCHEMES maps a URL scheme to a function that parses the URL and returns an opener. A bad URL is refused
-before any tier is opened. Other packages add schemes by entry points of the group `kvloom.tiers`; their modules are
-imported on first use. Independent of the engine.
+A row of SCHEMES maps a URL scheme to a function that parses the URL and returns an opener. All URLs are checked
+before any tier is opened. Other packages add schemes by entry points of the group `kvloom.tiers`. Their modules are
+imported on first use.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Parser = Callable[[str], Opener]
 """Parses a URL. Raises ValueError for a bad URL; opens nothing."""
 
 ENTRY_POINTS = "kvloom.tiers"
-"""Group of entry points: the name is the URL scheme, the value `module:function` of a Parser."""
+"""Group of entry points. The name is the URL scheme; the value is `module:function` of a Parser."""
 
 SCHEMES: dict[str, str] = {
     "host": "kvloom.tiers.host.host_url:parse_url",
@@ -62,15 +62,13 @@ SCHEMES: dict[str, str] = {
     "s3": "kvloom.tiers.remote.s3:parse_url",
     **dict.fromkeys(CODINGS, "kvloom.tiers.lossy_tier:parse_url"),
 }
-"""URL scheme → `module:function` of a Parser. One row per tier of this package."""
+"""`module:function` of the Parser of each URL scheme. Each tier of this package is one row."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTier:
-    """A tier, and when pages are written to it.
-
-    "through": when the sequence that computed them ends; "second-use": when a sequence that reused them ends;
-    "back": when host memory is about to evict them.
+    """A tier, and the time at which pages are written to it. "through": when the sequence that computed them ends.
+    "second-use": when a sequence that reused them ends. "back": when host memory is about to evict them.
     """
 
     tier: Tier
@@ -78,12 +76,12 @@ class OpenTier:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the tier re-encodes pages, and so never has exact ones."""
+        """Whether the tier re-encodes pages. A lossy tier never serves exact pages."""
         return self.tier.is_lossy
 
 
 def known_schemes() -> list[str]:
-    """Returns all URL schemes: those of this package, then those of entry points. Imports no tier."""
+    """Returns all URL schemes: those of this package, then those of entry points. Does not import tiers."""
     return list(dict.fromkeys([*SCHEMES, *(point.name for point in entry_points(group=ENTRY_POINTS))]))
 
 
@@ -100,7 +98,7 @@ def scheme_of(url: str) -> str:
 
 
 def find_parser(scheme: str) -> Parser:
-    """Returns the parser of a scheme and imports its module. Schemes of this package take precedence.
+    """Imports and returns the parser of a scheme. Schemes of this package take precedence.
 
     Raises ValueError if several packages define the scheme, or if the module of an entry point cannot be imported.
     """
@@ -120,7 +118,9 @@ def find_parser(scheme: str) -> Parser:
 
 
 def parse_tier(url: str) -> Opener:
-    """Parses a URL and returns the opener of its tier. Raises ValueError, which names the URL without its password."""
+    """Parses a URL. Returns the function that opens its tier. Raises ValueError; the message contains the URL without
+    its password.
+    """
     parser = find_parser(scheme_of(url))
     try:
         return parser(url)
@@ -131,7 +131,7 @@ def parse_tier(url: str) -> Opener:
 
 
 def check_tiers(urls: Iterable[str]) -> None:
-    """Raises ValueError for a bad URL, or for URLs that exclude each other. Opens nothing."""
+    """Raises ValueError for a bad URL, or for URLs that cannot be combined. Opens nothing."""
     urls = list(urls)
     for url in urls:
         parse_tier(split_write_policy(url)[0])
@@ -141,7 +141,7 @@ def check_tiers(urls: Iterable[str]) -> None:
 
 
 def short_tier_names(names: Sequence[str]) -> list[str]:
-    """Returns tiers' names without paths and addresses: disk, disk 2, redis."""
+    """Returns the names of tiers without paths and addresses: disk, disk 2, redis."""
     kinds = [name.partition(":")[0] for name in names]
     before = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
     return [f"{kind} {count + 1}" if count else kind for kind, count in zip(kinds, before, strict=True)]
@@ -153,9 +153,9 @@ def open_tier(url: str) -> Tier:
 
 
 def open_with_policy(url: str, shares: Shares | None = None) -> OpenTier:
-    """`open_tier`, with the option of every scheme: `write=through`, `second-use` or `back`.
+    """Opens a tier with its write policy: the option `write=through`, `second-use` or `back` of any URL.
 
-    A tier that supports shares enforces `shares`.
+    If the tier supports shares, it enforces `shares`.
     """
     rest, policy = split_write_policy(url)
     tier = open_tier(rest)
@@ -169,9 +169,8 @@ def open_with_policy(url: str, shares: Shares | None = None) -> OpenTier:
 
 
 def split_write_policy(url: str) -> tuple[str, WritePolicy]:
-    """Returns a URL without its options `write` and `optional`, and the policy.
-
-    The default is `back` for host memory that is not shared with other processes, else `through`.
+    """Returns the URL without its options `write` and `optional`, and the write policy. The default policy is `back`
+    for host memory that is not shared with other processes, else `through`.
     """
     scheme = scheme_of(url)
     if url.count("?") > 1:
@@ -194,9 +193,8 @@ _OPTIONAL = re.compile(r"(?<=[?&])optional=([^&]*)(?:&|$)")
 
 
 def is_optional(url: str) -> bool:
-    """Whether a URL has the option `optional=1`: the engine starts without the tier if it cannot be opened.
-
-    Raises ValueError for another value.
+    """Returns whether a URL has the option `optional=1`. The engine then starts even if the tier cannot be opened.
+    Raises ValueError for any other value.
     """
     found = _OPTIONAL.search(url)
     if found is not None and found[1] not in ("0", "1"):

@@ -1,7 +1,8 @@
-"""Tenant shares of a tier: a fraction of capacity that a tenant may use, and a fraction that others cannot evict.
+"""Tenant shares of a tier: the fraction of the capacity that a tenant may use, and the fraction that others cannot
+evict.
 
-Shares are fractions, not bytes, so one set fits every tier. Tenants without a share have one common account. The tier
-chooses the pages to evict.
+Shares are fractions, not bytes, so the same shares apply to every tier. All tenants without a share use one common
+account. The tier chooses the pages to evict.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ __all__ = ["Account", "Share", "Shares", "SupportsShares", "tenant_shares"]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Fractions of a tier's capacity, 0 to 1: the `limit` of use, and the `guaranteed` part that others cannot evict."""
+    """Fractions of a tier's capacity, from 0 to 1. A tenant may use `limit`. Others cannot evict the `guaranteed`
+    part.
+    """
 
     limit: float = 1.0
     guaranteed: float = 0.0
@@ -32,7 +35,7 @@ Shares = Mapping[str, Share]
 
 
 class Account:
-    """One tenant's bytes in one tier. Not thread-safe: the tier's lock guards it."""
+    """The bytes of one tenant in one tier. Not thread-safe: the tier's lock guards it."""
 
     __slots__ = ("guaranteed", "limit", "used")
 
@@ -42,27 +45,28 @@ class Account:
 
     @property
     def is_above_guarantee(self) -> bool:
-        """Whether other tenants may evict its pages."""
+        """Whether other tenants may evict pages of this account."""
         return self.used > self.guaranteed
 
 
 @runtime_checkable
 class SupportsShares(Protocol):
-    """A tier that enforces shares."""
+    """The interface of a tier that enforces shares."""
 
     def set_shares(self, shares: Shares) -> None:
-        """Enforces shares from now on. Call it once, before the first operation on the tier."""
+        """Sets the shares to enforce. Call it once, before the first operation on the tier."""
         ...
 
     def used_by(self, tenant: str) -> int:
-        """Returns the bytes a tenant uses; for a tenant without a share, the bytes of the common account."""
+        """Returns the bytes that a tenant uses. For a tenant without a share, returns those of the common account."""
         ...
 
 
 def tenant_shares(tenants: Iterable[Tenant], pool_bytes: int) -> dict[str, Share]:
-    """Returns tenants' shares of a pool as fractions: a quota of a tenth of the pool is a tenth of every tier.
+    """Returns the shares of tenants as fractions of a pool. A quota of a tenth of the pool becomes a tenth of every
+    tier.
 
-    A tenant without quota and weight has no share of its own.
+    A tenant without quota and weight gets no share of its own.
     """
     tenants = list(tenants)
     weights = sum(tenant.weight for tenant in tenants)

@@ -1,7 +1,7 @@
-"""What operators see of a tier's pages: a list with sizes and formats, without their block hashes being known.
+"""The interface by which operators list, verify and drop the pages of a tier. It works without the block hashes of
+the pages.
 
-`disk/disk_pages.py` and `remote/redis_pages.py` list a disk's and a Redis server's pages; `tiers_command.py` is the
-command.
+`disk/disk_pages.py` and `remote/redis_pages.py` implement it. `tiers_command.py` is the command.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ _PROTECTS = {0: "none", 1: "encrypt", 2: "encrypt", 3: "authenticate"}
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """One page. `head` is None if it was not read, `tenant` a digest of the tenant's name if the tier separates tenants.
+    """One stored page. `head` is None if it was not read. `tenant` is a digest of the tenant's name if the tier
+    separates tenants.
 
-    `idle_seconds` is the time since its last use, or since its file was written."""
+    `idle_seconds` is the time since the last use, or since the file was written.
+    """
 
     key: bytes
     stored_bytes: int
@@ -33,7 +35,7 @@ class StoredPage:
 
     @property
     def format(self) -> str:
-        """The format in words: group and form (unless stored keys are derived), page size, compression, protection."""
+        """The format in words: group and form (unless keys are derived), page size, compression, protection."""
         if self.head is None:
             return "not read"
         size = self.head.runs * self.head.run_bytes
@@ -45,7 +47,7 @@ class StoredPage:
 
 
 class StoredPages(Protocol):
-    """The pages of one tier, for operators. Reading them changes nothing in the tier."""
+    """The pages of one tier, for operators. Only `drop` changes the tier."""
 
     @property
     def version(self) -> str: ...
@@ -59,26 +61,28 @@ class StoredPages(Protocol):
         ...
 
     def pages(self, max_heads: int | None = None) -> Iterator[StoredPage]:
-        """Yields every page; reads the heads of `max_heads` pages at most, of all for None."""
+        """Yields every page. Reads the heads of at most `max_heads` pages, or of all pages if None."""
         ...
 
     def verify(self, page: StoredPage) -> Outcome:
-        """Reads a page and compares its checksums. MISSING if it was removed or is not complete yet."""
+        """Reads a page and compares its checksums. Returns MISSING if the page was removed or is not complete."""
         ...
 
     def owner_of(self, tenant: str) -> bytes:
-        """Returns the digest of a tenant in `StoredPage.tenant`. Raises ValueError if the tier does not separate tenants."""
+        """Returns the digest that `StoredPage.tenant` has for a tenant. Raises ValueError if the tier does not
+        separate tenants.
+        """
         ...
 
     def drop(self, pages: Iterable[StoredPage]) -> int:
-        """Removes pages; returns their number. Raises TierError if another process has locked the tier."""
+        """Removes pages. Returns the number removed. Raises TierError if another process has locked the tier."""
         ...
 
     def close(self) -> None: ...
 
 
 def verify_page(head: Head, body: memoryview) -> Outcome:
-    """Compares a body with its head's checksums. Needs no key: a sealed run has a checksum of its stored bytes."""
+    """Compares a body with the checksums in its head. Needs no key, because checksums cover the stored bytes."""
     if len(body) < head.body_bytes:
         return Outcome.SHORT
     if not head.cipher:

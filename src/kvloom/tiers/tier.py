@@ -1,10 +1,11 @@
-"""The Tier protocol: batched lookup, read, write and drop of objects, to and from ranges of the caller's memory.
+"""The Tier protocol: batched lookup, read, write and drop of objects. Reads and writes use ranges of the caller's
+memory.
 
     object   block hash + group + form (byte layout)    one page, split into equal layer runs
     range    start of a page in the caller's buffer     a read may request some of the runs only
 
-A tier handles keys and bytes. It is independent of layer kinds, tokens and devices; nothing here imports torch. A
-tier uses two properties of a tenant: its encryption key, and its share of capacity.
+A tier handles keys and bytes. It does not depend on layer kinds, tokens, devices or torch. It uses two properties of
+a tenant: its encryption key, and its share of the capacity.
 """
 
 from __future__ import annotations
@@ -40,16 +41,15 @@ MAX_RUNS = 1 << 16
 
 
 class TierError(RuntimeError):
-    """A tier cannot be opened. The message states the remedy. Methods of an open tier never raise it."""
+    """A tier cannot be opened. The message states the remedy. Only opening a tier raises it."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """The byte layout of an object. Forms that differ in any field have different fingerprints and share no pages.
-
-    `run_bytes` is the size of one layer's run. Checksums are per run, and a read may request whole runs only.
-    `shard` and `layout` are free text (a parallel rank, the fingerprint of a page layout).
-    `exact=False` marks re-encoded (lossy) bytes.
+    """The byte layout of an object. Pages are shared only between equal forms, because the fingerprint covers every
+    field. `run_bytes` is the size of one layer's data. Checksums are per run, and a read requests whole runs. `shard`
+    and `layout` are free text (a parallel rank, the fingerprint of a page layout). `exact=False` marks re-encoded
+    (lossy) bytes.
     """
 
     dtype: str
@@ -89,10 +89,9 @@ class Form:
 
 @dataclass(frozen=True)
 class Objects:
-    """A batch of objects of one group and form. Reuse it where possible: its keys are computed once.
-
-    `tenant` selects the encryption key and the share (`shares.py`). Keys do not contain it: block hashes are
-    salted by tenant already.
+    """A batch of objects of one group and form. Keys are computed once per batch, so reuse a batch if possible.
+    `tenant` selects the encryption key and the share (`shares.py`). Keys do not contain the tenant, because it
+    already salts the block hashes.
     """
 
     block_hashes: Sequence[bytes]
@@ -112,12 +111,12 @@ class Objects:
 
     @cached_property
     def keys(self) -> list[bytes]:
-        """One key per object: block hash, group, fingerprint of the form."""
+        """The keys of the objects. A key contains the block hash, the group and the fingerprint of the form."""
         tail = self.group.to_bytes(4, "little") + self.form.fingerprint
         return [name + tail for name in self.block_hashes]
 
     def with_keys(self, keys: list[bytes]) -> Objects:
-        """Returns the same objects under other `keys`, one per object."""
+        """Returns a batch of the same objects with other keys, one per object."""
         renamed = Objects(self.block_hashes, self.group, self.form, self.tenant)
         vars(renamed)["keys"] = keys
         return renamed
@@ -125,7 +124,7 @@ class Objects:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Starts of pages in the caller's memory, one offset per object. Does not copy the buffer.
+    """The start of each object's page in the caller's memory. Does not copy the buffer.
 
     A disk tier reads directly into memory that is aligned to 4096 bytes.
     """
@@ -160,7 +159,7 @@ class Ranges:
         return int(self.bytes.__array_interface__["data"][0])
 
     def check(self, objects: Objects, writable: bool) -> None:
-        """Raises ValueError unless the page of every object is inside the buffer."""
+        """Raises ValueError unless the page of every object lies inside the buffer."""
         starts, size = self.starts, objects.form.page_bytes
         if len(starts) != len(objects):
             raise ValueError(f"{len(starts)} ranges for {len(objects)} objects: give one offset per object")
@@ -176,55 +175,62 @@ class Ranges:
 class Tier(Protocol):
     """A location for pages outside the device pool.
 
-    Every method is thread-safe and takes a batch. It raises only ValueError, for an invalid batch, before any change.
-    A fault of the medium is an outcome in the Transfer. The ranges belong to the tier until the Transfer is
-    `released`. After any outcome but OK, the bytes of a read range are undefined.
-
-    An implementation may also support tenant shares: see `SupportsShares`."""
+    Every method is thread-safe and takes a batch. An invalid batch raises ValueError before any change. Faults of the
+    medium never raise; they are outcomes in the Transfer. The tier may access the ranges until the Transfer is
+    `released`. If the outcome of a read is not OK, the bytes of its range are undefined. A tier may also support
+    tenant shares (`SupportsShares`).
+    """
 
     @property
     def name(self) -> str: ...
 
     @property
     def capacity(self) -> int:
-        """Bytes that the tier may use, without its bookkeeping in memory."""
+        """Number of bytes that the tier may use, without its bookkeeping."""
         ...
 
     @property
     def is_lossy(self) -> bool:
-        """Whether it re-encodes pages, and so never has exact ones."""
+        """Whether the tier re-encodes pages. A lossy tier never serves exact pages."""
         return False
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
-        """Returns for each object whether a read would probably find it. Not a guarantee: a page may be evicted or
-        damaged.
+        """Returns for each object whether a read would probably find it. A page may still be evicted or damaged
+        before the read.
         """
         ...
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         """Reads bytes [start, stop) of every object into the same bytes of its range.
 
-        `part` must begin and end on run boundaries; None is the whole page. A tier serves reads in the order of the
-        calls, so the layers requested first load first."""
+        `part` must begin and end at run boundaries; None is the whole page. A tier serves reads in the order of the
+        calls, so the layers that are requested first arrive first.
+        """
         ...
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Writes whole objects. OK means stored with the tier's guarantee (disk: durable). A stored object is OK."""
+        """Writes whole objects. OK means that the page is stored with the tier's guarantee (disk: durable). An object
+        that is already stored is OK.
+        """
         ...
 
     def drop(self, objects: Objects) -> int:
-        """Removes objects; returns the number removed."""
+        """Removes objects. Returns the number removed."""
         ...
 
     def stats(self) -> TierStats: ...
 
     def close(self) -> None:
-        """Finishes or fails pending transfers in bounded time. Afterwards every method reports a miss. Idempotent."""
+        """Finishes or fails pending transfers in bounded time. Afterwards every lookup and read is a miss.
+        Idempotent.
+        """
         ...
 
 
 def part_range(form: Form, part: tuple[int, int] | None) -> tuple[int, int]:
-    """Returns the byte range of a part, the whole page for None. Raises ValueError off run boundaries."""
+    """Returns the byte range of a part, or of the whole page for None. Raises ValueError if it is not on run
+    boundaries.
+    """
     if part is None:
         return 0, form.page_bytes
     start, stop = part

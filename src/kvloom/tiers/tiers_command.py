@@ -1,10 +1,10 @@
-"""`kvloom tiers`: shows, verifies and purges the pages of tiers, also of a running server.
+"""`kvloom tiers`: lists, verifies and purges the pages of tiers, even while a server uses them.
 
     ls URL…       objects, bytes, capacity, tenants, formats, versions
     check URL…    compares checksums; exit code 1 if a page is damaged
     purge URL     drops pages
 
-Only parses arguments and prints. `disk/disk_pages.py` and `remote/redis_pages.py` list pages.
+`disk/disk_pages.py` and `remote/redis_pages.py` access the pages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["arguments", "run"]
 
 _URL = "a tier as `kvloom serve --tier` takes it, such as disk:/nvme/kv:1TiB or redis://host:6379/0?capacity=64GiB"
 _HEADS = 10_000
-"""Pages of a Redis server whose formats `ls` reads."""
+"""Largest number of pages of a Redis server whose heads `ls` reads."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one verb; returns 1 if `check` found a damaged page. Raises ValueError for a tier that cannot be used."""
+    """Runs one subcommand. Returns 1 if `check` found a damaged page. Raises ValueError for a tier that cannot be
+    used.
+    """
     report = {"ls": _ls, "check": _check, "purge": _purge}[args.verb]
     found = []
     for url in args.urls:
@@ -93,7 +95,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _open_pages(url: str) -> StoredPages | None:
-    """Returns the pages of a tier; None if its pages cannot be listed. A re-encoding scheme is skipped."""
+    """Returns the pages of a tier, or None if its pages cannot be listed. A prefix such as `int8:` is ignored."""
     url, _ = split_write_policy(url)
     while scheme_of(url) in CODINGS:
         url = url.partition(":")[2]

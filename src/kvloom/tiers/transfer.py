@@ -1,7 +1,7 @@
-"""A Transfer: one batch of objects between two locations, with one outcome per object; and a tier's counts of them.
+"""A Transfer moves one batch of objects between two locations, with one outcome per object. `TransferCounts` counts
+outcomes.
 
-A failed, late or damaged object is an outcome, never an exception: the caller recomputes it.
-Independent of any medium. Thread-safe.
+A failed, late or damaged object has an outcome and never raises; the caller recomputes it. Thread-safe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHORT_LIST = 64
 
 
 class Outcome(IntEnum):
-    """The result of one object. Every value but OK is a miss with a reason."""
+    """The result of one object. Every value except OK is a miss, with its reason."""
 
     PENDING = 0
     OK = 1
@@ -51,7 +51,7 @@ _DESCRIPTIONS = {
 
 
 def describe_outcome(outcome: Outcome) -> str:
-    """Returns an outcome in words, for a Transfer's reason."""
+    """Returns an outcome in words, for the reason of a Transfer."""
     return _DESCRIPTIONS.get(outcome, outcome.name.lower())
 
 
@@ -107,10 +107,11 @@ class TransferCounts:
 
 
 class Transfer:
-    """One batch in transfer. The caller polls, waits or cancels; the tier accesses the ranges and settles outcomes.
+    """One batch in transfer. The caller polls, waits or cancels. The tier accesses the ranges and sets the outcomes.
 
-    `done`: every object has its outcome. `released`: the tier no longer accesses the ranges. They differ only after
-    `cancel`, while the medium still uses memory it was given: such pages must not be reused yet.
+    `done` means that every object has its outcome. `released` means that the tier no longer accesses the ranges.
+    After `cancel` a transfer is done, but the medium may still use its memory. The caller must not reuse the memory
+    before `released`.
     """
 
     __slots__ = (
@@ -158,12 +159,14 @@ class Transfer:
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
-        """Which objects are OK so far."""
+        """Returns which objects are OK so far."""
         return np.equal(self.results, Outcome.OK)
 
     @property
     def failed(self) -> bool:
-        """Whether any object has an outcome other than OK. `reason` has the medium's message, if any."""
+        """Whether an object has an outcome other than OK. `reason` contains the message of the medium, if there is
+        one.
+        """
         return bool((self.results > Outcome.OK).any())
 
     @property
@@ -172,24 +175,26 @@ class Transfer:
         return self._pending == 0 and self._accesses == 0
 
     def wait(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds for `done`; returns `done`."""
+        """Waits at most `timeout` seconds until the transfer is done. Returns `done`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
     def wait_released(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds for `released`; returns `released`."""
+        """Waits at most `timeout` seconds until the transfer is released. Returns `released`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending == 0 and self._accesses == 0, timeout)
 
     def cancel(self) -> bool:
-        """Sets pending objects to LATE; returns `released`. While False, the ranges are still in use."""
+        """Sets pending objects to LATE. Returns `released`. If it is False, the tier still uses the ranges."""
         with self._changed:
             self._cancelled = True
         self.settle_pending(Outcome.LATE)
         return self.released
 
     def on_released(self, call: Callable[[], None]) -> None:
-        """Calls `call()` once when the transfer is `released`: immediately, or in a thread of the tier. Keep it short."""
+        """Calls `call()` once when the transfer is released: at once, or later in a thread of the tier. `call` must
+        be short.
+        """
         with self._changed:
             if self._pending or self._accesses:
                 self._watchers.append(call)
@@ -207,7 +212,9 @@ class Transfer:
     # --- for the tier
 
     def begin_access(self) -> bool:
-        """Called by the tier before it accesses ranges. False: it must not (cancelled, or every outcome is set)."""
+        """Called by the tier before it accesses ranges. Returns False if the tier must not access them: the transfer
+        is cancelled or done.
+        """
         with self._changed:
             if self._cancelled or not self._pending:
                 return False
@@ -221,7 +228,7 @@ class Transfer:
         self._notify()
 
     def settle(self, which: npt.ArrayLike, outcome: Outcome, reason: str = "") -> None:
-        """Sets the outcome of pending objects; objects with an outcome keep it. Raises ValueError for PENDING."""
+        """Sets the outcome of pending objects. Objects with an outcome keep it. Raises ValueError for PENDING."""
         if outcome == Outcome.PENDING:
             raise ValueError("PENDING is no outcome: settle objects with another one")
         with self._changed:
@@ -230,7 +237,7 @@ class Transfer:
                 return
             if reason:
                 self.reason = reason
-            # Counted before `done` is visible, so stats never lag behind an outcome.
+            # Counted before `done` becomes visible, so that stats include every visible outcome.
             self._transfer_counts.add(self._verb, outcome, count, count * self._object_bytes)
             self._pending -= count
             if not self._pending:
@@ -238,7 +245,7 @@ class Transfer:
         self._notify()
 
     def _set_outcomes(self, which: npt.ArrayLike, outcome: int) -> int:
-        """Sets outcomes; returns how many were pending. Loops over a short list, which is faster than numpy calls."""
+        """Sets outcomes. Returns how many were pending. For a short list, a loop is faster than numpy calls."""
         if isinstance(which, list) and len(which) <= _SHORT_LIST:
             results, count = self._view, 0
             for index in which:
@@ -256,7 +263,7 @@ class Transfer:
 
 
 def failed_transfer(count: int, counts: TransferCounts, verb: str, outcome: Outcome, reason: str) -> Transfer:
-    """Returns a Transfer that is done, with one outcome for all objects."""
+    """Returns a Transfer that is already done, with one outcome for all objects."""
     transfer = Transfer(count, counts, verb, 0)
     transfer.settle_pending(outcome, reason)
     return transfer

@@ -1,9 +1,10 @@
-"""A tier whose pages have another block size than those of its caller, so that servers of any block size share it.
+"""A tier that stores pages in units of HASH_TOKENS tokens inside another tier. Servers with different block sizes can
+share it.
 
     caller   pages of N · HASH_TOKENS tokens      one hash per unit of HASH_TOKENS tokens (`core.BlockHash`)
     inner    pages of HASH_TOKENS tokens          the objects of a server with that block size
 
-A page is found if all its units are. Bytes are copied, never changed (`encoding/formats.py`).
+A page is found if all its units are found. Values are copied and never changed (`encoding/formats.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ __all__ = ["UnitForm", "UnitTier"]
 
 @dataclass(frozen=True, slots=True)
 class UnitForm:
-    """How pages of one form are stored: under `form`, with `unit` fields each. `page` has the fields of the whole page."""
+    """How pages of one form are stored: each unit has the form `form` and the fields `unit`. `page` has the fields of
+    the whole page.
+    """
 
     form: Form
     unit: PageFields
@@ -35,7 +38,7 @@ class UnitForm:
 
 
 class UnitTier(WrappedTier):
-    """`inner`, with the pages of `forms` stored as units. Pages of other forms pass unchanged."""
+    """Wraps the tier `inner` and stores pages of `forms` as units. Pages of other forms pass unchanged."""
 
     def __init__(self, inner: Tier, forms: Mapping[Form, UnitForm], threads: int = 2) -> None:
         super().__init__(inner, threads)
@@ -49,7 +52,7 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _units(objects: Objects, unit: UnitForm) -> tuple[Objects, npt.NDArray[np.int64]]:
-        """Returns the units of objects, and the index of each object's first unit, with the end of the last."""
+        """Returns the units of all objects, and the index of each object's first unit, followed by the total."""
         hashes = [
             unit_hashes(block_hash) if unit.unit.tokens else (block_hash,)
             for block_hash in objects.block_hashes
@@ -124,7 +127,7 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _joined_outcomes(inner: Transfer, firsts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        """Returns the outcome of each object: OK if all its units are, else that of a unit that is not."""
+        """Returns the outcome of each object: OK if all its units are OK, else the outcome of a unit that is not."""
         return np.maximum.reduceat(inner.results, firsts[:-1]) if len(firsts) > 1 else inner.results
 
     @staticmethod

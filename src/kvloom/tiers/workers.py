@@ -1,6 +1,6 @@
-"""A few daemon threads that run jobs in order. A hung medium cannot keep the process from ending.
+"""Daemon threads that run jobs in order. They never keep the process from ending, even if a medium hangs.
 
-A job gets the tools of its thread (scratch memory, a codec). Independent of tiers.
+Each thread gives its jobs scratch memory and a codec.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Tools", "Workers"]
 
 
 class Tools:
-    """Scratch memory and codec of one thread."""
+    """The scratch memory and codec of one thread."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -36,7 +36,7 @@ Job = TypeVar("Job")
 
 
 class Workers(Generic[Job]):
-    """`count` threads that call `run(job)`; `run` must not raise."""
+    """`count` threads that call `run(job)`. `run` must not raise."""
 
     def __init__(self, count: int, name: str, make_run: Callable[[], Callable[[Job], None]]) -> None:
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -50,13 +50,13 @@ class Workers(Generic[Job]):
     def _loop(self, run: Callable[[Job], None]) -> None:
         while (job := self._queue.get()) is not None:
             run(job)
-            del job  # free the job's memory before waiting for the next
+            del job  # frees the job's memory before the thread waits for the next job
 
     def submit(self, job: Job) -> None:
         self._queue.put(job)
 
     def close(self, timeout: float) -> bool:
-        """Ends the threads after the submitted jobs; returns False if some still run after `timeout` seconds."""
+        """Ends the threads after the submitted jobs. Returns False if some still run after `timeout` seconds."""
         for _ in self._threads:
             self._queue.put(None)
         deadline = time.monotonic() + timeout

@@ -1,4 +1,6 @@
-"""Base of tiers that convert pages of another tier, in threads of their own: a caller never waits for a conversion."""
+"""The base of tiers that convert the pages of another tier. Conversions run in threads of their own, so a caller
+never waits for them.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,15 @@ _WAIT_SECONDS, _CLOSE_SECONDS = 60.0, 10.0
 
 
 class WrappedTier(Tier):
-    """`inner`, with pages that `threads` threads convert. A subclass implements lookup, read, write and drop."""
+    """Wraps the tier `inner`. `threads` threads convert its pages. A subclass implements lookup, read, write and
+    drop.
+    """
 
     def __init__(self, inner: Tier, threads: int = 2) -> None:
         self.inner = inner
         self._transfer_counts = TransferCounts()
         self._closed = False
-        self._lock = threading.Lock()  # no job is submitted after close() ended the threads
+        self._lock = threading.Lock()  # guards against jobs submitted after close() ended the threads
         self._workers: Workers[Callable[[], None]] = Workers(
             threads, "kvloom-convert", lambda: lambda job: job()
         )
@@ -49,7 +53,7 @@ class WrappedTier(Tier):
         return self.inner.used_by(tenant) if isinstance(self.inner, SupportsShares) else 0
 
     def stats(self) -> TierStats:
-        """Returns the inner tier's contents, with counts of this tier."""
+        """Returns the contents of the inner tier, with the transfer counts of this tier."""
         inner = self.inner.stats()
         return self._transfer_counts.stats(
             inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes
@@ -67,7 +71,7 @@ class WrappedTier(Tier):
         )
 
     def _submit(self, transfer: Transfer, work: Callable[[], None]) -> Transfer:
-        """Runs `work`, which settles the transfer, in a thread."""
+        """Runs `work` in a thread. `work` sets the outcomes of the transfer."""
 
         def job() -> None:
             if not transfer.begin_access():
@@ -88,7 +92,7 @@ class WrappedTier(Tier):
 
     @staticmethod
     def _wait(inner: Transfer) -> None:
-        """Waits for a transfer of the inner tier. Objects that are not done by then are late, and not converted."""
+        """Waits for a transfer of the inner tier. Objects that are not done in time are late and not converted."""
         inner.wait(_WAIT_SECONDS)
         inner.cancel()
 

@@ -236,7 +236,7 @@ class Fleet:
         """Return the root of a request's block hashes on a worker."""
         if offer.hash_model is None:
             return root_hash(f"foreign {model}")
-        return root_hash(f"{offer.hash_model}, near" if lossy else offer.hash_model, tenant, salt)
+        return root_hash(f"{offer.hash_model}, near" if lossy else offer.hash_model, tenant, salt=salt)
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -1,8 +1,8 @@
-"""Adaptive policy: evicts the entry that is least likely to be hit soon, learned from the traffic.
+"""Adaptive policy: learns from traffic which entry is least likely to be hit soon, and evicts that entry.
 
-The features of an entry are its uses, the turn and pause of its conversation, the new tokens of the last request, its
-finish reason, and the time since the last use. `ReuseModel` learns from them when entries are used again. This file
-chooses the samples and computes priorities from the model.
+The features of an entry are its number of uses, the turn and pause of its conversation, the new tokens of the last
+request, its finish reason, and the time since the last use. `ReuseModel` learns from these features when entries are
+used again. This file chooses the samples, and computes priorities from the model.
 
 | entry      | condition                                              | evicted by                                     |
 |------------|--------------------------------------------------------|------------------------------------------------|
@@ -11,7 +11,7 @@ chooses the samples and computes priorities from the model.
 | superseded | a later turn of its conversation did not use it        | least recently used, before the others         |
 | stale      | idle longer than nearly all returning requests         | the same                                       |
 
-Without samples the policy is least recently used.
+Until it has samples, the policy evicts the least recently used entry.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _ENDS = 24
 _NONE = VALUES - 1  # the value of an ignored feature
 _OTHERS = bytes([_NONE] * 4)
 SWITCHES = 2.0
-"""An entry counts as shared after this many uses by a different conversation than the one before."""
+"""An entry counts as shared after this many changes from one conversation to another."""
 
 
 class Visit(ReuseHistory):
-    """One request's use of a path in the tree, with its features. The entries of the path share it."""
+    """One request's use of a path in the tree, with its features. All entries of the path share one visit."""
 
     __slots__ = (
         "again",
@@ -57,43 +57,45 @@ class Visit(ReuseHistory):
     )
 
     def __init__(self, before: Visit | None, resumed: int, now: float) -> None:
-        self.before = before  # the visit that this request continues; None once closed
+        self.before = before  # the visit that this request continues; None once the request is closed
         self.resumed = resumed
         self.turn: int = 0 if before is None else min(before.turn + 1, VALUES - 1)
         self.since: float = -1.0 if before is None else max(0.0, now - before.start)
         self.start: float = now
         self.length = 0
-        self.again = 0  # its turn, if its new tokens were cached before and evicted
-        self.open = True  # no request has returned to it yet
-        self.values = b""  # feature values, once closed
+        self.again = 0  # its turn, if its new tokens had been cached and evicted before
+        self.open = True  # no request has returned to this visit yet
+        self.values = b""  # feature values, set when the request is closed
         self.stratum = 0
-        self.level, self.fit = 0.0, 0  # sum of the feature factors, and the fit they are from
+        self.level, self.fit = (
+            0.0,
+            0,
+        )  # sum of the feature factors, and the number of the fit that it belongs to
         self.watched: tuple[int, ...] = ()  # (token position, sample number) pairs
 
 
 class Adaptive:
-    """See the module. Learns online and deterministically: equal requests give equal decisions.
-
-    Costs a few microseconds and a few hundred bytes per request, independent of its length.
+    """The adaptive policy. It learns online and deterministically: equal requests give equal decisions. Costs a few
+    microseconds and a few hundred bytes per request, for any prompt length.
     """
 
     name = "adaptive"
 
     COVER = 0.5
-    """A request that hits at least this share of a visit continues it."""
+    """A request that hits at least this share of a visit continues the visit."""
 
     def __init__(self) -> None:
         self.model = ReuseModel(strata=_ENDINGS + 1, features=5)
         self._tenants: dict[str, int] = {}
         self._endings: dict[str | None, int] = {None: 0}
         self._closed = 0
-        self._asked: Entry | None = None  # the entry of the last `priority` call; `review` follows
+        self._asked: Entry | None = None  # the entry of the last `priority` call; a `review` call follows
         self._placed = 0, 0.0
-        # Of returning requests: counts by the bit length of the unused tokens at the end of a visit, and the
-        # logarithm of the share that uses tokens at this distance from the end.
+        # About requests that return to a visit: counts by the bit length of the number of unused last
+        # tokens, and the logarithm of the share of requests that use tokens at this distance from the end.
         self._without = [0.0] * _ENDS
         self._wanted = [0.0] * _ENDS
-        self._tail = 0  # tokens at the end of a visit that most returning requests do not use
+        self._tail = 0  # number of last tokens of a visit that most returning requests do not use
 
     # -- priorities -----------------------------------------------------------------------------
 
@@ -110,14 +112,14 @@ class Adaptive:
         history = entry.history
         age = now - entry.last_used
         if not isinstance(history, Visit) or not history.open or age >= self.model.horizon:
-            return math.inf  # its priority does not change
+            return math.inf  # its priority is constant
         stratum, level = self._placed if entry is self._asked else self._place(entry, history)
         self._asked = None
         later, horizon = self.model.falls(stratum, level, age), self.model.horizon
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many tokens at the end of `entry` have a value no higher than its last token."""
+        """Return how many of the last tokens of `entry` have the same value as its last token, or a lower one."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open:
             return entry.tokens
@@ -125,7 +127,7 @@ class Adaptive:
         return min(more, entry.tokens) if more > 0 else entry.tokens
 
     def _place(self, entry: Entry, visit: Visit) -> tuple[int, float]:
-        """Return the stratum and the level of an entry in the model."""
+        """Return the stratum and the level of an entry for the model."""
         factors = self.model.factors
         uses = factors[0][_uses(entry.hits or visit.again)]
         if entry.value >= SWITCHES:
@@ -150,12 +152,15 @@ class Adaptive:
         pass
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> Visit:
-        """Record that a request hits up to the end of `entry`. `ghost` is the history of the evicted run that would
-        follow."""
+        """Record that a request hits all tokens up to the end of `entry`. `ghost` is the history of evicted tokens
+        that would follow.
+        """
         before: Visit | None = None
         if isinstance(ghost, Visit):
             before = ghost
-            self._record_reuse(ghost, resumed, 1 << 62, now)  # how many more tokens it needed is unknown
+            self._record_reuse(
+                ghost, resumed, 1 << 62, now
+            )  # the number of further tokens that the request needed is unknown
         elif isinstance(entry.history, Visit) and entry.value < SWITCHES:
             before = entry.history if resumed >= self.COVER * entry.history.length else None
         if before is not None and before.open:
@@ -172,7 +177,7 @@ class Adaptive:
         ending: str | None,
         now: float,
     ) -> None:
-        """Record that the request closed. `path` has its entries, deepest first."""
+        """Record that a request closed. `path` contains its entries, deepest first."""
         assert isinstance(visit, Visit)
         before, visit.before = visit.before, None
         visit.start, visit.length = now, length
@@ -201,7 +206,7 @@ class Adaptive:
         )
 
     def _sample(self, visit: Visit, path: Sequence[Entry], now: float) -> None:
-        """Start samples for the middle of the request's new tokens, and for one entry of its hit."""
+        """Start one sample in the middle of the request's new tokens, and one for an entry that it hit."""
         new = visit.length - visit.resumed - self._tail
         watched: list[int] = []
         if new > 0:
@@ -224,7 +229,7 @@ class Adaptive:
         visit.watched = tuple(watched)
 
     def _record_reuse(self, visit: Visit, first: int, last: int, now: float) -> None:
-        """Record the reuse of samples among the tokens [first, last) of a visit."""
+        """Record the reuse of samples at tokens [first, last) of a visit."""
         rest: list[int] = []
         for place, number in zip(visit.watched[::2], visit.watched[1::2], strict=True):
             if first <= place < last:
@@ -234,9 +239,9 @@ class Adaptive:
         visit.watched = tuple(rest)
 
     def _count_end(self, without: int, at_most: bool) -> None:
-        """Count a returning request that did not use the last `without` tokens of a visit.
-
-        `at_most`: the exact number is unknown, and is assumed to be distributed like the others."""
+        """Count a returning request that did not use the last `without` tokens of a visit. With `at_most` the number
+        may be smaller; it is then distributed like the known numbers.
+        """
         end = min(max(0, without).bit_length(), _ENDS - 1)
         if not at_most:
             self._without[end] += 1.0
@@ -254,16 +259,16 @@ class Adaptive:
         few = sum(share < math.log(0.5) for share in self._wanted)
         self._tail = 1 << (few - 1) if few else 0
         if total > 1024.0:
-            self._without = [0.5 * n for n in self._without]  # older observations count less
+            self._without = [0.5 * n for n in self._without]  # older observations get less weight
 
 
 def _uses(hits: int) -> int:
-    """Return the number of uses as a feature value: exact up to 5, then by powers of two."""
+    """Return the number of uses as a feature value: exact up to 5, in powers of two above."""
     return hits if hits < 6 else min(VALUES - 1, 3 + hits.bit_length())
 
 
 def _code(codes: dict[K, int], key: K) -> int:
-    """Return a small code for a key: the first few keys get their own, all others share one."""
+    """Return a small code for a key. The first few keys get their own codes, and all others share one code."""
     code = codes.get(key)
     if code is None:
         code = min(len(codes), VALUES - 1)

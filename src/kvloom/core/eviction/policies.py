@@ -1,7 +1,7 @@
-"""Eviction policies: one priority function each; the entry with the smallest priority is evicted first.
+"""Eviction policies. Each is one priority function; the entry with the smallest priority is evicted first.
 
-An entry is what can be evicted on its own: the tail of a leaf, a checkpoint, a media run. A policy sees no tokens and no
-pages. The queue computes an entry's priority when it is queued and again before it is evicted.
+An entry can be evicted on its own: it is the tail of a leaf, a checkpoint or a media run. A policy has no access to
+tokens or pages. The queue computes an entry's priority when the entry is queued, and again before it is evicted.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ __all__ = [
 
 
 FIRST = -(1 << 31)
-"""Rank of useless entries and of ended sessions: below any priority of a request."""
+"""Rank of unneeded entries and of ended sessions. It is below any priority of a request."""
 
 
 class ReuseHistory:
-    """A learning policy's record of an entry. It outlives the entry in `Ghosts`."""
+    """The record that a learning policy keeps about an entry. After eviction, `Ghosts` keeps the record."""
 
     __slots__ = ()
 
     def split(self) -> ReuseHistory:
-        """Return the history of the upper node when a node is split: this object, unless it has counts."""
+        """Return the history for the upper node after a node was split. It is this object, unless a policy keeps
+        counts.
+        """
         return self
 
 
 class Entry(ABC):
-    """A cached entry as a policy sees it. `value` and `history` belong to the policy."""
+    """A cached entry as a policy sees it. The policy owns `value` and `history`."""
 
     __slots__ = (
         "created",
@@ -67,31 +69,33 @@ class Entry(ABC):
         self.hits = 0
         self.priority = priority
         self.expires = expires
-        self.expiring: float | None = None  # when the queue computes the key again
+        self.expiring: float | None = None  # time at which the queue computes the key again
         self.ended = False  # its session ended
-        self.useless = False  # its tail is not resumable
+        self.useless = False  # the end of the node is not resumable
         self.value = 0.0
-        self.wanted_by: tuple[tuple[int, int], ...] = ()  # turns of waiting requests, earliest first
+        self.wanted_by: tuple[
+            tuple[int, int], ...
+        ] = ()  # queue positions of waiting requests, earliest first
         self.history: ReuseHistory | None = None
         self.queued: tuple[int, tuple[float, ...]] | None = None
 
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Tokens to compute again if it is evicted."""
+        """Number of tokens to compute again after an eviction."""
 
     @property
     @abstractmethod
     def depth(self) -> int:
-        """Tokens before the entry."""
+        """Number of tokens before the entry."""
 
     @property
     @abstractmethod
     def bytes(self) -> int:
-        """Bytes of pages that an eviction frees."""
+        """Number of bytes that an eviction frees."""
 
     def rank(self, now: float) -> int:
-        """Sort key before the policy's: FIRST, or the priority of a request until it expires."""
+        """Return the first part of the sort key: FIRST, or the priority of a request until it expires."""
         if self.useless or self.ended:
             return FIRST
         if self.expires is not None and now >= self.expires:
@@ -100,9 +104,9 @@ class Entry(ABC):
 
 
 class Policy(Protocol):
-    """An eviction policy: entries with smaller priorities are evicted first. Hooks may do nothing.
-
-    In `on_hit`, the entry's `last_used` is still that of the previous use."""
+    """An eviction policy. Entries with smaller priorities are evicted first. The hooks may do nothing. During
+    `on_hit`, `entry.last_used` is still the time of the previous use.
+    """
 
     @property
     def name(self) -> str: ...
@@ -115,21 +119,20 @@ class Policy(Protocol):
 
 @runtime_checkable
 class LearningPolicy(Policy, Protocol):
-    """A policy that observes requests, and whose priorities may fall with time."""
+    """A policy that observes requests. Its priorities may fall with time."""
 
     def review(self, entry: Entry, now: float) -> float:
-        """Return the time at which to compute the priority again, because it may have fallen; infinity for never."""
+        """Return the time at which the priority may have fallen and must be computed again. Infinity means never."""
         ...
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many tokens at the end of an entry have a value no higher than its priority."""
+        """Return how many of the last tokens of an entry may be evicted at its priority."""
         ...
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> ReuseHistory:
-        """Record that a request hit `resumed` tokens that end in `entry` (a root if none). Returns the history for
-        `on_close`.
-
-        `ghost` is the history of the evicted run that would follow."""
+        """Record that a request hit `resumed` tokens, which end in `entry` (a root if there was no hit). Returns the
+        history that `on_close` gets. `ghost` is the history of evicted tokens that would follow.
+        """
         ...
 
     def on_close(
@@ -141,14 +144,14 @@ class LearningPolicy(Policy, Protocol):
         ending: str | None,
         now: float,
     ) -> None:
-        """Record that the request closed with `length` tokens.
-
-        `path` has its nodes, deepest first; `ending` is its finish reason."""
+        """Record that the request closed with `length` tokens. `path` contains its nodes, deepest first. `ending` is
+        its finish reason.
+        """
         ...
 
 
 class _Plain:
-    """Hooks that do nothing."""
+    """Base class with hooks that do nothing."""
 
     def on_insert(self, entry: Entry, now: float) -> None:
         pass
@@ -161,7 +164,7 @@ class _Plain:
 
 
 class LRU(_Plain):
-    """Least recently used."""
+    """Evicts the least recently used entry first."""
 
     name = "lru"
 
@@ -170,7 +173,7 @@ class LRU(_Plain):
 
 
 class LFU(_Plain):
-    """Least frequently hit, then least recently used."""
+    """Evicts the entry with the fewest hits first, and the least recently used of equal ones."""
 
     name = "lfu"
 
@@ -179,7 +182,7 @@ class LFU(_Plain):
 
 
 class FIFO(_Plain):
-    """Oldest first."""
+    """Evicts the oldest entry first."""
 
     name = "fifo"
 
@@ -188,7 +191,7 @@ class FIFO(_Plain):
 
 
 class MRU(_Plain):
-    """Most recently used first."""
+    """Evicts the most recently used entry first."""
 
     name = "mru"
 
@@ -197,7 +200,9 @@ class MRU(_Plain):
 
 
 class SLRU(_Plain):
-    """Two segments: entries without a hit are evicted before the others, each segment by last use."""
+    """Segmented LRU: entries without a hit are evicted before entries with a hit. Each segment is ordered by last
+    use.
+    """
 
     name = "slru"
 
@@ -206,7 +211,9 @@ class SLRU(_Plain):
 
 
 class PriorityTTL(_Plain):
-    """By request priority, then by expiry; entries that never expire by last use."""
+    """Evicts entries with the lowest request priority first. Among equal priorities, the entry that expires first is
+    evicted first, and entries without an expiry by last use.
+    """
 
     name = "priority"
 
@@ -217,7 +224,7 @@ class PriorityTTL(_Plain):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds to compute a token again: a constant, plus a part that grows with the tokens before it."""
+    """The seconds to compute a token again: a constant, plus a part that grows with the number of tokens before it."""
 
     per_token: float = 1.0
     per_token_per_depth: float = 1.0 / 32768
@@ -228,7 +235,9 @@ class Cost:
 
 
 class CostAware:
-    """Seconds to recompute per byte freed, times uses, aged by the last eviction (GDSF)."""
+    """Evicts the entry with the smallest value first: recompute seconds per byte, times uses, plus the value of the
+    last evicted entry (GDSF).
+    """
 
     name = "cost"
 

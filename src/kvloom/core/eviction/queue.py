@@ -1,7 +1,7 @@
-"""Eviction queue: the order in which entries are evicted, a heap whose keys are computed again at its top.
+"""Eviction queue: a heap of entries in the order of eviction. A key is computed again when its entry reaches the top.
 
-Unneeded window pages come first, oldest first; then entries by rank and policy; last the entries that waiting requests
-will hit. The queue chooses the next entry. It evicts nothing.
+Unneeded window pages come first, the oldest first. Then come entries by rank and policy. Entries that waiting
+requests will hit come last. The queue chooses the next entry and evicts nothing.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ E = TypeVar("E", bound=Entry)
 
 
 class EvictionQueue(Generic[E]):
-    """Entries of one account that can be evicted. Stale heap items are skipped.
+    """The entries of one account that can be evicted. Outdated heap items are skipped.
 
     | call        | cost                                                                             |
     |-------------|----------------------------------------------------------------------------------|
     | push        | O(log n)                                                                         |
-    | next_victim | O(log n) amortised: a key is computed again only if its entry was used meanwhile |
+    | next_victim | O(log n) amortised: a key is computed again only if its entry was used since |
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.learner = policy if isinstance(policy, LearningPolicy) else None
         self.unneeded: deque[tuple[E, int]] = deque()
-        # (rank, priority, number, entry), flat: comparing nested tuples costs twice as much.
+        # (rank, priority, number, entry) as a flat tuple, because comparing nested tuples takes twice as
+        # long.
         self._heap: list[tuple[int, tuple[float, ...], int, E]] = []
         self._expiring: list[tuple[float, int, E]] = []
         self._pushed = 0
         self.live = 0
-        """Count of queued entries."""
+        """Number of queued entries."""
 
     def __len__(self) -> int:
         return self.live
 
     def push(self, entry: E, now: float) -> None:
-        """Queue `entry`, or move it if its key fell.
-
-        A key that rose is noticed when the entry is next. A key that falls with time is noticed when its retention
-        expires or the policy reviews it."""
+        """Queue `entry`, or move it if its key fell. If its key rose, it is moved when it reaches the top. If its key
+        falls with time, it is moved when its retention expires or at the policy's next review.
+        """
         rank, priority = key = self._key(entry, now)
         queued = entry.queued
         if queued is None or key < queued:
@@ -58,14 +58,16 @@ class EvictionQueue(Generic[E]):
             self._schedule_review(entry, now)
 
     def _key(self, entry: E, now: float) -> tuple[int, tuple[float, ...]]:
-        """Return the sort key. Entries that waiting requests will hit come last; among those, the latest turn comes first."""
+        """Return the sort key. Entries that waiting requests will hit come last; among them, the entry with the
+        latest turn is evicted first.
+        """
         if entry.wanted_by:
             urgent, number = entry.wanted_by[0]
             return entry.rank(now), (INF, INF, -urgent, -number)
         return entry.rank(now), self.policy.priority(entry, now)
 
     def _schedule_review(self, entry: E, now: float) -> None:
-        """Schedule the time at which the key of `entry` may have fallen and is computed again."""
+        """Schedule the time at which the key of `entry` is computed again, because it may have fallen."""
         due = INF if entry.expires is None or entry.expires <= now else entry.expires
         if self.learner is not None:
             review = self.learner.review(entry, now)
@@ -91,7 +93,7 @@ class EvictionQueue(Generic[E]):
             heapify(self._expiring)
 
     def next_victim(self, now: float) -> E | None:
-        """Return the entry to evict next, or None. It stays queued. Ignores unneeded window pages."""
+        """Return the entry to evict next, or None. The entry stays queued. Does not consider unneeded window pages."""
         if self._expiring and self._expiring[0][0] <= now:
             self._expire(now)
         heap = self._heap

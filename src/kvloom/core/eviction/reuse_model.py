@@ -1,13 +1,13 @@
-"""Reuse model: when will cached tokens be used again? The survival model of the adaptive policy.
+"""Reuse model: predicts when cached tokens will be used again. It is the survival model of the adaptive policy.
 
-The policy samples positions in prompts. A sample lasts from the end of one use to the next use. From the last few
-thousand samples the model learns the hazard of a use: its probability per second, by age (seconds since the last use)
-and features. It does not see entries or pages.
+The policy samples positions in prompts. A sample lasts from the end of one use to the next use. The model learns the
+hazard of a use from the last few thousand samples. The hazard is the probability of a use per second, given the age
+(seconds since the last use) and the features. The model has no access to entries or pages.
 
     hazard(age, features) = baseline of the stratum at that age times a factor for each feature value
 
-Each age bin is a quarter longer than the one before, fine enough to show session timeouts. A sample without reuse is
-censored at the present, also after its eviction: ghosts report uses that missed.
+Each age bin is a quarter longer than the previous one, which is fine enough to show session timeouts. A sample
+without reuse is censored at the present time. This also holds after eviction, because ghosts report uses that missed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["BINS", "VALUES", "ReuseModel"]
 Floats = npt.NDArray[np.float64]
 
 VALUES = 16
-"""Number of values of a feature: 0 to 15."""
+"""Number of values of a feature, from 0 to 15."""
 _FINE = 8.0
 _LOG_STEP = math.log(1.25)
 _EDGES = [0.0, 2.0, 4.0, *(_FINE * 1.25**k for k in range(37))]
@@ -33,14 +33,15 @@ _LEAST = 1e-12
 
 
 class ReuseModel:
-    """See the module. Has `strata` baselines (the last is independent of the others), `features` factors, and the newest
-    `window` samples.
+    """The survival model. It has `strata` baselines (the last is independent of the others), `features` factors, and
+    the newest `window` samples.
 
         | call     | cost                                                                       |
         |----------|----------------------------------------------------------------------------|
         | start    | O(features); every `every`-th call, more often at first, fits the model  |
         | returned | O(1)                                                                       |
-        | index    | O(1)                                                                       |"""
+        | index    | O(1)                                                                       |
+    """
 
     def __init__(self, strata: int, features: int, window: int = 8192, every: int = 1024) -> None:
         self.strata, self.features = strata, features
@@ -48,14 +49,14 @@ class ReuseModel:
         self.fits = 1
         """Count of fits."""
         self.horizon = math.inf
-        """Age by which nearly all reuses have happened; features do not matter beyond it."""
+        """Age by which nearly all reuses have happened. Features have no effect beyond it."""
         self.factors = [[0.0] * VALUES for _ in range(features)]
         """Logarithmic factor of each feature and value, set by `fit`."""
         self.edges: Floats = np.array(_EDGES)
         self._width = np.diff(self.edges, append=self.edges[-1] * 1.25)
         self._middle = np.maximum(self.edges + self._width / 2, 1.0)
         self._started = np.zeros(window)
-        self._away = np.full(window, np.nan)  # seconds until the reuse; NaN: none yet
+        self._away = np.full(window, np.nan)  # seconds until the reuse, or NaN if there was none yet
         self._stratum = np.zeros(window, np.int16)
         self._weight = np.zeros(window)
         self._values = bytearray(window * features)
@@ -75,8 +76,9 @@ class ReuseModel:
     # -- samples --------------------------------------------------------------------------------
 
     def start(self, stratum: int, values: bytes, weight: float, now: float) -> int:
-        """Start a sample when a use ends. Returns its number, or -1 if it is skipped: under heavy traffic only some are
-        taken."""
+        """Start a sample when a use ends. Returns its number, or -1 if it is skipped, because under heavy traffic
+        only some samples are taken.
+        """
         self._seen += 1
         if self._seen >= self._due:
             self._due += min(self.every, max(self.every // 16, self._seen // 16))
@@ -96,12 +98,12 @@ class ReuseModel:
         return number
 
     def returned(self, number: int, away: float) -> None:
-        """End sample `number`: the tokens were used again after `away` seconds."""
+        """End sample `number`, because its tokens were used again after `away` seconds."""
         if number >= 0 and self._recorded - number <= self.window:
             self._away[number % self.window] = away
 
     def _adjust_stride(self, now: float) -> None:
-        """Sample more rarely if the window spans less than SPAN seconds, more often if it spans much more."""
+        """Take fewer samples if the window covers less than SPAN seconds, and more if it covers much more."""
         if self._recorded:
             if now - self._wrapped < SPAN:
                 self._stride *= 2
@@ -112,9 +114,9 @@ class ReuseModel:
     # -- index ----------------------------------------------------------------------------------
 
     def index(self, stratum: int, level: float, age: float) -> float:
-        """Return the value of keeping pages of this `age`, with feature factors that sum to `level`.
-
-        The value is the logarithm of the highest rate of uses per second, over all times to keep them."""
+        """Return the value of keeping pages of this `age`. `level` is the sum of their feature factors. The value is
+        the logarithm of uses per second, for the keeping time that maximises this rate.
+        """
         row = self._index[stratum][_row(level)]
         if age < _FINE:
             return row[0] if age < 2.0 else row[1] if age < 4.0 else row[2]
@@ -125,7 +127,7 @@ class ReuseModel:
         return row[bin_] + (row[bin_ + 1] - row[bin_]) * (place - bin_)
 
     def falls(self, stratum: int, level: float, age: float) -> float:
-        """Return the age at which `index` is clearly lower than now; at most twice the current age."""
+        """Return the age at which `index` will be clearly lower than now. It is at most twice the current age."""
         if age < _FINE:
             first = 0 if age < 2.0 else 1 if age < 4.0 else 2
         else:
@@ -137,7 +139,7 @@ class ReuseModel:
     # -- learning -------------------------------------------------------------------------------
 
     def fit(self, now: float) -> None:
-        """Fit the model to the samples in the window. O(window · features)."""
+        """Fit the model to the samples in the window. Costs O(window · features)."""
         n = min(self._recorded, self.window)
         if not n:
             return
@@ -178,10 +180,9 @@ class ReuseModel:
         self.fits += 1
 
     def _baseline(self, count: Floats, exposure: Floats) -> Floats:
-        """Return the hazard of each bin and stratum.
-
-        The observed rate is shrunk to the rate common to all strata, and that to the prior. The last stratum is
-        shrunk to its prior only."""
+        """Return the hazard of each bin and stratum. The observed rate is shrunk towards the common rate of all
+        strata, and the common rate towards the prior. The last stratum is shrunk only towards the prior.
+        """
         common = self._shrunk(count[:-1].sum(0), exposure[:-1].sum(0), self._prior, PULL)
         rows = [
             self._shrunk(c, e, common, STRATUM_PULL) for c, e in zip(count[:-1], exposure[:-1], strict=True)
@@ -194,18 +195,20 @@ class ReuseModel:
         return found
 
     def _far(self, count: Floats, exposure: Floats) -> float:
-        """Return the age by which a share SEEN of all reuses has happened. Censored samples do not shorten it."""
+        """Return the age by which a share SEEN of all reuses has happened. Censored samples do not make it shorter."""
         hazard = self._shrunk(count, exposure, self._prior, PULL)
         come = 1 - np.exp(-np.cumsum(hazard * self._width))
         last = int(np.argmax(come >= SEEN * come[-1]))
         return _EDGES[last + 1] if last + 1 < BINS else math.inf
 
     def _tabulate(self, baseline: Floats) -> None:
-        """Compute the index at the start of every bin, for each stratum and level.
-
-        It is the optimal stopping value if keeping costs one per second and a reuse earns one."""
+        """Compute the index at the start of every bin, for each stratum and level. The index is an optimal stopping
+        value: keeping costs one per second, and a reuse earns one.
+        """
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
-        kinds, which = np.unique(baseline, axis=0, return_inverse=True)  # strata without data are equal
+        kinds, which = np.unique(
+            baseline, axis=0, return_inverse=True
+        )  # strata without data have equal tables
         hazard = (kinds[:, None, :] * levels[None, :, None]).reshape(-1, BINS)
         mean = hazard * self._width
         stays = np.exp(-mean)
@@ -234,19 +237,21 @@ def _row(level: float) -> int:
 
 
 PRIOR = 0.1
-"""Prior of hazard times age. It is equal at every age, so the least recently used entry is evicted first."""
+"""Prior of hazard times age. It is the same for every age, so that without data the least recently used entry is
+evicted first.
+"""
 READS, GONE = 40.0, 600.0
-"""Prior, in seconds: users read and type for READS before the next turn; most have left after GONE."""
+"""Prior, in seconds: a user reads and types for READS before the next turn, and most users have left after GONE."""
 PULL = 30.0
-"""Weight of the prior's shape, in samples. Its scale is learned."""
+"""Weight of the shape of the prior, in samples. The scale of the prior is learned."""
 STRATUM_PULL = 50.0
-"""Weight of the common hazard for one stratum, in samples. Its scale is learned."""
+"""Weight of the common hazard for one stratum, in samples. The scale is learned."""
 DOUBT = 8.0
-"""Weight of the assumption that a feature value has no effect, in uses."""
+"""Weight, in uses, of the assumption that a feature value has no effect."""
 ROUNDS = 3
 SEEN = 0.92
 """Share of all reuses that happen before the horizon."""
 FALL, LOOK = 0.69, 30.0
-"""FALL: a clear fall of the index, as a logarithm. LOOK: the shortest interval between reviews, in seconds."""
+"""FALL is a clear fall of the index, as a logarithm. LOOK is the shortest time between reviews, in seconds."""
 SPAN = 7200.0
-"""Seconds of traffic that the window should cover."""
+"""Seconds of traffic that the samples should cover."""

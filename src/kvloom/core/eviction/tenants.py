@@ -1,6 +1,7 @@
-"""Tenants: one account each, with a quota and a guaranteed share of the pool.
+"""Tenants: each has one account, with a quota and a guaranteed share of the pool.
 
-Isolation does not depend on this module: a tenant's salt in the block hashes makes its pages unreachable for others.
+Isolation does not depend on this module. The tenant's salt in the block hashes already makes its pages unreachable
+for other tenants.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from .queue import EvictionQueue
 __all__ = ["Account", "Accounts", "Tenant"]
 
 SOFT_PART = 0.5
-"""Protected part of a share that is not firm."""
+"""The protected fraction of a share that is not firm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`quota` limits the bytes of the pool that the tenant may use; `weight` sets its guaranteed share.
+    """`quota` limits the bytes of the pool that the tenant may use. `weight` sets its guaranteed share.
 
-    The share is weight / sum of weights. Pages of a tenant at or below its share are not evicted for others. Weight 0
-    has no share: such a tenant uses free pages and loses them first. If all weights are 0, the policy alone decides.
-    Shares follow the size of the pool, quotas do not.
+    The share is weight / sum of weights. Pages of a tenant at or below its share are not evicted for other tenants. A
+    tenant with weight 0 has no share, and its pages are evicted first. If all weights are 0, only the policy decides.
+    Shares follow the size of the pool; quotas do not.
 
-    A share that is not `firm` is a default: it protects half of what the weight claims. The other half of the pool
-    serves every tenant. A tenant with at most one open sequence may evict all cached pages of such shares, so one long
-    request always fits.
+    A share that is not `firm` protects only half of the tenant's part. The other half is open to every tenant. A
+    tenant with at most one open sequence may evict all cached pages of such shares, so that one long request always
+    fits.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Tenant:
 
     @property
     def claim(self) -> float:
-        """The protected part of the weight: all of it if the share is firm, else SOFT_PART of it."""
+        """The protected part of the weight: the whole weight if the share is firm, else SOFT_PART of it."""
         return self.weight if self.firm else self.weight * SOFT_PART
 
     def __post_init__(self) -> None:
@@ -51,8 +52,11 @@ class Tenant:
 
 
 class Account:
-    """Bytes of one tenant: `used` in total, `in_use` by sequences, pins and transfers. `open` counts its open sequences.
-    Also its counters of tokens looked up, tokens hit and entries evicted."""
+    """The bytes of one tenant: `used` in total, and `in_use` by sequences, pins and transfers. `open` is its number
+    of open sequences.
+
+    Also counts the tokens looked up, the tokens hit and the entries evicted.
+    """
 
     __slots__ = (
         "evictions",
@@ -85,7 +89,7 @@ class Account:
         self.in_use += size
 
     def release(self, idle: int, freed: int) -> None:
-        """Subtract `idle` bytes from the bytes in use, and `freed` of them from all bytes."""
+        """Subtract `idle` bytes from the bytes in use, and `freed` of them also from all bytes."""
         self.in_use -= idle
         self.used -= freed
 
@@ -94,16 +98,16 @@ class Account:
         self.used -= size
 
     def count_lookup(self, tokens: int, hit: int) -> None:
-        """Count the tokens of a prompt and those hit."""
+        """Count the tokens of a prompt, and the tokens that were hit."""
         self.looked_up_tokens += tokens
         self.hit_tokens += hit
 
     def over_quota(self, need: int) -> int:
-        """Return the bytes to evict before `need` more bytes are within the quota."""
+        """Return the bytes to evict so that `need` more bytes fit into the quota."""
         return 0 if self.tenant.quota is None else max(0, self.used + need - self.tenant.quota)
 
     def beyond_quota(self, need: int) -> int:
-        """Return the bytes missing for `need` even if all cached pages of the tenant were evicted."""
+        """Return how many bytes would exceed the quota even if all cached pages of the tenant were evicted."""
         return 0 if self.tenant.quota is None else max(0, self.in_use + need - self.tenant.quota)
 
 
@@ -130,9 +134,10 @@ class Accounts:
     def victim(self, requester: Account | None, now: float) -> Account | None:
         """Return the account from which the next entry is evicted for `requester`. O(tenants).
 
-        Unneeded pages are evicted first. Then the entry with the smallest key is evicted, among accounts above their
-        share and the requester's own. A requester below its share evicts its own entries only after those of the
-        others. None stands for the pool itself, which may also evict from accounts below their share."""
+        Unneeded pages are evicted first. Then comes the entry with the smallest key, of the requester or of an
+        account above its share. If the requester is below its share, its own entries come after those of the others.
+        A requester of None is the pool itself, which may also evict from accounts below their share.
+        """
         if len(self.accounts) == 1:
             only = requester or self.accounts[self.DEFAULT]
             return only if only.queue.live or only.queue.unneeded else None
@@ -151,7 +156,7 @@ class Accounts:
 
     @staticmethod
     def evictable(account: Account, requester: Account) -> int:
-        """Return the cached bytes of `account` that `requester`, another tenant, may evict."""
+        """Return the cached bytes of `account` that `requester`, a different tenant, may evict."""
         cached, above = account.used - account.in_use, account.used - int(account.guaranteed)
         if requester.open <= 1 and not account.tenant.firm:
             return cached
@@ -161,7 +166,9 @@ class Accounts:
     def _first(accounts: Iterable[Account], now: float) -> Account | None:
         """Return the account whose next entry has the smallest key.
 
-        A raised rank (TTL, priority) only orders entries of one account. It does not protect them from other tenants."""
+        A raised rank (TTL, priority) changes the order only inside one account. It gives no protection from other
+        tenants.
+        """
         best = None
         for account in accounts:
             if account.queue.unneeded:

@@ -1,4 +1,4 @@
-"""Integrity check: recounts every page from scratch. For tests, and for idle time in debug runs."""
+"""Integrity check: counts every page again. For tests, and for idle time in debug runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_integrity"]
 
 
 def check_integrity(state: CacheState) -> None:
-    """Recount uses and cached entries of every page. Raises AssertionError on the first difference. O(pool)."""
+    """Count uses and cached entries of every page again. Raises AssertionError at the first difference. O(pool)."""
     pool, tables, tree = state.pool, state.block_tables, state.tree
     in_use = [np.zeros_like(c.in_use) for c in pool.classes]
     cached = [np.zeros_like(c.in_use) for c in pool.classes]
@@ -26,6 +26,14 @@ def check_integrity(state: CacheState) -> None:
         assert not tables.tables[:, row, blocks:].any(), f"row {row} has pages beyond its blocks"
         assert tables.state_length[row] <= tables.length[row], f"row {row}: its states are beyond its tokens"
         assert tables.length[row] <= blocks * state.block_tokens, f"row {row} is longer than its pages"
+        cold, full = seq.cold_blocks, tables.tables[state.full_columns, row, :blocks]
+        assert cold == sum(len(run.pages) for run in seq.cold_runs), (
+            f"row {row}: its cold runs differ from their count"
+        )
+        assert cold * state.block_tokens <= tables.length[row], f"row {row}: a cold block is not full"
+        assert not full[:, :cold].any(), f"row {row} has pages of cold blocks"
+        assert (full[:, cold:] > 0).all(), f"row {row} lacks a page of a full group"
+        assert not cold or seq.node is seq.root, f"row {row} has cold blocks and a path in the tree"
         assert seq.node.locks > 0, f"the node of row {row} is not locked"
         assert not seq.control.store or seq.node.end == seq.published, (
             f"row {row}: its node does not end where it published"
@@ -87,9 +95,7 @@ def _check_node(state: CacheState, node: Node) -> None:
         "a node does not start where its parent ends"
     )
     assert all(int.from_bytes(c.text[:4], "little", signed=True) == k for k, c in node.children.items())
-    windowed = {c for columns in state.tree.window_columns for c in range(columns.start, columns.stop)}
-    full = [c for c in range(state.pages.width) if c not in windowed]
-    assert (node.pages[: node.count, full] > 0).all(), "a page of a full group is missing"
+    assert (node.pages[: node.count, state.full_columns] > 0).all(), "a page of a full group is missing"
     if node.checkpoint_counts is not None:
         assert (node.checkpoint_counts >= 0).all(), "negative checkpoint counts"
         for window, columns in enumerate(state.tree.window_columns):

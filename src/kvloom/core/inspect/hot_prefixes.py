@@ -1,6 +1,7 @@
-"""Hot prefixes: the nodes of the radix tree with the most hits, found by an interruptible walk.
+"""Hot prefixes: the nodes of the radix tree with the most hits. The walk over the tree can be interrupted and
+continued.
 
-A hit of a node is a hit of all nodes above it, so hot nodes are connected. Does not modify the cache.
+A hit of a node is also a hit of all nodes above it, so the hot nodes are connected. Does not modify the cache.
 """
 
 from __future__ import annotations
@@ -17,22 +18,24 @@ __all__ = ["HotPrefixes"]
 
 Heat = tuple[int, float, int]
 TURNS = 16
-"""After this many reports the cells of every branch have been looked up again, even of unchanged ones."""
+"""After this many reports the cells of every branch are looked up again, even if the branch has not changed."""
 
 
 class HotPrefixes:
-    """The up to `most` nodes of one tree with the most hits.
-
-    A pass visits every node once. Its result is reported until the next pass ends."""
+    """The `most` nodes of one tree with the most hits. A pass visits every node once. Reports show the result of the
+    last complete pass.
+    """
 
     def __init__(self, state: CacheState, most: int) -> None:
         self._state, self._most = state, most
         self._todo: list[Node] = []
-        self._best: list[tuple[Heat, Node]] = []  # nodes of the current pass: a heap, the fewest hits first
+        self._best: list[
+            tuple[Heat, Node]
+        ] = []  # nodes of the current pass: a heap with the fewest hits first
         self._hot: list[Node] = []
         self._places: dict[int, tuple[int, int, list[int]]] = {}
         self._looks = 0
-        self._complete = 0.0  # when the last pass ended
+        self._complete = 0.0  # time at which the last pass ended
 
     def walk(self, until: float) -> Iterator[Node]:
         """Yield the nodes of a pass until it ends, or until `time.thread_time()` reaches `until`."""
@@ -40,7 +43,7 @@ class HotPrefixes:
             self._todo, self._best = list(self._state.tree.roots.values()), []
         while self._todo:
             node = self._todo.pop()
-            if node.parent is not None:  # neither a root nor evicted meanwhile
+            if node.parent is not None:  # not a root, and not evicted since
                 yield node
                 one = (node.hits, node.last_used, node.serial), node
                 if len(self._best) < self._most:

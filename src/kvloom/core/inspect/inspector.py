@@ -14,7 +14,7 @@ __all__ = ["Inspector", "cache_stats"]
 
 
 def cache_stats(state: CacheState) -> dict[str, float | int | dict[str, int]]:
-    """Counters of the pool, the tree and lookups. O(size classes)."""
+    """Return the counters of the pool, the tree and lookups. O(size classes)."""
     classes = state.pool.classes
     return {
         "slabs": state.pool.slabs - 1,
@@ -41,37 +41,37 @@ class Inspector:
 
     @property
     def size_classes(self) -> tuple[SizeClass, ...]:
-        """Size classes of the pool with their page counts; do not modify them."""
+        """The size classes of the pool, with their page counts. Do not modify them."""
         return self._state.pool.classes
 
     @property
     def accounts(self) -> Mapping[str, Account]:
-        """Accounts by tenant name; do not modify them."""
+        """The accounts by tenant name. Do not modify them."""
         return self._state.accounts.accounts
 
     @property
     def nodes(self) -> int:
-        """Nodes of the radix tree."""
+        """Number of nodes in the radix tree."""
         return self._state.tree.nodes
 
     @property
     def looked_up_tokens(self) -> int:
-        """Tokens of the prompts of all opened sequences."""
+        """Number of prompt tokens of all opened sequences."""
         return self._state.counts.looked_up_tokens
 
     @property
     def hit_tokens(self) -> int:
-        """Tokens of those prompts that were hit."""
+        """Number of prompt tokens that were hit."""
         return self._state.counts.hit_tokens
 
     @property
     def moved_pages(self) -> int:
-        """Pages moved by compaction."""
+        """Number of pages that compaction has moved."""
         return self._state.compaction.moved_pages
 
     @property
     def cached_pages(self) -> int:
-        """Pages that are cached and not in use."""
+        """Number of pages that are cached and not in use."""
         return sum(c.cached_pages for c in self._state.pool.classes)
 
     @property
@@ -82,7 +82,7 @@ class Inspector:
 
     @property
     def misses(self) -> Counter[str]:
-        """Opened sequences by miss reason."""
+        """Number of opened sequences by miss reason."""
         return self._state.counts.misses
 
     @property
@@ -102,7 +102,7 @@ class Inspector:
 
     @property
     def reuse_seconds(self) -> Histogram:
-        """Seconds between a hit and the previous use."""
+        """Seconds between a hit and the previous use of the same prefix."""
         return self._state.counts.reuse_seconds
 
     def hit_pages(self) -> dict[str, int]:
@@ -110,6 +110,6 @@ class Inspector:
         return self._state.counts.hit_pages()
 
     def unused_tokens(self) -> int:
-        """Tokens that open sequences have reserved and not computed. O(max_sequences), in array operations."""
+        """Number of tokens that open sequences have reserved but not computed. O(max_sequences), in array operations."""
         tables = self._state.block_tables
         return int(tables.blocks.sum()) * self._state.block_tokens - int(tables.length.sum())

@@ -3,9 +3,9 @@
     pool  |.. .. .. ..|.. .. .. ..|  …      a cell is a run of slabs: its shares in use, cached and pinned,
     cells |     0     |     1     |         by group and by tenant
 
-The state of a page is read from the pool. Its group and tenant come from a walk over the tree of a few milliseconds
-per map, which continues where it stopped: a small tree is exact, a large one is a few maps behind. Does not modify
-the cache. Contains numbers and names of groups and tenants, no tokens.
+The pool provides the state of each page. A walk over the tree provides its group and tenant. The walk takes a few
+milliseconds per map and continues where it stopped, so the map of a large tree is slightly outdated. Does not modify
+the cache. The map contains numbers and names of groups and tenants, but no tokens.
 """
 
 from __future__ import annotations
@@ -33,24 +33,26 @@ __all__ = ["STATES", "PoolMap"]
 STATES = ("unknown", "cached", "in use", "pinned", "unbacked")
 CACHED, IN_USE, PINNED, UNBACKED = range(1, len(STATES))
 TENANTS = 32
-"""Number of tenant codes. The last code is for all tenants without their own; the one before it for pages not visited yet."""
+"""Number of tenant codes. The last code is for tenants without a code of their own; the one before it is for pages
+that were not visited yet.
+"""
 OTHERS, UNSEEN = TENANTS - 1, TENANTS - 2
 PAGES_A_LOOK = 1 << 17
 CODES = np.int32
 
 
 class PoolMap:
-    """Maps of one cache. Not thread-safe, like the cache."""
+    """Makes maps of one cache. Not thread-safe, like the cache."""
 
     def __init__(self, state: CacheState, cells: int = 4096, branches: int = 200) -> None:
         if cells < 1 or branches < 1:
             raise ValueError(f"cells {cells} and branches {branches} must be positive")
         self._state = state
         pool, layout = state.pool, state.layout
-        self._place: dict[str, int] = {}  # the code of every tenant that has one: declared ones first
+        self._place: dict[str, int] = {}  # code of every tenant that has one; declared tenants come first
         for name in state.accounts.accounts:
             self._tenant(name)
-        # The last known group and tenant of every page: 1 + group * TENANTS + tenant; 0 for unknown.
+        # Last known group and tenant of every page: 1 + group * TENANTS + tenant, or 0 if unknown.
         self._owner = [np.full(c.in_use.size, self._first_guess(c.index), np.int16) for c in pool.classes]
         self._codes = {
             numbering: np.array([1 + g.index * TENANTS for g in layout.of(numbering) for _ in range(g.runs)], np.int16)
@@ -66,7 +68,9 @@ class PoolMap:
         self._branches = HotPrefixes(state, branches)
 
     def look(self, seconds: float = 0.003) -> dict[str, Any]:
-        """Return the map. The walk takes at most `seconds`; the rest grows with cells, branches and open sequences."""
+        """Return the map. The walk takes at most `seconds`. The other costs grow with cells, branches and open
+        sequences.
+        """
         self._paint_sequences()
         for node in self._branches.walk(time.thread_time() + seconds):
             self._paint_node(node)
@@ -83,7 +87,7 @@ class PoolMap:
         return {
             "pool": self._pool(),
             "groups": self._groups(),
-            # One code beyond them: all others.
+            # One more code for all other tenants.
             "tenants": [self._usage(name, place, found["legend"]) for name, place in self._place.items()],
             "map": found,
             "tree": tree,
@@ -92,17 +96,19 @@ class PoolMap:
     # -- owners of pages ------------------------------------------------------------------------
 
     def _tenant(self, name: str) -> int:
-        """Code of a tenant, declared or not; a new one gets the next free code."""
+        """Return the code of a tenant, declared or not. A new tenant gets the next free code."""
         if name not in self._place and len(self._place) < UNSEEN:
             self._place[name] = len(self._place)
         return self._place.get(name, OTHERS)
 
     def _listed(self, name: str) -> int:
-        """Index of a tenant in the reported list; one beyond it for tenants without a code."""
+        """Return the index of a tenant in the reported list. Tenants without a code get the index after its end."""
         return min(self._tenant(name), len(self._place))
 
     def _first_guess(self, cls: int) -> int:
-        """Return the code of unvisited pages of a size class: its group, if only one group has such pages."""
+        """Return the code of unvisited pages of a size class. It contains the group, if only one group has pages of
+        this size.
+        """
         groups = [
             g.index
             for g, c in zip(self._state.layout.groups, self._state.pool.class_of, strict=True)
@@ -127,7 +133,7 @@ class PoolMap:
                 self._paint(self._state.states, "state", checkpoint.states, tenant)
 
     def _paint_sequences(self) -> None:
-        """Record the group and tenant of pages that open sequences got since the last map."""
+        """Record the group and tenant of pages that open sequences allocated since the last map."""
         rows, painted = self._state.block_tables, self._painted
         self._painted = {}
         for row in rows.open_rows():
@@ -142,12 +148,12 @@ class PoolMap:
             self._painted[row] = seq, blocks
 
     def _runs(self) -> Iterator[MediaRun]:
-        """The most recently used media runs."""
+        """Return the most recently used media runs."""
         runs = self._state.media_cache.runs()
         yield from heapq.nlargest(256, runs, key=lambda run: run.last_used) if runs else ()
 
     def _pinned(self) -> list[Ids]:
-        """Pinned pages of each size class."""
+        """Return the pinned pages of each size class."""
         state = self._state
         found: list[list[Ids]] = [[] for _ in state.pool.classes]
         for pin in state.pins.pins():
@@ -163,14 +169,14 @@ class PoolMap:
     # -- the map --------------------------------------------------------------------------------
 
     def _cut(self) -> list[tuple[int, int]]:
-        """Return the cells in runs, each with about as many pages as one map may count."""
+        """Return ranges of cells, each with about as many pages as one map may count."""
         pages = sum(c.per_slab for c in self._state.pool.classes)
         slabs = max(1, PAGES_A_LOOK // pages)
         cells = max(1, slabs * self.cells // (self._state.pool.reserved - 1))
         return [(a, min(a + cells, self.cells)) for a in range(0, self.cells, cells)]
 
     def _count(self, chunk: int, pinned: list[Ids]) -> int:
-        """Recount the pages of a run of cells by code and state. Returns the number of pages visited."""
+        """Count the pages of a range of cells by code and state. Returns the number of pages visited."""
         first, last = self._chunks[chunk]
         found, looked = [], 0
         for c in self._state.pool.classes:
@@ -195,7 +201,7 @@ class PoolMap:
     def _tallied(
         self, c: SizeClass | None, first: int, last: int, at: npt.NDArray[np.intp], code: npt.NDArray[CODES]
     ) -> tuple[Ids, Ids, Ids, Ids]:
-        """Return arrays of cells, codes, thousandths of the cell, and pages: one element per cell and code."""
+        """Return four arrays, with one element per cell and code: cell, code, thousandths of the cell, and pages."""
         per_slab = 1 if c is None else c.per_slab
         slabs = np.diff(self._starts[first : last + 1])
         cell = np.repeat(np.arange(last - first), slabs * per_slab)[at]
@@ -236,7 +242,7 @@ class PoolMap:
         }
 
     def _where(self, node: Node) -> list[int]:
-        """The cells with pages of a node: first and last of each run of cells, the longest 32 runs."""
+        """Return the cells that contain pages of a node, as ranges (first, last). Returns the longest 32 ranges."""
         state = self._state
         parts = [(state.pages, node.pages[: node.count])]
         parts += [(state.states, c.states) for c in node.checkpoints if c.states is not None]
@@ -277,7 +283,9 @@ class PoolMap:
         ]
 
     def _usage(self, name: str, place: int, legend: list[dict[str, Any]]) -> dict[str, Any]:
-        """A tenant's bytes: from its account, or from the map for undeclared tenants, which share one account."""
+        """Return the bytes of a tenant from its account. Undeclared tenants share one account, so their bytes come
+        from the map.
+        """
         account = self._state.accounts.accounts.get(name)
         if account is not None and name != Accounts.DEFAULT:
             used, in_use = account.used, account.in_use

@@ -1,12 +1,12 @@
-"""Layer spec: what one layer stores (unit, fields) and which tokens its queries see (visibility).
+"""Layer spec: the data that one layer stores (unit, fields), and the tokens that its queries see (visibility).
 
-A spec is data, without pages, pools or devices. Architectures differ only in fields: MLA latents, indexer keys, int8
-K/V with scales, convolution and recurrent states.
+A spec is plain data and does not depend on pages, pools or devices. Architectures differ only in fields: MLA latents,
+indexer keys, int8 K/V with scales, convolution and recurrent states.
 
 A new visibility kind is one class in this file, registered in KINDS, and one mask rule in the attention kernels
 (`kvloom.kernels`). Trees, block tables and the resume rule use `first_visible` only: pages before it are released,
-all pages after it are kept. The attention kernels show a query every token from `first_visible` on. A kind with holes
-(a dilated window) would need a second mask rule in them.
+all pages after it are kept. A kind with holes (a dilated window) sets `has_holes` and overrides `sees_each`. Attention
+on a CPU supports it; the GPU kernels show a query every token from `first_visible` on, and refuse kinds with holes.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One array of a layer: `shape` per token, or per state.
-
-    `shard_axis` is the axis that tensor parallelism splits; None if every rank has a copy (MLA)."""
+    """One array of a layer. `shape` is its shape per token, or per state. `shard_axis` is the axis that tensor
+    parallelism splits, or None if every rank has a copy (MLA).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class Field:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def axes(self, order: Order) -> tuple[int, ...]:
-        """Return the axes of (tokens, *shape) in the order of a page's memory, outermost first.
+        """Return the order in which a page stores the axes of (tokens, *shape), outermost first.
 
         | order | keys, values        | scales        | 8-bit values        |
         |-------|---------------------|---------------|---------------------|
@@ -94,22 +94,29 @@ class Field:
 
 
 class VisibilityKind(ABC):
-    """A rule of which earlier tokens a query sees, with one parameter `size`."""
+    """A rule that states which earlier tokens a query sees. It has one parameter, `size`."""
 
     has_size = True
+    has_holes = False
+    """Whether a query may see a token and not see a later one before it (a dilated window). Then `sees_each` differs."""
 
     @abstractmethod
     def first_visible(self, position: int, size: int) -> int:
-        """Return the first token that the query at `position` sees. Must not decrease as `position` grows."""
+        """Return the first token that the query at `position` sees. The result must not decrease as `position` grows."""
 
     @abstractmethod
     def first_visible_each(self, positions: Positions, size: int) -> Positions:
-        """Return `first_visible` of many positions."""
+        """Return `first_visible` for many positions."""
 
     def visible_blocks(self, position: int, size: int, block: int) -> Sequence[int]:
-        """Return the blocks that the query at `position` sees, including its own, in order. A kind with holes overrides
-        it."""
+        """Return the blocks up to `position` that this query or a later one sees, in order. A kind with holes may leave
+        out blocks that no such query sees.
+        """
         return range(self.first_visible(position, size) // block, position // block + 1)
+
+    def sees_each(self, positions: Positions, tokens: Positions, size: int) -> npt.NDArray[np.bool_]:
+        """Return whether the query at each position sees each token. A kind with holes overrides this method."""
+        return (tokens >= self.first_visible_each(positions, size)) & (tokens <= positions)
 
 
 class _Full(VisibilityKind):
@@ -144,7 +151,7 @@ KINDS: dict[str, VisibilityKind] = {"full": _Full(), "sliding": _Sliding(), "chu
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Which earlier tokens a query sees. The same rule decides masks, released pages, hits and loads.
+    """States which earlier tokens a query sees. The same rule decides masks, released pages, hits and loads.
 
     | kind    | tokens that the query at `position` sees             |
     |---------|------------------------------------------------------|
@@ -164,20 +171,31 @@ class Visibility:
             raise ValueError(f"visibility {self.kind!r} has size {self.size}; it takes {expected}")
 
     def first_visible(self, position: int) -> int:
-        """Return the first token that the query at `position` sees. Never decreases as `position` grows."""
+        """Return the first token that the query at `position` sees. The result never decreases as `position` grows."""
         return KINDS[self.kind].first_visible(position, self.size)
 
     def first_visible_each(self, positions: Positions) -> Positions:
-        """Return `first_visible` of many positions."""
+        """Return `first_visible` for many positions."""
         return KINDS[self.kind].first_visible_each(positions, self.size)
 
     def visible_blocks(self, position: int, block: int) -> Sequence[int]:
-        """Return the blocks that the query at `position` sees, including its own, in order."""
+        """Return the blocks up to `position` that this query or a later one sees, in order."""
         return KINDS[self.kind].visible_blocks(position, self.size, block)
 
+    def sees_each(self, positions: Positions, tokens: Positions) -> npt.NDArray[np.bool_]:
+        """Return whether the query at each position sees each token. The arrays are broadcast against each other."""
+        return KINDS[self.kind].sees_each(positions, tokens, self.size)
+
     def visible_tokens(self, length: int) -> int:
-        """Return the number of tokens from the first one that the last query sees, in a sequence of `length` tokens."""
+        """Return the number of tokens from the last query's first visible token to the end of a sequence of `length`
+        tokens.
+        """
         return length - self.first_visible(length - 1) if length > 0 else 0
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether a query may see a token and not see a later one before it."""
+        return KINDS[self.kind].has_holes
 
     @property
     def windowed(self) -> bool:
@@ -190,12 +208,12 @@ class Visibility:
 
 FULL = Visibility("full")
 PROMPT = "prompt"
-"""Lifetime of the data from which an image's tokens are computed: needed until they are computed."""
+"""Lifetime of image embeddings, which are needed only until the image's tokens are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer stores.
+    """The data that one layer stores.
 
     | field    | meaning                                                                                       |
     |----------|-----------------------------------------------------------------------------------------------|
@@ -203,7 +221,7 @@ class LayerSpec:
     | axis     | "text", or "media": tokens of an image only, hashed by content (cross attention, embeddings)  |
     | lifetime | layers of different lifetimes never share a page (a draft model beside its target)            |
 
-    On the media axis the lifetime "prompt" (embeddings) ends when the image's tokens are computed.
+    On the media axis, data with lifetime "prompt" (embeddings) is released when the image's tokens are computed.
     """
 
     unit: Unit
@@ -228,12 +246,12 @@ class LayerSpec:
 
     @property
     def bytes(self) -> int:
-        """Bytes of one token, or of one state."""
+        """Number of bytes of one token, or of one state."""
         return sum(field.bytes for field in self.fields)
 
     @property
     def kind(self) -> str:
-        """Printed kind: full, sliding, chunked, cross, embeddings or state."""
+        """Name of the kind: full, sliding, chunked, cross, embeddings or state."""
         if self.unit == "state":
             return "state"
         if self.axis == "media":
@@ -244,9 +262,9 @@ class LayerSpec:
 def attention_fields(
     kv_heads: int, head_dim: int, dtype: str, scales: bool | None = None
 ) -> tuple[Field, ...]:
-    """Return the fields of one attention layer.
-
-    int8 and fp8 have a float32 scale per token and head, unless `scales` is False (static scales are weights)."""
+    """Return the fields of one attention layer. int8 and fp8 values have one float32 scale per token and head. With
+    `scales=False` they have none, because static scales are weights of the model.
+    """
     fields: tuple[Field, ...] = (
         Field("k", (kv_heads, head_dim), dtype, shard_axis=0),
         Field("v", (kv_heads, head_dim), dtype, shard_axis=0),

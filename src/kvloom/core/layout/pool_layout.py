@@ -4,9 +4,9 @@
     group A  |      page      |      page      |   pages_per_slab = 2
     group B  |            one page             |   pages_per_slab = 1
 
-A block of a token group has `runs` pages, with `run_layers` layers each; a state has the same. The layout chooses the
-runs so that page sizes are equal if possible, and the slab size as a common multiple of them. Otherwise it pads, by
-at most MAX_WASTE of a slab.
+A block of a token group has `runs` pages with `run_layers` layers each. So has a state. The layout chooses the runs
+so that all page sizes are equal, if possible. The slab size is a common multiple of the page sizes. If there is none,
+pages are padded, by at most MAX_WASTE of a slab.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .layer_spec import LayerSpec
 __all__ = ["HASH_TOKENS", "MAX_WASTE", "PageGroup", "PoolLayout"]
 
 HASH_TOKENS = 16
-"""Tokens of one block hash; a block is a multiple of it."""
+"""Number of tokens of one block hash. A block has a multiple of it."""
 MAX_WASTE = 0.05
-"""Largest padding of a group, as a share of a slab."""
+"""Largest padding of a group, as a fraction of a slab."""
 _ALIGN = 16
 _MULTIPLES = 64
 _COLUMN_COST = 64 * 1024
@@ -32,7 +32,7 @@ _WASTE_COST = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """Layers with equal specs: same fields, visibility and lifetime."""
+    """The layers that have equal specs: same fields, visibility and lifetime."""
 
     index: int
     spec: LayerSpec
@@ -40,10 +40,12 @@ class PageGroup:
     block_tokens: int
     runs: int
     column: int
-    """Index of the first of this group's `runs` page ids in a row. Token, state and media groups have separate rows."""
+    """Index of the group's first page id in a row of page ids. The group has `runs` page ids. Token, state and media
+    groups have separate rows.
+    """
     pages_per_slab: int
     page_stride: int
-    """Bytes from one page to the next in the pool; those beyond `page_bytes` are padding."""
+    """Distance between two pages in the pool, in bytes. The bytes after `page_bytes` are padding."""
 
     @property
     def name(self) -> str:
@@ -74,7 +76,7 @@ class PageGroup:
         return slice(self.column, self.column + self.runs)
 
     def locate(self, layer: str) -> tuple[int, int]:
-        """Return the run of a layer and its index in the page."""
+        """Return the run that contains a layer, and the index of the layer in its page."""
         try:
             return divmod(self.layers.index(layer), self.run_layers)
         except ValueError:
@@ -83,7 +85,7 @@ class PageGroup:
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """The groups of one or several models in one pool, and their slab."""
+    """The layer groups of one or several models in one pool, and their slab size."""
 
     groups: tuple[PageGroup, ...]
     slab_bytes: int
@@ -95,8 +97,9 @@ class PoolLayout:
     ) -> PoolLayout:
         """Group `layers` (name → spec), and choose runs and the slab size.
 
-        `granularity` divides the slab size (2 MiB for elastic memory). Deterministic: equal specs give equal layouts
-        on every machine."""
+        The slab size is a multiple of `granularity` (2 MiB for elastic memory). Deterministic: equal specs give equal
+        layouts on every machine.
+        """
         if block_tokens <= 0 or block_tokens % HASH_TOKENS:
             raise ValueError(f"block_tokens {block_tokens} is not a positive multiple of {HASH_TOKENS}")
         if granularity <= 0 or granularity % _ALIGN:
@@ -120,30 +123,30 @@ class PoolLayout:
         return cls(tuple(groups), slab, block_tokens)
 
     def of(self, numbering: str) -> tuple[PageGroup, ...]:
-        """Return the groups whose page ids share rows: "token" (text), "state" or "media"."""
+        """Return the groups that share rows of page ids: "token" (text), "state" or "media"."""
         return tuple(g for g in self.groups if _numbering(g.spec) == numbering)
 
     def width(self, numbering: str) -> int:
-        """Number of page ids of one block, one state or one media block."""
+        """Return the number of page ids of one block, one state or one media block."""
         return sum(group.runs for group in self.of(numbering))
 
     def slabs_in(self, pool_bytes: int) -> int:
-        """Number of whole slabs in `pool_bytes`."""
+        """Return the number of whole slabs in `pool_bytes`."""
         return pool_bytes // self.slab_bytes
 
     def waste(self, group: PageGroup) -> float:
-        """The share of padding in a slab of `group`."""
+        """Return the fraction of a slab of `group` that is padding."""
         used = group.pages_per_slab * group.layer_bytes * len(group.layers) / group.runs
         return 1 - used / self.slab_bytes
 
     def bytes_per_token(self) -> int:
-        """Bytes of one text token in all layers that store it."""
+        """Return the bytes of one text token over all layers that store it."""
         return sum(g.unit_bytes for g in self.of("token"))
 
     def slab_bytes_for(self, length: int, media: Iterable[int] = (), states: int = 1) -> int:
-        """Return the bytes of the pool that a sequence of `length` text tokens and `media` runs uses.
-
-        These are the pages that its last query sees, its states, and their padding."""
+        """Return the bytes of the pool that a sequence with `length` text tokens and `media` runs uses. They include
+        the pages that its last query sees, its states, and padding.
+        """
         block = self.block_tokens
         media = tuple(media)
         total = 0.0
@@ -158,7 +161,7 @@ class PoolLayout:
         return math.ceil(total)
 
     def table(self) -> list[dict[str, object]]:
-        """One row per group, for printing and JSON."""
+        """Return one row per group, for printing and JSON."""
         return [
             {
                 "group": group.name,
@@ -187,18 +190,19 @@ def _layer_bytes(spec: LayerSpec, block_tokens: int) -> int:
 
 @lru_cache(maxsize=256)
 def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the slab size and, for each group of (layer bytes, layers), its (runs, page stride).
+    """Return the slab size, and (runs, page stride) for each group, given as (layer bytes, layers).
 
-    Tries every slab size that is a small multiple of a group's page. Each group takes its cheapest runs. The cost
-    counts slabs of several pages (half a slab is idle per sequence, and pages in use can block it), page ids per
-    block, and padding."""
+    Tries every slab size that is a small multiple of a group's page, with the cheapest runs for each group. The cost
+    counts padding, page ids per block, and slabs of several pages. Such a slab is half empty per sequence on average,
+    and a single page in use keeps it from being freed.
+    """
     slabs = {
         _round_up(layer * run * k, granularity)
         for layer, count in sizes
         for run in _run_lengths(count)
         for k in range(1, _MULTIPLES + 1)
     }
-    # The least common multiple always fits, whatever its size.
+    # The least common multiple always fits, at any size.
     slabs.add(math.lcm(granularity, *(layer * count for layer, count in sizes)))
     best: tuple[float, int, tuple[tuple[int, int], ...]] | None = None
     for slab in sorted(slabs):
@@ -222,7 +226,8 @@ def _best_cut(layer: int, count: int, slab: int) -> tuple[float, int, int] | Non
         page = layer * run
         pages = slab // page
         runs = -(-count // run)
-        # The stride must divide the slab, so that views are strided. Fewer pages than `least` waste too much.
+        # The stride must divide the slab, so that views have constant strides. Fewer pages than `least`
+        # waste too much.
         least = max(1, pages - _MULTIPLES, math.ceil((1 - MAX_WASTE) * slab * runs / (layer * count)))
         pages = next((n for n in range(pages, least - 1, -1) if slab % (n * _ALIGN) == 0), 0)
         if not pages:
@@ -239,7 +244,7 @@ def _best_cut(layer: int, count: int, slab: int) -> tuple[float, int, int] | Non
 
 @lru_cache(maxsize=1024)
 def _run_lengths(count: int) -> tuple[int, ...]:
-    """Return the run lengths to try: for each number of runs, the shortest length that fits all layers."""
+    """Return the run lengths to try: for each number of runs, the shortest length that covers all layers."""
     return tuple(sorted({-(-count // runs) for runs in range(1, count + 1)}))
 
 

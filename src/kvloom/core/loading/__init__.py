@@ -1,4 +1,4 @@
-"""Loading: pages that a prompt lacks and a tier has, and pages in transfer between pool and tiers.
+"""Loading: which pages a prompt needs from tiers, and which pages are in transfer between pool and tiers.
 
 load_plan   which pages of a prompt to query, and how far it could resume with them reserve     allocate pages for a
 load job; publish or cancel them loading     Loading, the interface of the offload manager (`cache.loading`)

@@ -1,11 +1,11 @@
-"""Load plan: how far a prompt could resume with pages from tiers, and which pages it needs for that.
+"""Load plan: the length at which a prompt could resume with pages from tiers, and the pages that this needs.
 
     plan = cache.loading.plan(match)
     while (queries := plan.next_queries()): plan.answer([found(q.group, q.hashes) for q in queries])
     plan.resume, plan.missing_pages(first)
 
-The hash of a page in a tier is the hash of the prefix that ends with the page's tokens: a block, or a partial tail.
-The plan applies the resume rule; the caller queries the tiers.
+A tier stores a page under the hash of the prefix that ends with the page's tokens. The last page may be a partial
+block. The plan applies the resume rule. The caller queries the tiers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["LoadPlan", "MissingPages", "TierQuery", "deciding_group", "first_que
 
 Mask = npt.NDArray[np.bool_]
 MOST_TAILS = 4096
-"""Most positions queried for a snapshot; each costs a hash."""
+"""Largest number of positions queried for a snapshot. Each position costs one hash."""
 LAST_ROUND = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TierQuery:
-    """Query to tiers: which of these hashes have a page of `group`?"""
+    """A query to tiers: which of these hashes have a page of `group`?"""
 
     group: int
     hashes: list[bytes]
@@ -40,7 +40,9 @@ class TierQuery:
 
 @dataclass(frozen=True, slots=True)
 class MissingPages:
-    """Pages of one group to load: block `blocks[i]` has hash `hashes[i]`. A state group has one page, of block -1."""
+    """The pages of one group to load: block `blocks[i]` has hash `hashes[i]`. A state group has one page, with block
+    -1.
+    """
 
     group: PageGroup
     blocks: list[int]
@@ -48,19 +50,19 @@ class MissingPages:
 
 
 def deciding_group(layout: PoolLayout) -> PageGroup | None:
-    """Return a full group: a longer hit always needs its page of the next block, so one query can show that tiers do not
-    help.
-
-    None if there is no full group, or if the model has states, whose snapshots may be inside the block."""
+    """Return a group with full attention. Every longer hit needs this group's page of the next block, so one query
+    can show that tiers do not help. Returns None if there is no such group, or if the model has states, whose
+    snapshots may lie inside the block.
+    """
     if layout.of("state"):
         return None
     return next((group for group in layout.of("token") if not group.spec.visibility.windowed), None)
 
 
 def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | None:
-    """Return the query for the next block of the deciding group. If it misses, tiers cannot extend the hit.
-
-    None if the matched tokens lack window pages, because no single hash decides then. Hashes one block."""
+    """Return the query for the next block of the deciding group. If it misses, tiers cannot extend the hit. Returns
+    None if window pages of matched tokens are missing, because then no single hash decides. Computes one hash.
+    """
     if match.resume < match.matched:
         return None
     end = (match.matched // group.block_tokens + 1) * group.block_tokens
@@ -68,7 +70,7 @@ def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | N
 
 
 class LoadPlan:
-    """Plan for one match, valid while the match is fresh. Does not modify the cache."""
+    """The load plan of one match. It is valid until the cache changes. Does not modify the cache."""
 
     def __init__(self, layout: PoolLayout, lookup: Lookup, match: Match) -> None:
         self.match, self.block = match, layout.block_tokens
@@ -115,7 +117,9 @@ class LoadPlan:
     # -- querying -------------------------------------------------------------------------------
 
     def next_queries(self) -> list[TierQuery]:
-        """Return the next queries; an empty list means that `resume` is final. Pass the results to `answer`."""
+        """Return the next queries. The caller passes their results to `answer`. An empty list means that `resume` is
+        final.
+        """
         self._round += 1
         if self.limit <= self.match.resume or not self.match.control.read:
             return []
@@ -126,7 +130,7 @@ class LoadPlan:
         return []
 
     def answer(self, found: Sequence[Mask]) -> None:
-        """Process the results: for each query an array with one truth value per hash."""
+        """Process the results of the last queries. Each result is an array with one truth value per hash."""
         if self._round == 1 and self._tokens:
             for (group, blocks), here in zip(self._asked, found, strict=True):
                 self._present[group][blocks] |= np.asarray(here, bool)
@@ -160,8 +164,9 @@ class LoadPlan:
             resume = deepest
 
     def _units(self, resume: int) -> list[tuple[Visibility, Mask]]:
-        """Return for every window which blocks before `resume` have a page, cached or in a tier. A partial last block
-        counts."""
+        """Return, for every window, which blocks before `resume` have a page in the pool or in a tier. A partial last
+        block counts.
+        """
         whole, part = divmod(resume, self.block)
         more = np.ones(int(part > 0), bool)
         return [
@@ -171,16 +176,17 @@ class LoadPlan:
         ]
 
     def _is_cached(self, resume: int) -> bool:
-        """Return whether the partial block at `resume` is cached in every group."""
+        """Return whether every group has its page of the partial block at `resume` in the pool."""
         whole, part = divmod(resume, self.block)
         if not part:
             return True
         return resume <= self.match.matched and bool((self._rows[whole] > 0).all())
 
     def _has_end(self, resume: int, tails: dict[int, set[int]]) -> bool:
-        """Return whether the partial block at `resume` has its pages: all cached, or all in a tier.
+        """Return whether all pages of the partial block at `resume` are in the pool, or all are in a tier.
 
-        Without states, a page with more tokens than `resume` can be used too."""
+        In a model without states, a page with more tokens than `resume` is valid too.
+        """
         if self._is_cached(resume):
             return True
         whole = resume // self.block
@@ -189,7 +195,9 @@ class LoadPlan:
         return whole < len(self.hashes) and all(self._present[g.index][whole] for g in self._tokens)
 
     def _ask_snapshots(self) -> list[TierQuery]:
-        """Return queries for snapshots, which may be at any position: deepest first, more in each round."""
+        """Return queries for snapshots, which may be at any position. The deepest positions come first, and each
+        round has more.
+        """
         if not self._upper_bound:
             top = max(self._reach * self.block + self.block - 1, self.match.matched)
             self._upper_bound = min(self.limit, top) + 1
@@ -226,10 +234,9 @@ class LoadPlan:
 
     @property
     def miss(self) -> Miss | None:
-        """The miss, if full groups have pages beyond `resume`, cached or in a tier, but a snapshot or a window page is
-        missing.
-
-        Otherwise None."""
+        """Return the miss if full groups have pages after `resume`, but a snapshot or a window page is missing.
+        Otherwise return None.
+        """
         full = any(not group.spec.visibility.windowed for group in self._tokens)
         present = min(self.limit, self._reach * self.block) if full and self._round else 0
         if present < self.resume + self.block:
@@ -240,15 +247,17 @@ class LoadPlan:
 
     @property
     def end(self) -> int:
-        """End of the tokens in the loaded pages: the end of the last block, if the tier has a full page of it."""
+        """The end of the tokens in the loaded pages. If the tier has a full page of the last block, it is the end of
+        that block.
+        """
         if self._tail_in_tier and not self._states:
             return -(-self.resume // self.block) * self.block
         return self.resume
 
     def missing_pages(self, first: int = 0) -> list[MissingPages]:
-        """Return the pages that are not cached and are needed to resume at `resume`.
-
-        Skips unmatched tokens before `first` (a block boundary): the request computes them while the others load."""
+        """Return the pages that must be loaded to resume at `resume`. Unmatched tokens before `first` (a block
+        boundary) are skipped, because the request computes them while the other pages load.
+        """
         if self.resume <= self.match.resume:
             return []
         needed = []

@@ -31,15 +31,18 @@ class Loading:
         return LoadPlan(self._state.layout, lookup, lookup.refreshed(match))
 
     def first_query(self, match: Match) -> TierQuery | None:
-        """Return the query whose miss makes a load plan useless; None if no single query decides. Hashes one block."""
+        """Return the query that decides whether a load plan is useful, or None if no single query decides. Computes
+        one hash.
+        """
         group, lookup = self._deciding_group, self._state.lookup
         return None if group is None else first_query(group, lookup, lookup.refreshed(match))
 
     def reserve(self, plan: LoadPlan) -> Reservation | None:
-        """Allocate the missing pages of a plan, so that a load job can fill them; None if the pool has too few. Evicts
-        by policy.
+        """Allocate the missing pages of a plan, so that a load job can fill them. Returns None if the pool has too
+        few. Evicts by policy.
 
-        Raises ValueError if the cache has changed since the plan was made."""
+        Raises ValueError if the cache has changed since the plan was made.
+        """
         if plan.match.version != self._state.tree.version:
             raise ValueError("the cache has changed since this load plan was made; make a new one")
         return reserve(self._state, plan)
@@ -47,22 +50,20 @@ class Loading:
     def publish(
         self, reservation: Reservation, loaded: Mask | None = None, states_loaded: bool = True
     ) -> int:
-        """Publish the loaded pages (None: all) as if they were computed, and end the reservation.
-
-        Returns the length at which the prompt can resume on them; 0 if it cannot. Pages that were not loaded become
-        free."""
+        """Publish the loaded pages like computed ones, and end the reservation. `loaded` marks them; None means all.
+        Returns the length at which the prompt can now resume, or 0. Pages that were not loaded become free.
+        """
         return publish_loaded(self._state, reservation, loaded, states_loaded)
 
     def cancel(self, reservation: Reservation) -> None:
-        """End a reservation and free its pages. No transfer may write to them any more."""
+        """End a reservation and free its pages. The caller must ensure that no transfer still writes to them."""
         cancel(self._state, reservation)
 
     # -- offloading -----------------------------------------------------------------------------
 
     def set_listener(self, listener: Callable[[OffloadBatch], None], on_close: bool) -> None:
-        """Call `listener` with pages before they are evicted and, with `on_close`, when a sequence closes.
-
-        The listener must not call the cache. Without a listener no page is hashed for offloading.
+        """Call `listener` with an offload batch before pages are evicted and, with `on_close`, when a sequence
+        closes. The listener must not call the cache. Without a listener no page is hashed for offloading.
         """
         state = self._state
 
@@ -80,13 +81,15 @@ class Loading:
         self._state.tree.set_offload_source(None)
 
     def mark_step(self, moved: bool = False) -> None:
-        """Increase the age of all cached pages in later batches. `moved`: pages were copied inside the pool."""
+        """Increase the age of all cached pages in later batches. `moved` states that pages were copied inside the
+        pool.
+        """
         source = self._state.tree.offload_source
         if source is not None:
             source.mark_step(self._state.clock.now(), moved)
 
     def retain_batch(self, batch: OffloadBatch) -> None:
-        """Retain the pages of a batch, and keep them in place, until `release_batch`: a transfer reads them."""
+        """Retain the pages of a batch, and forbid moving them, until `release_batch`, because a transfer reads them."""
         self._state.in_transfer.retain_batch(batch)
 
     def release_batch(self, batch: OffloadBatch) -> None:
@@ -94,11 +97,12 @@ class Loading:
         self._state.in_transfer.release_batch(batch)
 
     def evict_ahead(self) -> bool:
-        """Evict a few pages before they are needed. Returns whether any was evicted; see `Allocator.evict_ahead`."""
+        """Evict a few pages before they are needed. Returns whether a page was evicted. See `Allocator.evict_ahead`."""
         return self._state.allocator.evict_ahead()
 
     def page_changes(self) -> tuple[int, int, int]:
-        """Numbers of evictions, of moved pages and of replaced partial blocks. If they are unchanged, every page is in
-        place."""
+        """Return the numbers of evictions, of moved pages and of replaced partial blocks. While they are unchanged,
+        every page is where it was.
+        """
         state = self._state
         return state.allocator.evictions, state.compaction.moved_pages, state.tree.replaced

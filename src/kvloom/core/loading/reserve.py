@@ -1,8 +1,8 @@
-"""Reserve pages for a load plan; publish the loaded pages as if they were computed, or cancel the load.
+"""Reserves pages for a load plan. Then publishes the loaded pages like computed ones, or cancels the load.
 
     reserve(plan) → Reservation      publish_loaded(reservation, loaded) → resumable tokens      cancel(reservation)
 
-Moves no bytes: the load job fills the pages and reports which were loaded.
+Moves no bytes. The load job fills the pages and reports which were loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ __all__ = ["cancel", "publish_loaded", "reserve"]
 
 
 def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
-    """Reserve the missing pages of a plan with a fresh match; None if the pool lacks pages for them and one more block."""
+    """Reserve the missing pages of a plan whose match is fresh. Returns None if the pool lacks pages for them and one
+    more block.
+    """
     match, tree = plan.match, state.tree
     account = state.accounts[match.control.tenant]
     root = tree.root(match.root_hash, account, match.control.tenant)
@@ -33,7 +35,7 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
     cached = tree.rows(match.path, match.matched)[:blocks]
     rows[: len(cached)] = cached
     if plan.resume > match.matched:
-        rows[match.matched // state.block_tokens :] = 0  # a cached block that diverges from the prompt
+        rows[match.matched // state.block_tokens :] = 0  # a cached block whose tokens differ from the prompt
     rows = tree.visible_rows(rows, plan.resume)
     states = 0
     for missing in plan.missing_pages():
@@ -51,9 +53,10 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
     )
     state.in_transfer.add(reservation)
     needs = _needs(state, to_load, states)
-    # One block more, with which the request starts. Otherwise the loaded pages could be evicted before their use.
+    # One more block, with which the request starts. Otherwise the loaded pages could be evicted before
+    # their use.
     first_step = state.needs(1, int(state.has_states), 0)
-    if state.allocator.make_room(account, [a + b for a, b in zip(needs, first_step, strict=True)]):
+    if state.allocator.free_pages(account, [a + b for a, b in zip(needs, first_step, strict=True)]):
         state.in_transfer.remove(reservation)
         state.release(account, state.pages, rows)
         tree.unlock(node, state.clock.now())
@@ -76,7 +79,9 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
 def publish_loaded(
     state: CacheState, reservation: Reservation, loaded: Mask | None, states_loaded: bool = True
 ) -> int:
-    """Publish the loaded pages (None: all) up to the length at which a prompt can resume on them. Returns that length."""
+    """Publish the loaded pages up to the length at which a prompt can resume. Returns that length. `loaded` None
+    means all pages.
+    """
     now, tree, to_load = state.clock.now(), state.tree, reservation.to_load
     loaded = to_load if loaded is None else to_load & loaded
     for columns in tree.window_columns:  # the pages of one block and window are valid only together
@@ -101,7 +106,7 @@ def publish_loaded(
 
 
 def cancel(state: CacheState, reservation: Reservation) -> None:
-    """Free the pages of a reservation. No transfer may write to them any more."""
+    """Free the pages of a reservation. The caller must ensure that no transfer still writes to them."""
     _release(state, reservation, state.clock.now())
 
 
@@ -115,7 +120,9 @@ def _needs(state: CacheState, to_load: Mask, states: int) -> list[int]:
 def _end(
     state: CacheState, reservation: Reservation, rows: Ids, loaded: Mask, states_loaded: bool
 ) -> tuple[int, int]:
-    """Return the end of the tokens that have all pages in `rows`, and the length at which a prompt can resume on them."""
+    """Return the end of the tokens that have all pages in `rows`, and the length at which a prompt can resume with
+    them.
+    """
     block, tree = state.block_tokens, state.tree
     lost = reservation.to_load & ~loaded
     if not lost.any() and (reservation.states is None or states_loaded):
@@ -136,7 +143,7 @@ def _end(
 
 
 def _with_tree_rows(state: CacheState, reservation: Reservation, rows: Ids) -> Ids:
-    """Return `rows` with missing pages filled in from the tree, which may have grown since the reservation."""
+    """Return `rows`, with missing pages filled in from the tree, which may have grown since the reservation."""
     path, matched = state.tree.walk(reservation.root, reservation.data, reservation.end)
     known = state.tree.rows(path, matched)[: matched // state.block_tokens]
     part = rows[: len(known)]

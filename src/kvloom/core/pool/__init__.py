@@ -1,4 +1,5 @@
-"""Page pool: slabs, pages and their reference counts. Only page ids and counts; no tokens, no hashes, no bytes.
+"""Page pool: slabs, pages and their reference counts. Contains only page ids and counts, no tokens, hashes or page
+contents.
 
 page_pool        PagePool: slabs cut into pages of several sizes; uses and cached entries of each page block_pages
 BlockPages: rows of page ids, one row per block block_tables     BlockTables: page ids and lengths of all sequences

@@ -1,7 +1,7 @@
-"""Rows of page ids: the pages of one block, one state or one block of an image, over all page sizes.
+"""Rows of page ids. A row has the pages of one block, one state or one block of an image, over all page sizes.
 
-Maps columns to size classes, converts pages to bytes for the accounts, and records the owner of each cached page if
-slabs hold several pages (only those pages move). Does not see tokens or policies.
+Maps columns to size classes, and converts pages to bytes for the accounts. If a slab has several pages, it also
+records the owner of each cached page, because compaction moves such pages. Does not depend on tokens or policies.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ __all__ = ["BlockPages", "PageHolder", "PageOwner", "replace_page"]
 
 
 class PageOwner(Protocol):
-    """An entry of the prefix cache with rows of page ids."""
+    """An entry of the prefix cache that has rows of page ids."""
 
     def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
-        """Replace a page id in some columns of its rows."""
+        """Replace a page id in some columns of the owner's rows."""
 
 
 class PageHolder(Protocol):
     """An object that retains pages outside the block tables: a pin, load, pending copy or sequence."""
 
     def retained(self) -> Iterable[tuple[BlockPages, Ids]]:
-        """Return every row of page ids that it retains, as arrays that compaction may rewrite in place."""
+        """Return every row of page ids that the object retains. Compaction may rewrite these arrays in place."""
 
 
 def replace_page(rows: Ids, columns: Index, page: int, target: int) -> None:
-    """Replace a page id in some columns of `rows`. Other columns contain ids of other page sizes."""
+    """Replace a page id in some columns of `rows`. The other columns contain ids of other page sizes."""
     part = rows[:, columns]
     hit = part == page
     if hit.any():
@@ -41,9 +41,9 @@ def replace_page(rows: Ids, columns: Index, page: int, target: int) -> None:
 
 
 class BlockPages:
-    """The pool as rows of page ids: one column per page of a block, 0 for no page.
-
-    Token, state and media groups each have their own `BlockPages`."""
+    """Access to the pool by rows of page ids. A row has one column per page of a block; 0 means no page. Token, state
+    and media groups each have a `BlockPages` of their own.
+    """
 
     def __init__(self, pool: PagePool, classes: Sequence[int], slab_bytes: int) -> None:
         self.pool = pool
@@ -53,7 +53,7 @@ class BlockPages:
         self._strides = {c: slab_bytes // pool.classes[c].per_slab for c in self.classes}
         self.row_bytes = sum(self._strides[c] for c in classes)
         self._single_class = self.classes[0] if len(self.classes) == 1 else None
-        """The size class, if there is only one here; else None."""
+        """The size class if all columns have the same, else None."""
         self.owners: dict[int, npt.NDArray[np.object_]] = {
             c: np.empty(pool.reserved * pool.classes[c].per_slab, object)
             for c in self.classes
@@ -61,7 +61,7 @@ class BlockPages:
         }
 
     def needs(self, rows: int) -> list[int]:
-        """Return the pages of each size class in `rows` rows."""
+        """Return the number of pages of each size class in `rows` rows."""
         needs = [0] * len(self.pool.classes)
         if self._single_class is not None:
             needs[self._single_class] = rows * self.width
@@ -71,7 +71,7 @@ class BlockPages:
         return needs
 
     def by_class(self, rows: Ids) -> list[tuple[int, Ids]]:
-        """Return the page ids of `rows` for each size class, zeros included."""
+        """Return the page ids of `rows` for each size class, including zeros."""
         if self._single_class is not None:
             return [(self._single_class, rows.ravel())]
         return [(c, rows[:, self._columns[c]].ravel()) for c in self.classes]
@@ -97,7 +97,7 @@ class BlockPages:
         return sum(self.pool.retain(c, ids) * self._strides[c] for c, ids in self.by_class(rows))
 
     def release(self, rows: Ids) -> tuple[int, int]:
-        """Drop one use of every page. Returns the bytes no longer in use, and how many of those are now free."""
+        """Drop one use of every page. Returns the bytes that are no longer in use, and how many of them are now free."""
         if self._single_class is not None:
             stride = self._strides[self._single_class]
             idle, freed = self.pool.release(self._single_class, rows.ravel())
@@ -110,7 +110,7 @@ class BlockPages:
         return idle_bytes, freed_bytes
 
     def add_cached(self, rows: Ids, owner: PageOwner | None) -> None:
-        """Count every page of `rows` as cached once more, for `owner`."""
+        """Add one cached entry to the count of every page in `rows`, for `owner`."""
         if self._single_class is not None and not self.owners:
             self.pool.add_cached(self._single_class, rows.ravel())
             return
@@ -130,7 +130,7 @@ class BlockPages:
         self.owners[cls][page] = owner
 
     def drop_cached(self, rows: Ids) -> int:
-        """Count every page of `rows` as cached once less. Returns the bytes now free."""
+        """Remove one cached entry from the count of every page in `rows`. Returns the bytes that are now free."""
         if self._single_class is not None and not self.owners:
             return self.pool.drop_cached(self._single_class, rows.ravel()) * self._strides[self._single_class]
         freed = 0
@@ -141,7 +141,7 @@ class BlockPages:
         return freed
 
     def orphans(self, rows: Ids) -> list[tuple[int, int]]:
-        """Return the pages of `rows` that are cached but have no owner: (class, page) each."""
+        """Return the pages of `rows` that are cached but have no owner, as (class, page)."""
         return [
             (c, page)
             for c in self.owners
@@ -150,7 +150,7 @@ class BlockPages:
         ]
 
     def shared(self, rows: Ids) -> bool:
-        """Whether a page of `rows` is cached or has more than one use."""
+        """Return whether a page of `rows` is cached or has more than one use."""
         classes = self.pool.classes
         return any(
             bool((classes[c].in_use[ids] > 1).any() or (classes[c].cached[ids] > 0).any())
@@ -158,10 +158,10 @@ class BlockPages:
         )
 
     def columns_of(self, cls: int) -> Index:
-        """Columns whose pages belong to size class `cls`."""
+        """Return the columns whose pages belong to size class `cls`."""
         return self._columns[cls]
 
     def in_use(self, rows: Ids, column: int) -> npt.NDArray[np.bool_]:
-        """Return which rows are in use, by the pages of one column."""
+        """Return which rows are in use, judged by the pages of one column."""
         c = next(c for c in self.classes if column in self._columns[c])
         return self.pool.classes[c].in_use[rows[:, column]] > 0

@@ -1,7 +1,7 @@
-"""Block tables of all sequences: page ids, lengths and flags, one array row per sequence.
+"""The block tables of all sequences: page ids, lengths and flags, with one array row per sequence.
 
-Arrays make a decode step of many sequences a few numpy operations. Tables are indexed [column, row, block]; a
-column is one page of a block. Entry 0 means no page: never written, or outside the window.
+A decode step of many sequences is a few numpy operations on these arrays. Tables are indexed [column, row, block]; a
+column is one page of a block. Entry 0 means no page: the block has none yet, or it is outside the window.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Rows = npt.NDArray[np.integer]
 
 
 class BlockTables:
-    """Arrays with one row per sequence. Only the parts that sequences use take memory.
+    """Arrays with one row per sequence. Unused parts take no memory.
 
     | array            | meaning                                                                    |
     |------------------|----------------------------------------------------------------------------|
@@ -34,7 +34,8 @@ class BlockTables:
     | tail             | tokens after the last published block                                      |
     | special          | the row cannot be extended or committed in bulk                            |
     | wants_checkpoint | a later position needs a checkpoint                                        |
-    | first_changed    | first block whose page ids changed since `take_changed`                    |"""
+    | first_changed    | first block whose page ids changed since `take_changed`                    |
+    """
 
     def __init__(
         self, sequences: int, max_blocks: int, block: int, width: int, states: int, windows: int
@@ -51,13 +52,13 @@ class BlockTables:
         self.first_changed: Ids = np.full(sequences, max_blocks, np.int32)
         self._has_states, self._has_windows = states > 0, windows > 0
         self.sequences: list[Any] = [None] * sequences
-        """The sequence of each open row, else None."""
+        """The sequence of each row, or None if the row is free."""
         self._open = np.zeros(sequences, np.bool_)
         self._free = list(range(sequences - 1, -1, -1))
 
     @property
     def open(self) -> int:
-        """Count of open rows."""
+        """Return the number of open rows."""
         return len(self.sequences) - len(self._free)
 
     def take_row(self) -> int:
@@ -88,7 +89,7 @@ class BlockTables:
         self._free.append(row)
 
     def validated(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Return `rows` as int64. Raises ValueError unless each is open and listed once."""
+        """Return `rows` as int64. Raises ValueError unless every row is open and listed once."""
         at = np.asarray(rows)
         if at.ndim != 1 or (at.size and at.dtype.kind not in "iu"):
             raise ValueError(f"rows must be a 1-D array of integers, got {at.dtype} {at.shape}")
@@ -101,24 +102,26 @@ class BlockTables:
         return at
 
     def mark_changed(self, row: int, block: int) -> None:
-        """Record that a row's page ids changed from `block` on. Entries outside windows are not read, and need no mark."""
+        """Record that the page ids of a row changed from `block` on. Entries outside windows are never read and need
+        no mark.
+        """
         if block < self.first_changed.item(row):
             self.first_changed[row] = block
 
     def mark_each_changed(self, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> None:
-        """`mark_changed` for many entries; a row may occur several times."""
+        """Record changes like `mark_changed` for many entries. A row may occur several times."""
         np.minimum.at(self.first_changed, rows, blocks.astype(np.int32))
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return the first changed block of each row (its end if none changed), and clear the marks."""
+        """Return the first changed block of each row, or its end if none changed. Clears the marks."""
         first = np.minimum(self.first_changed[rows], self.blocks[rows])
         self.first_changed[rows] = self.tables.shape[2]
         return first
 
     def open_rows(self) -> list[int]:
-        """Indices of the open rows."""
+        """Return the indices of the open rows."""
         return [row for row, sequence in enumerate(self.sequences) if sequence is not None]
 
     def open_sequences(self) -> Iterator[tuple[int, Any]]:
-        """Each open row with its sequence."""
+        """Yield each open row with its sequence."""
         return ((row, sequence) for row, sequence in enumerate(self.sequences) if sequence is not None)

@@ -1,7 +1,7 @@
-"""Compaction: move pages out of a partly used slab, so that the slab becomes free for another page size.
+"""Compaction: moves pages out of a partly used slab, so that the slab becomes free for another page size.
 
-Only slabs of several pages can be compacted. A moved page gets a new id. Its owners, the block tables and every
-page holder get the new id at once; the engine copies the bytes before its next step.
+Only slabs of several pages can be compacted. A moved page gets a new id. Compaction updates the id in its owners, the
+block tables and every page holder at once. The engine copies the bytes before its next step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Compaction"]
 
 
 class Compaction:
-    """Moves pages of one pool. `holders` retain rows of page ids outside the block tables."""
+    """Moves pages of one pool. `holders` are objects that retain rows of page ids outside the block tables."""
 
     def __init__(
         self,
@@ -40,11 +40,13 @@ class Compaction:
         self._holders = (*holders, copies)
         self._block_tokens = block_tokens
         self.is_possible = any(c.per_slab > 1 for c in pool.classes)
-        """Whether compaction is possible: slabs hold several pages."""
+        """Whether a slab has several pages, so that compaction is possible."""
         self.moved_pages = 0
 
     def compact_one_slab(self, cheaply: bool) -> bool:
-        """Empty one partly used slab; with `cheaply`, only one that is mostly free. Returns whether a slab was emptied."""
+        """Empty one partly used slab. With `cheaply`, only a slab that is mostly free. Returns whether a slab was
+        emptied.
+        """
         for c in self._pool.classes:
             if c.per_slab == 1 or not c.free_pages:
                 continue
@@ -56,7 +58,7 @@ class Compaction:
         return False
 
     def renumber(self, cls: int, old: Ids, new: Ids) -> None:
-        """Replace page ids `old` of a size class by `new` everywhere, and queue the copies."""
+        """Replace page ids `old` of a size class by `new` in all references, and queue the copies."""
         self.moved_pages += old.size
         self._copies.add_move(cls, old, new)
         new_of = dict(zip(old.tolist(), new.tolist(), strict=True))
@@ -76,7 +78,7 @@ class Compaction:
             self._renumber_in_use(cls, old[in_use][order], new[in_use][order])
 
     def _renumber_in_use(self, cls: int, old: Ids, new: Ids) -> None:
-        """Replace the sorted ids `old` in block tables, in sequences' own rows and in rows of page holders."""
+        """Replace the sorted ids `old` in block tables, in rows of sequences, and in rows of page holders."""
 
         def replace(columns: BlockPages, array: Ids) -> bool:
             if cls not in columns.classes:
@@ -92,7 +94,7 @@ class Compaction:
         tables = self._tables
         if cls in self._pages.classes:
             for column in self._pages.columns_of(cls).tolist():
-                # All rows at once; unused rows are empty. A page may be in hundreds of rows.
+                # All rows at once, because a page may be in hundreds of rows. Unused rows are empty.
                 table = tables.tables[column, :, : int(tables.blocks.max())]
                 at = np.nonzero((table >= old[0]) & (table <= old[-1]))
                 place = np.searchsorted(old, table[at])

@@ -1,7 +1,7 @@
-"""Page counts in numpy: used if the native loops are not built, with the same results.
+"""Page counts in numpy, used if the native loops are not built. The results are the same.
 
-All functions take `in_use` and `cached` (int32), one count per page, and int32 page ids, where 0 is no page. A call
-that would make a count wrong raises ValueError with the page, and changes nothing.
+All functions take `in_use` and `cached` (int32), one count per page, and int32 page ids; id 0 is skipped. A call that
+would make a count wrong raises ValueError with the page, and changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Numbers = TypeVar("Numbers", list[int], tuple[int, ...])
 
 
 def allocate(in_use: Ids, cached: Ids, ids: Ids) -> None:
-    """Count the first use of each page; no page may be in use, cached or listed twice."""
+    """Count the first use of each page. No page may be in use, cached or listed twice."""
     at, once = _real(ids)
     _refuse(at, (in_use[at] != 0) | (cached[at] != 0), "is not free and cannot be allocated")
     if not once:
@@ -51,9 +51,9 @@ def retain(in_use: Ids, cached: Ids, ids: Ids) -> int:
 
 
 def release(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> tuple[int, int]:
-    """Drop one use of each page. Returns how many are no longer in use, and how many of those are free.
-
-    Writes the free pages to `out`."""
+    """Drop one use of each page. Returns how many are no longer in use, and how many of them are free. Writes the
+    free pages to `out`.
+    """
     at, once = _real(ids)
     left = _less(in_use, at, once, "is released more often than it was retained")
     idle = _once(at[left == 0], once)
@@ -63,14 +63,16 @@ def release(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> tuple[int, int]:
 
 
 def add_cached(in_use: Ids, cached: Ids, ids: Ids) -> None:
-    """Count each page as cached once more."""
+    """Add one cached entry to the count of each page."""
     at, once = _real(ids)
     _refuse(at, (in_use[at] == 0) & (cached[at] == 0), "is free and cannot be counted as cached")
     _add(cached, at, 1, once)
 
 
 def drop_cached(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> int:
-    """Count each page as cached once less. Returns how many are free now; writes those to `out`."""
+    """Remove one cached entry from the count of each page. Returns how many pages are now free, and writes them to
+    `out`.
+    """
     at, once = _real(ids)
     left = _less(cached, at, once, "is dropped more often than it was cached")
     free = _once(at[(left == 0) & (in_use[at] == 0)], once)
@@ -79,12 +81,14 @@ def drop_cached(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> int:
 
 
 def any_negative(data: bytes) -> bool:
-    """Whether any of the int32s is negative."""
+    """Return whether any of the int32 values is negative."""
     return len(data) > 0 and bool(np.frombuffer(data, "<i4").min() < 0)
 
 
 def plain_ids(given: object) -> bytearray | None:
-    """Return a list or tuple of non-negative plain ints as int32 bytes; None for anything else, or if one does not fit."""
+    """Return a list or tuple of non-negative plain ints as int32 bytes. Returns None for any other object, or if a
+    value does not fit.
+    """
     if type(given) not in (list, tuple) or not set(map(type, given)) <= {int}:  # type: ignore[call-overload]
         return None
     try:
@@ -97,14 +101,14 @@ def plain_ids(given: object) -> bytearray | None:
 
 
 def unwatched(numbers: Numbers) -> Numbers:
-    """Return `numbers`, which must contain plain numbers only.
-
-    The native loop also removes it from the garbage collector, because walks over long prompts are slow."""
+    """Return `numbers`, which must contain only plain numbers. The native version also removes the list from the
+    garbage collector, which would otherwise walk over long prompts.
+    """
     return numbers
 
 
 def wrong_row(rows: npt.NDArray[np.int64], is_open: npt.NDArray[np.bool_]) -> int:
-    """Return the index of the first row that is not open or listed before, or -1."""
+    """Return the index of the first row that is not open or occurs twice, or -1 if there is none."""
     seen: set[int] = set()
     for place, row in enumerate(rows.tolist()):
         if not 0 <= row < is_open.size or not is_open[row] or row in seen:
@@ -114,7 +118,7 @@ def wrong_row(rows: npt.NDArray[np.int64], is_open: npt.NDArray[np.bool_]) -> in
 
 
 def _real(ids: Ids) -> tuple[At, bool]:
-    """Return the pages without zeros, and whether each is listed once."""
+    """Return the pages without zeros, and whether each page is listed once."""
     at: At = ids.ravel().astype(np.intp)
     if not at.all():
         at = at[at != 0]
@@ -122,7 +126,7 @@ def _real(ids: Ids) -> tuple[At, bool]:
 
 
 def _once(at: At, once: bool) -> At:
-    """Return each page once, in the listed order."""
+    """Return each page once, in the order of the list."""
     if once:
         return at
     first: At = np.sort(np.unique(at, return_index=True)[1])
@@ -137,7 +141,9 @@ def _add(counts: Ids, at: At, one: int, once: bool) -> None:
 
 
 def _less(counts: Ids, at: At, once: bool, why: str) -> Ids:
-    """Subtract one from each page's count and return the results. Raises ValueError, unchanged, if one would be negative."""
+    """Subtract one from the count of each page and return the results. Raises ValueError and changes nothing if a
+    count would be negative.
+    """
     _add(counts, at, -1, once)
     left: Ids = counts[at]
     short = left < 0

@@ -1,11 +1,11 @@
-"""The hot loops of the core: native if the extension is built, else numpy (`counts`)."""
+"""The hot loops of the core: the native extension if it is built, else numpy (`counts`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 chain: Callable[[bytes, bytes], list[bytes]] | None
-"""Block hashes of token bytes; None without the native loops."""
+"""Computes block hashes from token bytes. None if the native loops are not built."""
 
 try:
     from kvloom.core._native import (

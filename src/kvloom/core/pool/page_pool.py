@@ -1,6 +1,6 @@
 """Page pool: slabs cut into pages of several sizes, with reference counts per page.
 
-A page is in one of three states, and the pool counts the pages of each in O(1):
+A page is in one of three states. The pool keeps the number of pages in each state:
 
 | state  | `in_use` (sequences, pins, transfers) | `cached` (entries of the prefix cache) |
 |--------|---------------------------------------|----------------------------------------|
@@ -8,10 +8,9 @@ A page is in one of three states, and the pool counts the pages of each in O(1):
 | cached | 0                                     | > 0                                    |
 | in use | > 0                                   | any                                    |
 
-Groups with pages of the same stride share one size class, so their slabs are interchangeable. Slab 0 is never used:
-page id 0 means "no page" in every table, and padding may point at it. Unbacked slabs are `reserved` slabs without
-memory; they are not used until `grow` adds them. The pool does not see tokens, hashes or policies, and moves no
-bytes.
+Groups whose pages have the same stride share one size class, so they can use each other's slabs. Slab 0 is never
+used: page id 0 means "no page" in every table, and padding may refer to it. Unbacked slabs have reserved addresses
+but no memory; `grow` makes them usable. The pool does not depend on tokens, hashes or policies, and moves no bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Index = npt.NDArray[np.intp]
 
 
 class SizeClass:
-    """All pages of one stride, `per_slab` per slab."""
+    """All pages of one stride. A slab has `per_slab` of them."""
 
     __slots__ = (
         "cached",
@@ -56,23 +55,24 @@ class SizeClass:
         self.freed: Ids = np.zeros(slabs * per_slab, np.int32)  # output buffer of the loops
         self.in_use_pages = 0
         self.cached_pages = 0
-        self.free_pages = 0  # free pages in partly used slabs; always 0 where a slab is one page
+        self.free_pages = 0  # free pages in partly used slabs; always 0 if a slab is one page
         self.slabs_in_use = 0
-        # Only where a slab holds several pages: used pages per slab, and partly used slabs by free pages.
+        # Only if a slab has several pages: used pages per slab, and lists of partly used slabs by their
+        # number of free pages.
         several = per_slab > 1
         self.used: Ids = np.zeros(slabs if several else 0, np.int32)
         self.partial: list[dict[int, None]] = [{} for _ in range(per_slab)] if several else []
-        self.fixed: Counter[int] = Counter()  # slabs with pages pinned in place, by count
+        self.fixed: Counter[int] = Counter()  # number of pages pinned in place, by slab
 
     def free_in(self, slab: int) -> Ids:
-        """Free pages of a slab."""
+        """Return the free pages of a slab."""
         start = slab * self.per_slab
         stop = start + self.per_slab
         idle = (self.in_use[start:stop] == 0) & (self.cached[start:stop] == 0)
         return (np.flatnonzero(idle) + start).astype(np.int32)
 
     def file(self, slab: int, free: int, before: int) -> None:
-        """Move a slab between the lists of partly used slabs when the number of its free pages changes."""
+        """Move a slab to the list for its new number of free pages."""
         if 0 < before < self.per_slab:
             del self.partial[before][slab]
         if 0 < free < self.per_slab:
@@ -80,10 +80,8 @@ class SizeClass:
 
 
 class PagePool:
-    """One pool of `slabs` slabs, at most `reserved`, with pages of several sizes.
-
-    All calls take int32 arrays of page ids, where 0 is no page. A call that fails raises before anything has changed.
-    O(1) per page.
+    """A pool of `slabs` slabs, which can grow to `reserved`, with pages of several sizes. All calls take int32 arrays
+    of page ids; id 0 is skipped. A call that raises has changed nothing. Every call costs O(1) per page.
     """
 
     def __init__(self, pages_per_slab: Sequence[int], slabs: int, reserved: int | None = None) -> None:
@@ -102,7 +100,7 @@ class PagePool:
         self.classes = tuple(SizeClass(i, per_slab, reserved) for i, per_slab in enumerate(sizes))
         self.class_of = tuple(list(sizes).index(n) for n in pages_per_slab)
         self._plain = tuple(sizes) == (1,)  # every slab is one page
-        # |free slabs|gap, as long as the count of used slabs|unbacked slabs|; low slabs are used first.
+        # |free slabs|gap, as long as the number of used slabs|unbacked slabs|. Low slabs are used first.
         ids = np.arange(reserved, dtype=np.int32)
         self._free: Ids = np.concatenate((ids[slabs - 1 : 0 : -1], ids[slabs:]))
         self.free_slabs = slabs - 1
@@ -111,22 +109,24 @@ class PagePool:
     # -- capacity ----------------------------------------------------------------------------
 
     def missing_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Return the slabs missing for `needs[c]` and `more` pages of each class; 0 if they fit. Exact, O(classes).
-
-        Assumes that all cached pages can be evicted and slabs compacted."""
+        """Return the number of slabs missing for `needs[c]` + `more` pages of each class c, or 0 if they fit.
+        O(classes). Assumes that all cached pages can be evicted and all slabs compacted.
+        """
         return max(0, self.fewest_slabs(needs, more) - (self.slabs - 1))
 
     def fewest_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Return the slabs that the pages in use, plus `needs[c]` and `more` of each class, fill after compaction."""
+        """Return the number of slabs that the pages in use, plus `needs[c]` + `more` pages of each class, would fill
+        after compaction.
+        """
         slabs = 0
         for c in self.classes:
             slabs -= -(c.in_use_pages + needs[c.index] + more) // c.per_slab
         return slabs
 
     def slabs_short(self, needs: Sequence[int]) -> int:
-        """Return the slabs that must become free before `allocate` can return `needs`.
-
-        If 0, the other free slabs may be used to keep the pages of a sequence together."""
+        """Return the number of slabs that must become free before `allocate` can return `needs`. If it is 0, spare
+        slabs may be used to keep the pages of a sequence together.
+        """
         slack = self.free_slabs
         if self._plain:
             slack -= needs[0]
@@ -143,8 +143,9 @@ class PagePool:
     def allocate(self, cls: int, n: int, near: int = 0) -> Ids | None:
         """Return `n` free pages, each with reference count 1. If fewer are free, return None and change nothing.
 
-        If a slab has several pages, free pages in the slab of page `near` are used first. Then whole free slabs
-        are preferred while many slabs are free; otherwise partly used slabs are filled."""
+        If a slab has several pages, free pages in the slab of page `near` come first. After that, whole free slabs
+        are used while many are free; otherwise partly used slabs are filled.
+        """
         if n < 0:
             raise ValueError(f"cannot allocate {n} pages; give 0 or more")
         c = self.classes[cls]
@@ -153,7 +154,9 @@ class PagePool:
             if n > free:
                 return None
             self.free_slabs = free - n
-            ids = self._free[free - n : free][::-1].copy()  # ascending: adjacent pages are copied at once
+            ids = self._free[free - n : free][
+                ::-1
+            ].copy()  # ascending, because adjacent pages are copied at once
             c.slabs_in_use += n
             loops.allocate(c.in_use, c.cached, ids)
         else:
@@ -170,7 +173,8 @@ class PagePool:
         if near and 0 < c.used[slab] < c.per_slab:
             n -= self._take(c, slab, n, parts)
         while n:
-            # While many slabs are free, keep a sequence's pages together; otherwise fill partly used slabs.
+            # While many slabs are free, keep the pages of a sequence together. Otherwise fill partly used
+            # slabs.
             must = max(0, -(-(n - c.free_pages) // c.per_slab))
             spare = self._slack if self.free_slabs > self.slabs >> 3 else 0
             fresh = min(-(-n // c.per_slab), must + max(0, spare))
@@ -205,7 +209,7 @@ class PagePool:
     def _take(self, c: SizeClass, slab: int, n: int, parts: list[Ids]) -> int:
         free = c.free_in(slab)
         taken = free[:n]
-        # The caller counts them as in use. Until then `free_in` must not return them again.
+        # The caller counts these pages as in use. Until then `free_in` must not return them again.
         c.in_use[taken] = 1
         c.file(slab, len(free) - len(taken), len(free))
         c.used[slab] += len(taken)
@@ -214,7 +218,7 @@ class PagePool:
         return len(taken)
 
     def retain(self, cls: int, ids: Ids) -> int:
-        """Add one use of each page; pages must be cached or in use. Returns how many were not in use."""
+        """Add one use of each page. The pages must be cached or in use. Returns how many were not in use."""
         c = self.classes[cls]
         fresh = loops.retain(c.in_use, c.cached, ids)
         c.cached_pages -= fresh
@@ -222,7 +226,7 @@ class PagePool:
         return fresh
 
     def release(self, cls: int, ids: Ids) -> tuple[int, int]:
-        """Drop one use of each page. Returns how many are no longer in use, and how many of those are free, not cached."""
+        """Drop one use of each page. Returns how many are no longer in use, and how many of them are free."""
         c = self.classes[cls]
         idle, freed = loops.release(c.in_use, c.cached, ids, c.freed)
         c.in_use_pages -= idle
@@ -234,12 +238,12 @@ class PagePool:
     # -- the cache ---------------------------------------------------------------------------
 
     def add_cached(self, cls: int, ids: Ids) -> None:
-        """Count each page as cached once more; pages must be in use or cached."""
+        """Add one cached entry to the count of each page. The pages must be in use or cached."""
         c = self.classes[cls]
         loops.add_cached(c.in_use, c.cached, ids)
 
     def drop_cached(self, cls: int, ids: Ids) -> int:
-        """Count each page as cached once less. Returns how many became free."""
+        """Remove one cached entry from the count of each page. Returns how many became free."""
         c = self.classes[cls]
         freed = loops.drop_cached(c.in_use, c.cached, ids, c.freed)
         if freed:
@@ -257,7 +261,7 @@ class PagePool:
         c.used[slabs] = left
         emptied = slabs[left == 0]
         c.free_pages += ids.size - emptied.size * c.per_slab
-        # A slab that was full and is empty now was in no list and enters none.
+        # A slab that was full and is now empty was in no list and enters none.
         for k in np.flatnonzero((used < c.per_slab) | (left > 0)).tolist():
             c.file(int(slabs[k]), c.per_slab - int(left[k]), c.per_slab - int(used[k]))
         if emptied.size:
@@ -281,7 +285,7 @@ class PagePool:
         return None
 
     def pin_in_place(self, cls: int, ids: Ids, count: int) -> None:
-        """Forbid moving these pages (`count` 1), or allow it again (-1)."""
+        """Forbid moving these pages (`count` 1), or allow it again (`count` -1)."""
         c = self.classes[cls]
         if c.per_slab > 1:
             for slab in (ids // c.per_slab).tolist():
@@ -290,15 +294,15 @@ class PagePool:
                     del c.fixed[slab]
 
     def move_out(self, cls: int, slab: int, renumber: Callable[[Ids, Ids], None]) -> None:
-        """Empty a slab: its pages get new ids with the same counts, and the slab becomes free.
-
-        Calls `renumber(old, new)`, which must update all references and queue the copies."""
+        """Move all pages out of a slab, so that the slab becomes free. The pages get new ids and keep their counts.
+        Calls `renumber(old, new)`, which must update all references and queue the copies.
+        """
         c = self.classes[cls]
         start = slab * c.per_slab
         every = np.arange(start, start + c.per_slab, dtype=np.int32)
         old = every[(c.in_use[every] > 0) | (c.cached[every] > 0)]
         free = c.per_slab - old.size
-        # Hide the slab from the search for free pages.
+        # Hides the slab from the search for free pages.
         c.file(slab, 0, free)
         c.free_pages -= free
         free_slabs, self.free_slabs = self.free_slabs, 0
@@ -312,7 +316,7 @@ class PagePool:
     # -- growing and shrinking -----------------------------------------------------------------
 
     def unbacked_slabs(self, n: int) -> Ids:
-        """Return the `n` lowest slabs without memory. O(reserved), as are `grow` and `shrink`."""
+        """Return the `n` lowest slabs without memory. This, `grow` and `shrink` cost O(reserved)."""
         unbacked = np.sort(self._free[self.slabs - 1 :])
         if not 0 <= n <= unbacked.size:
             raise ValueError(
@@ -322,7 +326,7 @@ class PagePool:
         return unbacked[:n]
 
     def grow(self, slabs: Iterable[int]) -> None:
-        """Add unbacked slabs that have memory now."""
+        """Add unbacked slabs that now have memory."""
         added = np.unique(np.fromiter(slabs, np.int64))
         unbacked = self._free[self.slabs - 1 :]
         wrong = np.setdiff1d(added, unbacked)
@@ -337,7 +341,7 @@ class PagePool:
         self._free[self.slabs - 1 :] = rest
 
     def shrink(self, n: int, spared: Collection[int] = ()) -> Ids:
-        """Remove up to `n` free slabs, the highest first, but none of `spared`, and return them."""
+        """Remove up to `n` free slabs, the highest first, and return them. Slabs in `spared` are not removed."""
         if n < 0:
             raise ValueError(f"cannot shrink by {n} slabs; give 0 or more")
         free = self._free[: self.free_slabs]
@@ -348,13 +352,15 @@ class PagePool:
         self._free[: left.size] = left
         self.slabs -= taken.size
         self._free[self.slabs - 1 : self.slabs - 1 + taken.size] = taken
-        self._slack = 0  # the slabs counted by `slabs_short` may be removed
+        self._slack = 0  # the slabs that `slabs_short` counts on may be removed
         return taken
 
     # -- checking ------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Recount every page. Raises AssertionError on the first difference. O(pool): for tests and idle time."""
+        """Count every page again. Raises AssertionError at the first difference. O(pool), so only for tests and idle
+        time.
+        """
         owners = np.zeros(self.reserved, np.int32)
         for c in self.classes:
             in_use, cached = int((c.in_use > 0).sum()), int(((c.in_use == 0) & (c.cached > 0)).sum())

@@ -1,4 +1,4 @@
-"""Pending copies of pages inside the pool. The engine makes them before its next step; this module moves no bytes."""
+"""Pending copies of pages inside the pool. The engine makes them before its next step. This module moves no bytes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ __all__ = ["CopyBatch", "PendingCopies"]
 
 @dataclass(frozen=True, slots=True)
 class CopyBatch:
-    """Copies of page `source[i]` to page `target[i]`, ids of one page size.
-
-    Run batches in order, before the next step writes. Within a batch no page is both source and target, so its copies
-    may run in parallel."""
+    """Copies of page `source[i]` to page `target[i]`, all of one page size. Batches must be copied in order, before
+    the next step writes. The copies of one batch may run in parallel, because no page is both source and target.
+    """
 
     page_stride: int
     source: Ids
@@ -27,9 +26,9 @@ class CopyBatch:
 
 
 class PendingCopies:
-    """Copies queued since the last `take`. Source pages stay unchanged until then, except moved pages.
-
-    A copy into a slab that pages were moved out of goes into a later batch."""
+    """The copies queued since the last `take`. Source pages do not change until `take`, except pages that compaction
+    moved. A slab that compaction emptied may be the target of a copy; that copy is in a later batch.
+    """
 
     def __init__(self, pool: PagePool, slab_bytes: int) -> None:
         self._per_slab = [c.per_slab for c in pool.classes]
@@ -47,7 +46,8 @@ class PendingCopies:
         pending = self._pending[cls]
         sources = source.tolist()
         if not pending.keys().isdisjoint(sources):
-            # A source that is itself the target of a pending copy is read from that copy's source.
+            # If a source is itself the target of a pending copy, the bytes are read from the source of that
+            # copy.
             sources = [pending.get(src, src) for src in sources]
         pending.update(zip(target.tolist(), sources, strict=True))
 
@@ -63,15 +63,15 @@ class PendingCopies:
         self._vacated.update((source // self._per_slab[cls]).tolist())
 
     def retain_sources(self, columns: BlockPages, rows: Ids, account: Account) -> None:
-        """Take over the caller's use of source pages, until `take`."""
+        """Take over the caller's use of the source pages until `take`."""
         self._retained.append((columns, rows, account))
 
     def retained(self) -> list[tuple[BlockPages, Ids]]:
-        """Rows of source pages in use until `take`."""
+        """Return the rows of source pages, which are in use until `take`."""
         return [(columns, rows) for columns, rows, _ in self._retained]
 
     def slabs(self) -> set[int]:
-        """Slabs that pending copies read or write, free ones included. O(copies)."""
+        """Return the slabs that pending copies read or write, including free slabs. O(copies)."""
         pages = [
             (cls, page) for cls, pairs in enumerate(self._pending) for pair in pairs.items() for page in pair
         ]
@@ -82,8 +82,9 @@ class PendingCopies:
         return slabs
 
     def current_pages(self, columns: BlockPages, rows: Ids) -> Ids:
-        """Return the pages that contain the bytes of `rows` now, before pending copies are made; 0 if unknown. Valid
-        until `take`."""
+        """Return the pages that contain the bytes of `rows` before the pending copies are made, or 0 if unknown.
+        Valid until `take`.
+        """
         if not self._batches and not any(self._pending):
             return rows
         if not self._batches and len(self._pending) == 1:
@@ -95,7 +96,7 @@ class PendingCopies:
             unknown = {t for b in self._batches if b.page_stride == stride for t in b.target.tolist()}
             at = columns.columns_of(cls)
             pages = now[:, at].ravel().tolist()
-            found = [pending.get(page, page) for page in pages]  # may itself have a pending copy
+            found = [pending.get(page, page) for page in pages]  # this page may itself have a pending copy
             found = [0 if page in unknown else page for page in found]
             now[:, at] = np.array(found, np.int32).reshape(len(rows), len(at))
         return now
@@ -105,7 +106,7 @@ class PendingCopies:
             if pending:
                 target = np.fromiter(pending.keys(), np.int32, len(pending))
                 source = np.fromiter(pending.values(), np.int32, len(pending))
-                # Skip targets that were freed since: the page may have another use now.
+                # Skip targets that were freed since, because the page may have another use now.
                 counts = self._pool.classes[cls]
                 live = (counts.in_use[target] > 0) | (counts.cached[target] > 0)
                 stride = self._slab_bytes // self._per_slab[cls]

@@ -1,9 +1,10 @@
-"""Block hashes: identify the content of a page; equal in every process, tier, restart and machine.
+"""Block hashes identify the content of a page. They are the same in every process, in every tier and on every
+machine.
 
-    root = hash(model, tenant salt, adapter)          block hash = hash(parent's hash, HASH_TOKENS tokens)
+    root = hash(model, tenant, adapter, salt)          block hash = hash(parent's hash, HASH_TOKENS tokens)
 
-A hash covers all tokens before it. HASH_TOKENS is fixed, so hashes do not depend on the page layout. Media tokens are
-hashed by the digest of their content. `hash_index` maps hashes to locations.
+A hash covers its own tokens and all tokens before them. HASH_TOKENS is fixed, so hashes do not depend on the page
+layout. Media tokens are hashed by the digest of their content. `hash_index` maps hashes to locations.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 HASH_BYTES = 16
 TOKEN_BYTES = 4
 token_at = struct.Struct("<i").unpack_from
-"""Return the token at a byte offset, as a tuple of one."""
+"""Returns the token at a byte offset, as a tuple with one element."""
 _TOKEN = np.dtype("<i4")
 _UNIT_BYTES = HASH_TOKENS * TOKEN_BYTES
 Resolve = Callable[[int], bytes]
@@ -42,15 +43,15 @@ _HASH = blake2b(digest_size=HASH_BYTES)
 
 
 class BlockHash(bytes):
-    """The hash of a block of several HASH_TOKENS units: the hash of its last unit, with those of all its units.
-
-    Equal to the plain hash. Tiers that store pages of HASH_TOKENS tokens need `units`."""
+    """The hash of a block that has several units of HASH_TOKENS tokens. Its value is the hash of the last unit;
+    `units` has the hashes of all units, for tiers that store pages of HASH_TOKENS tokens.
+    """
 
     units: tuple[bytes, ...]
 
     @classmethod
     def of(cls, units: Sequence[bytes]) -> bytes:
-        """Return the hash of a block with these units, in order; of a single unit, its own hash."""
+        """Return the hash of a block with these units, in order. For a single unit, return the hash of the unit."""
         if len(units) == 1:
             return units[0]
         block = cls(units[-1])
@@ -64,7 +65,7 @@ def unit_hashes(block_hash: bytes) -> tuple[bytes, ...]:
 
 
 def token_bytes(tokens: npt.ArrayLike) -> bytes:
-    """Return token ids as little-endian int32 bytes, the form that hashes and the tree compare."""
+    """Return token ids as little-endian int32 bytes, the form that hashes and the radix tree use."""
     array = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)
     if array.ndim != 1:
         raise ValueError(f"tokens must be a 1-D array of ids, got shape {array.shape}")
@@ -81,11 +82,10 @@ def token_bytes(tokens: npt.ArrayLike) -> bytes:
     return data
 
 
-def root_hash(model: str, salt: str = "", adapter: str = "") -> bytes:
-    """Return the root hash of one model, tenant and adapter: the parent of first block hashes."""
-    message = b"".join(
-        struct.pack("<Q", len(part)) + part for part in (s.encode() for s in (model, salt, adapter))
-    )
+def root_hash(model: str, tenant: str = "", adapter: str = "", salt: str = "") -> bytes:
+    """Return the root hash of one model, tenant, adapter and salt. It is the parent of the first block hash."""
+    parts = (model, tenant, adapter, salt) if salt else (model, tenant, adapter)
+    message = b"".join(struct.pack("<Q", len(part)) + part for part in (s.encode() for s in parts))
     return blake2b(message, digest_size=HASH_BYTES, person=b"kvloom.root").digest()
 
 
@@ -95,10 +95,9 @@ def media_hash(root: bytes, digest: bytes) -> bytes:
 
 
 def hash_chain(parent: bytes, data: bytes | memoryview, resolve: Resolve | None = None) -> list[bytes]:
-    """Return the hash of every HASH_TOKENS tokens in `data`, which are token bytes that start at a multiple of
-    HASH_TOKENS.
-
-    `resolve` returns the digest of a negative id (a media token); without it there are no media tokens."""
+    """Return the hash of every HASH_TOKENS tokens in `data`. `data` are token bytes that start at a multiple of
+    HASH_TOKENS. `resolve` maps a negative id (a media token) to its digest; without it there must be no media tokens.
+    """
     raw = bytes(data)
     whole = len(raw) // _UNIT_BYTES * _UNIT_BYTES
     media = resolve is not None and whole > 0 and loops.any_negative(raw)
@@ -117,7 +116,7 @@ def hash_chain(parent: bytes, data: bytes | memoryview, resolve: Resolve | None 
 
 
 def tail_hash(parent: bytes, data: bytes | memoryview, resolve: Resolve | None = None) -> bytes:
-    """Return the hash of a partial tail: fewer than HASH_TOKENS tokens after `parent`."""
+    """Return the hash of a partial tail, which has fewer than HASH_TOKENS tokens after `parent`."""
     if not 0 < len(data) < _UNIT_BYTES:
         raise ValueError(f"a tail has 1 to {HASH_TOKENS - 1} tokens, got {len(data) / TOKEN_BYTES:g}")
     message = bytes(data) if resolve is None else _with_media(bytes(data), resolve)
@@ -125,7 +124,7 @@ def tail_hash(parent: bytes, data: bytes | memoryview, resolve: Resolve | None =
 
 
 def _with_media(data: bytes, resolve: Resolve) -> bytes:
-    """Return the tokens with each media run as -1s, followed by the runs' ranges and digests."""
+    """Return the token bytes with all media tokens set to -1, followed by the ranges and digests of the media."""
     if not loops.any_negative(data):
         return data
     ids = np.frombuffer(data, "<i4")

@@ -1,8 +1,8 @@
-"""Checkpoints of a radix tree: resumable positions, the window pages they need, and unneeded window pages.
+"""The checkpoints of a radix tree: resumable positions, the window pages that they need, and unneeded window pages.
 
-A checkpoint owns the state snapshot at its position and protects the window pages that end there.
-`Node.checkpoint_counts` counts, per block and window, the checkpoints that need the page. A page with count 0 that
-is not in use is unneeded: it is evicted first. Handles pages and positions, no tokens.
+A checkpoint owns the state snapshot at its position and protects the window pages before it. `Node.checkpoint_counts`
+is the number of checkpoints that need a page, by block and window. A page with count 0 that is not in use is
+unneeded, and is evicted first. This file handles pages and positions, but no tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def _position(checkpoint: Checkpoint) -> int:
 
 
 class Checkpoints:
-    """The part of the radix tree that handles windows and snapshots. Costs grow with the window, not with the prefix."""
+    """The part of the radix tree that handles windows and snapshots. Costs grow with the window, not with the length
+    of the prefix.
+    """
 
     def __init__(
         self, layout: PoolLayout, pages: BlockPages, states: BlockPages, publisher: EventPublisher
@@ -47,13 +49,13 @@ class Checkpoints:
         self.window_columns = tuple(g.columns for g in windowed)
         self.window_groups = tuple(g.index for g in windowed)
         self.needs_checkpoints = bool(self.windows) or self.has_states
-        """Whether a prompt can resume only at some positions: the model has windows or states."""
+        """Whether a prompt can resume only at checkpoints, because the model has windows or states."""
         self.version = 0  # increases when a path or its pages may have changed
-        self.replaced = 0  # pages of partial blocks replaced by fuller ones
+        self.replaced = 0  # number of partial blocks whose pages were replaced by fuller ones
         self._serials = count(1)
 
     def set_offload_source(self, source: OffloadSource | None) -> None:
-        """Attach the builder of offload batches, or detach it."""
+        """Attach the object that builds offload batches, or detach it."""
         self.offload_source = source
 
     def invalidate_matches(self) -> None:
@@ -63,7 +65,7 @@ class Checkpoints:
     # -- resumable positions --------------------------------------------------------------------
 
     def last_resume(self, node: Node) -> int:
-        """Return the deepest resumable position of a leaf, or its start."""
+        """Return the deepest resumable position of a leaf, or its start if there is none."""
         if not self.needs_checkpoints:
             return node.end
         if not self.has_states and self.complete(node, node.end):
@@ -71,12 +73,12 @@ class Checkpoints:
         return node.checkpoints[-1].position if node.checkpoints else node.start
 
     def presence(self, rows: Ids) -> list[tuple[Visibility, Ids]]:
-        """Return for each windowed group its visibility, and its page of each block in `rows` (0 for none)."""
+        """Return, for each windowed group, its visibility and its page of each block in `rows` (0 for no page)."""
         columns = (rows[:, c.start] for c in self.window_columns)
         return list(zip(self.windows, columns, strict=True))
 
     def visible_rows(self, rows: Ids, position: int) -> Ids:
-        """Return a copy of `rows` without the pages that a query at `position` cannot see."""
+        """Return a copy of `rows` without the pages that a query at `position` does not see."""
         rows = rows.copy()
         for visibility, columns in zip(self.windows, self.window_columns, strict=True):
             rows[: visibility.first_visible(position) // self.block, columns] = 0
@@ -85,7 +87,7 @@ class Checkpoints:
     def _window_rows(
         self, node: Node, position: int, window: int, query: int
     ) -> Iterator[tuple[Node, slice]]:
-        """Yield the parts of nodes whose pages `query` sees before `position`, upwards from `node`."""
+        """Yield the parts of nodes whose pages `query` sees before `position`, from `node` upwards."""
         first, last = self.windows[window].first_visible(query) // self.block, (position - 1) // self.block
         current: Node | None = node
         while current is not None and current.parent is not None and last >= first:
@@ -100,9 +102,9 @@ class Checkpoints:
             current = current.parent
 
     def complete(self, node: Node, position: int, query: int | None = None) -> bool:
-        """Return whether every window that ends at `position` (in `node`) has the pages that `query` sees.
-
-        By default this is the query at `position`. If nodes share a block, the deepest node's pages count."""
+        """Return whether every window that ends at `position` in `node` has all pages that `query` sees. The default
+        query is at `position`. If several nodes share a block, the pages of the deepest node count.
+        """
         for window, columns in enumerate(self.window_columns):
             covered = (position - 1) // self.block + 1
             for current, rows in self._window_rows(
@@ -118,16 +120,17 @@ class Checkpoints:
     # -- adding and dropping --------------------------------------------------------------------
 
     def checkpoint(self, node: Node, position: int, states: Ids | None, now: float) -> Checkpoint | None:
-        """Add a checkpoint at `position` in `node` and return it. The tree caches the `states` pages.
-
-        Returns None if the position already has a checkpoint, or a window lacks a page."""
+        """Add a checkpoint at `position` in `node` and return it. The pages in `states` become cached. Returns None
+        if the position already has a checkpoint, or if a window lacks a page.
+        """
         existing = self.checkpoint_at(node, position)
         if existing is not None or not self.complete(node, position):
             if existing is not None:
                 existing.last_used = now
             return None
         checkpoint = Checkpoint(next(self._serials), now, node, position, states)
-        # Resuming one token earlier must work too: an identical prompt computes its last token again.
+        # The checkpoint must also allow resuming one token earlier: an identical prompt computes its last
+        # token again.
         checkpoint.reach = position - 1 if self.complete(node, position, position - 1) else position
         if states is not None:
             checkpoint.row_bytes = self.states.row_bytes
@@ -157,7 +160,7 @@ class Checkpoints:
         )
 
     def drop_checkpoint(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Drop a checkpoint and its snapshot; its window pages may become unneeded."""
+        """Drop a checkpoint and its snapshot. Its window pages may become unneeded."""
         if self.events.listening:
             self.publisher.checkpoint_dropped(checkpoint, reason)
         if self.offload_source is not None:
@@ -186,13 +189,13 @@ class Checkpoints:
     # -- unneeded window pages ------------------------------------------------------------------
 
     def queue_unneeded(self, node: Node, window: int) -> None:
-        """Queue a node for `drop_unneeded`: some of its window pages may have become unneeded."""
+        """Queue a node for `drop_unneeded`, because some of its window pages may have become unneeded."""
         if not node.unneeded_windows >> window & 1:
             node.unneeded_windows |= 1 << window
             node.root.account.queue.unneeded.append((node, window))
 
     def queue_unneeded_range(self, node: Node, window: int, first: int, last: int) -> None:
-        """Call `queue_unneeded` for `node` and the nodes above it that have blocks `first` to `last`."""
+        """Call `queue_unneeded` for `node` and for the nodes above it that contain blocks `first` to `last`."""
         current: Node | None = node
         while current is not None and current.parent is not None:
             if current.start // self.block <= last:
@@ -202,7 +205,7 @@ class Checkpoints:
             current = current.parent
 
     def drop_unneeded(self, node: Node, window: int, most: int, reason: str) -> None:
-        """Evict the unneeded pages of one window, in up to `most` blocks of a node."""
+        """Evict unneeded pages of one window, in at most `most` blocks of a node."""
         node.unneeded_windows &= ~(1 << window)
         if node.checkpoint_counts is None or node.parent is None:
             return
@@ -225,7 +228,7 @@ class Checkpoints:
         self._reassign_owner(node, gone[[0, -1]])
 
     def _reassign_owner(self, node: Node, rows: Ids) -> None:
-        """Make a node that shares the block, and still has the pages, the owner of pages that `node` dropped."""
+        """Give pages that `node` dropped to another node that shares the block and still refers to them."""
         if self.pages.owners:
             for cls, page in self.pages.orphans(rows):
                 columns = self.pages.columns_of(cls)

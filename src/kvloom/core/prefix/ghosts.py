@@ -1,4 +1,4 @@
-"""Ghosts: records of recently evicted runs, to explain misses and to train policies. They have no pages."""
+"""Ghosts: records of recently evicted tokens. They explain misses and train policies. They have no pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Ghost", "Ghosts"]
 
 
 class Ghost(NamedTuple):
-    """An evicted run: the time, the policy, and the policy's history of it."""
+    """A record of evicted tokens: the time, the policy, and the policy's history of the entry."""
 
     when: float
     reason: str
@@ -21,10 +21,12 @@ class Ghost(NamedTuple):
 
 
 class Ghosts:
-    """Evicted runs by the node before them and a hash of their first tokens. Bounded; the oldest are dropped."""
+    """Records of evicted tokens, found by the node before them and a hash of their first tokens. The number is
+    limited, and the oldest are dropped.
+    """
 
     LIMIT = 1 << 16
-    SEEN = 64  # bytes of text that identify a run
+    SEEN = 64  # number of bytes that identify evicted tokens
 
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[int | bytes, int], tuple[float, str, ReuseHistory | None]] = (
@@ -33,21 +35,22 @@ class Ghosts:
 
     @staticmethod
     def place(node: Node) -> int | bytes:
-        """Return the key of a node's end. The key of a root is its hash, which outlives the root."""
+        """Return the key of a node's end. The key of a root is its hash, which stays valid when the root is removed."""
         return node.root.hash if node.parent is None else node.serial
 
     def add(
         self, after: Node, text: bytes | bytearray, ghost: tuple[float, str, ReuseHistory | None]
     ) -> None:
-        """Record that the run after a node that starts with `text` (at most SEEN bytes) was evicted.
-
-        `ghost` has the fields of `Ghost`. It is a plain tuple, because evictions far outnumber lookups."""
+        """Record that the tokens after a node, which start with `text` (at most SEEN bytes), were evicted. `ghost` is
+        a tuple with the fields of `Ghost`. Creating a tuple is cheaper, and there are far more evictions than
+        lookups.
+        """
         seen = self._seen
         seen[self.place(after), hash(bytes(text))] = ghost
         if len(seen) > self.LIMIT:
             seen.popitem(last=False)
 
     def find(self, place: int | bytes, data: bytes, start: int) -> Ghost | None:
-        """Return the evicted run with which `data` from byte `start` on begins, or None."""
+        """Return the record of evicted tokens that `data` continues with at byte `start`, or None."""
         ghost = self._seen.get((place, hash(data[start : start + self.SEEN])))
         return None if ghost is None else Ghost(*ghost)

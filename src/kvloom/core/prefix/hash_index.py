@@ -1,4 +1,4 @@
-"""Hash index: block hash → parent hash and the groups stored under it, by medium. Filled from events only.
+"""Hash index: for each block hash, its parent hash and the groups stored under it, by medium. Only events fill it.
 
 Serves tiers, restarted servers, peers and routers. Does not see tokens or pages. A hash is bytes, or an integer where hashes
 travel as integers.
@@ -200,9 +200,9 @@ class HashIndex(Generic[HashKey]):
         places: Iterable[str] | None = None,
     ) -> int:
         """Return the longest resumable length, at most `limit` tokens, of a prompt with block hashes `hashes`.
-
-        `places` restricts the locations: a router asks about one worker. `tail(parent, start, length)` returns the
-        hash of a partial tail of the prompt, so that partial tails can match too."""
+        `places` restricts the locations; a router asks for one worker. `tail(parent, start, length)` returns the hash
+        of a partial tail of the prompt. With it, partial tails can match too.
+        """
         folded = self._fold(hashes[: -(-limit // HASH_TOKENS)], places)
         need = self._full
         reach = (
@@ -216,7 +216,7 @@ class HashIndex(Generic[HashKey]):
         ]
         if not self._states:
             return longest_resume(min(limit, reach * HASH_TOKENS), windows, HASH_TOKENS)[0]
-        # A partial tail resumes deeper than its parent, so it is tried first.
+        # A partial tail gives a longer hit than its parent, so it is tried first.
         for count in range(reach, -1, -1):
             parent = hashes[count - 1] if count else root
             if parent is None:

@@ -1,6 +1,6 @@
 """Pages in transfer: reservations that a load job fills, and offload batches that a tier reads.
 
-Both retain their pages, are charged to the tenant, and must not move until the transfer ends.
+Both retain their pages and are charged to the tenant. Their pages must not move until the transfer ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Reservation:
-    """Pages reserved for one prompt. Row b has the pages of block b; `to_load` marks those that must be filled."""
+    """The pages reserved for one prompt. Row b has the pages of block b. `to_load` marks the pages that the load job
+    must fill.
+    """
 
     __slots__ = (
         "data",
@@ -81,7 +83,7 @@ class PagesInTransfer:
         self._batches: dict[int, OffloadBatch] = {}
 
     def retained(self) -> Iterator[tuple[BlockPages, Ids]]:
-        """Return the rows of every reservation and batch. Compaction moves only pages that are not pinned in place."""
+        """Yield the rows of every reservation and batch. Compaction moves only pages that are not pinned in place."""
         for reservation in self._reservations.values():
             yield self._pages, reservation.rows
             if reservation.states is not None:
@@ -90,7 +92,9 @@ class PagesInTransfer:
             yield self._columns(batch), batch.rows
 
     def slabs_in_place(self) -> list[Counter[int]]:
-        """Return for each size class the pages pinned in place, by slab. Recounted for the integrity check."""
+        """Return, for each size class, the number of pages pinned in place by slab. Counts them again, for the
+        integrity check.
+        """
         counts: list[Counter[int]] = [Counter() for _ in self._pages.pool.classes]
         written = [self._to_fill(reservation) for reservation in self._reservations.values()]
         rows = [part for parts in written for part in parts]
@@ -114,8 +118,9 @@ class PagesInTransfer:
     # -- reservations ---------------------------------------------------------------------------
 
     def add(self, reservation: Reservation) -> None:
-        """Register a reservation. Call it before its own pages are allocated: allocation may compact the pages that it
-        shares."""
+        """Register a reservation. Call it before its pages are allocated, because allocation may compact pages that
+        the reservation shares.
+        """
         self._reservations[id(reservation)] = reservation
 
     def remove(self, reservation: Reservation) -> None:
@@ -123,7 +128,7 @@ class PagesInTransfer:
         del self._reservations[id(reservation)]
 
     def pin_in_place(self, reservation: Reservation, count: int) -> None:
-        """Forbid compaction to move the pages that a transfer writes (`count` 1), or allow it again (-1)."""
+        """Forbid compaction to move the pages that a transfer writes (`count` 1), or allow it again (`count` -1)."""
         for columns, rows in self._to_fill(reservation):
             for cls, ids in columns.by_class(rows):
                 columns.pool.pin_in_place(cls, ids[ids > 0], count)

@@ -1,4 +1,6 @@
-"""Lookup: the longest resumable prefix of a prompt, and the reason why it is not longer. Does not modify the cache."""
+"""Lookup: finds the longest resumable prefix of a prompt, and the reason why it is not longer. Does not modify the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,11 @@ MISS_REASONS = {
     "reading off": "the request disabled reading the cache",
 }
 NOT_CACHED = ("never seen", "evicted")
-"""Reasons for which the pool has no page of the next tokens."""
+"""Miss reasons that mean that the pool has no page of the next tokens."""
 
 
 class Miss(NamedTuple):
-    """Position where a lookup ended, and the reason; `when` and `policy` for evicted pages."""
+    """The position where a lookup ended, and the reason. `when` and `policy` are set for evicted pages."""
 
     reason: str
     position: int
@@ -50,14 +52,15 @@ class Miss(NamedTuple):
 
 @dataclass(slots=True)
 class Match:
-    """Result of a lookup. It becomes stale when the tree changes; `open` then repeats the lookup.
+    """The result of a lookup. It becomes stale when the tree changes; `open` then repeats the lookup.
 
     | tokens       | meaning                                           |
     |--------------|---------------------------------------------------|
     | [0, resume)  | the hit: need not be computed                     |
     | [0, matched) | are in the tree, but some pages may be missing    |
     | [0, limit)   | were looked up                                    |
-    | [0, length)  | the prompt                                        |"""
+    | [0, length)  | the prompt                                        |
+    """
 
     root_hash: bytes
     data: bytes
@@ -75,7 +78,7 @@ class Match:
 
 
 class Lookup:
-    """Looks prompts up in one tree. Costs in proportion to the nodes passed and the bytes compared."""
+    """Looks up prompts in one tree. The cost grows with the nodes passed and the bytes compared."""
 
     def __init__(self, tree: RadixTree, media: MediaCache, ghosts: Ghosts) -> None:
         self._tree = tree
@@ -133,13 +136,15 @@ class Lookup:
         return self.find(match.root_hash, match.data, match.control, match.media, match.limit)
 
     def rows(self, match: Match) -> Ids:
-        """Rows of page ids of all matched tokens."""
+        """Return the rows of page ids of all matched tokens."""
         return self._tree.rows(match.path, match.matched)
 
     def _resume(
         self, path: list[Node], limit: int, rows: Ids, reason: str
     ) -> tuple[Ids, int, Checkpoint | None, str]:
-        """Return the rows of page ids, the longest resumable length, its checkpoint, and the reason why it is not `limit`."""
+        """Return the rows of page ids, the longest resumable length, its checkpoint, and the reason why it is below
+        `limit`.
+        """
         tree = self._tree
         windows = tree.presence(rows)
         found = {c.position: c for c in self._checkpoints(path, limit)} if tree.has_states else None
@@ -152,7 +157,8 @@ class Lookup:
             ):
                 above = above[:-1]
             if above and above[-1].end > resume:
-                # If nodes share a block, the upper one may have a page that was evicted from the lower one.
+                # If nodes share a block, the upper node may still have a page that was evicted from the
+                # lower node.
                 upper = self._resume(above, above[-1].end, tree.rows(above, above[-1].end), reason)
                 if upper[1] > resume:
                     return upper
@@ -178,9 +184,9 @@ class Lookup:
         return Miss("never seen", matched)
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
-        """Return the miss; the reason is "other tenant" if another root has the prompt. O(roots).
-
-        For operators only: the answer reveals another tenant's prompt."""
+        """Return the miss. Its reason is "other tenant" if another tenant's root has the prompt. O(roots). Only for
+        operators, because the answer reveals a prompt of another tenant.
+        """
         if across_tenants and match.miss.reason in NOT_CACHED:
             for root_hash, root in self._tree.roots.items():
                 if root_hash != match.root_hash:
@@ -192,7 +198,9 @@ class Lookup:
     # -- hashes for tiers, peers and routers ----------------------------------------------------
 
     def block_hashes(self, match: Match) -> list[bytes]:
-        """Return the hashes of every HASH_TOKENS tokens of the prompt. Hashes stored in the tree are not computed again."""
+        """Return the hash of every HASH_TOKENS tokens of the prompt. Hashes that the tree stores are not computed
+        again.
+        """
         publisher = self._tree.publisher
         known: list[bytes] = []
         for node in match.path:
@@ -204,22 +212,24 @@ class Lookup:
         )
 
     def hash_at(self, match: Match, end: int) -> bytes:
-        """Return the hash of the prompt's first `end` tokens; `end` is a multiple of HASH_TOKENS beyond the matched
-        tokens."""
+        """Return the hash of the prompt's first `end` tokens. `end` is a multiple of HASH_TOKENS and beyond the
+        matched tokens.
+        """
         publisher, known = self._tree.publisher, match.matched // HASH_TOKENS * HASH_TOKENS
         parent = publisher.hash_at(match.path[-1], known) if match.path else match.root_hash
         more = hash_chain(parent, match.data[known * TOKEN_BYTES : end * TOKEN_BYTES], publisher.resolve)
         return more[-1] if more else parent
 
     def tail_hash(self, match: Match, parent: bytes, start: int, stop: int) -> bytes:
-        """Return the hash of the prompt's tokens [start, stop) after `parent`, fewer than HASH_TOKENS."""
+        """Return the hash of the prompt's tokens [start, stop) after `parent`, which are fewer than HASH_TOKENS."""
         text = match.data[start * TOKEN_BYTES : stop * TOKEN_BYTES]
         return tail_hash(parent, text, self._tree.publisher.resolve)
 
     def media_limit(self, match: Match, has_run: Callable[[Media], bool]) -> int:
-        """Return the tokens before the first image whose run is needed and missing, at most `match.limit`.
+        """Return the number of tokens before the first image whose run is needed and missing, at most `match.limit`.
 
-        `has_run` returns whether an image's run is available."""
+        `has_run` returns whether the run of an image is available.
+        """
         limit = match.limit
         if self._media.pages.width and self._media.outlives_prompt:
             for item in match.media:
@@ -228,7 +238,7 @@ class Lookup:
         return limit
 
     def cached_media_limit(self, match: Match) -> int:
-        """Return `media_limit` for the runs in this cache."""
+        """Return `media_limit` for the media runs in this cache."""
         return self.media_limit(match, lambda item: match.root_hash + item.digest in self._media)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:

@@ -22,19 +22,19 @@ class LookupCounts:
         self.looked_up_tokens = 0
         self.hit_tokens = 0
         self.reuse_seconds = Histogram()
-        """Seconds between a hit and the previous use of the deepest node hit."""
+        """Seconds between a hit and the previous use of the deepest node that was hit."""
         self._blocks = self._states = self._media_blocks = 0
         windowed = [g for g in layout.of("token") if g.spec.visibility.windowed]
         self._outside_window = [0] * len(windowed)
 
     def opened(self, match: Match) -> None:
-        """Count the tokens and the miss of the match with which a sequence was opened."""
+        """Count the tokens and the miss reason of the match with which a sequence was opened."""
         self.looked_up_tokens += match.length
         self.hit_tokens += match.resume
         self.misses[match.miss.reason] += 1
 
     def hit(self, resume: int, has_snapshot: bool, first_blocks: Iterable[int]) -> None:
-        """Count the pages of a hit of `resume` tokens; `first_blocks` are the first blocks inside each window."""
+        """Count the pages of a hit of `resume` tokens. `first_blocks` are the first blocks inside each window."""
         self._blocks += -(-resume // self._layout.block_tokens)
         self._states += has_snapshot
         for window, first in enumerate(first_blocks):
@@ -45,7 +45,7 @@ class LookupCounts:
         self._media_blocks += blocks
 
     def hit_pages(self) -> dict[str, int]:
-        """Pages hit so far, by group name. O(groups)."""
+        """Return the number of pages hit so far, by group name. O(groups)."""
         found: dict[str, int] = {}
         outside = iter(self._outside_window)
         for group in self._layout.groups:

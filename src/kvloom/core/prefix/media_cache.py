@@ -1,7 +1,7 @@
 """Media cache: the pages of images in media layers, found by root hash and content digest.
 
-A media run is the pages of one image. Sequences and pins retain runs. A run that is not retained is queued for
-eviction.
+A media run consists of the pages of one image. Sequences and pins retain runs. A run that nothing retains is queued
+for eviction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ __all__ = ["MediaCache"]
 
 
 class MediaCache:
-    """Cached media runs by key (root hash + digest). `outlives_prompt`: tokens after an image read its run too."""
+    """The cached media runs by key (root hash + digest). `outlives_prompt` states that tokens after an image still
+    read its run.
+    """
 
     def __init__(self, pages: BlockPages, publisher: EventPublisher, outlives_prompt: bool) -> None:
         self.pages = pages
@@ -40,20 +42,22 @@ class MediaCache:
         return self._runs[key]
 
     def get(self, key: bytes) -> MediaRun | None:
-        """The cached run under `key`, or None."""
+        """Return the cached run under `key`, or None."""
         return self._runs.get(key)
 
     def runs(self) -> Collection[MediaRun]:
-        """All cached runs, a live view."""
+        """Return all cached runs, as a live view."""
         return self._runs.values()
 
     def needs_run(self, item: Media, start: int, stop: int) -> bool:
-        """Whether computing tokens [start, stop) reads the run of `item`."""
+        """Return whether computing tokens [start, stop) reads the run of `item`."""
         has = bool(item.tokens and self.pages.width)
         return has and item.start < stop and (self.outlives_prompt or item.stop > start)
 
     def add(self, key: bytes, account: Account, rows: Ids, tokens: int, now: float) -> MediaRun:
-        """Cache the pages of one image and return its run. The caller's use of the pages becomes the run's first use."""
+        """Cache the pages of one image and return its run. The caller's use of the pages becomes the first use of the
+        run.
+        """
         run = MediaRun(next(self._serials), now, key, account, rows, tokens, len(rows) * self.pages.row_bytes)
         self._runs[key] = run
         self.pages.add_cached(rows, run)
@@ -64,7 +68,7 @@ class MediaCache:
         return run
 
     def retain(self, run: MediaRun, now: float) -> None:
-        """Add one user of a run; it cannot be evicted until all users release it."""
+        """Add one user of a run. The run cannot be evicted until all users release it."""
         run.account.retain(self.pages.retain(run.rows))
         run.users += 1
         run.hits += 1
@@ -73,7 +77,7 @@ class MediaCache:
         run.account.queue.remove(run)
 
     def release(self, run: MediaRun, now: float) -> None:
-        """Drop one user of a run; without users it is queued for eviction."""
+        """Drop one user of a run. A run without users is queued for eviction."""
         run.account.release(*self.pages.release(run.rows))
         run.users -= 1
         run.last_used = now
@@ -81,7 +85,7 @@ class MediaCache:
             run.account.queue.push(run, now)
 
     def drop(self, run: MediaRun, reason: str) -> None:
-        """Remove a run without users and free its pages."""
+        """Remove a run that has no users, and free its pages."""
         del self._runs[run.key]
         if self._publisher.events.listening:
             self._publisher.media_dropped(run.key[:HASH_BYTES], run.key[HASH_BYTES:], reason)

@@ -1,8 +1,8 @@
-"""Images and other media: ids for their placeholder tokens, and media runs (an image's own pages).
+"""Images and other media: ids for their placeholder tokens, and media runs.
 
-Each content digest gets a negative id, valid in this process; block hashes use the digest itself. Layers on the media
-axis have one run of pages per image. Cross attention reads the run while the sequence is open. Embeddings are read
-until the image's tokens are computed. Both stay cached for the next prompt.
+Each content digest gets a negative id, which is valid in this process. Block hashes use the digest itself. Layers on
+the media axis have one media run per image: the pages of that image. Cross attention reads the run while the sequence
+is open. Embeddings are read until the image's tokens are computed. Both stay cached for later prompts.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["Media", "MediaIds", "MediaRun"]
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """Placeholder tokens [start, stop) of a prompt and the digest of their content.
-
-    `tokens` is the number of tokens on the media axis, if the model has such layers."""
+    """The placeholder tokens [start, stop) of a prompt, and the digest of their content. `tokens` is the number of
+    tokens on the media axis, if the model has such layers.
+    """
 
     start: int
     stop: int
@@ -43,7 +43,7 @@ class Media:
 
 
 class MediaRun(Entry):
-    """The cached pages of one image in the media groups. `users` are sequences and pins that retain it."""
+    """The cached pages of one image in the media groups. `users` is the number of sequences and pins that retain it."""
 
     __slots__ = ("_bytes", "_tokens", "account", "key", "rows", "users")
 
@@ -76,7 +76,9 @@ class MediaRun(Entry):
 
 
 class MediaIds:
-    """Maps digests to negative ids and back. Bounded: a digest that was dropped gets a new id, so its old pages miss."""
+    """Maps digests to negative ids and back. The number is limited. A dropped digest gets a new id later, so its old
+    pages miss.
+    """
 
     LIMIT = 1 << 18
 
@@ -86,7 +88,7 @@ class MediaIds:
         self._next = -1
 
     def id_of(self, digest: bytes) -> int:
-        """Return the id of a digest, a new one if it has none."""
+        """Return the id of a digest. A digest without an id gets a new one."""
         known = self._ids.get(digest)
         if known is not None:
             self._ids.move_to_end(digest)
@@ -101,7 +103,7 @@ class MediaIds:
         return new
 
     def digest_of(self, media_id: int) -> bytes:
-        """Return the digest of an id; for a dropped one, a digest that matches nothing."""
+        """Return the digest of an id. For a dropped id, return a digest that matches nothing."""
         return self._digests.get(media_id) or b"forgotten media " + str(media_id).encode()
 
     def place(self, tokens: npt.NDArray[np.int32], media: Sequence[Media]) -> npt.NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""Entries of the radix tree: nodes, roots and checkpoints. Data only; the tree modifies them."""
+"""The entries of the radix tree: nodes, roots and checkpoints. Data only; the tree modifies them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["Checkpoint", "Node", "OffloadMarks", "Root", "nodes_sharing_block"]
 
 
 class OffloadMarks:
-    """Records of the offload source about a node. Absent while no tier is attached."""
+    """What the offload source records about a node. None while no tier is attached."""
 
     __slots__ = ("grown", "offloaded_tokens", "settled")
 
     def __init__(self, settled: int, grown: int = 0, offloaded_tokens: int = 0) -> None:
         self.offloaded_tokens = offloaded_tokens  # end of the tokens whose pages were passed to the listener
-        self.grown = grown  # number of step marks before the node got its last pages
-        self.settled = settled  # end of the node at that mark
+        self.grown = grown  # number of step marks when the node got its last pages
+        self.settled = settled  # end of the node at that time
 
 
 class Node(Entry):
-    """A run of tokens [start, end) and the pages of the blocks it touches."""
+    """Tokens [start, end), and the pages of all blocks that contain them."""
 
     __slots__ = (
         "checkpoint_counts",
@@ -57,15 +57,17 @@ class Node(Entry):
         self.start = start
         self.end = start + len(text) // TOKEN_BYTES
         self.text = text
-        self.pages = pages  # rows beyond `count` are unused capacity
+        self.pages = pages  # rows after `count` are unused capacity
         self.count = len(pages)
         self.row_bytes = 0
         self.children: dict[int, Node] = {}
         self.checkpoints: list[Checkpoint] = []
-        self.checkpoint_counts: npt.NDArray[np.int32] | None = None  # per block and window
-        self.hashes: list[bytes] = []  # of the HASH_TOKENS units that end in it, computed on demand
-        self.locks = 0  # sequences, pins and loads that end here
-        self.unneeded_windows = 0  # bit mask of windows queued for `drop_unneeded`
+        self.checkpoint_counts: npt.NDArray[np.int32] | None = None  # by block and window
+        self.hashes: list[
+            bytes
+        ] = []  # hashes of the HASH_TOKENS units that end in this node, computed on demand
+        self.locks = 0  # number of sequences, pins and loads that end here
+        self.unneeded_windows = 0  # bit mask of the windows queued for `drop_unneeded`
         self.offload: OffloadMarks | None = None
 
     @property
@@ -82,31 +84,31 @@ class Node(Entry):
 
     @property
     def leaf(self) -> bool:
-        """Whether it can be evicted: no children, no locks, and not a root."""
+        """Whether the node can be evicted: it has no children and no locks, and is not a root."""
         return not self.children and self.locks == 0 and self.parent is not None
 
     def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
-        """Replace a page id in its rows and in those of nodes that share a block with it."""
+        """Replace a page id in the rows of this node, and of nodes that share a block with it."""
         for node in (self, *nodes_sharing_block(self, block_tokens)):
             replace_page(node.pages[: node.count], columns, page, target)
 
 
 class Root(Node):
-    """Parent of all first nodes of one model, tenant and adapter."""
+    """The parent of all first nodes of one model, tenant and adapter."""
 
     __slots__ = ("account", "hash", "tenant")
 
     def __init__(self, serial: int, root_hash: bytes, account: Account, width: int, tenant: str) -> None:
         super().__init__(serial, 0.0, 0, bytearray(), np.empty((0, width), np.int32))
         self.hash = root_hash
-        self.account = account  # the tenant's own, or the default one
+        self.account = account  # the account of the tenant, or the default account
         self.tenant = tenant
         self.parent = None
         self.root = self
 
 
 class Checkpoint(Entry):
-    """A resumable position in `node`, with a state snapshot where the model has states."""
+    """A resumable position in `node`. It has a state snapshot if the model has states."""
 
     __slots__ = ("is_offloaded", "locks", "node", "position", "reach", "row_bytes", "states")
 
@@ -114,15 +116,15 @@ class Checkpoint(Entry):
         super().__init__(serial, now, node.priority, node.expires)
         self.node = node
         self.position = position
-        self.reach = position  # the earliest query whose window it protects
+        self.reach = position  # the earliest query whose window the checkpoint protects
         self.states = states
         self.row_bytes = 0
-        self.locks = 0  # pins of this checkpoint
-        self.is_offloaded = False  # its states were passed to the offload listener
+        self.locks = 0  # number of pins of this checkpoint
+        self.is_offloaded = False  # whether its states were passed to the offload listener
 
     @property
     def history(self) -> ReuseHistory | None:
-        """History of its node: a request that returns uses both."""
+        """The history of its node, because a returning request uses both."""
         return self.node.history
 
     @history.setter
@@ -143,13 +145,13 @@ class Checkpoint(Entry):
         return self.row_bytes
 
     def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
-        """Replace a page id in its state snapshot."""
+        """Replace a page id in the state snapshot."""
         if self.states is not None:
             replace_page(self.states, columns, page, target)
 
 
 def nodes_sharing_block(node: Node, block: int) -> Iterator[Node]:
-    """Yield the nodes that share the first or the last block of `node`. A page may be in the rows of several of them."""
+    """Yield the nodes that share the first or the last block of `node`. Several of them may refer to the same page."""
     current, first = node, node.start // block * block
     while current.start > first and current.parent is not None and current.parent.parent is not None:
         current = current.parent

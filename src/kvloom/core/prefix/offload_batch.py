@@ -1,6 +1,7 @@
-"""Offload batches: pages with their hashes, passed to the offload listener when they are evicted or a sequence closes.
+"""Offload batches: pages and their hashes. The offload listener gets them before pages are evicted and when a
+sequence closes.
 
-The hash of a page is the hash of the prefix that ends with its last token. Without a listener nothing is hashed.
+The hash of a page is the hash of the prefix that ends with its last token. Without a listener no hash is computed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["OffloadBatch", "OffloadSource"]
 
 
 class OffloadBatch(NamedTuple):
-    """Rows of page ids, one per hash, of one kind of group ("token" or "state"); 0 for no page.
+    """Rows of page ids, one per hash, of one kind of group ("token" or "state"). Id 0 means no page.
 
         | field   | meaning                                                                                    |
         |---------|--------------------------------------------------------------------------------------------|
@@ -29,7 +30,9 @@ class OffloadBatch(NamedTuple):
         | tenant  | owner of the pages; `root` is the root of their hashes                                     |
         | age     | step marks since the pages entered the tree or moved: 0, 1 or 2 (2 also if unknown)        |
 
-    A page of age 1 was written by a step launched before the last mark, a page of age 2 before the mark before that."""
+    A page of age 1 was written by a step that was launched before the last mark. A page of age 2 was written before
+    the second last mark.
+    """
 
     numbering: str
     hashes: list[bytes]
@@ -43,7 +46,7 @@ class OffloadBatch(NamedTuple):
 
 
 class OffloadSource:
-    """Builds offload batches from nodes, for one listener. The listener must not call the cache."""
+    """Builds offload batches from nodes for one listener. The listener must not call the cache."""
 
     def __init__(
         self,
@@ -56,13 +59,15 @@ class OffloadSource:
         self._publisher, self._block = publisher, block
         self._current_pages, self._listener = current_pages, listener
         self.on_close = on_close
-        """Whether pages of closed sequences are passed to the listener, too."""
+        """Whether the listener also gets the pages of closed sequences."""
         self._marks = 0
         self._before = 0
         self._marked = -math.inf, -math.inf
 
     def mark_step(self, now: float, moved: bool) -> None:
-        """Increase the age of everything in the tree. `moved`: pages moved since the last mark, which is therefore void."""
+        """Increase the age of all pages in the tree. `moved` states that pages moved since the last mark, which makes
+        that mark invalid.
+        """
         self._before = self._marks + moved
         self._marks += 1
         self._marked = now, now if moved else self._marked[0]
@@ -79,15 +84,16 @@ class OffloadSource:
 
     @staticmethod
     def on_split(upper: Node, lower: Node, at: int) -> None:
-        """Record that a node was split at token `at`; `lower` is the original."""
+        """Record that a node was split at token `at`. `lower` is the original node."""
         marks = lower.offload
         if marks is not None:
             upper.offload = OffloadMarks(min(marks.settled, at), marks.grown, marks.offloaded_tokens)
             marks.settled = max(marks.settled, at)
 
     def on_trim(self, node: Node, end: int) -> None:
-        """Pass the pages of a node from `end` on to the listener before they are evicted. A block that `end` cuts is
-        passed whole."""
+        """Pass the pages of a node from `end` on to the listener, before they are evicted. If `end` is inside a
+        block, the whole block is passed.
+        """
         first = max(end, node.start) // self._block - node.start // self._block
         self._collect(node, first, node.count, evicted=True)
         if node.offload is not None:
@@ -96,7 +102,8 @@ class OffloadSource:
     def on_checkpoint_dropped(self, checkpoint: Checkpoint, windows: list[tuple[slice, int]]) -> None:
         """Pass the states, the partial block and the window pages of a checkpoint to the listener before it is dropped.
 
-        `windows` has the columns of each window and the first block that it sees."""
+        `windows` contains the columns of each window, and the first block that it sees.
+        """
         node, position = checkpoint.node, checkpoint.position
         self._collect_states(checkpoint, evicted=True)
         if position % self._block:
@@ -113,7 +120,7 @@ class OffloadSource:
                 current = current.parent
 
     def on_sequence_closed(self, node: Node) -> None:
-        """Pass the pages on the path of a closed sequence to the listener, except those it got before."""
+        """Pass the pages on the path of a closed sequence to the listener, except pages that were passed before."""
         if not self.on_close:
             return
         current: Node | None = node
@@ -150,7 +157,7 @@ class OffloadSource:
             return
         hashes = self._row_hashes(node, first, last)
         age = self._age(node)
-        # In a node that grew since a mark, the blocks that were full at the mark are older.
+        # If a node grew since a mark, the blocks that were full at the mark are older than the others.
         settled = node.start if node.offload is None else node.offload.settled
         full = last if age == 2 else settled // self._block - node.start // self._block
         cut = max(0, min(last, full) - first)
@@ -160,7 +167,7 @@ class OffloadSource:
             self._emit("token", hashes[cut:], rows[cut:], node, evicted, age)
 
     def _age(self, node: Node) -> int:
-        """Return the age of the pages that a node got last."""
+        """Return the age of the newest pages of a node."""
         grown = 0 if node.offload is None else node.offload.grown
         return 2 if grown < self._before else int(grown < self._marks)
 

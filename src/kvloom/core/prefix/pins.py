@@ -1,4 +1,4 @@
-"""Pins, queued prefixes and sessions: requests to keep or to drop cached prefixes."""
+"""Pins, queued prefixes and sessions: three ways in which requests keep or give up cached prefixes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Pin", "Pins", "QueuedPrefix"]
 
 
 class Pin:
-    """Pages of the first `length` tokens of a prompt, not evicted before `expires`."""
+    """The pages of the first `length` tokens of a prompt, which are not evicted before `expires`."""
 
     __slots__ = (
         "account",
@@ -51,9 +51,14 @@ class Pin:
         self.expires = expires
         self.number = number
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it still retains its pages."""
+        return self.node is not None
+
 
 class QueuedPrefix:
-    """Cached entries that a waiting request will hit. `turn` is the request's unique place in the queue."""
+    """The cached entries that a waiting request will hit. `turn` is the unique position of the request in the queue."""
 
     __slots__ = ("entries", "turn")
 
@@ -79,7 +84,7 @@ class Pins:
         return list(self._pins.values())
 
     def retained(self) -> Iterator[tuple[BlockPages, Ids]]:
-        """Rows of page ids of all pins."""
+        """Yield the rows of page ids of all pins."""
         for pin in self._pins.values():
             yield self._tree.pages, pin.rows
             if pin.states is not None:
@@ -136,7 +141,7 @@ class Pins:
         tree.unlock(node, now)
 
     def release_expired(self) -> bool:
-        """Release expired pins. Returns whether there were any."""
+        """Release expired pins. Returns whether there was one."""
         if not self._expiring:
             return False
         now, some = self._clock.now(), False
@@ -150,18 +155,20 @@ class Pins:
     # -- prefixes of waiting requests -----------------------------------------------------------
 
     def protect_queued(self, match: Match, turn: tuple[int, int]) -> QueuedPrefix:
-        """Evict the deepest node of a match, and its nearest checkpoint, after entries without a waiting request."""
+        """Protect the deepest node of a match and its nearest checkpoint: they are evicted after entries without a
+        waiting request.
+        """
         entries: list[Node | Checkpoint] = []
         for node in [node for node in match.path if node.start < match.resume][-1:]:
             entries.append(node)
-            if node.checkpoints:  # a checkpoint protects window pages, also if the request resumes elsewhere
+            if node.checkpoints:  # a checkpoint protects window pages, even if the request resumes elsewhere
                 entries.append(min(node.checkpoints, key=lambda c: abs(c.position - match.resume)))
         for entry in entries:
             entry.wanted_by = tuple(sorted((*entry.wanted_by, turn)))
         return QueuedPrefix(turn, entries)
 
     def unprotect(self, queued: QueuedPrefix) -> None:
-        """End a protection: the request was scheduled or cancelled. A second call has no effect."""
+        """End a protection, because the request was scheduled or cancelled. A second call has no effect."""
         now = self._clock.now()
         for entry in queued.entries:
             entry.wanted_by = tuple(turn for turn in entry.wanted_by if turn != queued.turn)
@@ -173,14 +180,16 @@ class Pins:
     # -- sessions -------------------------------------------------------------------------------
 
     def note_session(self, session: str, node: Node) -> None:
-        """Record the node at which a session's last sequence ended. Bounded: the oldest sessions are dropped."""
+        """Record the node at which a session's last sequence ended. The number of sessions is limited, and the oldest
+        are dropped.
+        """
         self._sessions[session] = node
         self._sessions.move_to_end(session)
         if len(self._sessions) > self.SESSIONS:
             self._sessions.popitem(last=False)
 
     def end_session(self, session: str) -> int:
-        """Make the entries that only this session used the first to be evicted. Returns their tokens."""
+        """Make the entries that only this session used the first to be evicted. Returns their number of tokens."""
         node: Node | None = self._sessions.pop(session, None)
         now = self._clock.now()
         tokens = 0

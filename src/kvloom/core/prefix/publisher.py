@@ -1,6 +1,6 @@
-"""Hashes of nodes, computed on demand, and the events that publish them.
+"""Computes the hashes of nodes on demand, and publishes them in events.
 
-Without listeners nothing is hashed: a cache without tiers, peers and routers never computes a block hash.
+Without listeners no hash is computed. A cache without tiers, peers and routers never computes a block hash.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MEDIUM = "device"
 
 
 class EventPublisher:
-    """Computes the hashes of nodes, and publishes blocks stored in and removed from the tree."""
+    """Computes the hashes of nodes, and publishes which blocks were added to and removed from the tree."""
 
     def __init__(self, layout: PoolLayout, events: EventBus, resolve: Callable[[int], bytes]) -> None:
         self.block = layout.block_tokens
@@ -38,7 +38,7 @@ class EventPublisher:
         self.window_groups = tuple(g.index for g in windowed)
 
     def hash_before(self, node: Node) -> bytes:
-        """Return the hash of the last HASH_TOKENS unit that ends at or before the node's start."""
+        """Return the hash of the last HASH_TOKENS unit that ends at or before the start of the node."""
         return self._last_hash(node.parent) if node.parent is not None else node.root.hash
 
     def _last_hash(self, node: Node | None) -> bytes:
@@ -53,7 +53,7 @@ class EventPublisher:
         """Return the hashes of the HASH_TOKENS units that end in `node`. Computed once."""
         unhashed = []
         current = node
-        while current.parent is not None:  # upwards to the first node with a hash
+        while current.parent is not None:  # walks up to the first node that has a hash
             if self._unhashed_tokens(current):
                 unhashed.append(current)
             if current.hashes:
@@ -109,7 +109,7 @@ class EventPublisher:
         return tail_hash(parent, text, self.resolve)
 
     def block_hash_at(self, node: Node, position: int) -> bytes:
-        """Return `hash_at`, with the hashes of all units of the block that `position` ends."""
+        """Return `hash_at` as a BlockHash, which also has the hashes of all units of the block."""
         end = self.hash_at(node, position)
         if self.block == HASH_TOKENS:
             return end
@@ -122,7 +122,7 @@ class EventPublisher:
         return BlockHash.of([*units, end])
 
     def stored(self, node: Node, at: int) -> None:
-        """Publish that tokens of `node` from `at` on were stored."""
+        """Publish that the tokens of `node` from `at` on were stored."""
         base = node.start // HASH_TOKENS
         first, last = at // HASH_TOKENS - base, node.end // HASH_TOKENS - base
         if last > first:
@@ -145,7 +145,7 @@ class EventPublisher:
         block_hash = self.hash_at(node, position)
         before = (position - 1) // HASH_TOKENS * HASH_TOKENS
         parent = self.hash_at(node, before) if before > node.start else self.hash_before(node)
-        # A tail inside a longer run has pages, but its hash is resumable only with a snapshot.
+        # A partial tail inside a longer node has pages, but a prompt can resume there only with a snapshot.
         groups = self.state_groups + (self.token_groups if position % HASH_TOKENS else ())
         text = self._tokens(node, before, position)
         self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, position % HASH_TOKENS, text))
@@ -179,7 +179,7 @@ class EventPublisher:
         return found
 
     def dropped(self, node: Node, end: int, reason: str) -> None:
-        """Publish that tokens of `node` from `end` on were removed."""
+        """Publish that the tokens of `node` from `end` on were removed."""
         base = node.start // HASH_TOKENS
         hashes = self.hashes(node)[end // HASH_TOKENS - base :]
         if node.end % HASH_TOKENS:
@@ -196,14 +196,16 @@ class EventPublisher:
         self.events.emit(BlockRemoved((media_hash(root, digest),), self.media_groups, MEDIUM, reason))
 
     def grown(self, node: Node) -> None:
-        """Publish the removal of a partial tail's hash, because the tail grows. A checkpoint there keeps the hash."""
+        """Publish that the hash of a partial tail is removed, because the tail grows. If a checkpoint is there, the
+        hash stays.
+        """
         if node.end % HASH_TOKENS and all(c.position != node.end for c in node.checkpoints):
             self.events.emit(
                 BlockRemoved((self.hash_at(node, node.end),), self.token_groups, MEDIUM, "grown")
             )
 
     def checkpoint_dropped(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Publish that a snapshot was removed, with the hash of its partial tail."""
+        """Publish that a snapshot was removed. If it was in a partial tail, the hash of the tail is removed, too."""
         block_hash = self.hash_at(checkpoint.node, checkpoint.position)
         inner_tail = checkpoint.position % HASH_TOKENS and checkpoint.position != checkpoint.node.end
         groups = self.state_groups + (self.token_groups if inner_tail else ())

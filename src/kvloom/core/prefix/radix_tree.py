@@ -1,11 +1,11 @@
-"""Radix tree: the prefixes that this process computed, found by comparing tokens.
+"""Radix tree: contains the prefixes that this process computed, and finds them by comparing tokens.
 
-    root ── [0,37) ──┬── [37,80)         a node is a run of tokens of any length, split where prompts diverge
+    root ── [0,37) ──┬── [37,80)         a node has any number of tokens; it is split where prompts diverge
                      └── [37,64)         a node has a row of page ids for every block it touches
 
-If prompts diverge inside a block, the nodes share it: each has a row for it, valid for its own tokens. A row has 0
-for an evicted window page. `checkpoints` handles resumable positions. The tree evicts on request; the allocator
-decides when and what.
+If prompts diverge inside a block, several nodes share the block. Each has a row for the block, which is valid for its
+own tokens. The id of an evicted window page is 0. `checkpoints` handles resumable positions. The allocator decides
+what to evict and when; the tree evicts it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from .publisher import EventPublisher
 __all__ = ["RadixTree", "Retention"]
 
 Retention = tuple[int, float | None]
-"""Priority and its expiry time."""
+"""A priority and its expiry time."""
 
 
 class RadixTree(Checkpoints):
-    """See the module. A walk costs nodes passed and bytes compared; a split or trim costs in proportion to the node's
-    size."""
+    """The radix tree. A walk costs the nodes passed and the bytes compared. A split or trim costs in proportion to
+    the size of the node.
+    """
 
     def __init__(
         self, layout: PoolLayout, pages: BlockPages, states: BlockPages, publisher: EventPublisher
@@ -39,13 +40,13 @@ class RadixTree(Checkpoints):
         self.roots: dict[bytes, Root] = {}
         self.nodes = 0
         self.locked: set[Node] = set()
-        """Nodes with locks: the ends of sequences, pins and loads."""
+        """Nodes that have locks, because a sequence, pin or load ends there."""
         self._no_rows: Ids = np.empty((0, pages.width), np.int32)
 
     # -- finding --------------------------------------------------------------------------------
 
     def root(self, root_hash: bytes, account: Account, tenant: str = "") -> Root:
-        """Return the root under a hash, a new one if there is none."""
+        """Return the root with a hash. Creates the root if there is none."""
         root = self.roots.get(root_hash)
         if root is None:
             root = Root(next(self._serials), root_hash, account, self.pages.width, tenant)
@@ -53,7 +54,7 @@ class RadixTree(Checkpoints):
         return root
 
     def walk(self, node: Node, data: bytes, limit: int) -> tuple[list[Node], int]:
-        """Return the nodes below `node` that match `data`, and how many of its first `limit` tokens match."""
+        """Return the nodes below `node` that match `data`, and the number of matching tokens, at most `limit`."""
         path: list[Node] = []
         at = 0
         while at < limit and node.children:
@@ -69,7 +70,7 @@ class RadixTree(Checkpoints):
         return path, at
 
     def _common(self, node: Node, data: bytes, at: int, most: int) -> int:
-        """Count the tokens of `node` that equal those of `data` from `at` on, at most `most`."""
+        """Count how many tokens of `node` equal those of `data` from `at` on, at most `most`."""
         size = node.end - node.start
         if size <= most and data.startswith(node.text, at * TOKEN_BYTES):
             return size
@@ -80,7 +81,9 @@ class RadixTree(Checkpoints):
         return first if differs[first] else size
 
     def rows(self, path: list[Node], stop: int) -> Ids:
-        """Return the rows of page ids of the first `stop` tokens along a path; a view if one node has all."""
+        """Return the rows of page ids of the first `stop` tokens along a path. The result is a view if one node has
+        all of them.
+        """
         block = self.block
         if not path:
             return self._no_rows
@@ -119,15 +122,14 @@ class RadixTree(Checkpoints):
         last: bool = False,
         lock: bool = False,
     ) -> tuple[Node, bool]:
-        """Add the tokens `data` and their pages after `cursor`, which ends at a block boundary. The tree takes over
-        `rows`.
+        """Add the tokens `data` and their pages (`rows`) after `cursor`, which ends at a block boundary.
 
-        If the tree already has a page, it is written into `rows`, and the caller must use it instead of its own. The
-        caller must not change `rows` afterwards. Returns the node that ends where `data` ends, and whether the tree
-        had any of the tokens before.
-
-        `locked` is the node that the caller has locked, by default `cursor`. `last`: the caller will unlock it next,
-        so the node may grow by a partial block. `lock` moves the caller's lock to the returned node."""
+        The tree takes over `rows`, and the caller must not change it afterwards. If the tree already has a page of a
+        block, it writes that page into `rows`; the caller must use that page. Returns the node that ends where `data`
+        ends, and whether the tree had any of the tokens before. `locked` is the node that the caller has locked, by
+        default `cursor`. `last` states that the caller will unlock it next, so the node may grow by a partial block.
+        `lock` moves the caller's lock to the returned node.
+        """
         node, start = cursor, cursor.end
         locked = locked or cursor
         at, stop = start, start + len(data) // TOKEN_BYTES
@@ -162,9 +164,9 @@ class RadixTree(Checkpoints):
         return node, at > start
 
     def _adopt(self, node: Node, rows: Ids, stop: int) -> None:
-        """Add pages that the tree lacks from `rows`, and write the tree's pages into `rows` for the others.
-
-        `rows` starts at the node's first block."""
+        """Take pages that the node lacks from `rows`. For all other blocks, write the node's pages into `rows`.
+        `rows` starts at the first block of the node.
+        """
         whole = node.end // self.block - node.start // self.block
         ours, theirs = node.pages[:whole], rows[:whole]
         if self.windows:
@@ -178,7 +180,7 @@ class RadixTree(Checkpoints):
                     self.publisher.adopted(node, missing)
             np.copyto(theirs, ours, where=theirs != 0)
             if node.end == stop and node.end % self.block:
-                # The data ends inside this block, where the node ends: a missing page may be added.
+                # The data ends inside this block, where the node ends, so a missing page may be added.
                 tail, given = node.pages[whole], rows[whole]
                 lacking = (tail == 0) & (given != 0)
                 if lacking.any():
@@ -189,7 +191,7 @@ class RadixTree(Checkpoints):
             theirs[:] = ours
 
     def _may_grow(self, node: Node, locked: Node, retention: Retention) -> bool:
-        """Whether a node may grow in place: only the caller uses it, and it was never hit."""
+        """Return whether a node may grow in place: only the caller uses it, and no other request hit it."""
         return (
             node.parent is not None
             and not node.children
@@ -199,19 +201,19 @@ class RadixTree(Checkpoints):
         )
 
     def _loses(self, node: Node, rows: Ids) -> bool:
-        """Return whether growing by `rows` would lose a window page that a checkpoint may need.
-
-        The page with more tokens replaces that of the partial block, but may lack it."""
+        """Return whether growing by `rows` would lose a window page that a checkpoint may need. The pages of the
+        fuller block replace those of the partial block, but a window page may be missing among them.
+        """
         if not self.windows or not node.end % self.block:
             return False
         return bool(((node.pages[node.count - 1] > 0) & (rows[0] == 0)).any())
 
     def may_append(self, cursor: Node) -> bool:
-        """Whether `append_blocks` may add a block to `cursor`: only one sequence uses it."""
+        """Return whether `append_blocks` may add a block to `cursor`, because only one sequence uses it."""
         return self._may_grow(cursor, cursor, (0, None))
 
     def append_blocks(self, nodes: list[Node], data: bytes, rows: Ids, now: float) -> None:
-        """`publish` of one block for each of many nodes that `may_append`."""
+        """Add one block to each of many nodes for which `may_append` is true. Has the effect of `publish`."""
         self.pages.add_cached(rows, None)
         size = self.block * TOKEN_BYTES
         for i, node in enumerate(nodes):
@@ -247,7 +249,7 @@ class RadixTree(Checkpoints):
         self._note_growth(node, node.end)
         self.pages.add_cached(rows, node)
         have = node.count
-        if node.end % self.block:  # the fuller page replaces that of the partial block
+        if node.end % self.block:  # the page of the full block replaces that of the partial block
             if self.events.listening:
                 self.publisher.grown(node)
             have -= 1
@@ -294,7 +296,9 @@ class RadixTree(Checkpoints):
         return node
 
     def split(self, node: Node, at: int) -> Node:
-        """Split a node at token `at` and return the new upper node. `node` becomes the lower one and keeps its locks."""
+        """Split a node at token `at` and return the new upper node. `node` becomes the lower node and keeps its
+        locks.
+        """
         self.version += 1
         first, cut = node.start // self.block, at // self.block
         offset = (at - node.start) * TOKEN_BYTES
@@ -341,7 +345,7 @@ class RadixTree(Checkpoints):
     # -- shrinking ------------------------------------------------------------------------------
 
     def trim(self, node: Node, end: int, reason: str) -> None:
-        """Evict the tokens of a leaf from `end` on, or the whole leaf."""
+        """Evict the tokens of a leaf from `end` on. Removes the leaf if no tokens remain."""
         self.version += 1
         start, block = node.start, self.block
         while node.checkpoints and node.checkpoints[-1].position > end:
@@ -371,7 +375,7 @@ class RadixTree(Checkpoints):
         node.root.account.queue.remove(node)
         node.end = node.start
         node.parent = None
-        # Sessions and ghosts may still refer to the node; its contents are not needed.
+        # Sessions and ghosts may still refer to the node, but do not need its contents.
         node.text, node.hashes, node.pages = bytearray(), [], self._no_rows
         self.nodes -= 1
         if parent.parent is None and not parent.children and not parent.locks:
@@ -380,17 +384,17 @@ class RadixTree(Checkpoints):
     # -- locks and hits -------------------------------------------------------------------------
 
     def hit(self, node: Node, now: float) -> None:
-        """Record a hit of a node; the policy still sees the previous `last_used`."""
+        """Record a hit of a node. The policy hook runs before `last_used` changes."""
         node.hits += 1
         if node.hits == 1 and node.offload is not None:
-            # Pass it to the listener again: write policies for reused pages want it now.
+            # Pass the page to the listener again, because write policies for reused pages need it now.
             node.offload.offloaded_tokens = 0
         node.ended = False
         node.root.account.queue.policy.on_hit(node, now)
         node.last_used = now
 
     def lock(self, node: Node) -> None:
-        """Forbid eviction of a node and of those above it."""
+        """Forbid eviction of a node and of all nodes above it."""
         if not node.locks:
             self.locked.add(node)
         node.locks += 1
@@ -398,7 +402,7 @@ class RadixTree(Checkpoints):
             node.root.account.queue.remove(node)
 
     def unlock(self, node: Node, now: float) -> None:
-        """Drop one lock; a leaf without locks is queued for eviction, a root without nodes removed."""
+        """Drop one lock. A leaf without locks is queued for eviction, and a root without nodes is removed."""
         node.locks -= 1
         if node.locks:
             return
@@ -410,7 +414,7 @@ class RadixTree(Checkpoints):
                 self.requeue(node, now)
 
     def requeue(self, node: Node, now: float) -> None:
-        """Queue a leaf for eviction; first if its tail is not resumable."""
+        """Queue a leaf for eviction. If its end is not resumable, it is evicted first."""
         if not node.children and not node.locks and node.parent is not None:  # inlined `node.leaf`
             if self.needs_checkpoints:
                 node.useless = self.last_resume(node) < node.end

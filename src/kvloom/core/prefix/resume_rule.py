@@ -1,8 +1,8 @@
-"""The resume rule: positions at which a prompt may resume. Shared by radix tree, hash index and load plan.
+"""The resume rule: the positions at which a prompt may resume. Radix tree, hash index and load plan use it.
 
-Position p is valid if every windowed group has its units over [first_visible(p), p), and every state group has a
-snapshot at p. Full groups have a page for every matched token. A unit is a block in the tree, and HASH_TOKENS tokens
-in the hash index.
+Position p is valid if every windowed group has pages for [first_visible(p), p), and every state group has a snapshot
+at p. Full groups have a page for every matched token. A unit is a block in the tree, and HASH_TOKENS tokens in the
+hash index.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ Present = npt.NDArray[np.generic]
 def missing_unit(
     position: int, windows: Sequence[tuple[Visibility, Present]], unit: int
 ) -> tuple[int, int] | None:
-    """Return the last unit missing for position `position`, as (window, unit), or None if `position` is valid.
-
-    `windows` has, for each windowed group, its visibility and one truth value per unit of the path.
+    """Return the last missing unit that `position` needs, as (window, unit), or None if `position` is valid.
+    `windows` contains, for each windowed group, its visibility and one truth value per unit of the path.
     """
     stop = -(-position // unit)
     worst = None
@@ -43,10 +42,10 @@ def longest_resume(
     unit: int,
     snapshots: Iterable[int] | None = None,
 ) -> tuple[int, int | None]:
-    """Return the longest valid position at or below `limit`, and the window that made it shorter, if any.
-
-    `snapshots` are the positions with a state snapshot, deepest first; None in models without states. Skips from one
-    missing unit to the next: positions that a missing unit excludes are not tried."""
+    """Return the longest valid position at or below `limit`, and the window that made it shorter, if any. `snapshots`
+    are the positions with a state snapshot, deepest first, or None for models without states. Positions that need a
+    missing unit are skipped without a test.
+    """
     stopped = None
     if snapshots is not None:
         for position in snapshots:
@@ -62,10 +61,11 @@ def longest_resume(
         if missing is None:
             break
         stopped = missing[0]
-        # Every position above the missing unit needs it too. The next candidate ends a run of present units.
+        # Every position after the missing unit needs it too. The next candidate is the end of a range of
+        # present units.
         before = np.flatnonzero(windows[missing[0]][1][: missing[1]])
         position = min(missing[1] * unit, (int(before[-1]) + 1) * unit if before.size else 0)
-        # A query that sees only itself (the start of a chunk) needs no unit.
+        # A query that sees only itself (at the start of a chunk) needs no unit.
         visibility = windows[missing[0]][0]
         start = visibility.first_visible(missing[1] * unit)
         if visibility.first_visible(start) == start:

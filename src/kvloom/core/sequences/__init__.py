@@ -1,32 +1,39 @@
-"""Sequences: the handle of a request, and one file per operation on it. Functions take the `CacheState` first.
+"""Sequences: the handle of a request, and one file per operation. The first argument of every function is the
+`CacheState`.
 
 sequence     Sequence, the handle; checks that it is open
 open         open on a cached prefix; close
 fork         a second sequence that shares the pages
 extend       reserve pages for the next tokens
 commit       publish computed tokens
+cold         keep the oldest blocks in host memory
 checkpoint   take checkpoints; publish tokens in the radix tree
 rollback     discard the last tokens
 """
 
 from .checkpoint import checkpoint
+from .cold import add_cold_run, coldable_pages, open_cold
 from .commit import commit, commit_many
 from .extend import exceeds_quota, extend, extend_many
 from .fork import fork
 from .open import close_sequence, open_sequence
 from .rollback import rollback
-from .sequence import Sequence
+from .sequence import ColdRun, Sequence
 
 __all__ = [
+    "ColdRun",
     "Sequence",
+    "add_cold_run",
     "checkpoint",
     "close_sequence",
+    "coldable_pages",
     "commit",
     "commit_many",
     "exceeds_quota",
     "extend",
     "extend_many",
     "fork",
+    "open_cold",
     "open_sequence",
     "rollback",
 ]

@@ -1,4 +1,4 @@
-"""Take checkpoints of a sequence, and publish its tokens in the radix tree."""
+"""Takes checkpoints of a sequence, and publishes its tokens in the radix tree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["checkpoint", "node_at", "publish", "take_checkpoints"]
 
 
 def take_checkpoints(state: CacheState, seq: Sequence, before: int) -> None:
-    """Take the checkpoints at positions that a commit passed; `before` is the length before it."""
+    """Take the checkpoints at positions that a commit passed. `before` is the length before the commit."""
     if not state.tree.needs_checkpoints or not seq.control.store:
         return
     table = state.block_tables
@@ -33,7 +33,9 @@ def take_checkpoints(state: CacheState, seq: Sequence, before: int) -> None:
 
 
 def checkpoint(state: CacheState, seq: Sequence, position: int | None = None) -> bool:
-    """Take a checkpoint; if `position` is later than the current length, schedule it. Returns False if it was not taken."""
+    """Take a checkpoint. If `position` is beyond the current length, schedule it. Returns False if no checkpoint was
+    taken.
+    """
     ensure_open(state, seq)
     tree, table = state.tree, state.block_tables
     length = int(table.length[seq.row])
@@ -74,7 +76,7 @@ def checkpoint(state: CacheState, seq: Sequence, position: int | None = None) ->
 def node_at(
     state: CacheState, seq: Sequence, position: int, now: float, closing: bool = False
 ) -> Node | None:
-    """Return the node that contains `position` of a sequence. A partial tail is published if needed."""
+    """Return the node that contains `position` of a sequence. Publishes a partial tail if needed."""
     if position <= seq.published:
         node: Node | None = seq.node
         while node is not None and node.start >= position:
@@ -95,10 +97,9 @@ def publish(
     closing: bool = False,
     lock: bool = False,
 ) -> Node:
-    """Add tokens [first, last) of a sequence after `node` and return the last node; `lock` moves the sequence's lock
-    there.
-
-    If the tree already has a full block, the sequence uses the tree's page instead of its own."""
+    """Add tokens [first, last) of a sequence after `node` and return the last node. `lock` moves the sequence's lock
+    to it. If the tree already has a full block, the sequence uses the tree's pages and releases its own.
+    """
     block = state.block_tokens
     table = state.block_tables.tables[:, seq.row, first // block : -(-last // block)]
     rows = table.T.copy()
@@ -116,7 +117,7 @@ def publish(
 
 
 def _retention(seq: Sequence, position: int, block: int) -> Retention:
-    """Priority and expiry time that the request gives the token at `position`."""
+    """Return the priority and expiry time that the request sets for the token at `position`."""
     for item in seq.control.retain:
         start = item.start // block * block
         if start <= position and (item.stop is None or position < item.stop):

@@ -1,4 +1,4 @@
-"""Commit computed tokens: publish full blocks, take checkpoints, release pages outside windows."""
+"""Commits computed tokens: publishes full blocks, takes checkpoints, and releases pages outside windows."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
 
 
 def _publish_many(state: CacheState, rows: Rows) -> None:
-    """Publish a full block of each row. Rows that only extend their own node are published together."""
+    """Publish one full block of each row. Rows that only extend their own node are published together."""
     table, tree = state.block_tables, state.tree
     plain: list[Sequence] = []
     rest: list[Sequence] = []
@@ -113,7 +113,7 @@ def _publish_many(state: CacheState, rows: Rows) -> None:
 
 
 def _publish_blocks(state: CacheState, seq: Sequence, data: bytes) -> None:
-    """Publish full blocks after `published`; a request with `store` off only counts them."""
+    """Publish the full blocks after `published`. A request with `store` off only counts them."""
     tokens = len(data) // TOKEN_BYTES
     start = seq.published
     if not seq.control.store:
@@ -140,7 +140,9 @@ def _retention_cuts(state: CacheState, seq: Sequence, start: int, stop: int) -> 
 
 
 def _is_ready(state: CacheState, seq: Sequence, stop: int) -> bool:
-    """Return whether tokens up to `stop` could be written: the tail is copied, states and media runs are allocated."""
+    """Return whether tokens up to `stop` can have been written: the tail is copied, and states and media runs are
+    allocated.
+    """
     if seq.shared_tail or (state.has_states and not state.block_tables.states[0, seq.row]):
         return False
     return not seq.media or all(
@@ -160,7 +162,7 @@ def _with_media_ids(state: CacheState, seq: Sequence, data: bytes, start: int) -
 
 
 def _commit_media(state: CacheState, seq: Sequence, length: int) -> None:
-    """Cache the runs of images whose placeholders are computed. Release runs that later tokens do not read."""
+    """Cache the media runs of images whose placeholders are computed. Release runs that later tokens do not read."""
     account, now, cache = seq.root.account, state.clock.now(), state.media_cache
     for item in seq.media:
         key = seq.root.hash + item.digest
@@ -181,9 +183,11 @@ def _commit_media(state: CacheState, seq: Sequence, length: int) -> None:
 
 
 def _leave_windows(state: CacheState, seq: Sequence) -> None:
-    """Release a sequence's pages that are now outside a window. They stay cached if published, else they become free."""
+    """Release a sequence's pages that are now outside a window. They stay cached if published, else they become free.
+
+    Tokens after the live states are computed again, so their windows stay."""
     row, table, tree = seq.row, state.block_tables, state.tree
-    length = int(table.length[row])
+    length = int((table.state_length if state.has_states else table.length)[row])
     for window, (visibility, columns) in enumerate(zip(tree.windows, tree.window_columns, strict=True)):
         old = int(table.first[window, row])
         new = visibility.first_visible(length) // state.block_tokens
@@ -199,7 +203,9 @@ def _leave_windows(state: CacheState, seq: Sequence) -> None:
 
 
 def _leave_window_many(state: CacheState, window: int, rows: Rows) -> None:
-    """Call `_leave_windows` for one block of each of many rows; one by one if they share a page or have several accounts."""
+    """Release one block of each of many rows, like `_leave_windows`. Rows that share a page, or have different
+    accounts, are processed one by one.
+    """
     table, columns = state.block_tables, state.tree.window_columns[window]
     if not rows.size:
         return

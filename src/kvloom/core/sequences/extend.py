@@ -1,4 +1,4 @@
-"""Extend sequences: reserve pages for the next tokens (new blocks, a copy of a shared tail, states, media runs)."""
+"""Extends sequences: reserves pages for the next tokens (new blocks, a copy of a shared tail, states, media runs)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["exceeds_quota", "extend", "extend_many", "give_states"]
 
 
 def extend(state: CacheState, seq: Sequence, n: int) -> int:
-    """Reserve pages for `n` more tokens; returns the count of missing pages."""
+    """Reserve pages for `n` more tokens. Returns the number of missing pages."""
     ensure_open(state, seq)
     n = index(n)
     if n < 0:
@@ -56,14 +56,14 @@ def extend(state: CacheState, seq: Sequence, n: int) -> int:
 
 
 def exceeds_quota(state: CacheState, seq: Sequence, n: int) -> bool:
-    """Whether `n` more tokens exceed the tenant's quota even if all its cached pages were evicted."""
+    """Return whether `n` more tokens exceed the tenant's quota even if all its cached pages were evicted."""
     ensure_open(state, seq)
     needs = _needs(state, seq, n)
     return seq.root.account.beyond_quota(state.allocator.bytes_of(needs)) > 0
 
 
 def extend_many(state: CacheState, rows: Rows, n: int = 1) -> int:
-    """`extend` for many rows in one call. Returns the number of missing pages."""
+    """Reserve pages for `n` more tokens of many rows. Returns the number of missing pages."""
     table, block = state.block_tables, state.block_tokens
     n, rows = index(n), table.validated(rows)
     if n < 0:
@@ -93,7 +93,7 @@ def extend_many(state: CacheState, rows: Rows, n: int = 1) -> int:
 
 
 def _extend_each(state: CacheState, rows: Rows, n: int) -> int:
-    """Extend rows one by one, after checking that all of them fit together."""
+    """Extend rows one by one, after a check that all of them fit together."""
     sequences = [sequence_at(state, row) for row in rows.tolist()]
     total: dict[int, tuple[Account, list[int]]] = {}
     for seq in sequences:
@@ -104,12 +104,12 @@ def _extend_each(state: CacheState, rows: Rows, n: int) -> int:
     together = [sum(pages) for pages in zip(*(sums for _, sums in total.values()), strict=True)]
     if together and state.pool.missing_slabs(together):
         account, _ = next(iter(total.values()))
-        missing = state.allocator.make_room(account, together)
+        missing = state.allocator.free_pages(account, together)
         if missing:  # 0 if expired pins were released
             return missing
     for account, sums in total.values():
         if account.beyond_quota(state.allocator.bytes_of(sums)):
-            missing = state.allocator.make_room(account, sums)
+            missing = state.allocator.free_pages(account, sums)
             if missing:
                 return missing
     for seq in sequences:
@@ -120,7 +120,7 @@ def _extend_each(state: CacheState, rows: Rows, n: int) -> int:
 
 
 def give_states(state: CacheState, seq: Sequence) -> None:
-    """Allocate live states, which are already charged, and queue the copy of the snapshot."""
+    """Allocate live states and queue the copy of the snapshot. The pages are already charged."""
     live = state.states.allocate(1)
     state.block_tables.states[:, seq.row] = live[0]
     if seq.state_source is not None:
@@ -129,7 +129,7 @@ def give_states(state: CacheState, seq: Sequence) -> None:
 
 
 def _needs(state: CacheState, seq: Sequence, n: int) -> list[int]:
-    """Return the pages of each size class that `n` more tokens need."""
+    """Return the number of pages of each size class that `n` more tokens need."""
     length = int(state.block_tables.length[seq.row])
     blocks, copy_tail, states = _wants(state, seq, length, n)
     media = sum(-(-item.tokens // state.block_tokens) for item in _new_runs(state, seq, length + n))
@@ -137,7 +137,7 @@ def _needs(state: CacheState, seq: Sequence, n: int) -> list[int]:
 
 
 def _wants(state: CacheState, seq: Sequence, length: int, n: int) -> tuple[int, int, int]:
-    """Return the blocks to reserve, 1 if the tail must be copied, and 1 if states are needed."""
+    """Return three numbers: blocks to reserve, 1 if the tail must be copied, and 1 if states are needed."""
     blocks = -(-(length + n) // state.block_tokens) - state.block_tables.blocks.item(seq.row)
     copy_tail = int(n > 0 and seq.shared_tail)
     states = int(n > 0 and state.has_states and not state.block_tables.states[0, seq.row])
@@ -145,7 +145,7 @@ def _wants(state: CacheState, seq: Sequence, length: int, n: int) -> tuple[int, 
 
 
 def _reserve(state: CacheState, seq: Sequence, blocks: int) -> None:
-    """Allocate blocks, which are already charged."""
+    """Allocate blocks. Their pages are already charged."""
     row, table = seq.row, state.block_tables
     have = table.blocks.item(row)
     near = table.tables[:, row, have - 1] if have and state.pages.owners else None
@@ -156,7 +156,7 @@ def _reserve(state: CacheState, seq: Sequence, blocks: int) -> None:
 
 
 def _copy_tail(state: CacheState, seq: Sequence, block: int) -> None:
-    """Replace the shared page of a partial block by a copy."""
+    """Replace the shared pages of a partial block by copies."""
     row, table = seq.row, state.block_tables
     source = table.tables[:, row, block][None].copy()
     target = state.pages.allocate(1, source[0] if state.pages.owners else None)
@@ -183,9 +183,9 @@ def _retain_cached_runs(state: CacheState, seq: Sequence, stop: int) -> list[Med
 
 
 def _new_runs(state: CacheState, seq: Sequence, stop: int) -> list[Media]:
-    """Return the media before `stop` whose runs must be allocated.
-
-    These are not in the sequence nor, if the request reads the cache, cached."""
+    """Return the media before `stop` whose runs must be allocated. The sequence does not have these runs. If the
+    request reads the cache, they are not cached either.
+    """
     new: dict[bytes, Media] = {}
     for item in seq.media:
         key = seq.root.hash + item.digest

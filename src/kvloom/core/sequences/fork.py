@@ -1,4 +1,4 @@
-"""Fork a sequence: a second one with the same tokens that shares all pages but the states."""
+"""Forks a sequence: creates a second sequence with the same tokens, which shares all pages except the states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["fork"]
 
 
 def fork(state: CacheState, seq: Sequence) -> Sequence | None:
-    """Fork `seq`; None if its states do not fit."""
+    """Fork `seq`. Returns None if the pool has no pages for the states."""
     ensure_open(state, seq)
     account, table = seq.root.account, state.block_tables
     has_live = bool(state.has_states and table.states[0, seq.row])
@@ -27,6 +27,9 @@ def fork(state: CacheState, seq: Sequence) -> Sequence | None:
     account.open += 1
     state.tree.lock(seq.node)
     child.published, child.resumed, child.prompt = seq.published, seq.resumed, seq.prompt
+    child.cold_runs, child.cold_blocks = list(seq.cold_runs), seq.cold_blocks
+    for cold in child.cold_runs:
+        cold.users += 1
     child.checkpoint_positions, child.media = seq.checkpoint_positions, seq.media
     length = int(table.length[seq.row])
     blocks = -(-length // state.block_tokens)

@@ -1,4 +1,4 @@
-"""Open a sequence on the cached prefix of its prompt, and close it: its pages stay cached."""
+"""Opens a sequence on the cached prefix of its prompt, and closes it. The pages of a closed sequence stay cached."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def resume_from(state: CacheState, seq: Sequence, checkpoint: Checkpoint, now: f
 
 
 def retain_media(state: CacheState, seq: Sequence, run: MediaRun, now: float) -> None:
-    """Retain a cached media run for a sequence, once."""
+    """Retain a cached media run for a sequence, at most once."""
     if run.key not in seq.media_runs:
         state.media_cache.retain(run, now)
         seq.media_runs[run.key] = run
 
 
 def _media_runs(state: CacheState, match: Match) -> list[MediaRun]:
-    """Return the media runs that tokens after the hit read."""
+    """Return the media runs that the tokens after the hit read."""
     cache = state.media_cache
     return [
         cache[match.root_hash + item.digest]
@@ -89,7 +89,7 @@ def _media_runs(state: CacheState, match: Match) -> list[MediaRun]:
 
 
 def _ghost_history(state: CacheState, match: Match) -> ReuseHistory | None:
-    """Return the policy's history of the evicted run that would follow the match."""
+    """Return the policy's history of the evicted tokens that would follow the match."""
     if match.miss.reason != "evicted":
         return None
     place = match.path[-1].serial if match.path else match.root_hash
@@ -98,7 +98,9 @@ def _ghost_history(state: CacheState, match: Match) -> ReuseHistory | None:
 
 
 def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
-    """Count the nodes of the hit, and return the node that ends at its last block boundary (split if needed)."""
+    """Record a hit of the matched nodes. Return the node that ends at the last block boundary of the hit; a node is
+    split if needed.
+    """
     boundary = match.resume // state.block_tokens * state.block_tokens
     tree, node, before = state.tree, root, now
     for passed in match.path:
@@ -121,7 +123,7 @@ def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
 
 
 def _raise_priority(node: Node, control: CacheControl, now: float) -> None:
-    """Apply a request's retain ranges to tokens that were cached before it."""
+    """Apply the retain ranges of a request to tokens that were cached before."""
     for item in control.retain:
         if item.start <= node.start and (item.stop is None or node.end <= item.stop):
             if item.priority >= node.rank(now):
@@ -131,7 +133,7 @@ def _raise_priority(node: Node, control: CacheControl, now: float) -> None:
 
 
 def _fill_row(state: CacheState, seq: Sequence, resume: int, rows: Ids, data: bytes) -> None:
-    """Write the first `resume` tokens into a row: page ids, window edges, tail."""
+    """Fill a row of the block tables with the first `resume` tokens: page ids, window edges and tail."""
     row, table, blocks = seq.row, state.block_tables, len(rows)
     seq.root.account.retain(state.pages.retain(rows))
     table.tables[:, row, :blocks] = rows.T
@@ -147,7 +149,7 @@ def _fill_row(state: CacheState, seq: Sequence, resume: int, rows: Ids, data: by
 
 
 def _descend(node: Node, data: bytes, position: int) -> Node:
-    """Return the node that contains `position`, at or below `node` on the path of `data`."""
+    """Return the node that contains `position`. It is `node` or a node below it on the path of `data`."""
     ids = memoryview(data).cast("i")
     while node.end < position:
         node = node.children[ids[node.end]]
@@ -163,7 +165,7 @@ def _checkpoint_positions(state: CacheState, match: Match) -> tuple[int, ...]:
         early = state.checkpoint_policy.before_last and match.length > state.block_tokens
         positions.add(match.length - early)
     if state.checkpoint_policy.branch:
-        # The tree has these tokens, but cannot resume there: take a checkpoint for the next prompt.
+        # The tree has these tokens but cannot resume there, so take a checkpoint for the next prompt.
         positions.add(match.matched // state.block_tokens * state.block_tokens)
     return tuple(sorted(p for p in positions if p > match.resume))
 
@@ -189,6 +191,7 @@ def close_sequence(state: CacheState, seq: Sequence) -> Node:
             state.media_cache.release(run, now)
         else:
             state.release(account, state.media, run)
+    seq.release_cold_runs()
     table.free_row(row)
     account.open -= 1
     passed: Node | None = node
@@ -212,7 +215,9 @@ def close_sequence(state: CacheState, seq: Sequence) -> Node:
 
 
 def _publish_end(state: CacheState, seq: Sequence, now: float) -> Node:
-    """Publish the partial tail, and take a checkpoint at the end; the live states become its snapshot."""
+    """Publish the partial tail, and take a checkpoint at the end of the sequence. Its live states become the
+    snapshot.
+    """
     tree, table = state.tree, state.block_tables
     if not tree.needs_checkpoints:
         if table.length.item(seq.row) == seq.published:

@@ -1,4 +1,4 @@
-"""Roll a sequence back: discard its last tokens and resume at the nearest resumable position."""
+"""Rolls a sequence back: discards its last tokens, and resumes at the nearest resumable position."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ def rollback(state: CacheState, seq: Sequence, n: int) -> int:
     known = min(len(in_tree), blocks)
     np.copyto(rows[:known], in_tree[:known], where=rows[:known] == 0)
     resume, checkpoint = _resumable_below(state, seq, path, rows, length - n, length)
+    if resume < seq.cold_blocks * state.block_tokens:  # those tokens have no pages here: start again
+        resume, checkpoint = 0, None
+        seq.release_cold_runs()
     _shorten(state, seq, resume, rows, path, now)
     if state.has_states and resume < table.state_length[seq.row]:
         _rewind_states(state, seq, checkpoint, now)
@@ -55,7 +58,7 @@ def _resumable_below(
         if not state.has_states or resume >= table.state_length[seq.row]:
             return resume, None
     candidates, reach = list(path), seq.node.end
-    if target > seq.published == seq.node.end:  # a snapshot in the sequence's own partial tail
+    if target > seq.published == seq.node.end:  # a snapshot in the partial tail of this sequence
         ids = table.tail[seq.row, : target - seq.published].tobytes()
         below, matched = tree.walk(seq.node, ids, target - seq.published)
         candidates += below
@@ -94,10 +97,12 @@ def _shorten(state: CacheState, seq: Sequence, resume: int, rows: Ids, path: lis
 def _unpublish(
     state: CacheState, seq: Sequence, path: list[Node], boundary: int, resume: int, now: float
 ) -> None:
-    """Move the sequence's lock up to an earlier block boundary. The tokens from there to `resume` become its tail."""
+    """Move the sequence's lock up to an earlier block boundary. The tokens from this boundary to `resume` become its
+    tail.
+    """
     tail, tree = resume - boundary, state.tree
     if not seq.control.store and boundary >= seq.node.end:
-        seq.published = boundary  # the tokens are not in the tree
+        seq.published = boundary  # these tokens are not in the tree
         return
     text = b"".join(bytes(n.text) for n in path if n.end > boundary)
     start = next((n.start for n in path if n.end > boundary), boundary)
@@ -116,7 +121,7 @@ def _unpublish(
 
 
 def _rewind_states(state: CacheState, seq: Sequence, checkpoint: Checkpoint | None, now: float) -> None:
-    """Release the live states, and resume from a checkpoint's snapshot if there is one."""
+    """Release the live states. If there is a checkpoint, resume from its snapshot."""
     account, table = seq.root.account, state.block_tables
     live = table.states[:, seq.row][None].copy()
     if live[0, 0]:

@@ -1,12 +1,13 @@
-"""Sequence: a request's handle on one row of the block tables.
+"""Sequence: the handle of a request on one row of the block tables.
 
-Lengths and page ids are in the arrays of `BlockTables`. A sequence has its row, its node in the radix tree and its
+`BlockTables` has the lengths and page ids. A sequence has the index of its row, its node in the radix tree, and its
 options.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy.typing as npt
@@ -21,11 +22,11 @@ from kvloom.core.prefix.multimodal import Media, MediaRun
 from kvloom.core.prefix.node import Node, Root
 from kvloom.core.state import CacheState
 
-__all__ = ["Sequence", "SequenceOwner", "ensure_open", "mark_special", "sequence_at"]
+__all__ = ["ColdRun", "Sequence", "SequenceOwner", "ensure_open", "mark_special", "sequence_at"]
 
 
 class SequenceOwner(Protocol):
-    """The part of the cache that a sequence calls."""
+    """The methods of the cache that a sequence calls."""
 
     layout: PoolLayout
     block_tokens: int
@@ -42,8 +43,26 @@ class SequenceOwner(Protocol):
     def close(self, seq: Sequence) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
+class ColdRun:
+    """Consecutive cold blocks: their page ids in host memory, [blocks, columns]. Columns of windows have no meaning.
+
+    `last_hash` is the block hash of the last block, None if there is none. `on_release` is called when the last sequence releases the run."""
+
+    pages: Ids
+    last_hash: bytes | None
+    on_release: Callable[[], None]
+    users: int = 1
+
+    def release(self) -> None:
+        """Drop one use."""
+        self.users -= 1
+        if not self.users:
+            self.on_release()
+
+
 class Sequence:
-    """One request, beam or sample. Its methods call those of the cache.
+    """One request, beam or sample. Its methods call the methods of the cache.
 
     | tokens               | meaning                                     |
     |----------------------|---------------------------------------------|
@@ -56,6 +75,8 @@ class Sequence:
     __slots__ = (
         "cache",
         "checkpoint_positions",
+        "cold_blocks",
+        "cold_runs",
         "control",
         "finish_reason",
         "history",
@@ -84,9 +105,11 @@ class Sequence:
         self.opened = now
         self.resumed = 0
         self.prompt = 0
-        self.shared_tail = False  # its partial block is a shared page: copy before writing
-        self.state_source: Ids | None = None  # snapshot to resume from, in use until copied
+        self.shared_tail = False  # its partial block is a shared page, which must be copied before a write
+        self.state_source: Ids | None = None  # snapshot to resume from, in use until it is copied
         self.checkpoint_positions: tuple[int, ...] = ()  # positions at which to take checkpoints
+        self.cold_runs: list[ColdRun] = []  # its oldest blocks, in host memory
+        self.cold_blocks = 0
         self.media: tuple[Media, ...] = ()
         self.media_runs: dict[bytes, MediaRun | Ids] = {}
         self.finish_reason: str | None = None  # "tool_calls", "stop", …: an input of learning policies
@@ -97,7 +120,7 @@ class Sequence:
         return f"<Sequence {state}>"
 
     def retained(self) -> Iterator[tuple[BlockPages, Ids]]:
-        """Yield the rows of page ids in use outside the block tables."""
+        """Yield the rows of page ids that the sequence uses outside the block tables."""
         state = self.cache.state
         if self.state_source is not None:
             yield state.states, self.state_source
@@ -114,9 +137,9 @@ class Sequence:
 
     @property
     def state_length(self) -> int:
-        """Tokens that the live states cover: `length`, or fewer while drafts are verified.
-
-        The recurrent layers must compute the tokens between `state_length` and `length` again."""
+        """Number of tokens that the live states cover. It is smaller than `length` while drafts are verified. The
+        recurrent layers compute the tokens from `state_length` to `length` again.
+        """
         return int(self.cache.block_tables.state_length[self._open_row()])
 
     @property
@@ -139,15 +162,21 @@ class Sequence:
         return min(ahead) if ahead and self.cache.has_states else None
 
     def table(self, group: int) -> Ids:
-        """Page ids of one token group: [runs, blocks], a view."""
+        """Return the page ids of one token group, [runs, blocks], as a view."""
         return self.cache.table(group)[:, self._open_row(), : int(self.cache.block_tables.blocks[self.row])]
 
     def states(self, group: int) -> Ids:
-        """Page ids of one state group's live state: [runs]."""
+        """Return the page ids of the live state of one state group, [runs]."""
         groups = self.cache.layout.groups
         if not 0 <= group < len(groups) or groups[group].spec.unit != "state":
             raise KeyError(f"{group} is not a state group; the layout has {[g.name for g in groups]}")
         return self.cache.block_tables.states[groups[group].columns, self._open_row()]
+
+    def release_cold_runs(self) -> None:
+        """Release its cold blocks: it is closed, or starts again."""
+        for run in self.cold_runs:
+            run.release()
+        self.cold_runs, self.cold_blocks = [], 0
 
     def media_rows(self, digest: bytes) -> Ids:
         """Return the page ids of an image's media run: [blocks, columns]."""
@@ -155,27 +184,27 @@ class Sequence:
         return run.rows if isinstance(run, MediaRun) else run
 
     def media_is_cached(self, digest: bytes) -> bool:
-        """Return whether an image's media run is cached: then its pages are already written."""
+        """Return whether the media run of an image is cached, so that its pages are already written."""
         return isinstance(self.media_runs[self.root.hash + digest], MediaRun)
 
     def extend(self, n: int) -> int:
-        """See `KVCache.extend`."""
+        """Reserve pages for `n` more tokens. See `KVCache.extend`."""
         return self.cache.extend(self, n)
 
     def commit(self, tokens: npt.ArrayLike, state_length: int | None = None) -> None:
-        """See `KVCache.commit`."""
+        """Append computed tokens. See `KVCache.commit`."""
         self.cache.commit(self, tokens, state_length)
 
     def rollback(self, n: int) -> int:
-        """See `KVCache.rollback`."""
+        """Discard the last `n` tokens. See `KVCache.rollback`."""
         return self.cache.rollback(self, n)
 
     def fork(self) -> Sequence | None:
-        """See `KVCache.fork`."""
+        """Return a second sequence with the same tokens. See `KVCache.fork`."""
         return self.cache.fork(self)
 
     def close(self) -> None:
-        """See `KVCache.close`."""
+        """Close the sequence. See `KVCache.close`."""
         self.cache.close(self)
 
 
@@ -192,13 +221,15 @@ def ensure_open(state: CacheState, seq: Sequence) -> None:
     try:
         if state.block_tables.sequences[seq.row] is seq:
             return
-    except IndexError:  # a sequence of another cache with more rows
+    except IndexError:  # a sequence of another cache, which has more rows
         pass
     raise ValueError(f"{seq!r} is not open in this cache")
 
 
 def mark_special(state: CacheState, seq: Sequence) -> None:
-    """Set the `special` flag of a row if it has a page to copy, lacks its states, or has images not computed yet."""
+    """Set the `special` flag of a row if it has a page to copy, lacks its states, or has images that are not computed
+    yet.
+    """
     row = seq.row
     special = seq.shared_tail or (state.has_states and not state.block_tables.states[0, row])
     if seq.media and not special:

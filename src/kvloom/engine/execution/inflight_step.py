@@ -1,4 +1,6 @@
-"""An in-flight step: a launched step whose tokens are on their way to the host while the next step computes."""
+"""An in-flight step: a launched step whose tokens have not arrived on the host, while the next step may already
+compute.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,14 @@ import torch
 from kvloom.engine.request import Request
 from kvloom.engine.sampling import Logprobs, SampledTokens, TokenLogprobs, to_device
 from kvloom.engine.scheduling import Scheduled
+from kvloom.engine.speculation import Draft
 
 from .pooling import PooledPrompt
 
 __all__ = ["InflightStep", "PromptLogprobs", "prompt_logprobs"]
 
 PromptLogprobs = tuple[Request, int, Logprobs]
-"""A request, the first prompt token, and the log-probabilities from that token on."""
+"""A request, its first prompt token, and the log-probabilities from this token on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,10 @@ class InflightStep:
     prompts: tuple[PromptLogprobs, ...]
     event: torch.cuda.Event | None
     prompt_tokens: int
-    """Prompt tokens of the step. Decoding requests add one token each."""
+    """Number of prompt tokens in the step. Each decoding request adds one more token."""
     embeddings: tuple[PooledPrompt, ...] = ()
+    drafts: tuple[Draft, ...] = ()
+    """The draft of each request; empty if no request has one. `tokens` then has one more for each draft token."""
 
     @classmethod
     def create(
@@ -43,16 +48,25 @@ class InflightStep:
         prompts: Sequence[PromptLogprobs] = (),
         decoding: int = 0,
         embeddings: Sequence[PooledPrompt] = (),
+        drafts: Sequence[Draft] = (),
     ) -> InflightStep:
-        """Start to copy sampled tokens, log-probabilities and embeddings to the host. Does not wait.
-
-        The first `decoding` entries of the work have one token each."""
+        """Start to copy sampled tokens, log-probabilities and embeddings to the host. Does not wait. The first
+        `decoding` entries of `work` have one token each.
+        """
         tokens, logprobs = sampled.tokens, sampled.logprobs
         sizes = (len(part.tokens) for _, part in work[decoding:])
         prompt_tokens = sum(size for size in sizes if size > 1)
         if not tokens.is_cuda:
             return cls(
-                work, requests, tokens, logprobs, tuple(prompts), None, prompt_tokens, tuple(embeddings)
+                work,
+                requests,
+                tokens,
+                logprobs,
+                tuple(prompts),
+                None,
+                prompt_tokens,
+                tuple(embeddings),
+                tuple(drafts),
             )
         host = _to_host(tokens)
         logprobs = None if logprobs is None else logprobs.to_host()
@@ -60,7 +74,7 @@ class InflightStep:
         embeddings = tuple((request, _to_host(found)) for request, found in embeddings)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return cls(work, requests, host, logprobs, prompts, event, prompt_tokens, embeddings)
+        return cls(work, requests, host, logprobs, prompts, event, prompt_tokens, embeddings, tuple(drafts))
 
     @property
     def scheduled_requests(self) -> set[Request]:
@@ -69,14 +83,13 @@ class InflightStep:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its tokens have arrived."""
+        """Whether the tokens of the step have arrived."""
         return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
 
     def results(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Return the tokens, and the log-probabilities by place. Adds prompt log-probabilities and embeddings to
-        their requests.
-
-        Waits until they have arrived."""
+        """Return the tokens, and the log-probabilities by row. Adds prompt log-probabilities and embeddings to their
+        requests. Waits for all of them.
+        """
         if self.event is not None:
             self.event.synchronize()
         by_place: dict[int, TokenLogprobs] = {}
@@ -90,14 +103,16 @@ class InflightStep:
 
 
 def _to_host(found: torch.Tensor) -> torch.Tensor:
-    """Start to copy a tensor of the device to pinned memory. Does not wait."""
+    """Start to copy a device tensor to pinned memory. Does not wait."""
     host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
     return host.copy_(found, non_blocking=True)
 
 
 @torch.inference_mode()
 def prompt_logprobs(work: Sequence[Scheduled], logits: torch.Tensor) -> list[PromptLogprobs]:
-    """Compute the log-probabilities of the prompt tokens that follow each token of `work`, from its logits ([tokens, vocabulary])."""
+    """Compute the log-probabilities of the prompt tokens that follow each token of `work`, from its logits ([tokens,
+    vocabulary]).
+    """
     found, at = [], 0
     for request, part in work:
         start, count = request.computed, len(part.tokens)

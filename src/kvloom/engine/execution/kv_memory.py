@@ -1,8 +1,8 @@
-"""KV memory: the page pool of a model on its device, and the cache that manages it.
+"""KV memory: allocates the page pool of a model on its device, and the cache that manages it.
 
     model → layer specs, scales → layout (with images) → bytes, configured or measured → slabs → buffer and cache
 
-Refuses settings that cannot work before it allocates the buffer.
+Settings that cannot work are refused before the buffer is allocated.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CheckpointPolicy, KVCache, PoolLayout
 from kvloom.engine.config import EngineConfig
 from kvloom.kernels.memory import ElasticBuffer, allocate, elastic_buffer, granularity
 from kvloom.models.loading import model_fingerprint
 from kvloom.models.paged import Scales, fingerprint, install, load_scales
-from kvloom.models.specs import model_spec
+from kvloom.models.specs import ModelSpec, kv_dtypes, model_spec, with_draft
 from kvloom.models.vision import Vision, vision_of
 
 from .memory_budget import MemoryBudget, measure_budget
@@ -25,14 +26,17 @@ from .memory_budget import MemoryBudget, measure_budget
 __all__ = ["KVMemory", "allocate_kv_memory"]
 
 MAX_TOKENS = 131072
-"""Longest sequence if the model states no limit."""
+"""Longest sequence if the model has no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """A pool: `cache` manages the pages in `buffer`.
+    """The pool of an engine. `cache` manages the pages in `buffer`.
 
-    `elastic`: the buffer's memory, if slabs can be added and removed. `limit`: most tokens of a sequence, if known. `budget`: how the size was measured. `batch_invariant`: needs special kernels."""
+    `elastic` is the memory of the buffer, if slabs can be added and removed. `limit` is the largest number of tokens
+    of a sequence, if known. `budget` states how the size was measured. `batch_invariant` states that batch-invariant
+    kernels must be used.
+    """
 
     layout: PoolLayout
     buffer: torch.Tensor
@@ -45,8 +49,8 @@ class KVMemory:
     batch_invariant: bool
 
 
-def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
-    """Allocate the pool of a model on its device, and make its attention read pages.
+def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> KVMemory:
+    """Allocate the pool of a model on its device, and make its attention read pages. A `draft` model shares the pool.
 
     `config` must have `token_budget` and `max_running`. Without `pool_bytes`, a GPU runs a trial step to measure the
     free memory, which takes seconds. Raises ValueError for settings that cannot work."""
@@ -54,15 +58,16 @@ def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
     assert config.max_running is not None
     weight = next(model.parameters())
     if config.batch_invariant and not weight.is_cuda and weight.dtype != torch.float32:
-        raise ValueError(
-            f"batch_invariant on a CPU needs dtype float32, not {weight.dtype}: give dtype float32 (--dtype float32)"
-        )
-    batch_invariant = config.batch_invariant and weight.is_cuda  # float32 on a CPU is batch-invariant already
+        raise ValueError(refused("batch_invariant, dtype", dtype=weight.dtype))
+    batch_invariant = config.batch_invariant and weight.is_cuda  # float32 on a CPU is already batch-invariant
     spec = model_spec(
         {**model.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")},
         kv_dtype=config.kv_dtype,
         static_scales=config.kv_scales != "dynamic",
     )
+    if draft is not None:
+        spec = _with_draft(spec, draft, config)
+        install(draft, spec.max_context)
     scales = None if config.kv_scales == "dynamic" else load_scales(config.kv_scales, model, spec.layers)
     step = 16 if config.max_pool_bytes is None else granularity(weight.device)
     layout = PoolLayout.build(spec.layers, config.block_tokens, step)
@@ -98,9 +103,11 @@ def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
         elastic = elastic_buffer(layout, reserved, weight.device, mapped=slabs)
     buffer = allocate(layout, slabs, weight.device) if elastic is None else elastic.tensor
     name = spec.name
-    if config.tiers:  # other processes may load the pages: the hash must cover the weights
+    if config.tiers:  # other processes may load the pages, so the hash must cover the weights
         invariant = " invariant" if config.batch_invariant else ""
         name = f"{model.config.model_type} {model_fingerprint(model)}{invariant}"
+        if draft is not None:  # its pages are stored with the target's
+            name += f", draft {model_fingerprint(draft)}"
     cache = KVCache(
         layout,
         slabs=slabs,
@@ -117,8 +124,27 @@ def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
     return KVMemory(layout, buffer, elastic, cache, scales, vision, limit, budget, batch_invariant)
 
 
+def _with_draft(spec: ModelSpec, draft: Any, config: EngineConfig) -> ModelSpec:
+    """Return the layers of both models. Raises ValueError for a draft model that cannot share the pool."""
+    weight = next(draft.parameters())
+    every, _ = kv_dtypes(config.kv_dtype)
+    beside = model_spec(
+        {**draft.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")}, kv_dtype=every
+    )
+    if any(layer.unit == "state" for layer in beside.layers.values()):
+        raise ValueError(
+            f"draft model {beside.name} has recurrent layers, whose states cannot follow rejected drafts: "
+            "use a draft model with attention only"
+        )
+    if spec.media is not None or beside.media is not None:
+        raise ValueError("a draft model reads no images: use speculate ngram or suffix with a vision model")
+    return with_draft(spec, beside)
+
+
 def _limit(model_limit: int | None, asked: int | None) -> int | None:
-    """Return the most tokens of a sequence: `asked`, or the model's limit. Raises ValueError if `asked` exceeds the limit."""
+    """Return the largest number of tokens of a sequence: `asked`, or the model's limit. Raises ValueError if `asked`
+    exceeds the limit.
+    """
     if asked is None:
         return model_limit
     most = model_limit or MAX_TOKENS

@@ -1,7 +1,7 @@
-"""Default step sizes, and the memory budget of the pool: the device's memory minus what the model needs to run.
+"""Default step sizes, and the memory budget of the pool: the memory of the device minus the memory that a step needs.
 
-On a GPU a trial measures it: the largest step runs on a pool with only the pages of that step, after a decode step
-and, for vision models, an image. The peak memory of the trial stays free, and the memory of CUDA graphs. On a CPU the
+On a GPU a trial measures this memory. It runs the largest step on a pool with only the pages of that step. For vision
+models it also encodes an image. The peak memory of the trial, and the memory of CUDA graphs, stay free. On a CPU the
 pool has a fixed default size.
 """
 
@@ -23,20 +23,24 @@ from .model_runner import ModelRunner, graph_sizes
 __all__ = ["MAX_RUNNING", "TOKEN_BUDGET", "MemoryBudget", "default_token_budget", "measure_budget"]
 
 TOKEN_BUDGET = {False: 2048, True: 8192}
-"""Default prompt tokens of a step, by whether there is a GPU."""
+"""Default number of prompt tokens in a step, without and with a GPU."""
 OFFLINE_TOKEN_BUDGET, LARGE_DEVICE_BYTES = 16384, 60 << 30
-"""Prompt tokens of a step for offline batches, on a device with at least LARGE_DEVICE_BYTES bytes."""
+"""Number of prompt tokens in a step of offline batches, on a device with at least LARGE_DEVICE_BYTES bytes."""
 MAX_RUNNING = {False: 256, True: 512}
-"""Default running requests, by whether there is a GPU. In larger batches more sequences share pages, which are read once."""
+"""Default number of running requests, without and with a GPU. In larger batches more sequences share pages, which are
+read once.
+"""
 SLACK_BYTES = 256 << 20
-"""Bytes for libraries, and for work that the trial does not cover."""
+"""Bytes for libraries, and for work that the trial does not include."""
 CPU_POOL = 1 << 30
 MiB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes of a device: in total, usable, taken by weights and other processes, for the largest step, and for graphs."""
+    """The bytes of a device: total, usable, used by weights and other processes, for the largest step, and for
+    graphs.
+    """
 
     total: int
     usable: int
@@ -46,7 +50,7 @@ class MemoryBudget:
 
     @property
     def pool(self) -> int:
-        """Bytes left for the pool."""
+        """Number of bytes left for the pool."""
         return self.usable - self.taken - self.step - self.graphs
 
     def __str__(self) -> str:
@@ -68,10 +72,10 @@ def measure_budget(
     invariant: bool = False,
     vision: Vision | None = None,
 ) -> MemoryBudget:
-    """Measure the bytes that a `fraction` of the device's memory leaves for the pool. Takes seconds on a GPU.
-
-    Steps have up to `rows` sequences and `tokens` prompt tokens; sequences have up to `longest` tokens. Raises
-    ValueError if no memory is left."""
+    """Measure how many bytes are left for the pool if the engine uses `fraction` of the device's memory. Takes
+    seconds on a GPU. Steps have up to `rows` sequences and `tokens` prompt tokens. Sequences have up to `longest`
+    tokens. Raises ValueError if no memory is left.
+    """
     if not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction {fraction} must be above 0 and at most 1")
     device = next(model.parameters()).device
@@ -107,7 +111,7 @@ def _trial(
     invariant: bool,
     vision: Vision | None,
 ) -> tuple[int, int]:
-    """Return the peak memory of the largest step, and the bytes of its logits."""
+    """Run the largest step. Return its peak memory, and the bytes of its logits."""
     device = next(model.parameters()).device
     tokens = min(tokens, rows * longest)
     counts = [min(longest, tokens - start) for start in range(0, tokens, longest)]
@@ -139,9 +143,9 @@ def _trial(
 
 
 def default_token_budget(device: torch.device) -> int | None:
-    """Return the prompt tokens of a step for offline batches; None: the same as for serving.
-
-    A large GPU computes longer steps a little faster, but delays each token."""
+    """Return the number of prompt tokens in a step of offline batches, or None to use that of serving. A large GPU
+    computes longer steps slightly faster, but each token arrives later.
+    """
     if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE_DEVICE_BYTES:
         return None
     return OFFLINE_TOKEN_BUDGET

@@ -1,4 +1,4 @@
-"""Runs a model on a step's work: lays the batch out in fixed buffers; on a GPU replays CUDA graphs.
+"""Runs a model on the work of a step. Builds the batch in fixed buffers and, on a GPU, replays CUDA graphs.
 
     runner.run(works) → logits after each work's last token, on the device; does not wait
 
@@ -8,8 +8,8 @@
 | prompts, where the host is the bottleneck | piecewise graphs (`piecewise_graphs.py`)                  |
 | others                                 | without graphs                                               |
 
-Sequences that share pages read them once: the runner looks for shared pages when the sequences of a step change. Does not see
-requests.
+Pages that several sequences share are read once. The runner searches for shared pages when the sequences of a step
+change. Does not depend on requests.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CacheControl, KVCache, Sequence
 from kvloom.kernels.attention import SharedRun, find_shared_runs, is_worth_sharing, visible_shared_runs
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.device import upload
 from kvloom.models.fusion import fuse
 from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Scales, Work
+from kvloom.models.specs import DRAFT_PREFIX
 from kvloom.models.vision import Vision
 
 from .piecewise_graphs import PiecewiseGraphs, uncollected
@@ -39,11 +41,11 @@ __all__ = ["ModelRunner", "graph_sizes"]
 
 
 MIN_SHARERS = 4
-"""Smallest number of sequences for which the search for shared pages is worth its cost."""
+"""Smallest number of sequences for which a search for shared pages is worth its cost."""
 
 
 def graph_sizes(rows: int) -> list[int]:
-    """Return the graph sizes for up to `rows` sequences: few, with little padding."""
+    """Return the graph sizes for up to `rows` sequences. They are few, and cause little padding."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, 8192, 128)]
     return [size for size in sizes if size < rows] + [rows]
 
@@ -69,15 +71,21 @@ class ModelRunner:
         scales: Scales | None = None,
         vision: Vision | None = None,
         invariant: bool = False,
+        drafts: int = 0,
+        target: ModelRunner | None = None,
     ) -> None:
-        """`invariant`: make a row's bits independent of the other rows of its step (CUDA only)."""
+        """`target`: the runner whose draft model this is; both share the pool and the batches' buffers. `drafts`: draft tokens of a step, and tokens computed again, at most. `invariant`: make a row's bits independent of the other rows of its step (CUDA only)."""
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
         self.pages = Pages(
-            cache.layout, buffer, scales, _partial_sum_tokens(cache.max_tokens) if invariant else 0
+            cache.layout,
+            buffer,
+            scales,
+            _partial_sum_tokens(cache.max_tokens) if invariant else 0,
+            "" if target is None else DRAFT_PREFIX,
         )
         self.numerics: AbstractContextManager[Any] = nullcontext()
-        """The context of all computation on the logits: batch-invariant mode, or nothing."""
+        """The context of all computations on logits: batch-invariant mode, or none."""
         if invariant:
             self._check_batch_invariant()
             from kvloom.kernels.batch_invariant import BatchInvariant
@@ -86,25 +94,34 @@ class ModelRunner:
         if vision is not None:
             vision.bind_pool(cache.layout, buffer, self.pages.cross_views)
         turns = vision is not None and vision.uses_mrope
-        self.stage = BatchBuilder(cache, buffer.device, tokens + rows, rows, shifted=turns)
+        self.stage: BatchBuilder = (
+            BatchBuilder(cache, buffer.device, tokens + rows + drafts, rows, shifted=turns)
+            if target is None
+            else target.stage
+        )
         self.tokens, self.rows = tokens, rows
         self.chosen = torch.zeros(rows, dtype=torch.int64, device=buffer.device)
-        """Tokens sampled by the previous step, by place; a work's `source` is an index into it."""
+        """Tokens sampled by the previous step. `source` of a work is an index into it."""
         decoder = model.get_decoder()  # some models return themselves
         self.decoder: torch.nn.Module | None = (
             decoder if decoder is not model else getattr(model, "model", None)
         )
-        """The part of the model that returns the final norm's output; None if it is not a module of its own."""
+        """The part of the model that ends with the final norm. None if it is not a separate module."""
         self.hidden_states: list[torch.Tensor] = []
-        """Output of the final norm for works of the last step that asked for it: [tokens, hidden] each."""
+        """Output of the final norm for the works of the last step that need it: [tokens, hidden] each."""
         self._plain = "cache_params" in inspect.signature(model.forward).parameters
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._cache = cache
-        full = [group for group in cache.layout.of("token") if not group.spec.visibility.windowed]
+        own = [
+            group
+            for group in cache.layout.of("token")
+            if (group.spec.lifetime == "draft") == (target is not None)
+        ]
+        full = [group for group in own if not group.spec.visibility.windowed]
         self._shared_column = full[0].columns.start if full and not invariant else None
         self._windows = [
             group
-            for group in cache.layout.of("token")
+            for group in own
             if group.spec.visibility.windowed and is_worth_sharing(group.spec.visibility)
         ]
         self._sharers: tuple[object, ...] = ()
@@ -112,7 +129,7 @@ class ModelRunner:
         self._pool: Any = None
         self._sizes = graph_sizes(rows) if graphs and buffer.is_cuda and self.pages.is_replayable else []
         self.piecewise: PiecewiseGraphs | None = None
-        """Graphs of steps with prompts; None if the model cannot be captured."""
+        """Graphs of steps with prompts. None if the model cannot be captured."""
         if self._sizes and not turns and not self.pages.has_states:
             self.piecewise = PiecewiseGraphs(
                 self.pages, self.stage, self._forward, self.chosen, tokens + rows
@@ -121,13 +138,9 @@ class ModelRunner:
     def _check_batch_invariant(self) -> None:
         """Raise ValueError for a model without batch-invariant kernels."""
         if self.pages.cross_views:
-            raise ValueError(
-                "batch_invariant is not supported for models with cross-attention to images: turn it off"
-            )
+            raise ValueError(refused("batch_invariant, cross-attention"))
         if not self.pages.is_replayable:
-            raise ValueError(
-                "batch_invariant has no GPU kernel for this model's attention heads: turn it off"
-            )
+            raise ValueError(refused("batch_invariant, heads"))
 
     def run(
         self,
@@ -137,22 +150,27 @@ class ModelRunner:
         pooled: Many[int] = (),
     ) -> torch.Tensor:
         """Compute a step. Return the logits ([works, vocabulary]) after the last token of each work, or of the works `wanted`.
+        A work with drafts has one row more for each of them.
 
         The logits after every token of the works `whole` follow. `hidden_states` gets the hidden states of the works
         `pooled`. Valid until the next step."""
         single = not (whole or pooled) and all(
             len(work.tokens) == 1 and not _has_images(work) for work in works
         )
+        # Cold pages are gathered on the host, by every layer: a graph cannot contain that.
+        has_cold_blocks = any(work.sequence.cold_blocks for work in works)
         if (
             single
             and self._sizes
+            and not has_cold_blocks
             and not (self.pages.has_states and any(w.sequence.state_length == 0 for w in works))
         ):
             return self._replay(works, wanted)
         if (
             self.piecewise is not None
+            and not has_cold_blocks
             and not (whole or pooled)
-            and not any(_has_images(work) for work in works)
+            and not any(work.drafts or _has_images(work) for work in works)
         ):
             size = self.piecewise.size_for(works)
             if size:
@@ -161,10 +179,14 @@ class ModelRunner:
         if self.vision is not None:
             batch = self.vision.add_images(batch, works)
         last = batch.last
-        if whole or (wanted is not None and len(wanted) < len(works)):
-            ends = [batch.bounds[i + 1] - 1 for i in (range(len(works)) if wanted is None else wanted)]
-            each = [np.arange(batch.bounds[i], batch.bounds[i + 1]) for i in whole]
-            last = upload(np.concatenate([np.array(ends, dtype=np.int64), *each]), self.device)
+        if whole or batch.drafts or (wanted is not None and len(wanted) < len(works)):
+            ends = [
+                (batch.bounds[i + 1], works[i].drafts)
+                for i in (range(len(works)) if wanted is None else wanted)
+            ]
+            each = [np.arange(end - 1 - drafts, end) for end, drafts in ends]
+            each += [np.arange(batch.bounds[i], batch.bounds[i + 1]) for i in whole]
+            last = upload(np.concatenate([np.zeros(0, np.int64), *each]), self.device)
         if not pooled:
             return self._forward(batch, last)
         states: list[torch.Tensor] = []
@@ -182,10 +204,9 @@ class ModelRunner:
         return self._forward(self.stage.lay_out(works, self.chosen), None)
 
     def warm_up(self, choose: Callable[[torch.Tensor], object]) -> tuple[int, float]:
-        """Run typical steps on temporary pages, and call `choose` with their logits, so that kernels are compiled before
-        requests arrive.
-
-        Returns the prompt tokens and the seconds of the last step. Does nothing on a CPU."""
+        """Run typical steps on temporary pages and call `choose` with their logits. This compiles kernels before
+        requests arrive. Returns the prompt tokens and the seconds of the last step. Does nothing on a CPU.
+        """
         if self.device.type != "cuda":
             return 0, 0.0
         for stride in {group.page_stride for group in self._cache.layout.groups}:
@@ -199,13 +220,13 @@ class ModelRunner:
         self._run_steps([[limit // 16], [limit // 4], [20]], limit)  # small: attention splits its work
         self._run_steps(
             [[limit // 3, limit // 3]], limit
-        )  # short prompts, of sizes that libraries do not support
+        )  # short prompts, with sizes that libraries do not support
         self._run_steps([[limit], [limit]], limit)  # the same shape as chunks of a long prompt
         torch.cuda.synchronize(self.device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began = time.perf_counter()
         begin.record()
-        tokens = self._run_steps([[limit]], limit)  # run again, now that everything is compiled
+        tokens = self._run_steps([[limit]], limit)  # run again after everything is compiled
         host = time.perf_counter() - began
         end.record()
         end.synchronize()
@@ -219,9 +240,9 @@ class ModelRunner:
         limit: int,
         choose: Callable[[torch.Tensor], object] | None = None,
     ) -> int:
-        """Run steps of the same sequences with the given token counts, within the limits of a step and the pool.
-
-        Returns the number of tokens. `limit` is the prompt length for the match."""
+        """Run steps of the same sequences with the given token counts, as far as a step and the pool allow. Returns
+        the number of tokens. `limit` is the prompt length.
+        """
         open_: dict[int, Sequence] = {}
         done = 0
         for counts in shapes:
@@ -259,7 +280,7 @@ class ModelRunner:
             self._forward(self.stage.replayed(self.rows, self.chosen), None)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture every graph now, the largest first: the others reuse its memory."""
+        """Capture every graph. The largest is captured first, because the others reuse its memory."""
         wanted = [(size, False) for size in reversed(self._sizes)]
         if self._shared_column is not None:
             wanted += [(size, True) for size in reversed(self._sizes) if size >= MIN_SHARERS]
@@ -294,7 +315,7 @@ class ModelRunner:
         return logits
 
     def _share(self, works: Many[Work], size: int) -> bool:
-        """Return whether some works share pages, and send the shared runs to the device."""
+        """Return whether some works share pages. Sends the shared runs to the device."""
         if self._shared_column is None or len(works) < MIN_SHARERS:
             return False
         sharers = (size, *(work.sequence for work in works))
@@ -320,7 +341,7 @@ class ModelRunner:
             self.stage.send_singles([], size)
             side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(side):  # compile, and let libraries allocate memory
+            with torch.cuda.stream(side):  # compiles kernels, and lets libraries allocate memory
                 self._forward(self.stage.replayed(size, self.chosen, shares), None)
             torch.cuda.current_stream(self.device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
@@ -330,7 +351,7 @@ class ModelRunner:
         return self._graphs[size, shares]
 
     def _memory(self) -> Any:
-        """Return the memory pool of all graphs: they never run at the same time."""
+        """Return the memory pool of all graphs, which never run at the same time."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
@@ -363,17 +384,19 @@ class ModelRunner:
 
 
 def _partial_sum_tokens(longest: int) -> int:
-    """Return the tokens of one partial sum of batch-invariant attention: enough pieces for a device, at most 64."""
+    """Return the number of tokens of one partial sum of batch-invariant attention. There are enough pieces for a
+    device, at most 64.
+    """
     return max(512, -(-longest // (64 * 512)) * 512)
 
 
 def _has_images(work: Work) -> bool:
-    """Return whether a work has images, or positions shifted by them."""
+    """Return whether a work has images, or positions that images shift."""
     return work.images is not None and work.images.affects_step(work.sequence.length)
 
 
 def _model_positions(batch: Batch) -> torch.Tensor:
-    """Return positions as the modelling code reads them: [1, tokens], or [3, 1, tokens] for three axes."""
+    """Return positions in the shape that modelling code expects: [1, tokens], or [3, 1, tokens] for three axes."""
     if batch.rotary is None:
         return batch.positions[None]
     return batch.rotary[None] if batch.rotary.dim() == 1 else batch.rotary[:, None]

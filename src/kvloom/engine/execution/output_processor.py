@@ -1,4 +1,4 @@
-"""Applies a step's tokens to their requests: finishes, stop texts, grammars, beams.
+"""Applies the tokens of a step to their requests: finishes, stop texts, grammars and beams.
 
 Reports each finish, and the beams that continue, to the scheduler. Does not use the model or the device.
 """
@@ -11,6 +11,7 @@ from typing import Any
 from kvloom.engine.request import Request
 from kvloom.engine.sampling import BeamSearch, Finish, TextStream, TokenLogprobs, collect
 from kvloom.engine.scheduling import Scheduled, Scheduler
+from kvloom.engine.speculation import accepted_places
 
 from .inflight_step import InflightStep
 
@@ -24,11 +25,13 @@ def eos_tokens(model: Any) -> frozenset[int]:
 
 
 MASK_SECONDS = 0.01
-"""Longest wait of a step for the masks that follow its tokens. A request with a later mask skips steps until it arrives."""
+"""Longest time that a step waits for the grammar masks after its tokens. If a mask takes longer, its request skips
+steps.
+"""
 
 
 class OutputProcessor:
-    """Applies tokens to requests; `eos` are the end-of-sequence tokens."""
+    """Applies tokens to requests. `eos` are the end-of-sequence tokens."""
 
     def __init__(self, scheduler: Scheduler, eos: frozenset[int]) -> None:
         self.scheduler, self.eos = scheduler, eos
@@ -36,11 +39,14 @@ class OutputProcessor:
         """Requests whose grammar mask is late."""
 
     def process(self, step: InflightStep, launched_since: list[Scheduled]) -> list[Request]:
-        """Apply a step's tokens and return its requests. `launched_since` is the work of the step after it.
-
-        Waits until the tokens have arrived, and up to MASK_SECONDS for grammar masks."""
+        """Apply the tokens of a step and return its requests. `launched_since` is the work of the next step. Waits
+        until the tokens have arrived, and up to MASK_SECONDS for grammar masks.
+        """
         tokens, logprobs = step.results()
         open_ = [(i, request) for i, request in enumerate(step.requests) if request.finish_reason is None]
+        if step.drafts:
+            self._accept_drafts(step, tokens, logprobs, [i for i, _ in open_])
+            return [request for _, request in open_]
         self.scheduler.commit_tokens(step.requests, tokens, launched_since)
         refused = self._advance_grammars([request for _, request in open_])
         for place, request in open_:
@@ -51,12 +57,40 @@ class OutputProcessor:
                 self._accept(request, logprobs.get(place), id(request) in refused)
         return [request for _, request in open_]
 
+    def _accept_drafts(
+        self, step: InflightStep, tokens: list[int], logprobs: dict[int, TokenLogprobs], open_: list[int]
+    ) -> None:
+        """Apply the tokens of a step with drafts: of each request the accepted ones and the one after them, until it
+        finishes. `open_` are the places of the unfinished requests."""
+        places = accepted_places(tokens, step.drafts)
+        self.scheduler.commit_tokens(step.requests, [tokens[of[0]] for of in places], [])
+        depth = 0
+        while open_:
+            of_depth = [(i, step.requests[i]) for i in open_]
+            last = [request for i, request in of_depth if depth == len(places[i]) - 1]
+            for i, request in of_depth:
+                if depth < len(places[i]) - 1 and request.structure is not None and not self._is_end(request):
+                    request.structure = step.drafts[i].structures[depth]
+            refused = self._advance_grammars(last)
+            for i, request in of_depth:
+                found = logprobs.get(places[i][depth])
+                if request.beams is None:
+                    self._accept(request, found, id(request) in refused)
+                elif request.beams.offer(request, logprobs[places[i][depth]]):
+                    self._advance(request.beams)
+            depth += 1
+            open_ = [i for i in open_ if depth < len(places[i]) and step.requests[i].finish_reason is None]
+            for i in open_:
+                self.scheduler.commit_draft(step.requests[i], tokens[places[i][depth]])
+
     def wait_for_masks(self, seconds: float) -> None:
         """Wait up to `seconds` for late masks."""
         collect([request.structure for request in self.awaiting_masks if request.structure], seconds)
 
     def settle_masks(self) -> None:
-        """Finish requests whose late mask has arrived and allows no token, or whose grammar failed. Does not wait."""
+        """Finish requests whose late mask has arrived and allows no token, and requests whose grammar failed. Does
+        not wait.
+        """
         collect([request.structure for request in self.awaiting_masks if request.structure is not None], 0.0)
         late, self.awaiting_masks = [r for r in self.awaiting_masks if r.finish_reason is None], []
         for request in late:
@@ -79,9 +113,9 @@ class OutputProcessor:
                 return
 
     def _advance_grammars(self, requests: list[Request]) -> set[int]:
-        """Send each new token to its grammar, and wait a short time for the masks that follow.
-
-        Returns the requests (by `id`) whose token the grammar refuses."""
+        """Send each new token to its grammar, and wait a short time for the next masks. Returns the requests (by
+        `id`) whose grammar refuses the token.
+        """
         waiting, refused = [], set()
         for request in requests:
             structure = request.structure
@@ -95,24 +129,24 @@ class OutputProcessor:
         return refused
 
     def _is_end(self, request: Request) -> bool:
-        """Return whether a request's last token finishes it."""
+        """Return whether the last token of a request finishes it."""
         token, params = request.tokens[-1], request.params
         return token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
 
     def _fail(self, request: Request) -> None:
-        """Finish a request whose grammar allows no token; `stop_reason` is the grammar's error."""
+        """Finish a request whose grammar allows no token. `stop_reason` becomes the error of the grammar."""
         assert request.structure is not None
         request.stop_reason = request.structure.error
         self._finish(request, "grammar")
 
     def _accept(self, request: Request, logprobs: TokenLogprobs | None, refused: bool) -> None:
-        """Apply a request's new token, and finish it if that token is its last. Drops a `refused` token."""
+        """Apply the new token of a request, and finish the request if needed. A `refused` token is dropped."""
         token, params = request.tokens[-1], request.params
         ends = self._is_end(request)
         if ends:
             request.stop_reason = token if token in params.stop_token_ids else None
         if refused:
-            request.tokens.pop()  # the grammar allowed no token, so an arbitrary one was sampled
+            request.tokens.pop()  # the grammar allowed no token, so an arbitrary token was sampled
             self._fail(request)
             return
         if logprobs is not None:
@@ -141,15 +175,16 @@ class OutputProcessor:
         return False
 
     def _advance(self, beams: BeamSearch[Request]) -> None:
-        """Continue a beam search with its best beams, or end it. Called when all beams of a depth have offered their
-        tokens."""
+        """Continue a beam search with its best beams, or end it. Called after all beams of a depth have offered their
+        tokens.
+        """
         successors = beams.decide()
         if successors:
             beams.live = self.scheduler.advance_beams(beams.slots, successors)
             return
         beams.finish()
         for slot in beams.slots:
-            slot.beams = None  # each slot finishes on its own
+            slot.beams = None  # each slot finishes separately
         for slot, why in zip(beams.slots, beams.endings, strict=True):
             if slot.text is not None:
                 hides_end = why == "stop" and not slot.params.include_stop_str_in_output

@@ -1,10 +1,10 @@
-"""Piecewise CUDA graphs: steps with prompts replay everything but attention.
+"""Piecewise CUDA graphs: a step with prompts replays all operations except attention.
 
     graph │ attention of layer 0 │ graph │ attention of layer 1 │ … │ graph → logits
 
-The work of attention changes from step to step, so it is launched normally. The rest depends only on the number of
-tokens, and is captured once for each of some sizes. Padding tokens are computed and written to page 0; attention
-skips them. All graphs share their memory, so no tensor of one run may be used after it.
+The work of attention changes from step to step, so attention is launched normally. All other work depends only on the
+number of tokens, and is captured once for each of a few sizes. Padding tokens are computed and written to page 0;
+attention skips them. All graphs share their memory, so the tensors of a run are invalid after it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Work
 __all__ = ["PiecewiseGraphs", "piece_sizes", "uncollected"]
 
 MARGIN = 1.5
-"""Graphs are used up to this many times the number of tokens for which host and device take equally long."""
+"""Graphs are used for steps of up to MARGIN times the tokens at which host and device take equally long."""
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection: destroying an old graph during a capture breaks the capture."""
+    """Disable garbage collection, because destroying an old graph during a capture breaks the capture."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -41,7 +41,7 @@ def uncollected() -> Iterator[None]:
 
 
 def piece_sizes(tokens: int) -> list[int]:
-    """Return the graph sizes for steps of up to `tokens` tokens: few, with little padding."""
+    """Return the graph sizes for steps of up to `tokens` tokens. They are few, and cause little padding."""
     sizes = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256), *range(4096, 65536, 512)]
     return [size for size in sizes if size <= tokens]
 
@@ -57,7 +57,9 @@ class _GraphSet:
 
 
 class PiecewiseGraphs:
-    """The piecewise graphs of one model. `forward(batch, last, cutter)` runs it; `most` is the largest step in tokens."""
+    """The piecewise graphs of one model. `forward(batch, last, cutter)` runs the model. `most` is the largest step in
+    tokens.
+    """
 
     def __init__(
         self,
@@ -76,8 +78,9 @@ class PiecewiseGraphs:
         self._side: torch.cuda.Stream | None = None
 
     def limit(self, tokens: int, host: float, device: float) -> None:
-        """Use graphs only where the host is the bottleneck. `host` and `device` are the seconds that a step of `tokens`
-        took on each."""
+        """Use graphs only for steps in which the host is the bottleneck. `host` and `device` are the seconds that a
+        step of `tokens` took on each.
+        """
         self._most = min(self._most, int(MARGIN * tokens * host / device))
 
     @property
@@ -86,7 +89,7 @@ class PiecewiseGraphs:
         return piece_sizes(self._most)
 
     def size_for(self, works: Many[Work]) -> int:
-        """Return the smallest captured size for a step; 0 if there is none."""
+        """Return the smallest captured size for a step, or 0 if there is none."""
         at = bisect_left(self._captured, sum(len(work.tokens) for work in works))
         return self._captured[at] if at < len(self._captured) else 0
 
@@ -116,7 +119,9 @@ class PiecewiseGraphs:
         return graphs.logits[: len(ends)]
 
     def capture(self, size: int, pool: Any) -> None:
-        """Capture the graphs of one size in the memory `pool`. Capture the largest first: the others reuse its memory."""
+        """Capture the graphs of one size in the memory `pool`. Capture the largest size first, because the others
+        reuse its memory.
+        """
         stage, device = self._stage, self._stage.device
         self._last.zero_()
         stage.send([], stage.rows + 1, size)
@@ -125,7 +130,7 @@ class PiecewiseGraphs:
         side = self._side
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            # Compile kernels, and let libraries allocate memory; attention is skipped.
+            # Compiles kernels, and lets libraries allocate memory. Attention is skipped.
             idle = _Recording(size, self._results)
             self._forward(stage.packed(size, self._chosen), self._last, idle)
             torch.cuda.synchronize(device)
@@ -137,7 +142,7 @@ class PiecewiseGraphs:
                     logits = self._forward(batch, self._last, recording)
                     recording.close()
                 except BaseException:
-                    with suppress(RuntimeError):  # the failure may have ended the capture already
+                    with suppress(RuntimeError):  # the failure may already have ended the capture
                         recording.close()
                     raise
         torch.cuda.current_stream(device).wait_stream(side)
@@ -146,8 +151,9 @@ class PiecewiseGraphs:
 
 
 class _Recording:
-    """A run of the model that is split at every attention call, with one graph for each part. Without a `pool`, captures
-    nothing."""
+    """A run of the model that is split at every attention call, with one graph for each part. Without a `pool`,
+    nothing is captured.
+    """
 
     def __init__(self, size: int, results: dict[tuple[Any, ...], torch.Tensor], pool: Any = None) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
@@ -196,7 +202,7 @@ class _Memory:
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the same memory that does not own it: other tensors may reuse the memory."""
+    """Return a tensor on the same memory that does not own it, so that other tensors may reuse the memory."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     described = {
         "shape": (extent * x.element_size(),),

@@ -1,9 +1,9 @@
-"""Size of an elastic pool: maps and unmaps slabs while requests run, towards a target.
+"""The size of an elastic pool: maps and unmaps slabs while requests run, until the pool has its target size.
 
     target ── by `Engine.resize_pool`, or by PoolRule ──▶ PoolSize.approach(), between steps ──▶ slabs mapped or unmapped
 
-Growing takes milliseconds. Shrinking evicts and compacts, then waits for the device; slabs with pages in use leave later, when
-requests have finished. Nothing running is preempted.
+Growing takes milliseconds. Shrinking evicts and compacts, then waits for the device. Slabs with pages in use are
+removed later, after requests have finished. No running request is preempted.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvloom.kernels.memory import ElasticBuffer
 __all__ = ["PoolRule", "PoolSize", "free_device_bytes"]
 
 RETRY_SECONDS = 0.1
-"""Pause between two attempts to reach a target that pages in use prevent."""
+"""Pause in seconds between two attempts to reach a target that pages in use prevent."""
 
 
 class PoolSize:
-    """The slabs of one cache and the memory behind them. `apply_copies` makes the copies that the cache decided."""
+    """The slabs of one cache and their memory. `apply_copies` makes the copies that the cache has queued."""
 
     def __init__(
         self, cache: KVCache, memory: ElasticBuffer, apply_copies: Callable[[], None], min_bytes: int
@@ -33,11 +33,11 @@ class PoolSize:
         self._cache, self._memory, self._apply_copies = cache, memory, apply_copies
         self._slab = cache.layout.slab_bytes
         self.least = max(1, min_bytes // self._slab)
-        """Fewest usable slabs."""
+        """Smallest number of usable slabs."""
         self.most = memory.slabs - 1
-        """Most usable slabs: the reserved addresses."""
+        """Largest number of usable slabs, limited by the reserved addresses."""
         self.target = cache.usable_slabs
-        """Usable slabs to reach."""
+        """Target number of usable slabs."""
         self._next_attempt = 0.0
 
     @property
@@ -51,12 +51,12 @@ class PoolSize:
         return self.target == self._cache.usable_slabs
 
     def set_target(self, pool_bytes: int) -> None:
-        """Set the size to reach, within the limits. `approach` changes the pool."""
+        """Set the target size, within the limits. `approach` changes the pool."""
         self.target = min(self.most, max(self.least, pool_bytes // self._slab))
         self._next_attempt = 0.0
 
     def approach(self) -> None:
-        """Grow or shrink towards the target. Call between steps. Costs nothing once it is reached."""
+        """Grow or shrink towards the target. Call it between steps. Costs nothing once the target is reached."""
         missing = self.target - self._cache.usable_slabs
         if not missing or time.monotonic() < self._next_attempt:
             return
@@ -67,7 +67,7 @@ class PoolSize:
         self._next_attempt = 0.0 if self.is_reached else time.monotonic() + RETRY_SECONDS
 
     def _grow(self, slabs: int) -> None:
-        """Add slabs; where the device lacks memory, the target becomes what fits."""
+        """Add slabs. If the device lacks memory, the target is lowered to the size that fits."""
         while slabs:
             unbacked = self._cache.unbacked_slabs(slabs)
             try:
@@ -88,10 +88,12 @@ class PoolSize:
 
 @dataclass(slots=True)
 class PoolRule:
-    """Decides the size of a pool by itself: grows when full, gives memory back when idle or when other processes need it.
+    """Chooses the size of a pool: a full pool grows; an idle pool shrinks, and so does a pool when other processes
+    need memory.
 
-    `keep_free`: bytes of device memory that stay free for others. `idle_seconds`: slabs without pages are given back after
-    so many seconds without a request, down to `start_bytes`. `GROWTH` is the share by which a full pool grows at once."""
+    `keep_free` bytes of device memory stay free for others. After `idle_seconds` without a request, slabs without
+    pages are unmapped, down to `start_bytes`. A full pool grows by the fraction `GROWTH` at a time.
+    """
 
     start_bytes: int
     keep_free: int
@@ -112,7 +114,7 @@ class PoolRule:
         is_busy: bool,
         free_device: Callable[[], int],
     ) -> int | None:
-        """Return the bytes that the pool should have; None: no change. Does nothing more often than every PERIOD."""
+        """Return the size that the pool should have, or None for no change. Decides at most once per PERIOD."""
         if is_busy or self._busy_at is None:
             self._busy_at = now
         if now < self._next:
@@ -130,10 +132,10 @@ class PoolRule:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Return the memory of a device that no process uses; for a CPU what the system can give without swapping."""
+    """Return the device memory that no process uses. For a CPU, return the memory that is available without swapping."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
-    return 1 << 62  # unknown: no limit
+    return 1 << 62  # unknown, so there is no limit

@@ -12,14 +12,14 @@ from kvloom.engine.scheduling import Scheduled
 __all__ = ["PooledPrompt", "pool_hidden_states"]
 
 PooledPrompt = tuple[Request, torch.Tensor]
-"""A request whose prompt is computed, and its embedding: float32, unit length."""
+"""A request whose prompt is computed, and its embedding (float32, unit length)."""
 
 
 @torch.inference_mode()
 def pool_hidden_states(work: Sequence[Scheduled], states: Sequence[torch.Tensor]) -> list[PooledPrompt]:
-    """Add the hidden states of each work ([tokens, hidden]) to its request; return the prompts that are complete.
-
-    A request that starts again at its first token starts its sum again. Does not wait for the device."""
+    """Add the hidden states of each work ([tokens, hidden]) to its request. Return the prompts that are complete. If
+    a request starts again at its first token, its sum is reset. Does not wait for the device.
+    """
     done = []
     for (request, part), rows in zip(work, states, strict=True):
         size, end = len(request.prompt), request.computed + len(part.tokens)

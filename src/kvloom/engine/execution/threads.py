@@ -6,7 +6,8 @@
 | KVLOOM_THREADS, OMP_NUM_THREADS     | that many                                          |
 | neither                             | one less than the usable cores, at least 1         |
 
-Torch's threads synchronise after every operation: if one of them shares its core with the server or a tokenizer, all are slow.
+Torch's threads synchronise after every operation. If one of them shares its core with the server or a tokenizer, all
+become slow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Offload: pages move between the pool and the tiers. Engine and scheduler call only `OffloadManager`.
+"""Offload: moves pages between the pool and the tiers. Engine and scheduler call only `OffloadManager`.
 
     manager.py            OffloadManager: the interface, and the phases of load jobs
     decision.py           Action, Decision: the answers to the scheduler
-    store.py              HostStore: offloads pages from the pool to host memory
+    cold_pages.py         ColdPages: the oldest pages of running requests that are longer than the pool
+    store.py              PageOffloader: offloads pages from the pool to host memory
     tier_loader.py        TierLoader: loads pages from tiers into host memory
     pool_loader.py        PoolLoader: copies pages from host memory into the pool
     load_job.py           LoadJob: one request's pages in transfer, as data
@@ -13,7 +14,7 @@
     session_history.py    SessionHistory: tokens of past sessions, for prefetches
     stats.py              OffloadStats: counters
 
-The life of a load job, with what its request does (`Phase`):
+The life of a load job. `Phase` states what its request does meanwhile:
 
     prefetch, before_admission
         │
@@ -24,7 +25,8 @@ The life of a load job, with what its request does (`Phase`):
         v                     │ (and once    │ request computes      │ there; the request    the job ends,
     the job ends              │ COPYING_HEAD)│ its head meanwhile ───┘ is queued again       the request resumes
 
-A late, missing or damaged page, or a pool without free pages, ends a stage early: the request computes the rest.
+If a page is late, missing or damaged, or if the pool has no free pages, the job ends early. The request computes the
+remaining tokens.
 
 The life of an offload:
 
@@ -35,6 +37,7 @@ The life of an offload:
 
 from kvloom.engine.config import OffloadConfig
 
+from .cold_pages import MAX_HOST_SHARE, ColdPages, ColdStart
 from .decision import Action, Decision
 from .host_pages import Event, HostPages, Ids, LoadEvent, form_of, open_host
 from .load_job import LoadJob, Phase, PoolCopy
@@ -43,16 +46,18 @@ from .manager import OffloadManager
 from .open_tiers import open_offload, opened_tiers
 from .session_history import SessionHistory
 from .stats import OffloadStats
-from .store import HostStore
+from .store import PageOffloader
 from .throughput import TimeModel
 
 __all__ = [
+    "MAX_HOST_SHARE",
     "Action",
+    "ColdPages",
+    "ColdStart",
     "Decision",
     "Estimates",
     "Event",
     "HostPages",
-    "HostStore",
     "Ids",
     "LoadEvent",
     "LoadJob",
@@ -60,6 +65,7 @@ __all__ = [
     "OffloadConfig",
     "OffloadManager",
     "OffloadStats",
+    "PageOffloader",
     "Phase",
     "PoolCopy",
     "Progress",

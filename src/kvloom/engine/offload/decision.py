@@ -1,4 +1,4 @@
-"""The offload manager's answers to the scheduler."""
+"""The decisions that the offload manager returns to the scheduler."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ __all__ = ["Action", "Decision"]
 
 
 class Action(Enum):
-    """What a request does next."""
+    """The next action of a request."""
 
     COMPUTE = "compute"
     """Compute tokens, up to `Decision.until`."""
     WAIT = "wait"
-    """Compute nothing: pages in transfer arrive before they could be computed."""
-    NO_ROOM = "no room"
-    """A tier has pages of the request, but the pool has no free pages for them: wait, or compute."""
+    """Compute nothing, because pages in transfer arrive sooner than they could be computed."""
+    NO_FREE_PAGES = "no free pages"
+    """A tier has pages of the request, but the pool has no free pages for them. The request waits or computes."""
     RESUME = "resume"
-    """The tail of the prompt is loaded: leave the batch, and resume after the tail."""
+    """The tail of the prompt is loaded. The request leaves the batch and resumes after the tail."""
 
 
 @dataclass(frozen=True, slots=True)

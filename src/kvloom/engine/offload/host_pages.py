@@ -2,8 +2,8 @@
 
     pool, pages of one stride  <── Copier ──>  arena, slots of that stride  <── tier queues ──>  disk, stores, peers
 
-On a GPU the arena is pinned, and copies run on their own streams. On a CPU they are done when the call returns. Works
-on page ids and offsets in the arena; does not see hashes or requests.
+On a GPU the arena is pinned, and copies run on separate streams. On a CPU a copy is done when the call returns. Uses
+page ids and offsets in the arena; does not depend on hashes or requests.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Event = torch.cuda.Event | FinishedEvent
 Ids = npt.NDArray[np.integer[Any]]
 _SLAB_BYTES = 8 << 20
 _MIN_CHECKED_BYTES = 32 * 1024
-"""Smaller layers share one checksum: one each would cost too much."""
+"""Layers smaller than this share one checksum, because one per layer would cost too much."""
 
 
 def form_of(group: PageGroup, run: int) -> Form:
-    """Return the form of a layer group's pages: everything that distinguishes two layouts of the same bytes."""
+    """Return the form of a layer group's pages. Different layouts of the same bytes have different forms."""
     layers = group.layers[run * group.run_layers : (run + 1) * group.run_layers]
     fields = ", ".join(f"{f.name}:{f.dtype}{list(f.shape)}" for f in group.spec.fields)
     single = group.page_stride % group.layer_bytes or group.layer_bytes < _MIN_CHECKED_BYTES
@@ -48,9 +48,10 @@ def form_of(group: PageGroup, run: int) -> Form:
 
 
 def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
-    """Return how tiers store the pages of a layout: with HASH_TOKENS tokens, as a layout of that block size has them.
-
-    Empty if the layout has that block size. Leaves out groups whose layers that layout divides into other runs."""
+    """Return how tiers store the pages of a layout: as pages of HASH_TOKENS tokens, like a layout with that block
+    size. Returns {} if the layout already has that block size. Omits groups whose layers are divided into different
+    runs in that layout.
+    """
     if layout.block_tokens == HASH_TOKENS:
         return {}
     layers = {name: group.spec for group in layout.groups for name in group.layers}
@@ -71,10 +72,10 @@ def _page_fields(group: PageGroup) -> PageFields:
 def open_host(
     layout: PoolLayout, capacity: int, checked: bool, device: torch.device, shared: bool = False
 ) -> tuple[HostTier, SharedMemory | None]:
-    """Open a host tier with the slab sizes of the pool; its memory is pinned for a GPU.
-
-    `shared`: other processes on this host may map the memory and read it. Returns that memory, or None if the system
-    does not support it."""
+    """Open a host tier with the slab size of the pool. For a GPU its memory is pinned. With `shared`, other processes
+    on this host may map the memory and read it. Returns the tier and the shared memory, which is None if the system
+    does not support it.
+    """
     unit = host_slab_bytes(layout.slab_bytes, capacity)
     slab = unit * max(1, min(_SLAB_BYTES, capacity // 32) // unit)
     memory = None
@@ -107,7 +108,7 @@ def _unpin(address: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadEvent:
-    """A copy to the device, between two events of its stream."""
+    """A copy to the device, marked by two events of its stream."""
 
     start: torch.cuda.Event
     done: torch.cuda.Event
@@ -115,10 +116,13 @@ class LoadEvent:
     def query(self) -> bool:
         return self.done.query()  # type: ignore[no-untyped-call, no-any-return]
 
-    def seconds_since(self, first: LoadEvent) -> float:
-        """Return the seconds from the start of the `first` copy to the end of this one, by the device's clock.
+    def synchronize(self) -> None:
+        self.done.synchronize()
 
-        Excludes the wait for an in-flight step, and the time until the host polls."""
+    def seconds_since(self, first: LoadEvent) -> float:
+        """Return the seconds from the start of the `first` copy to the end of this copy, by the device's clock. Does
+        not include the wait for an in-flight step, or the time until the host polls.
+        """
         return first.start.elapsed_time(self.done) / 1e3  # type: ignore[no-any-return]
 
 
@@ -142,7 +146,7 @@ class HostPages:
             self._rows[stride] = arena[: count * stride].view(count, stride)
 
     def close(self) -> None:
-        """Unpin host memory. No copy may follow."""
+        """Unpin host memory. No copy may be made afterwards."""
         unpin = _pinned.pop(int(self._arena.ctypes.data), None)
         if unpin is not None:
             unpin()
@@ -152,18 +156,19 @@ class HostPages:
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
     def mark(self, moved: bool = False) -> None:
-        """Mark the current stream. A copy of pages written before the mark waits only for the work before it.
-
-        `moved`: pages of any age were written since the previous mark, so the older marks are dropped."""
+        """Mark the current stream. A copy of pages that were written before the mark waits only for the work before
+        the mark. `moved` states that pages of any age were written since the previous mark, so older marks are
+        dropped.
+        """
         if self._pool is None:
             event = self._marks.pop() if len(self._marks) == 2 else torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.buffer.device))
             self._marks = [event] if moved else [event, *self._marks]
 
     def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
-        """Copy pages to offsets in the arena. Returns the event of the copy; does not block on a GPU.
-
-        The copy waits for the current stream, or for its last mark (`age` 1) or the mark before (`age` 2)."""
+        """Copy pages to offsets in the arena. Returns the event of the copy. Does not block on a GPU. The copy waits
+        for the current stream, or only for its last mark (`age` 1) or second last mark (`age` 2).
+        """
         if self._pool is not None:
             copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)
             return FinishedEvent()
@@ -173,7 +178,7 @@ class HostPages:
         )
 
     def load(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64]) -> LoadEvent | FinishedEvent:
-        """Copy from offsets in the arena to pages, after the work of the current stream. Does not block on a GPU."""
+        """Copy from offsets in the arena to pages, after the work on the current stream. Does not block on a GPU."""
         if self._pool is not None:
             copy_pages(self._pool, np.asarray(pages, np.int64) * stride, self._arena, offsets, stride)
             return FinishedEvent()

@@ -1,4 +1,4 @@
-"""A load job: one request's pages in transfer from tiers to the pool. Data only; the manager advances it.
+"""A load job: the pages of one request in transfer from tiers to the pool. Data only; the manager advances it.
 
 LoadJob
   lookup     LoadLookup      which tier has which missing page
@@ -33,30 +33,30 @@ class Phase(Enum):
     WAITING = "waiting"
     """The request waits for its pages."""
     COPYING_HEAD = "copying head"
-    """The request waits while its first pages are copied from host memory. Happens once."""
+    """The request waits while its first pages are copied from host memory. This happens at most once."""
     COMPUTING = "computing"
-    """The request runs: it computes the head of its prompt while the tail loads."""
+    """The request runs. It computes the head of its prompt while the tail loads."""
     RESUMING = "resuming"
     """The tail is in host memory. The request waits for the copy into the pool, and resumes after the tail."""
 
 
 @dataclass(slots=True, eq=False)
 class LoadLookup:
-    """Which tier has which missing page; `is_complete` once every tier has answered or is late."""
+    """Which tier has which missing page. `is_complete` once every tier has answered or is late."""
 
     plan: LoadPlan | None = None
     pending: TierLookup | None = None
     """The query that tiers have not answered yet."""
     tier_of: dict[bytes, int] = field(default_factory=dict)
-    """By key, the tier that has a page which host memory lacks."""
+    """By key, the tier that has a page that host memory lacks."""
     is_complete: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class LoadChunk:
-    """Pages that are loaded together: all pages of a job from token `first` to the next chunk.
-
-    `fetches` load them; another job may own some of the fetches."""
+    """Pages that are loaded together: all pages of a job from token `first` to the next chunk. `fetches` are the
+    loads; another job may own some of them.
+    """
 
     first: int
     objects: list[Objects]
@@ -66,7 +66,7 @@ class LoadChunk:
 
 @dataclass(slots=True, eq=False)
 class TierTransfer:
-    """Chunks in transfer from tiers to host memory, the end of the prompt first."""
+    """Chunks in transfer from tiers to host memory. The end of the prompt is loaded first."""
 
     chunks: deque[LoadChunk] = field(default_factory=deque)
     """Chunks that have not arrived."""
@@ -75,7 +75,7 @@ class TierTransfer:
     pages_by_tier: Counter[int] = field(default_factory=Counter)
     """Pages that arrived, by tier."""
     bytes_from: np.ndarray | None = None
-    """[tier, block]: bytes to load for the blocks from this one on."""
+    """[tier, block]: bytes to load for this block and all later blocks."""
     deadline: float = 0.0
 
     @property
@@ -94,7 +94,7 @@ class PoolCopy:
     started: float
     leases: list[Lease]
     loaded: np.ndarray
-    """[row, column of the block table]: pages of the reservation that are copied."""
+    """[row, column of the block table]: whether the page of the reservation is copied."""
     states_loaded: bool = True
     events: list[LoadEvent | FinishedEvent] = field(default_factory=list)
 
@@ -103,14 +103,14 @@ class PoolCopy:
         return all(event.query() for event in self.events)
 
     def seconds(self, now: float) -> float:
-        """Seconds that the finished copies took; on a GPU, by the device's clock."""
+        """Return the seconds that the finished copies took. On a GPU they are measured by the device's clock."""
         loads = [event for event in self.events if isinstance(event, LoadEvent)]
         if not loads:
             return now - self.started
         return max(load.seconds_since(loads[0]) for load in loads)
 
     def release_leases(self) -> None:
-        """Let host memory evict the copied pages again."""
+        """Release the leases, so that host memory can evict the copied pages again."""
         for lease in self.leases:
             lease.release()
         self.leases = []
@@ -118,12 +118,13 @@ class PoolCopy:
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """A request's pages in transfer. An `is_prefetch` job belongs to no queued request, and ends when its pages are in
-    host memory.
+    """The pages of a request in transfer. An `is_prefetch` job belongs to no queued request, and ends when its pages
+    are in host memory.
 
             0 ──computed──> computed_to ···> compute_until ··· loaded_from <──loaded── plan.resume
 
-    `can_wait`: other requests are scheduled first, so waiting costs nothing."""
+    `can_wait` states that other requests are scheduled first, so that waiting costs nothing.
+    """
 
     request: Request
     is_prefetch: bool = False
@@ -135,7 +136,7 @@ class LoadJob:
     """The position at which the manager decides again whether to load or recompute."""
     head_copied: bool = False
     awaited_key: bytes | None = None
-    """A page that the request needs and that is still being offloaded to host memory."""
+    """Key of a page that the request needs and that is still being offloaded to host memory."""
     lookup: LoadLookup = field(default_factory=LoadLookup)
     transfer: TierTransfer = field(default_factory=TierTransfer)
     copy: PoolCopy | None = None
@@ -147,8 +148,8 @@ class LoadJob:
 
     def record_on_request(self, copy: PoolCopy, tokens: int, now: float, tier_names: list[str]) -> None:
         """Add loaded tokens to the request's `loads`, divided among the tiers in proportion to their pages.
-
-        `tier_names` starts with host memory."""
+        `tier_names` begins with host memory.
+        """
         left, request = tokens, self.request
         sources = () if self.phase is Phase.COPYING_HEAD else self.transfer.pages_by_tier.items()
         for tier, pages in sources:
@@ -160,8 +161,8 @@ class LoadJob:
             request.loads.append((tier_names[0], copy.started, now, left))
         if request.cached_tokens is None or (self.phase is Phase.RESUMING and not request.preemptions):
             request.first_loads = len(request.loads)
-            if request.cached_tokens is not None and tokens:  # the request started with its head
+            if (
+                request.cached_tokens is not None and tokens
+            ):  # the request started with the head of its prompt
                 request.cached_tokens += tokens
-                request.pool_miss = (
-                    None  # the lookup ends behind the loaded tail: its next start notes where and why
-                )
+                request.pool_miss = None  # the lookup ends after the loaded tail, so the next start records position and reason

@@ -1,10 +1,10 @@
-"""Load or recompute: how many tokens a request computes next, or whether it waits for its pages.
+"""Load or recompute: decides how many tokens a request computes next, or that it waits for its pages.
 
     0 ──computed──> computed_to ········ gap ········ loaded_from <──loaded── resume
 
-The request computes from the start of the prompt while its pages load from the end. When both meet, it resumes after
-the loaded tail. The output does not depend on the estimates: they only choose the size of the next step, and whether
-to wait. A wrong wait costs a bounded time. This module computes with seconds and tokens; it does not read a clock.
+The request computes from the start of the prompt while its pages load from the end. When both meet, the request
+resumes after the loaded tail. The estimates decide only the size of the next step and whether to wait; the output
+does not depend on them. A wrong decision to wait costs a bounded time. This module does not read a clock.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ __all__ = ["Estimates", "LoadOrRecompute", "Progress"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Positions of a request in tokens: computed, loaded, and the `end` of its prompt."""
+    """The positions of a request, in tokens: computed, loaded, and the `end` of its prompt."""
 
     computed_to: int
     loaded_from: int
     end: int
     block_tokens: int
     min_step: int
-    """A smaller step takes as long as one of this many tokens."""
+    """A smaller step takes as long as a step of this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Measured throughput; None where nothing was measured."""
+    """Measured times. A value is None if nothing was measured."""
 
     compute_seconds: Callable[[int], float] | None
-    """Seconds of a step of n tokens."""
+    """Returns the seconds of a step of n tokens."""
     load_seconds: Callable[[int], float] | None
-    """Seconds until all pages from a token on are loaded."""
+    """Returns the seconds until all pages from a token on are loaded."""
     inflight_seconds: float | None
-    """Seconds left of the request's in-flight step, in which waiting costs nothing; None without such a step."""
+    """Seconds left of the request's in-flight step, during which waiting costs nothing. None without such a step."""
     max_lost_seconds: float
-    """Seconds that the request may lose by waiting."""
+    """Largest number of seconds that the request may lose by waiting."""
 
 
 class LoadOrRecompute:
-    """The decisions for one request.
-
-    `seconds_lost` is the time it waited, minus the time to compute the tokens that were loaded in that time."""
+    """The decisions for one request. `seconds_lost` is the time that it waited, minus the time to compute the tokens
+    that were loaded meanwhile.
+    """
 
     def __init__(self) -> None:
         self.seconds_lost = 0.0
@@ -55,9 +55,9 @@ class LoadOrRecompute:
         self._first: tuple[float, int] | None = None  # time and loaded_from of the first decision
 
     def tokens_to_compute(self, at: Progress, estimates: Estimates, now: float) -> int:
-        """Return how many tokens to compute before the next decision; 0: wait.
-
-        Returns all tokens to the end of the prompt if resuming after the loaded tail costs more than it saves."""
+        """Return how many tokens to compute before the next decision, or 0 to wait. If resuming after the loaded tail
+        costs more than it saves, returns all tokens to the end of the prompt.
+        """
         gap = at.loaded_from - at.computed_to
         compute, load = estimates.compute_seconds, estimates.load_seconds
         tokens: int | None = None
@@ -98,9 +98,9 @@ class LoadOrRecompute:
     def _corrected(
         self, loaded_from: int, next_tokens: int, load: Callable[[int], float], now: float
     ) -> Callable[[int], float]:
-        """Return `load` multiplied by the ratio of elapsed to expected load time so far, or by 1 if loads are on time.
-
-        The next `next_tokens` tokens may still be in transfer, so the expected time includes them."""
+        """Return `load` multiplied by the ratio of elapsed to expected load time, at least 1. The next `next_tokens`
+        tokens may still be in transfer, so the expected time includes them.
+        """
         first_time, first_loaded = self._first = self._first or (now, loaded_from)
         soon = load(loaded_from - next_tokens)
         expected = soon + soon / next_tokens * (first_loaded - loaded_from)
@@ -109,7 +109,7 @@ class LoadOrRecompute:
 
     @staticmethod
     def _whole_blocks(gap: int, tokens: int, block: int) -> int:
-        """Return `tokens`, rounded up so that the rest of the gap is a whole number of blocks."""
+        """Return `tokens`, rounded up so that the remaining gap is a whole number of blocks."""
         return gap - max(0, gap - tokens) // block * block
 
     def _end_wait(self, loaded_from: int, compute_seconds: Callable[[int], float] | None, now: float) -> None:

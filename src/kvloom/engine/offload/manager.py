@@ -1,10 +1,10 @@
 """The offload manager: decides which pages are offloaded, prefetched and loaded. The scheduler and the engine call it.
 
-    scheduler   prefetch · before_admission · before_prefill · is_pending · request_started · cancel · poll
+    scheduler   prefetch · before_admission · before_prefill · is_pending · request_started · cancel · poll · open_cold
     engine      before_step · during_step · after_step · flush · prefetch_session · close
 
-No call blocks on a tier, except `wait` and `close`. A page that is late, missing or damaged is recomputed. The cache decides
-which pages a prompt needs (`core.LoadPlan`); this module does not see tokens or models.
+Only `wait` and `close` block on a tier. A page that is late, missing or damaged is recomputed. The cache decides
+which pages a prompt needs (`core.LoadPlan`). This module does not depend on tokens or models.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from typing import Protocol
 
 import torch
 
-from kvloom.core import KVCache, Match
+from kvloom.core import KVCache, Match, Sequence
 from kvloom.engine.config import OffloadConfig
 from kvloom.engine.request import Request
 from kvloom.tiers import HostTier, OpenTier, short_tier_names
 from kvloom.tiers.peer import PeerServer
 from kvloom.tiers.transfers import TransferManager
 
+from .cold_pages import ColdPages
 from .decision import Action, Decision
 from .host_pages import HostPages
 from .load_job import LoadJob, Phase
 from .pool_loader import CopyStart, PoolLoader
 from .stats import OffloadStats
-from .store import HostStore
+from .store import PageOffloader
 from .throughput import TimeModel
 from .tier_loader import TierLoader
 
 __all__ = ["OffloadManager", "Step"]
 
 MAX_PREFETCH_JOBS = 64
-"""Number of load jobs from which queued requests are not prefetched any more."""
+"""If there are this many load jobs, queued requests are not prefetched."""
 IDLE_WAIT_SECONDS = 0.002
-"""Longest sleep of a step without work."""
+"""Longest sleep, in seconds, of a step without work."""
 COPY_WAIT_SECONDS = 0.0002
-"""Longest sleep while copies run. Their end sends no signal, so it is polled."""
+"""Longest sleep, in seconds, while copies run. Copies are polled, because their end sends no signal."""
 _COMPUTE = Decision(Action.COMPUTE)
 
 
@@ -53,9 +54,9 @@ class Step(Protocol):
 
 
 class OffloadManager:
-    """Offloads and loads the pages of one cache. Not thread safe: only the engine's thread may call it.
-
-    `host_write` is the write policy of host memory. `apply_copies` makes the pending copies inside the pool."""
+    """Offloads and loads the pages of one cache. Not thread-safe: only the engine's thread may call it. `host_write`
+    is the write policy of host memory. `apply_copies` makes the pending copies inside the pool.
+    """
 
     def __init__(
         self,
@@ -73,11 +74,11 @@ class OffloadManager:
         self.stats = OffloadStats()
         self.transfers = TransferManager(host, places, config.transfers)
         self.tier_names = short_tier_names([host.name, *(queue.tier.name for queue in self.transfers.queues)])
-        """Public names of the tiers, host memory first."""
+        """The names of the tiers in metrics and results, host memory first."""
         self.unavailable = list(unavailable)
         """Tiers that could not be opened, and the reasons."""
         self.host_server = host_server
-        """Serves host memory to other processes, if configured."""
+        """Serves host memory to other processes, if this is configured."""
         self.has_lossy_tier = any(place.is_lossy for place in places)
         """Whether a tier stores re-encoded pages, for requests that accept them."""
         self._jobs: dict[Request, LoadJob] = {}
@@ -90,10 +91,18 @@ class OffloadManager:
         )
         self.forms = self._tiers.forms
         writes = {place.write_policy for place in places} | ({host_write} if host_write else set())
-        self._store = HostStore(
+        self._store = PageOffloader(
             cache, self._pages, self.transfers, self.forms, self._tiers.lossy_forms, writes, self.stats
         )
         self._pool = PoolLoader(cache, host, self._pages, self._store, self._tiers, apply_copies, self.stats)
+        self.cold: ColdPages | None = None
+        """Cold pages of requests longer than the pool; None without a configured host tier."""
+        self.cold_refusal = ""
+        """Why this engine has no cold pages, if host memory is not the reason."""
+        if host_write is not None:
+            self.cold = ColdPages(
+                cache, self.transfers, self._pages, self._tiers.forms_of, apply_copies, self.stats
+            )
 
     @property
     def config(self) -> OffloadConfig:
@@ -106,10 +115,10 @@ class OffloadManager:
     # -- the scheduler's interface ----------------------------------------------------------------
 
     def prefetch(self, request: Request, find_match: Callable[[Request], Match], can_wait: bool) -> None:
-        """Start to load a queued request's pages from tiers into host memory. Does not touch the pool.
-
-        `can_wait`: other requests are scheduled first. Costs a match and a load plan. Does nothing if host memory is
-        the only tier, or beyond MAX_PREFETCH_JOBS."""
+        """Start to load the pages of a queued request from tiers into host memory. Does not change the pool.
+        `can_wait` states that other requests are scheduled first. Costs a match and a load plan. Does nothing if host
+        memory is the only tier, or if MAX_PREFETCH_JOBS is reached.
+        """
         if not self._can_prefetch:
             return
         match = find_match(request)
@@ -119,11 +128,11 @@ class OffloadManager:
             self._tiers.advance(job, match)
 
     def before_admission(self, request: Request, match: Match) -> Decision:
-        """Decide what the next waiting request does; `match` must be current. May start a load job, or finish one.
-
-        Returns WAIT while pages are in transfer, NO_ROOM if the pool has no pages for them, and COMPUTE otherwise.
-        Loaded pages may have entered the cache: match again if `cache.version` changed. Costs a dictionary lookup if
-        no tier has a page."""
+        """Decide the action of the next waiting request. `match` must be current. May start or finish a load job.
+        Returns WAIT while pages are in transfer, NO_FREE_PAGES if the pool has no pages for them, and COMPUTE otherwise.
+        Loaded pages may have entered the cache, so the caller matches again if `cache.version` changed. If no tier
+        has a page, this costs a dictionary lookup.
+        """
         self._store.note_root(request.control.lossy, match.root_hash)
         if self._must_wait(request, match):
             return Decision(Action.WAIT)
@@ -131,12 +140,14 @@ class OffloadManager:
         if job is None:
             return _COMPUTE
         is_blocked = job.copy is None and job.phase is Phase.WAITING
-        return Decision(Action.NO_ROOM if is_blocked else Action.COMPUTE, job.compute_until)
+        return Decision(Action.NO_FREE_PAGES if is_blocked else Action.COMPUTE, job.compute_until)
 
     def before_prefill(self, request: Request) -> Decision:
-        """Decide what a running request with prompt tokens left does in this step.
+        """Decide the action of a running request that has prompt tokens left, for this step.
 
-        Returns RESUME once its tail is loaded, WAIT where the missing pages arrive sooner, and COMPUTE otherwise."""
+        Returns RESUME once its tail is loaded, WAIT if the missing pages arrive sooner than they can be computed, and
+        COMPUTE otherwise.
+        """
         job = self._jobs.get(request)
         if job is None:
             return _COMPUTE
@@ -153,7 +164,8 @@ class OffloadManager:
     def is_pending(self, request: Request, has_followers: bool) -> bool:
         """Return whether a request that waits for pages must continue to wait.
 
-        If others wait for the same pages (`has_followers`), copied pages enter the cache at once."""
+        If other requests wait for the same pages (`has_followers`), copied pages enter the cache at once.
+        """
         job = self._jobs.get(request)
         if job is None:
             return False
@@ -169,7 +181,9 @@ class OffloadManager:
         return job is not None and job.copy is not None
 
     def copying_requests(self) -> list[tuple[Request, int]]:
-        """Return the requests that wait only for copies, and the length for which each has reserved pages. O(jobs)."""
+        """Return the requests that wait only for copies into the pool, and the length for which each has reserved
+        pages. O(jobs).
+        """
         return [
             (job.request, 0 if job.copy is None else job.copy.reservation.end)
             for job in self._jobs.values()
@@ -177,15 +191,38 @@ class OffloadManager:
         ]
 
     def publish_loaded(self) -> None:
-        """Publish all copied pages before their requests are scheduled, because another request needs pages now."""
+        """Publish all copied pages before their requests are scheduled, because another request needs pages."""
         for job in list(self._jobs.values()):
             if job.copy is not None:
                 self._finish_copy(job)
 
     @property
     def is_retaining_pages(self) -> bool:
-        """Whether copies retain pages of the pool. The pages are released when the copies are done."""
+        """Whether copies in progress retain pages of the pool."""
         return self._pool.has_cancelled_copies or self._store.busy or self._is_copying
+
+    def open_cold(self, request: Request, beyond: int, open_empty: Callable[[], Sequence]) -> bool:
+        """Open the sequence of a long request behind pages in host memory, if they are more than `beyond` tokens.
+
+        Returns False, and opens nothing, if they are not, or the pool lacks pages. `open_empty` opens an empty sequence."""
+        began = time.monotonic()
+        found = None if self.cold is None else self.cold.find(request, beyond)
+        if self.cold is None or found is None:
+            return False
+        sequence = request.sequence = open_empty()
+        is_started = False
+        try:
+            is_started = self.cold.start(request, found)
+        finally:
+            if not is_started:
+                sequence.close()
+                request.sequence = None
+        if not is_started:
+            return False
+        request.loads.append((self.tier_names[0], began, time.monotonic(), found.position))
+        if request.cached_tokens is None:
+            request.first_loads = len(request.loads)
+        return True
 
     def request_started(self, request: Request) -> None:
         """Record that a request has started to compute. Ends its load job, unless the tail of its prompt is still loading."""
@@ -194,7 +231,7 @@ class OffloadManager:
             self.cancel(request)
 
     def cancel(self, request: Request) -> None:
-        """End a request's load job, if any. Reserved pages become free when their copies are done."""
+        """End the load job of a request, if there is one. Reserved pages become free when their copies are done."""
         job = self._jobs.pop(request, None)
         if job is not None:
             self._tiers.cancel(job)
@@ -202,7 +239,9 @@ class OffloadManager:
                 self._pool.cancel(job.copy)
 
     def poll(self) -> None:
-        """Advance all load jobs and offloads. Call it once a step, and regularly while idle. Does not block. O(jobs)."""
+        """Advance all load jobs and offloads. Call it once per step, and regularly while idle. Does not block.
+        O(jobs).
+        """
         self._pool.poll()
         self._store.poll()
         for job in list(self._jobs.values()):
@@ -216,9 +255,10 @@ class OffloadManager:
     # -- the engine's interface -------------------------------------------------------------------
 
     def prefetch_session(self, request: Request, match: Match) -> bool:
-        """Load the pages of a request that may follow into host memory. Return whether a lookup started.
+        """Load the pages that a request would need into host memory. Return whether a lookup started.
 
-        `request` is never scheduled. Does not touch the pool."""
+        `request` is never scheduled. Does not change the pool.
+        """
         if not self._can_prefetch or not self._may_load(request, match):
             return False
         job = self._jobs[request] = LoadJob(request, is_prefetch=True, can_wait=True)
@@ -232,7 +272,7 @@ class OffloadManager:
         return any(job.is_prefetch for job in self._jobs.values())
 
     def flush(self) -> None:
-        """Start the copies of queued pages to host memory. Call it before copies inside the pool are made."""
+        """Start to copy queued pages to host memory. Call it before copies are made inside the pool."""
         self._store.flush()
 
     def before_step(self, pages_moved: bool = False) -> None:
@@ -240,17 +280,16 @@ class OffloadManager:
         self._store.before_step(pages_moved)
 
     def during_step(self, is_busy: Callable[[], bool]) -> None:
-        """Offload pages early while the device `is_busy` and the engine would wait for it."""
+        """Offload pages early while the device `is_busy` and the engine would wait for the device."""
         self._store.offload_ahead(is_busy)
 
     def after_step(
         self, started: float, finished: Step | None, inflight: Step | None, is_waiting: bool
     ) -> None:
-        """Start queued copies, record the duration of the `finished` step since `started`, and remember the step
-        `inflight`.
-
-        If there is no step and requests wait for pages (`is_waiting`), sleeps until a page may have arrived."""
-        self.flush()  # the next step may start long after this one
+        """Start queued copies, and record the duration of the `finished` step since `started`. `inflight` is the next
+        step. If there is no step and requests wait for pages (`is_waiting`), sleep until a page may have arrived.
+        """
+        self.flush()  # the next step may start much later
         if finished is not None:
             self.observe_prefill(finished.prompt_tokens, time.perf_counter() - started)
         elif inflight is None and (is_waiting or self.is_prefetching):
@@ -260,7 +299,9 @@ class OffloadManager:
         self._inflight_until = time.monotonic() + self._prefill_time.seconds(tokens)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Add a measurement: a step with `tokens` prompt tokens took `seconds`. Steps without any count too."""
+        """Add a measurement: a step with `tokens` prompt tokens took `seconds`. Steps without prompt tokens count,
+        too.
+        """
         self._prefill_time.observe(tokens, seconds)
 
     @property
@@ -276,8 +317,9 @@ class OffloadManager:
             self.transfers.wait(timeout)
 
     def close(self, timeout: float = 10.0, keep: bool = True) -> None:
-        """Offload queued pages (unless `keep` is False), store them in the tiers, and close the tiers, within `timeout`
-        seconds."""
+        """Offload queued pages (unless `keep` is False), store them in the tiers, and close the tiers. Takes at most
+        `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         if keep:
             self.flush()
@@ -296,7 +338,7 @@ class OffloadManager:
         return bool(self.transfers.queues) and len(self._jobs) < MAX_PREFETCH_JOBS
 
     def _may_load(self, request: Request, match: Match) -> bool:
-        """Return whether tiers may have more of a prompt than `match` found and an earlier lookup did."""
+        """Return whether tiers may have more of a prompt than `match` and an earlier lookup found."""
         return (
             match.resume < match.limit
             and match.control.read
@@ -306,7 +348,9 @@ class OffloadManager:
         )
 
     def _must_wait(self, request: Request, match: Match) -> bool:
-        """Advance a waiting request's load job, and create it if tiers may have pages. Return whether it waits."""
+        """Advance the load job of a waiting request, or create it if tiers may have pages. Return whether the request
+        waits.
+        """
         job = self._jobs.get(request) or self._new_job(request, match)
         if job is None:
             return False
@@ -327,7 +371,7 @@ class OffloadManager:
         return self._copy_to_pool(job, match) if job.copy is None else self._finish_copy(job)
 
     def _new_job(self, request: Request, match: Match) -> LoadJob | None:
-        """Create the load job of a waiting request; None if no tier can have pages for it."""
+        """Create the load job of a waiting request. Return None if no tier can have pages for it."""
         if not self._may_load(request, match):
             return None
         query = self.cache.loading.first_query(match)
@@ -343,7 +387,9 @@ class OffloadManager:
         return job
 
     def _can_resume(self, job: LoadJob) -> bool:
-        """Return whether the loaded tail meets the tokens that a running request has computed. If so, ends its transfers."""
+        """Return whether the loaded tail meets the tokens that a running request has computed. If so, end its
+        transfers.
+        """
         request, transfer = job.request, job.transfer
         if job.phase is not Phase.COMPUTING or (
             self._tiers.advance(job, None) and transfer.loaded_from > request.computed
@@ -369,15 +415,17 @@ class OffloadManager:
         )
 
     def _copy_head(self, job: LoadJob, match: Match) -> bool:
-        """Copy the head of a prompt from host memory while tiers load its tail. Return whether host memory has any of it."""
+        """Copy the head of a prompt from host memory while tiers load its tail. Return whether host memory has pages
+        of the head.
+        """
         job.head_copied, job.phase = True, Phase.COPYING_HEAD
         if self._copy_to_pool(job, match):
             return True
         job.phase = Phase.WAITING
-        return job.computed_to > match.resume  # the copy is done already
+        return job.computed_to > match.resume  # the copy is already done
 
     def _copy_to_pool(self, job: LoadJob, match: Match) -> bool:
-        """Start to copy a request's pages from host memory into the pool. Return whether the request waits."""
+        """Start to copy the pages of a request from host memory into the pool. Return whether the request waits."""
         try:
             outcome = self._pool.start(job, match)
         except BaseException:
@@ -391,7 +439,7 @@ class OffloadManager:
         return outcome is CopyStart.OFFLOADING
 
     def _finish_copy(self, job: LoadJob) -> bool:
-        """Publish a job's pages if their copies are done. Return whether copies are still in progress."""
+        """Publish the pages of a job if their copies are done. Return whether copies are still in progress."""
         resume = self._pool.finish(job, self.tier_names)
         if resume is None:
             return True
@@ -399,7 +447,7 @@ class OffloadManager:
         return False
 
     def _end_job(self, job: LoadJob, resume: int) -> None:
-        """End a job: its request can resume at `resume`, and looks in tiers again only if that prefix is evicted."""
+        """End a job. Its request can resume at `resume`, and looks in tiers again only if that prefix is evicted."""
         if job.phase is Phase.COPYING_HEAD:  # the tail is still loading
             job.phase = Phase.WAITING
             return

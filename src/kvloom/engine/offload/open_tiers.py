@@ -1,7 +1,7 @@
 """Opens the configured tiers of one cache: host memory first, then the others.
 
-An invalid tier text is refused before any tier is opened. A tier that cannot be opened is an error. With `?optional=1`
-it is logged and left out; the engine retries it in the background.
+All URLs are checked before any tier is opened. A tier that cannot be opened is an error. With `?optional=1`, the
+error is logged, and the engine tries again in the background.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ __all__ = ["open_offload", "opened_tiers"]
 
 log = logging.getLogger("kvloom.tiers")
 STAGING_BYTES = {False: 256 << 20, True: 4 << 30}
-"""Bytes of host memory without a configured host tier, by whether there is a GPU: every transfer passes through host memory."""
+"""Bytes of host memory without a configured host tier, without and with a GPU. Every transfer passes through host
+memory.
+"""
 
 
 @contextmanager
 def opened_tiers(tiers: Many[str | OpenTier]) -> Iterator[list[str | OpenTier]]:
-    """Open the required tiers of other media than host memory, before a model is loaded; the rest stays text.
-
-    Closes them if the block fails. Raises ValueError for a tier that cannot be opened."""
+    """Open the required tiers, except host memory, before a model is loaded. Host memory and optional tiers remain
+    URLs. If the `with` block fails, the tiers are closed. Raises ValueError for a tier that cannot be opened.
+    """
     check_tiers(text for text in tiers if isinstance(text, str))
     found: list[str | OpenTier] = []
     try:
@@ -89,8 +91,9 @@ def open_offload(
 ) -> OffloadManager:
     """Open tiers (`host:64GiB`, `disk:/path:1TiB`, …) and return the offload manager of a cache.
 
-    Raises ValueError for a text that is not a tier, and for a tier that cannot be opened. With `optional=1` the latter is
-    logged and left out."""
+    Raises ValueError for an invalid URL, and for a tier that cannot be opened. With `optional=1` a tier that cannot
+    be opened is only logged.
+    """
     layout, device = cache.layout, buffer.device
     check_tiers(text for text in tiers if isinstance(text, str))
     hosts = [text for text in tiers if isinstance(text, str) and text.startswith("host:")]
@@ -142,17 +145,17 @@ def open_offload(
 
 
 def _with_unit_pages(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """Return `place` with pages of HASH_TOKENS tokens, which servers of every block size can use.
-
-    A peer keeps its pages: it may be another engine's host memory, whose pages are as large as that engine's blocks."""
+    """Wrap `place` so that it stores pages of HASH_TOKENS tokens, which servers of every block size can use. A peer
+    is not wrapped: it may be the host memory of another engine, whose pages have that engine's block size.
+    """
     forms = {} if "peer://" in place.tier.name else unit_forms(layout)
     return replace(place, tier=UnitTier(place.tier, forms)) if forms else place
 
 
 def _server_config(host_text: HostURL) -> PeerConfig | None:
-    """Return how host memory is served to other processes; None if not configured.
-
-    Raises ValueError for an address beyond loopback without a secret, or an unreadable secret."""
+    """Return the settings with which host memory is served to other processes, or None if this is not configured.
+    Raises ValueError if an address other than loopback has no secret, or if the secret is unreadable.
+    """
     if host_text.share is None:
         return None
     secret = read_secret(host_text.secret) if host_text.secret else b""
@@ -160,7 +163,7 @@ def _server_config(host_text: HostURL) -> PeerConfig | None:
 
 
 def _serve_host(host: HostTier, config: PeerConfig, memory: SharedMemory | None) -> PeerServer | None:
-    """Serve host memory, read-only. Returns None and logs a warning where the address cannot be bound."""
+    """Serve host memory read-only. Returns None and logs a warning if the address cannot be bound."""
     try:
         server = PeerServer(host, config, memory)
     except (OSError, ValueError) as error:
@@ -176,12 +179,14 @@ def _serve_host(host: HostTier, config: PeerConfig, memory: SharedMemory | None)
 
 
 def _should_retry(text: str, error: TierError) -> bool:
-    """Return whether opening a tier may succeed later. False for a missing package or a re-encoding tier."""
+    """Return whether opening a tier may succeed later. False if a package is missing, or if the tier re-encodes
+    pages.
+    """
     return not isinstance(error.__cause__, ImportError) and scheme_of(text) not in CODINGS
 
 
 def _unavailable_place(text: str, shares: Shares, reason: str) -> OpenTier:
-    """Return a tier that is unavailable now, and is opened again in the background."""
+    """Return a stand-in for a tier that is unavailable now, and is opened later in the background."""
     _, write = split_write_policy(text)
     return OpenTier(
         UnavailableTier(url_label(text), lambda: open_with_policy(text, shares).tier, reason), write
@@ -189,9 +194,9 @@ def _unavailable_place(text: str, shares: Shares, reason: str) -> OpenTier:
 
 
 def _checked(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """Return `place` if its tier can store the layout's pages; else close it and raise TierError.
-
-    A tier that re-encodes pages stores states unchanged."""
+    """Return `place` if its tier can store the pages of the layout. Otherwise close it and raise TierError. A tier
+    that re-encodes pages stores states unchanged.
+    """
     if isinstance(place.tier, LossyTier):
         units = unit_forms(layout)
         place.tier.exact_groups = frozenset(group.index for group in layout.of("state"))

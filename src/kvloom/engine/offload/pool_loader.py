@@ -1,4 +1,5 @@
-"""Copies pages of a load job from host memory into reserved pages of the pool, and publishes them in the prefix cache.
+"""Copies the pages of a load job from host memory into reserved pages of the pool, and publishes them in the prefix
+cache.
 
 start: load plan → lease pages in host memory → reserve pages of the pool → copies finish: copies done → pages enter
 the prefix cache
@@ -18,7 +19,7 @@ from kvloom.tiers import HostTier, Objects
 from .host_pages import HostPages
 from .load_job import LoadJob, Phase, PoolCopy
 from .stats import OffloadStats
-from .store import HostStore
+from .store import PageOffloader
 from .throughput import TimeModel
 from .tier_loader import TierLoader
 
@@ -26,15 +27,15 @@ __all__ = ["CopyStart", "PoolLoader"]
 
 
 class CopyStart(Enum):
-    """Outcome of starting a copy."""
+    """The result of starting a copy."""
 
     COPYING = "copying"
     NO_PAGES = "no pages"
-    """Host memory has no page that the request lacks."""
+    """Host memory has no page that the request needs."""
     OFFLOADING = "offloading"
     """A page that the request needs is still being offloaded."""
     NOT_WORTH = "not worth loading"
-    NO_ROOM = "no room"
+    NO_FREE_PAGES = "no free pages"
 
 
 class PoolLoader:
@@ -45,7 +46,7 @@ class PoolLoader:
         cache: KVCache,
         host: HostTier,
         pages: HostPages,
-        store: HostStore,
+        store: PageOffloader,
         tiers: TierLoader,
         apply_copies: Callable[[], None],
         stats: OffloadStats,
@@ -58,9 +59,9 @@ class PoolLoader:
         self._cancelled: list[PoolCopy] = []
 
     def start(self, job: LoadJob, match: Match) -> CopyStart:
-        """Reserve pool pages for the pages that host memory has of a request, and start the copies.
-
-        Sets `job.copy` as soon as pages are reserved. If it raises after that, the caller cancels the copy."""
+        """Reserve pool pages for the pages of a request that host memory has, and start the copies. Sets `job.copy`
+        when pages are reserved. If the call raises after that, the caller must cancel the copy.
+        """
         plan, request, is_head = self.cache.loading.plan(match), job.request, job.phase is Phase.COPYING_HEAD
         offloading: list[bytes] = []
         while queries := plan.next_queries():
@@ -86,25 +87,27 @@ class PoolLoader:
             return CopyStart.NOT_WORTH
         started, count = time.monotonic(), sum(len(pages.hashes) for pages in missing)
         leases = []
-        for pages in missing:  # the reservation may evict pages to host memory, which must not replace these
+        for (
+            pages
+        ) in missing:  # the reservation may evict pages to host memory, which must not replace these pages
             for form in self._tiers.forms_of(request)[pages.group.index]:
                 leases.append(self.host.acquire(Objects(pages.hashes, pages.group.index, form)))
         reservation = self.cache.loading.reserve(plan)
         if reservation is None:
             for lease in leases:
                 lease.release()
-            self._stats.no_room += 1
-            return CopyStart.NO_ROOM
+            self._stats.no_free_pages += 1
+            return CopyStart.NO_FREE_PAGES
         loaded = np.zeros_like(reservation.to_load)
         job.copy = PoolCopy(reservation, match.resume, size, count, started, leases, loaded)
-        self._apply_copies()  # first read evicted pages and move compacted ones: the copies overwrite them
+        self._apply_copies()  # evicted pages must be read and compacted pages moved first, because the copies overwrite them
         for pages in missing:
             self._copy_group(job, job.copy, pages.group)
         self._stats.load_jobs += 1
         return CopyStart.COPYING
 
     def finish(self, job: LoadJob, tier_names: list[str]) -> int | None:
-        """Publish a job's pages if their copies are done. Return the resumable length; None while copies run."""
+        """Publish the pages of a job if their copies are done. Return the resumable length, or None while copies run."""
         copy = job.copy
         assert copy is not None
         if not copy.is_done:
@@ -146,7 +149,7 @@ class PoolLoader:
         return bool(self._cancelled)
 
     def _copy_group(self, job: LoadJob, copy: PoolCopy, group: PageGroup) -> None:
-        """Start the copies of one layer group. Pages that host memory evicted are counted, and recomputed."""
+        """Start the copies of one layer group. Pages that host memory has evicted are counted and recomputed."""
         for run, (hashes, pages) in enumerate(copy.reservation.pages(group)):
             form = self._tiers.forms_of(job.request)[group.index][run]
             lease = self.host.acquire(Objects(hashes, group.index, form))

@@ -1,8 +1,7 @@
-"""Tokens of past sessions, so that their pages can be prefetched before the next request. Bounded; does not use the
-cache.
+"""The tokens of past sessions, so that their pages can be prefetched before the next request.
 
-The prefix cache drops the tokens of evicted pages, and tiers store only hashes. A prefetch by session needs the
-tokens.
+A prefetch needs the tokens, but the prefix cache drops those of evicted pages, and tiers store only hashes. The
+number of tokens is limited. Does not use the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvloom.engine.request import Request
 __all__ = ["SessionHistory"]
 
 MAX_TOKENS = 16 << 20
-"""Tokens of all sessions together, 4 bytes each."""
+"""Largest number of tokens of all sessions together. A token takes 4 bytes."""
 MAX_SESSIONS = 1 << 14
 
 
@@ -35,7 +34,9 @@ class SessionHistory:
         return len(self._sessions)
 
     def record_requests(self, requests: Iterable[Request]) -> None:
-        """Record the finished requests that name a session. Skips requests with images: tokens do not identify them."""
+        """Record finished requests that have a session id. Skips requests with images, because tokens do not identify
+        images.
+        """
         for request in requests:
             if request.finish_reason is not None and request.control.session and request.images is None:
                 self.record(request.control.session, request.tokens, request.control)

@@ -14,15 +14,17 @@ class OffloadStats:
     load_jobs: int = 0
     """Number of started copies from host memory into the pool."""
     loaded_tokens: int = 0
-    """Tokens that requests did not compute because of those copies."""
+    """Number of tokens that requests did not compute because of these copies."""
     loaded_bytes: int = 0
     failed_pages: int = 0
     """Pages that host memory had evicted before they were copied."""
     not_worth_loading: int = 0
     """Loads skipped because recomputing is faster."""
-    no_room: int = 0
+    no_free_pages: int = 0
     """Loads postponed because the pool had no free pages."""
     prefetched_sessions: int = 0
     offloaded_pages: int = 0
     """Pages copied to host memory."""
     offloaded_bytes: int = 0
+    cold_pages: int = 0
+    """Pages of running requests that became cold, because the pool is too small for them."""

@@ -1,11 +1,10 @@
-"""Offloads pages: copies the cache's offload batches from the pool to host memory, and passes them on to the other
-tiers.
+"""Offloads pages: copies offload batches from the pool to host memory, and passes the pages to the other tiers.
 
     the cache emits a batch → queued → flush: reserve host memory, start copies → poll: copies done, tiers get the pages
 
-The host never waits for a copy. While a copy reads a page, the page is retained; if the page was already evicted,
-later steps wait on the device. Copies of evicted pages overlap the in-flight step, unless that step may have written
-the page. The cache decides which pages are offloaded, and when.
+The host never waits for a copy. A cached page is retained while a copy reads it. If the page was already evicted,
+later steps wait for the copy on the device. Copies of evicted pages overlap the in-flight step, unless that step may
+have written the page. The cache decides which pages are offloaded, and when.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from .host_pages import Event, HostPages
 from .stats import OffloadStats
 from .tier_loader import Forms
 
-__all__ = ["HostStore"]
+__all__ = ["PageOffloader"]
 
 PoolVersion = tuple[int, int, int]
 _PENDING = int(Outcome.PENDING)
 _DONE: Event = FinishedEvent()
 MAX_LOSSY_ROOTS = 4096
-"""Roots of lossy hashes; beyond this number, roots without cached pages are dropped."""
+"""Largest number of lossy roots. Above it, roots without cached pages are dropped."""
 
 
 @dataclass(slots=True)
@@ -43,7 +42,7 @@ class _PendingOffload:
     lease: Lease
     objects: Objects
     new: npt.NDArray[np.bool_] | None
-    """Pages that host memory did not have; None: all."""
+    """Marks the pages that host memory did not have. None: all pages."""
     was_hit: bool
     retained: OffloadBatch | None = None
 
@@ -53,9 +52,10 @@ class _PendingOffload:
         return keys if self.new is None else [keys[i] for i in np.flatnonzero(self.new).tolist()]
 
 
-class HostStore:
+class PageOffloader:
     """Offloads the pages of one cache. `writes` is the union of all tiers' write policies, because every page passes
-    host memory."""
+    through host memory.
+    """
 
     def __init__(
         self,
@@ -82,8 +82,9 @@ class HostStore:
         cache.loading.set_listener(self._on_offload, on_close=bool(writes & {"through", "second-use"}))
 
     def note_root(self, lossy: bool, root: bytes) -> None:
-        """Record whether block hashes under `root` belong to requests that accept lossy pages. Call it before they
-        compute."""
+        """Record whether block hashes under `root` belong to requests that accept lossy pages. Call it before these
+        requests compute.
+        """
         if lossy:
             if len(self._lossy_roots) > MAX_LOSSY_ROOTS:
                 self._lossy_roots &= self.cache.roots
@@ -99,20 +100,22 @@ class HostStore:
         return not self._queued_hashes.isdisjoint(hashes)
 
     def before_step(self, moved: bool = False) -> None:
-        """Mark the device's stream before a step, or after copies inside the pool (`moved`).
-
-        Pages that are cached at a mark were written by work before it."""
+        """Mark the device's stream before a step, or after copies inside the pool (`moved`). A page that is cached at
+        the time of a mark was written by work before that mark.
+        """
         self._pages.mark(moved)
         self.cache.loading.mark_step(moved)
 
     def offload_ahead(self, is_busy: Callable[[], bool]) -> None:
-        """Evict and offload pages before the pool runs out of free pages, as long as the device `is_busy`."""
+        """Evict and offload pages while the device `is_busy`, before the pool runs out of free pages."""
         if "back" in self._writes:
             while is_busy() and self.cache.loading.evict_ahead():
                 self.flush()
 
     def flush(self) -> None:
-        """Start the copies of all queued batches. Call it before copies inside the pool, which overwrite the pages."""
+        """Start the copies of all queued batches. Call it before copies inside the pool, which may overwrite the
+        pages.
+        """
         if self._queued:
             queued, is_unchanged = self._queued, self._queued_at == self._pool_version()
             self._queued, self._queued_at, self._queued_hashes = {}, None, set()
@@ -136,7 +139,7 @@ class HostStore:
         self._pending = pending
 
     def _on_offload(self, batch: OffloadBatch) -> None:
-        """Queue a batch of the cache if a write policy asks for it."""
+        """Queue a batch of the cache if a write policy needs it."""
         wanted = "through" in self._writes or (batch.was_hit and "second-use" in self._writes)
         if wanted or (batch.evicted and "back" in self._writes):
             lossy = batch.root in self._lossy_roots
@@ -146,11 +149,13 @@ class HostStore:
             self._queued_at = self._queued_at or self._pool_version()
 
     def _age(self, batch: OffloadBatch) -> int:
-        """Return the mark before which evicted pages were written: 1 the last, 2 the one before, 0 neither.
+        """Return the mark before which the pages of a batch were written: 1 the last mark, 2 the second last, 0
+        neither.
 
-        A cached page was written before every mark since it entered the tree. A step's pages enter the tree after its
-        launch, loaded pages after their copy, and a mark follows copies inside the pool. Only the unused rest of a
-        partial block is written later."""
+        A cached page was written before every mark since it entered the tree. Pages of a step enter the tree after
+        its launch, and loaded pages after their copy. A mark follows copies inside the pool. Only the unused part of
+        a partial block is written later.
+        """
         return batch.age if batch.evicted else 0
 
     def _pool_version(self) -> PoolVersion:
@@ -158,7 +163,7 @@ class HostStore:
         return self.cache.loading.page_changes()
 
     def _offload(self, batch: OffloadBatch, is_unchanged: bool) -> None:
-        """Start the copies of a batch. `is_unchanged`: its pages are still where they were when it was queued."""
+        """Start the copies of a batch. `is_unchanged` states that its pages have not moved since it was queued."""
         forms = self._lossy_forms if batch.root in self._lossy_roots else self._forms
         for group in self._groups[batch.numbering]:
             for run, form in enumerate(forms[group.index]):
@@ -187,7 +192,7 @@ class HostStore:
                 if event.query():
                     continue
                 if batch.evicted or not is_unchanged or (pages != own).any():
-                    # Another sequence may own the pages now: later steps wait on the device.
+                    # Another sequence may own the pages now, so later steps wait on the device.
                     self._pages.wait(event)
                 else:
                     rows = np.zeros_like(batch.rows)
@@ -196,7 +201,7 @@ class HostStore:
                     self.cache.loading.retain_batch(offload.retained)
 
     def _finish(self, offload: _PendingOffload) -> None:
-        """Release the pages of a finished copy, count it, and pass its pages on to the other tiers."""
+        """Release the pages of a finished copy, count it, and pass its pages to the other tiers."""
         offload.lease.release(True)
         self.copying_keys.difference_update(offload.new_keys)
         if offload.retained is not None:
@@ -216,7 +221,7 @@ class HostStore:
 
 
 def _joined(batches: list[OffloadBatch]) -> OffloadBatch:
-    """Join batches that differ only in their pages: fewer copies."""
+    """Merge batches that differ only in their pages, so that there are fewer copies."""
     rows = pages = np.concatenate([batch.rows for batch in batches])
     if any(batch.pages is not batch.rows for batch in batches):
         pages = np.concatenate([batch.pages for batch in batches])

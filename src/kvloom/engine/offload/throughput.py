@@ -1,4 +1,4 @@
-"""Measured throughput: how long an amount of work takes, as a line through recent measurements."""
+"""Measured throughput: estimates how long an amount of work takes, from a line through recent measurements."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ __all__ = ["TimeModel", "meeting_point"]
 
 
 class TimeModel:
-    """seconds = base + slope * amount, fitted by least squares; older measurements count less. Base and slope are at
-    least 0.
+    """Models seconds = base + slope * amount, fitted by least squares. Older measurements have less weight.
 
-    If amount 0 was measured, its seconds are the base: similar amounts alone determine the base badly."""
+    Base and slope are at least 0. If amount 0 was measured, its seconds are the base, because similar amounts do not
+    determine the base well.
+    """
 
     FADE = 0.9
     ENOUGH = 2.7
-    """Weight of three measurements: the first often includes one-time costs."""
+    """Weight of three measurements. The first one often includes one-time costs."""
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self._empty = 0.0, 0.0
-        """Weight and seconds of the measurements of amount 0."""
+        """Weight and seconds of the measurements with amount 0."""
 
     @property
     def is_known(self) -> bool:
@@ -29,19 +30,21 @@ class TimeModel:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether there are enough measurements to refuse work because of them."""
+        """Whether there are enough measurements to refuse work on their basis."""
         return self._n >= self.ENOUGH
 
     def doubt(self) -> None:
         """Lower the estimate by a tenth after it caused a refusal.
 
-        Refused work is not measured, so one slow measurement would otherwise count for ever."""
+        Refused work is not measured, so without this a single slow measurement would never be corrected.
+        """
         self._y *= self.FADE
         self._xy *= self.FADE
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Add a measurement, clipped to four times the estimate. One outlier changes little; a lasting slowdown is
-        learnt quickly."""
+        """Add a measurement, limited to four times the estimate. A single outlier changes little, and a lasting
+        slowdown is learnt quickly.
+        """
         fade = self.FADE
         if self.is_trusted and (expected := self.seconds(amount)):
             seconds = min(seconds, 4 * expected)
@@ -56,7 +59,7 @@ class TimeModel:
         self._xy = self._xy * fade + amount * seconds
 
     def seconds(self, amount: float) -> float:
-        """Estimate the seconds of `amount`; 0 without measurements."""
+        """Estimate the seconds of `amount`. Returns 0 without measurements."""
         if not self._n:
             return 0.0
         weight, total = self._empty
@@ -76,9 +79,9 @@ class TimeModel:
 def meeting_point(
     blocks: int, compute_seconds: Callable[[int], float], load_seconds: Callable[[int], float]
 ) -> int:
-    """Return the first block where computing up to it takes as long as loading the rest. O(log blocks) calls.
-
-    `compute_seconds` must not fall and `load_seconds` must not rise."""
+    """Return the first block at which computing all blocks before it takes as long as loading all blocks after it.
+    O(log blocks) calls. `compute_seconds` must not decrease, and `load_seconds` must not increase.
+    """
     low, high = 0, blocks
     while low < high:
         middle = (low + high) // 2

@@ -1,9 +1,9 @@
-"""Loads pages from tiers into host memory for one load job at a time.
+"""Loads the pages of load jobs from tiers into host memory.
 
     advance            lookup in the tiers → request chunks, the end of the prompt first → chunks arrive in host memory
-    tokens_to_compute  how far the request computes meanwhile
+    tokens_to_compute  how many tokens the request computes meanwhile
 
-Sees hashes, tier queues and deadlines; does not touch the pool.
+Uses hashes, tier queues and deadlines. Does not change the pool.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .throughput import TimeModel, meeting_point
 __all__ = ["Forms", "TierLoader"]
 
 Forms = dict[int, list[Form]]
-"""By layer group, the form of each of its runs."""
+"""By layer group, the forms of its runs."""
 MIN_GAIN = 0.05
-"""Load a tail only if it saves at least this share of computing everything."""
+"""A tail is loaded only if this saves at least this fraction of the time to compute everything."""
 MIN_CHUNKS = 32
-"""Least number of chunks of a prompt: a request can use a chunk as soon as it arrives."""
+"""Smallest number of chunks of a prompt. A request can use a chunk as soon as it arrives."""
 MIN_STEP_SHARE = 32
-"""A step computes at least this fraction (1 / MIN_STEP_SHARE) of a prompt: smaller steps take as long."""
+"""A step computes at least 1 / MIN_STEP_SHARE of a prompt, because smaller steps take as long."""
 MAX_HOST_SHARE = 0.9
-"""Most of host memory that one prompt may fill, as a share."""
+"""Largest fraction of host memory that one prompt may fill."""
 MIN_WAIT_SECONDS = 0.002
-"""Shortest useful wait: thread switches take about as long."""
+"""Shortest useful wait in seconds. Thread switches take about as long."""
 MAX_SHORT_WAIT_SECONDS = 0.01
-"""Longest wait of a short prompt, if its `wait_share` allows less."""
+"""Longest wait of a short prompt in seconds, if `wait_share` allows less."""
 
 
 class TierLoader:
@@ -71,7 +71,7 @@ class TierLoader:
         return self.lossy_forms if request.control.lossy else self.forms
 
     def objects_for(self, query: TierQuery, request: Request) -> Objects:
-        """Return the objects that answer a query: the first run of its layer group."""
+        """Return the objects of a query. They are those of the first run of its layer group."""
         form = self.forms_of(request)[query.group][0]
         return Objects(query.hashes, query.group, form, request.control.tenant)
 
@@ -82,7 +82,9 @@ class TierLoader:
         )
 
     def advance(self, job: LoadJob, match: Match | None) -> bool:
-        """Continue a job's lookup, or collect its chunks. Return whether the job waits for a tier. Does not block."""
+        """Continue the lookup of a job, or collect its chunks. Return whether the job waits for a tier. Does not
+        block.
+        """
         if not self.transfers.queues or job.copy is not None:
             return False
         lookup = job.lookup
@@ -111,7 +113,7 @@ class TierLoader:
         return bool(job.transfer.chunks)
 
     def cancel(self, job: LoadJob) -> None:
-        """Cancel the chunks of a job that no other job shares."""
+        """Cancel the chunks of a job, except chunks that another job shares."""
         shared = {id(fetch) for other in self._jobs() if other is not job for fetch in other.transfer.fetches}
         for fetch in job.transfer.fetches:
             if id(fetch) not in shared:
@@ -119,7 +121,9 @@ class TierLoader:
         job.transfer.chunks.clear()
 
     def is_worth_loading(self, tokens: int, all_tokens: int, seconds: float | None) -> bool:
-        """Return whether loading for `seconds` is faster than computing `tokens` of the `all_tokens` that are missing."""
+        """Return whether loading, which takes `seconds`, is faster than computing `tokens` of the `all_tokens`
+        missing tokens.
+        """
         if self.config.load == "always" or seconds is None or not self.prefill_time.is_known:
             return True
         return seconds < self.prefill_time.seconds(all_tokens) - self.prefill_time.seconds(
@@ -127,10 +131,10 @@ class TierLoader:
         )
 
     def tokens_to_compute(self, job: LoadJob, inflight_seconds: float | None, now: float) -> int | None:
-        """Return how many tokens the request computes from `computed_to` before the next decision.
-
-        0: it waits for pages. None: no more pages that it lacks will arrive. `inflight_seconds` are left of its
-        in-flight step."""
+        """Return how many tokens the request computes from `computed_to` on before the next decision. 0 means that it
+        waits for pages. None means that no further page will arrive. `inflight_seconds` is the time left of its
+        in-flight step.
+        """
         if job.copy is not None or not self.transfers.queues:
             return None
         is_loading = self.advance(job, None)
@@ -163,7 +167,7 @@ class TierLoader:
         )
 
     def _collect(self, job: LoadJob) -> None:
-        """Record arrived chunks in order. An incomplete chunk cancels the chunks after it."""
+        """Record arrived chunks in order. If a chunk is incomplete, the later chunks are cancelled."""
         plan, transfer = job.lookup.plan, job.transfer
         assert plan is not None
         while transfer.chunks and all(fetch.done for fetch in transfer.chunks[0].fetches):
@@ -181,7 +185,8 @@ class TierLoader:
         match, resume = plan.match, plan.resume
         transfer.loaded_from, matched_blocks, blocks = resume, match.matched // block, -(-resume // block)
         missing = plan.missing_pages()
-        # Window pages before the unmatched part, and states, are needed at the end: they load with the last block.
+        # States, and window pages before the unmatched part, are needed at the end. They load with the last
+        # block.
         by_block: dict[int, list[tuple[int, int]]] = {}
         sizes = np.zeros((len(self.transfers.queues), blocks + 1), np.int64)
         for number, pages in enumerate(missing):
@@ -214,16 +219,16 @@ class TierLoader:
                 self._request_chunk(job, missing, chunk, (b + 1) * block)
                 chunk, requested = [], bytes_from[b + 1]
             if bytes_from[b] > MAX_HOST_SHARE * self.transfers.host.capacity:
-                first = (b + 1) * block  # more pages would evict those that arrive before them
+                first = (b + 1) * block  # more pages would evict pages that arrive before them
                 break
             chunk += by_block.get(b, [])
         if chunk:
             self._request_chunk(job, missing, chunk, first // block * block)
 
     def _first_token(self, job: LoadJob) -> int:
-        """Return the first token to load: well before the expected meeting point of loading and computing.
-
-        Returns the end of the load plan where computing is so much faster that loading gains nothing."""
+        """Return the first token to load. It is well before the expected meeting point of loading and computing. If
+        computing is so fast that loading gains nothing, return the end of the load plan.
+        """
         plan, block = job.lookup.plan, self.cache.block_tokens
         assert plan is not None
         match, resume = plan.match, plan.resume
@@ -243,8 +248,9 @@ class TierLoader:
         return match.resume + met // 2 * block
 
     def _load_seconds(self, job: LoadJob) -> Callable[[int], float] | None:
-        """Return a function of a token: seconds until all missing pages from it on are loaded. None without a measured
-        rate."""
+        """Return a function that maps a token to the seconds until all missing pages from it on are loaded. Returns
+        None without a measured rate.
+        """
         transfer, block = job.transfer, self.cache.block_tokens
         bytes_from, chunks = transfer.bytes_from, transfer.chunks
         assert bytes_from is not None
@@ -252,7 +258,7 @@ class TierLoader:
         loaded = bytes_from[:, loaded_block]
         lowest = chunks[-1].first // block if chunks else loaded_block
         requested = lowest if chunks else 0  # pages before this block are never loaded
-        queues = []  # each tier that has pages: its number, the seconds before this job's turn, its bytes per second
+        queues = []  # for each tier that has pages: its number, the seconds until this job's turn, its bytes per second
         for number, queue in enumerate(self.transfers.queues):
             if bytes_from[number, 0]:
                 rate = queue.throughput.bytes_per_second
@@ -272,10 +278,10 @@ class TierLoader:
         return seconds
 
     def _max_lost_seconds(self, job: LoadJob) -> float:
-        """Return the seconds that a request may lose by waiting: `wait_share` of computing its prompt.
-
-        For a short prompt, twice the expected time of its next chunk. Without a measured prefill rate, a twentieth of the
-        longest deadline, unless the load takes longer."""
+        """Return the seconds that a request may lose by waiting. It is `wait_share` of the time to compute its
+        prompt. For a short prompt it is twice the expected time of the next chunk. Without a measured prefill rate it
+        is a twentieth of the longest deadline, unless the load takes longer.
+        """
         load = self._load_seconds(job) if job.transfer.chunks else None
         if not self.prefill_time.is_known:
             first = self.config.deadline_seconds[1] / 20
@@ -289,7 +295,9 @@ class TierLoader:
     def _request_chunk(
         self, job: LoadJob, missing: list[MissingPages], pages: list[tuple[int, int]], first: int
     ) -> None:
-        """Request pages, given as (index in `missing`, index in it), as one chunk. Shares fetches of other jobs."""
+        """Request pages as one chunk. A page is given as (index in `missing`, index inside that entry). Shares
+        fetches of other jobs.
+        """
         wanted: list[Objects] = []
         tier_of: dict[bytes, int] = {}
         fetches: list[FetchJob] = []

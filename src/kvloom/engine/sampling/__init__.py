@@ -1,11 +1,12 @@
-"""Sampling: from logits to tokens, text and beams. Does not see pages; sees only the `SamplingRequest` part of a request.
+"""Sampling: turns logits into tokens, text and beams. Does not depend on pages. Reads only the `SamplingRequest` part
+of a request.
 
     params.py            SamplingParams: sampling parameters of a request
     sampler.py           Sampler: one token for each row of logits
     logit_processors.py  penalties, biases and masks
     noise.py             random noise that depends on the request's seed only
     logprobs.py          Logprobs: log-probabilities, on the device and as dictionaries
-    beam_search.py       BeamSearch: which beams continue
+    beam_search.py       BeamSearch: chooses the beams that continue
     grammar_process.py   compiles grammars and computes masks in limited processes
     grammar.py           Grammars: tokens that a JSON schema, regular expression or grammar allows
     detokenizer.py       TextStream: text of growing outputs, and stop texts

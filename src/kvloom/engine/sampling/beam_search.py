@@ -1,11 +1,13 @@
-"""Beam search on the host: which beams continue with which token, and which have finished. Does not use pages.
+"""Beam search on the host: chooses the beams that continue and their tokens, and keeps finished beams. Does not use
+pages.
 
     slots    one request for each beam; at first only the first one is live, with the prompt
     offer    adds a beam's most likely tokens; once all live beams of a depth have offered,
     decide   returns the successors (slot to continue, token, score), best first; none: the search is over
 
-The score of a finished beam is its log-probability / length ** length_penalty. The search ends at `max_tokens`, or when the best
-live beam could not enter the `beam_width` best finished ones; with `early_stopping`, when `beam_width` beams have finished.
+The score of a finished beam is its log-probability / length ** length_penalty. The search ends at `max_tokens`, or
+when no live beam can still become one of the `beam_width` best finished beams. With `early_stopping` it ends when
+`beam_width` beams have finished.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ S = TypeVar("S", bound=Slot)
 
 @dataclass(frozen=True, slots=True)
 class Successor(Generic[S]):
-    """A beam that continues `slot` with one more token, which is one of its `candidates`."""
+    """A beam that continues `slot` with one more token from its `candidates`."""
 
     slot: S
     token: int
@@ -52,7 +54,7 @@ class Successor(Generic[S]):
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """The slot's log-probabilities, followed by this token's; empty if not requested."""
+        """The log-probabilities of the slot, followed by that of this token. Empty if not requested."""
         wanted = self.slot.params.logprobs
         if wanted is None:
             return []
@@ -65,9 +67,10 @@ class Successor(Generic[S]):
 def assign_slots(
     slots: Many[S], successors: Many[Successor[S]]
 ) -> tuple[list[S], list[tuple[S, Successor[S]]]]:
-    """Return the slots without successor, and the slot of each successor.
+    """Return the slots without a successor, and the slot of each successor.
 
-    The first successor of a slot stays there; others fork into slots without successor."""
+    The first successor of a slot stays in the slot. Its other successors fork into slots without a successor.
+    """
     followed = {id(successor.slot) for successor in successors}
     spare = [slot for slot in slots if id(slot) not in followed]
     left, taken, seats = list(spare), set[int](), []
@@ -89,7 +92,7 @@ class _Finished:
 
 @dataclass(slots=True, eq=False)
 class BeamSearch(Generic[S]):
-    """A beam search. `slots[0]` is the request; `ends` are the tokens that finish a text."""
+    """A beam search. `slots[0]` is the request. `ends` are the tokens that finish a text."""
 
     slots: list[S]
     ends: frozenset[int]
@@ -102,16 +105,18 @@ class BeamSearch(Generic[S]):
 
     @staticmethod
     def candidates_needed(width: int, ends: int) -> int:
-        """Return how many of a beam's most likely tokens to offer, so that at least `width` of them are not end tokens."""
+        """Return how many of its most likely tokens a beam must offer, so that at least `width` of them are not end
+        tokens.
+        """
         return width + max(width, ends)
 
     def offer(self, slot: S, candidates: TokenLogprobs) -> bool:
-        """Add a live beam's most likely tokens. Return whether all live beams have offered."""
+        """Add the most likely tokens of a live beam. Return whether all live beams have offered tokens."""
         self._offered[id(slot)] = candidates
         return len(self._offered) == len(self.live)
 
     def decide(self) -> list[Successor[S]]:
-        """Return the beams of the next depth; empty when the search is over."""
+        """Return the beams of the next depth. An empty list means that the search is over."""
         params = self.slots[0].params
         width, length = params.beam_width, self.live[0].output_count + 1
         early = length <= params.min_tokens
@@ -136,7 +141,9 @@ class BeamSearch(Generic[S]):
         return found
 
     def finish(self) -> None:
-        """Write the best texts into the slots, best first. Slots stay empty if the vocabulary is smaller than the width."""
+        """Write the best texts into the slots, best first. Slots stay empty if there are fewer texts, in a small
+        vocabulary.
+        """
         for slot in self.slots[len(self._finished) :]:
             slot.tokens, slot.logprobs = list(slot.prompt), []
         for slot, finished in zip(self.slots, self._finished, strict=False):

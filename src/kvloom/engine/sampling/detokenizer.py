@@ -1,4 +1,4 @@
-"""Tokens to text, one token at a time: whole characters, and stop texts that span tokens.
+"""Turns tokens into text, one token at a time. Returns whole characters, and finds stop texts that span tokens.
 
 tokens  … already decoded | context | new, maybe part of a character | text    … returned | waiting: may be the start
 of a stop text |
@@ -13,16 +13,18 @@ from typing import Any
 __all__ = ["Detokenizer", "TextStream"]
 
 CONTEXT = 6
-"""Prompt tokens that are decoded with the first new one: some decoders drop a leading space."""
+"""Number of prompt tokens decoded together with the first new token. Some decoders drop a leading space."""
 CHARACTER_PARTS = 3
-"""Most tokens of a character before its last one: a character has up to four bytes."""
+"""Largest number of tokens of a character before its last one. A character has up to four bytes."""
 MAX_HELD_TOKENS = 16
-"""Most tokens that wait for the rest of a character. A longer run is not a character, and is returned."""
+"""Largest number of tokens held back for an incomplete character. If there are more, they are not a character and are
+returned.
+"""
 BROKEN = "\ufffd"
 
 
 class Detokenizer:
-    """Text that continues a prompt. `add` costs two small decodes, independent of the length."""
+    """The text that continues a prompt. `add` costs two small decodes for any length."""
 
     __slots__ = ("_before", "_ids", "_prefix", "_skip", "_tokenizer")
 
@@ -35,7 +37,9 @@ class Detokenizer:
             self._align(prompt)
 
     def _align(self, prompt: Sequence[int]) -> None:
-        """Start at a whole character of the prompt. If the prompt ends inside a character, return it once it is complete."""
+        """Start at a whole character of the prompt. If the prompt ends inside a character, that character is returned
+        once it is complete.
+        """
         for left, extra in product(range(CHARACTER_PARTS + 1), range(CHARACTER_PARTS + 1)):
             ids = list(prompt[-CONTEXT - extra :])
             before = max(len(ids) - left, 0)
@@ -45,7 +49,7 @@ class Detokenizer:
                 return
 
     def add(self, token: int) -> str:
-        """Add a token. Return the text that cannot change any more; empty while a character is incomplete."""
+        """Add a token. Return the text that is now final, which is empty while a character is incomplete."""
         self._ids.append(token)
         text = self._decode(self._ids)
         if text.endswith(BROKEN) and len(self._ids) - self._before < MAX_HELD_TOKENS:
@@ -53,12 +57,12 @@ class Detokenizer:
         return self._advance(text)
 
     def add_all(self, tokens: Sequence[int]) -> str:
-        """Add the last tokens and return their text, incomplete characters included. Costs one decode."""
+        """Add the last tokens and return their text, including incomplete characters. Costs one decode."""
         self._ids += tokens
         return self.flush()
 
     def flush(self) -> str:
-        """Return the remaining text, incomplete characters included."""
+        """Return the remaining text, including incomplete characters."""
         return self._advance(self._decode(self._ids)) if len(self._ids) > self._before else ""
 
     def _advance(self, text: str) -> str:
@@ -78,9 +82,9 @@ class Detokenizer:
 
 
 class TextStream:
-    """The growing text of an output, up to the first of `stops`, which is removed unless `include_stop`.
-
-    `take` returns text that cannot change any more. Text that may be the start of a stop text waits."""
+    """The growing text of an output, up to the first stop text in `stops`. The stop text is removed unless
+    `include_stop`. `take` returns text that is final. Text that may begin a stop text is held back.
+    """
 
     __slots__ = ("_detokenizer", "_held", "_include", "_parts", "_stops", "_taken", "stopped")
 
@@ -101,15 +105,15 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """The text so far; after `finish`, all of it."""
+        """The text so far. After `finish` it is complete."""
         return "".join(self._parts) + self._held
 
     def add(self, token: int, may_stop: bool = True) -> bool:
-        """Add a token. Return whether a stop text is complete; with `may_stop` False, stop texts are ordinary text."""
+        """Add a token. Return whether a stop text is complete. With `may_stop` False, stop texts are ordinary text."""
         return self._grow(self._detokenizer.add(token), may_stop)
 
     def finish(self, may_stop: bool = True) -> bool:
-        """End the text and release what waits. Return whether the rest completed a stop text."""
+        """End the text and release text that is held back. Return whether it completed a stop text."""
         if self.stopped is None:
             self._grow(self._detokenizer.flush(), may_stop)
         self._parts.append(self._held)
@@ -136,7 +140,7 @@ class TextStream:
         return bool(found)
 
     def _possible_stop(self, window: str) -> str:
-        """Return the longest end of `window` that may be the start of a stop text."""
+        """Return the longest end of `window` that may begin a stop text."""
         longest = max(map(len, self._stops), default=0)
         for size in range(min(longest - 1, len(window)), 0, -1):
             if any(len(stop) > size and stop.startswith(window[-size:]) for stop in self._stops):

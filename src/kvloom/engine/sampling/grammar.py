@@ -1,12 +1,12 @@
-"""Structured output: the tokens that a JSON schema, a regular expression or a grammar allows next.
+"""Structured output: computes the tokens that a JSON schema, a regular expression or a grammar allows next.
 
     Grammars (one tokenizer) ── begin ──▶ Grammar: queued, compiling, ready or failed ── start ──▶ GrammarState
                                                 GrammarState: advance, fork; collect ──▶ fill: masks, one bit a token
 
 llguidance (the extra "grammar") compiles grammars and computes masks. It runs in other processes
-(grammar_process.py), because a small grammar can take minutes and gigabytes. A grammar that exceeds a limit fails
-with a reason, and its process is killed; other requests do not wait for it. This file does not see logits or
-requests.
+(grammar_process.py), because even a small grammar can take minutes and gigabytes. A grammar that exceeds a limit
+fails with a reason, and its process is killed. Other requests do not wait for it. This file does not depend on logits
+or requests.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from .params import StructureKind
 __all__ = ["Grammar", "GrammarBusyError", "GrammarLimits", "GrammarState", "Grammars", "collect", "fill"]
 
 FAST_COMPILES = 2
-"""Grammars that compile at once."""
+"""Number of grammars that compile at the same time."""
 FAST_SECONDS = 0.5
-"""A compilation that takes longer continues at the lowest priority, and the next one starts."""
+"""A compilation that takes longer than this many seconds continues at the lowest priority, and the next one starts."""
 SLOW_COMPILES = 4
-"""Most compilations that continue at the lowest priority. One more is refused."""
+"""Largest number of compilations at the lowest priority. Further ones are refused."""
 LATE_SECONDS = 0.1
-"""A mask that takes longer is computed at the lowest priority."""
+"""A mask that takes longer than this many seconds is computed at the lowest priority."""
 PROCESS_BYTES = 4 << 20
-"""Bytes of a process besides its grammar."""
+"""Bytes of a process without its grammar."""
 MOST_GRAMMARS = 512
-"""Processes at once. Those without a request end first, the least recently used one first."""
+"""Largest number of processes. Processes without a request end first, in the order of last use."""
 TENANT_PRESSURE = 4
-"""Grammars that a tenant may use per free place: one tenant alone gets 4 of 5 places."""
+"""Number of grammars that a tenant may use per free place. A single tenant gets 4 of 5 places."""
 UNUSED_SECONDS = 1.0
-"""Seconds that an unused grammar stays compiled: its request may be about to start."""
+"""Seconds for which an unused grammar stays compiled, because its request may be about to start."""
 TOTAL_MEMORY = 8
 """Memory limit of all grammars together, as a multiple of the limit of one."""
 QUEUE_SECONDS = 30.0
 START_SECONDS = 120.0
 MOST_REFUSED = 1024
-"""Number of remembered failures: a grammar that failed is refused at once the next time."""
+"""Number of failures that are remembered. A remembered grammar is refused at once."""
 QUIET = {
     "MALLOC_ARENA_MAX": "2",
     "RAYON_NUM_THREADS": "1",
@@ -74,9 +74,9 @@ class GrammarBusyError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Limits of one grammar: CPU `seconds` to compile it and for the masks of each step, and bytes of `memory`.
-
-    At most `waiting` grammars may wait to be compiled, at most a quarter of them from one tenant."""
+    """The limits of one grammar: `seconds` of CPU time for its compilation and for the masks of each step, and bytes
+    of `memory`. At most `waiting` grammars may wait to be compiled, and at most a quarter of them from one tenant.
+    """
 
     seconds: float = 2.0
     memory: int = 256 << 20
@@ -92,15 +92,17 @@ class GrammarLimits:
 
     @property
     def wall(self) -> float:
-        """Wall-clock seconds after which a process without an answer is killed. More than `seconds`: the CPU may be busy."""
+        """Wall-clock seconds after which a process without an answer is killed. It is more than `seconds`, because
+        the CPU may be busy.
+        """
         return 5 * self.seconds + 5
 
 
 class GrammarState:
-    """The position of one output in its grammar. Not thread safe.
-
-    After `advance`, the next mask is `pending` until the grammar's process has computed it. `collect` waits for the
-    masks of several states; every other property and method waits for this one."""
+    """The position of one output in its grammar. Not thread-safe. After `advance`, the next mask is `pending` until
+    the grammar's process has computed it. `collect` waits for the masks of several states. All other properties and
+    methods wait for the mask of this state.
+    """
 
     __slots__ = ("__weakref__", "_accepts", "_done", "_error", "grammar", "key", "mask", "pending")
 
@@ -116,9 +118,9 @@ class GrammarState:
         self.grammar.forget(self.key)
 
     def advance(self, token: int) -> bool:
-        """Advance by one token. Returns False if the grammar does not allow it; then the state has failed for good.
-
-        Does not wait for the next mask."""
+        """Advance by one token. Returns False if the grammar does not allow the token; the state has then failed
+        permanently. Does not wait for the next mask.
+        """
         self._settle()
         if not self.error and not self._allows(token):
             self._error = (
@@ -132,7 +134,7 @@ class GrammarState:
 
     @property
     def error(self) -> str:
-        """Why no token is allowed any more; empty if the output can continue."""
+        """The reason why no token is allowed. Empty if the output can continue."""
         self._settle()
         return self._error or self.grammar.error
 
@@ -143,7 +145,7 @@ class GrammarState:
 
     @property
     def done(self) -> bool:
-        """Whether no token except end-of-sequence is allowed."""
+        """Whether only end-of-sequence is allowed."""
         return self.failed or self._done
 
     @property
@@ -159,8 +161,26 @@ class GrammarState:
         self.grammar.post(["c", self.key, other.key], None)
         return other
 
+    def follow(self, tokens: Sequence[int]) -> list[GrammarState]:
+        """Return new states after each of `tokens`, up to the first that is not allowed here. This state does not change.
+
+        Does not wait: the states are pending, and those after a token that is not allowed fail."""
+        self._settle()
+        states: list[GrammarState] = []
+        if self.error or not tokens or not self._allows(tokens[0]):
+            return states
+        before = self
+        for token in tokens:
+            state = GrammarState(self.grammar, self.grammar.next_key(), self.mask, False, False)
+            self.grammar.post(["c", before.key, state.key], None)
+            state.pending = True
+            self.grammar.post(["a", state.key, token], state)
+            states.append(state)
+            before = state
+        return states
+
     def answer(self, error: str, done: bool, accepts: bool, mask: npt.NDArray[np.int32]) -> None:
-        """Store the process's answer: the mask after the last token, and whether the output may or must end."""
+        """Store the answer of the process: the mask after the last token, and whether the output may or must end."""
         self.pending = False
         self.mask, self._error, self._done, self._accepts = mask, error, done, accepts
 
@@ -174,28 +194,32 @@ class GrammarState:
 
 
 class Grammar:
-    """A compiled grammar and its process. `ready`: it is compiled, or it failed with an `error`. `start` is cheap."""
+    """A compiled grammar and its process. `ready` means that it is compiled, or failed with an `error`. `start` is
+    cheap.
+    """
 
     def __init__(
         self, grammars: Grammars, kind: StructureKind, text: str, digest: bytes, tenant: str
     ) -> None:
         self.grammars, self.kind, self.digest, self.tenant = grammars, kind, digest, tenant
         self.text: str | None = text
-        """The source, until a process receives it."""
+        """The source text, until a process has received it."""
         self.ready = False
         self.error = ""
         self.busy = False
-        """Whether it failed because others used the memory or the processes: it may succeed later."""
+        """Whether it failed because other grammars used the memory or the processes. It may succeed later."""
         self.users = 0
         self.bytes = PROCESS_BYTES
         self.link: socket.socket | None = None
         self.buffer, self.unsent = bytearray(), bytearray()
         self.sent: deque[tuple[float, list[GrammarState]]] = deque()
-        """Frames without an answer: the time of sending, and the states whose masks they request."""
+        """Frames without an answer: the time of sending, and the states whose masks the frame requests."""
         self.late = False
         self.key = -1
         self.queued = self.wanted = time.monotonic()
-        """`queued`: time of the first request for it. `wanted`: time of the last one, or when it became ready."""
+        """`queued` is the time of the first request for the grammar. `wanted` is the time of the last request, or
+        when it became ready.
+        """
         self._operations: list[list[Any]] = []
         self._asking: list[GrammarState] = []
         self._dropped: list[int] = []
@@ -203,13 +227,13 @@ class Grammar:
         self._count = 0
 
     def start(self) -> GrammarState:
-        """Return a state before the first token. Raises ValueError if the grammar failed."""
+        """Return the state before the first token. Raises ValueError if the grammar failed."""
         self.check()
         assert self._first is not None
         return GrammarState(self, self.next_key(), *self._first)
 
     def check(self) -> None:
-        """Raise ValueError if the grammar failed; GrammarBusyError if it may succeed later."""
+        """Raise ValueError if the grammar failed, and GrammarBusyError if it may succeed later."""
         if self.error:
             raise (GrammarBusyError if self.busy else ValueError)(self.error)
 
@@ -238,7 +262,7 @@ class Grammar:
             self.send({"do": operations}, asking)
 
     def send(self, asked: dict[str, Any], asking: list[GrammarState]) -> None:
-        """Send a frame. `write` sends later what the socket does not accept now."""
+        """Send a frame. Bytes that the socket does not accept now are sent by `write` later."""
         body = json.dumps(asked).encode()
         self.sent.append((time.monotonic(), asking))
         self.unsent += FRAME.pack(len(body), 0) + body
@@ -278,7 +302,7 @@ class Grammar:
         return open_
 
     def fail(self, why: str, busy: bool = False) -> None:
-        """Fail the grammar with the reason `why`. No state waits for it any more."""
+        """Fail the grammar with the reason `why`. Its states stop waiting."""
         self.ready, self.text = True, None
         self.error, self.busy = self.error or why, busy
         waiting = [*self._asking, *(state for _, asking in self.sent for state in asking)]
@@ -312,9 +336,10 @@ class Grammar:
 
 
 class Grammars:
-    """The grammars of one tokenizer, which must be a fast Hugging Face one. Not thread safe.
+    """The grammars of one tokenizer, which must be a fast Hugging Face tokenizer. Not thread-safe.
 
-    `eos` are the end-of-sequence tokens. The first grammar starts the processes."""
+    `eos` are the end-of-sequence tokens. The first grammar starts the processes.
+    """
 
     def __init__(self, tokenizer: Any, eos: Iterable[int] = (), limits: GrammarLimits | None = None) -> None:
         try:
@@ -349,9 +374,9 @@ class Grammars:
         return grammar
 
     def begin(self, kind: StructureKind, text: str, tenant: str = "") -> Grammar:
-        """Like `compile`, but does not wait: call `poll` until the grammar is ready.
-
-        Raises GrammarBusyError if too many grammars wait."""
+        """Start to compile a grammar and return it. Does not wait; call `poll` until the grammar is ready. Raises
+        GrammarBusyError if too many grammars wait.
+        """
         digest = hashlib.sha256(f"{kind}:{text}".encode("utf-8", "surrogatepass")).digest()
         found = self._known.get(digest)
         if found is not None and not found.busy:
@@ -383,7 +408,8 @@ class Grammars:
     def poll(self, seconds: float | None = 0.0) -> None:
         """Send queued operations, read answers, and fail grammars that exceed a limit.
 
-        Waits up to `seconds` for an answer; None: until a limit could be exceeded."""
+        Waits up to `seconds` for an answer. With None, waits until a limit could be exceeded.
+        """
         for grammar in list(self._live.values()):
             grammar.flush()
         if self._parent is not None:
@@ -412,11 +438,13 @@ class Grammars:
         """Kill all processes. Remaining states fail."""
         self._lose_parent("the engine closed")
 
-    def _lose_parent(self, why: str) -> None:
-        """Kill all processes and fail all grammars. The next grammar starts new processes."""
+    def _lose_parent(self, why: str, busy: bool = True) -> None:
+        """Kill all processes and fail all grammars. The next grammar starts new processes.
+
+        `busy` means that a grammar may succeed later."""
         parent, self._parent = self._parent, None
         for grammar in self._all():
-            grammar.fail(f"{grammar.kind}: {why}", busy=True)
+            grammar.fail(f"{grammar.kind}: {why}", busy)
         self._known.clear()
         self._queues.clear()
         self._live.clear()
@@ -429,7 +457,7 @@ class Grammars:
         return [*queued, *self._live.values()]
 
     def _begin_next(self) -> None:
-        """Start a process for each queued grammar, within the limits, tenants in turn."""
+        """Start processes for queued grammars within the limits, one tenant after another."""
         self._fast = [grammar for grammar in self._fast if not grammar.ready]
         self._slow = [grammar for grammar in self._slow if not grammar.ready]
         while self._queues and len(self._fast) < FAST_COMPILES and self._make_place():
@@ -448,7 +476,9 @@ class Grammars:
             grammar.text = None
 
     def _make_place(self) -> bool:
-        """End unused grammars while there are too many processes or too much memory. Return whether one more may start."""
+        """End unused grammars while there are too many processes or too much memory is used. Return whether one more
+        may start.
+        """
         now = time.monotonic()
         used = sum(grammar.bytes for grammar in self._live.values())
         most = TOTAL_MEMORY * self.limits.memory
@@ -463,7 +493,7 @@ class Grammars:
         return len(self._live) < MOST_GRAMMARS and used <= most
 
     def _watch(self) -> None:
-        """Fail grammars that exceed a limit of time or total memory. The operating system enforces the other limits."""
+        """Fail grammars that exceed a limit on time or total memory. The operating system enforces the other limits."""
         now = time.monotonic()
         if self._parent is None:
             return
@@ -476,14 +506,14 @@ class Grammars:
                     busy=True,
                 )
         self._queues = OrderedDict((tenant, queue) for tenant, queue in self._queues.items() if queue)
-        if self._parent.words is None:  # the tokenizer is loading: this time does not count
+        if self._parent.words is None:  # the tokenizer is still loading, so this time does not count
             if now > self._parent.ready_at + START_SECONDS:
                 self._lose_parent(f"the tokenizer for grammars has not loaded within {START_SECONDS:g} s")
             return
         for grammar in list(self._live.values()):
             waited = now - max(grammar.sent[0][0], self._parent.ready_at) if grammar.sent else 0.0
             if waited > self.limits.wall:
-                # It has used less CPU time than it may: other work took the CPU.
+                # It has used less CPU time than allowed, because other work used the CPU.
                 self._end(grammar, f"it has no answer after {waited:.0f} s; {self._limits_text()}", busy=True)
             elif not grammar.ready and waited > FAST_SECONDS and grammar in self._fast:
                 self._fast.remove(grammar)
@@ -506,7 +536,9 @@ class Grammars:
 
     @staticmethod
     def _last_of_largest(grammars: list[Grammar]) -> Grammar:
-        """Return the last grammar of the tenant with the most of them; with equal numbers, the last grammar."""
+        """Return the last grammar of the tenant with the most grammars. If numbers are equal, return the last grammar
+        of all.
+        """
         counts = Counter(grammar.tenant for grammar in grammars)
         most = max(counts.values())
         return next(grammar for grammar in reversed(grammars) if counts[grammar.tenant] == most)
@@ -543,8 +575,11 @@ class Grammars:
         assert self._parent is not None
         try:
             news = self._parent.read_exits()
-        except ValueError as error:
+        except GrammarBusyError as error:
             self._lose_parent(str(error))
+            return
+        except ValueError as error:
+            self._lose_parent(str(error), busy=False)
             return
         for key, status in news:
             grammar = self._live.get(key)
@@ -567,14 +602,14 @@ class Grammars:
 
 
 class _Parent:
-    """The parent process: loads the tokenizer once, and forks a child for each grammar."""
+    """The parent process. It loads the tokenizer once and forks a child for each grammar."""
 
     def __init__(self, tokenizer: Any, eos: tuple[int, ...], limits: GrammarLimits) -> None:
         ends = eos or (() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),))
         self.words: int | None = None
         self.pid = 0
         self.ready_at = time.monotonic()
-        """When the tokenizer was loaded; before that, when loading began."""
+        """Time at which the tokenizer was loaded. Before that, the time at which loading began."""
         self._buffer = bytearray()
         self.control, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as source:
@@ -610,8 +645,9 @@ class _Parent:
             self.control.sendall(COMMAND.pack(verb, key))
 
     def read_exits(self) -> list[tuple[int, int]]:
-        """Return the children that ended, with their wait status. Raises ValueError if the parent has ended or cannot
-        start."""
+        """Return the children that ended, with their wait status.
+
+        Raises GrammarBusyError if the parent has ended, ValueError if it cannot use the tokenizer."""
         data = self.control.recv(1 << 16)
         self._buffer += data
         ended: list[tuple[int, int]] = []
@@ -628,7 +664,7 @@ class _Parent:
             else:
                 ended.append((key, status))
         if not data:
-            raise ValueError("the process that compiles grammars ended: send the request again")
+            raise GrammarBusyError("the process that compiles grammars ended: send the request again")
         return ended
 
 

@@ -3,9 +3,9 @@
     engine ── fork, kill, nice ──▶ parent: has the tokenizer, runs no grammar ── fork ──▶ one child per grammar
     engine ◀────────────── socket of the grammar: compile once, then tokens in, masks out ──────────▶ child
 
-A child has a limit of memory for its life and a limit of CPU seconds for each frame; it dies when it exceeds one. A child
-therefore takes nothing with it but its own grammar. The parent reports each child's exit status. All processes end when
-the engine does. Imports neither torch nor numpy: the parent must stay one thread, so that it can fork.
+A child has a memory limit for its whole life, and a limit of CPU seconds for each frame. If it exceeds one, only this
+child and its grammar end. The parent reports the exit status of each child. All processes end with the engine. This
+file imports neither torch nor numpy, because the parent must have a single thread to fork.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
 __all__ = ["COMMAND", "FRAME", "NEWS", "memory_used"]
 
 COMMAND = struct.Struct("<cq")
-"""Engine to parent: F (fork; carries the child's socket), K (kill) or N (nice 19), and the child's key."""
+"""Engine to parent: F (fork, with the child's socket), K (kill) or N (nice 19), and the child's key."""
 NEWS = struct.Struct("<cqi")
-"""Parent to engine: R (ready; words of a mask), X (cannot start; an error text of that many bytes follows), or E (the
-key of an ended child, and its wait status).
+"""Parent to engine: R (ready, with the words of a mask), X (cannot start, with the length of the error text that
+follows), or E (key and wait status of an ended child).
 """
 FRAME = struct.Struct("<II")
 """Header of each frame on a child's socket: bytes of JSON, bytes of masks."""
 
 NICE = 5
-"""Priority of these processes: below the engine, whose steps serve all requests."""
+"""Nice value of these processes. The engine has a higher priority, because its steps serve all requests."""
 ERROR_CHARACTERS = 2000
 PARALLEL_MASKS = 8
-"""Masks of one frame from which threads share the work."""
+"""From this many masks in one frame on, threads share the work."""
 THREADS = 4
 SHARED_LIMIT = 32
 """Number of operations in a frame that one CPU limit covers; larger frames get proportionally more time."""
 JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Spaces in JSON, unless the schema sets them. With free spacing, a small model may generate nothing but spaces."""
+"""Spaces in JSON, unless the schema sets them. If spaces were free, a small model might generate only spaces."""
 
 
 def memory_used() -> int:
-    """Bytes of private memory of this process; 0 where the system does not report them."""
+    """Return the bytes of private memory of this process, or 0 if the system does not report them."""
     try:
         with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - once a frame: a Path costs more than the read
             return int(file.read().split()[5]) * resource.getpagesize()
@@ -77,7 +77,7 @@ def main(control_fd: int, source_fd: int) -> None:
     words = -(-tokenizer.vocab_size // 32)
     control.sendall(NEWS.pack(b"R", words, 0))
     gc.collect()
-    gc.freeze()  # children share these pages: the collector must not write to them
+    gc.freeze()  # children share these pages, so the garbage collector must not write to them
     seconds, memory = float(given["seconds"]), int(given["memory"])
     _parent(control, lambda link: _Child(link, tokenizer, words, seconds, memory).serve())
 
@@ -117,7 +117,7 @@ def _parent(control: socket.socket, serve: Callable[[socket.socket], None]) -> N
                 if verb == b"F":
                     try:
                         pid = os.fork()
-                    except OSError:  # too many processes: report it like a kill by the system
+                    except OSError:  # too many processes, which is reported like a kill by the system
                         os.close(fds[0])
                         control.sendall(NEWS.pack(b"E", key, signal.SIGKILL))
                         continue
@@ -146,7 +146,7 @@ def _parent(control: socket.socket, serve: Callable[[socket.socket], None]) -> N
 
 
 class _Child:
-    """A child process: one grammar, and one matcher for each state."""
+    """A child process. It has one grammar, and one matcher for each state."""
 
     def __init__(
         self, link: socket.socket, tokenizer: LLTokenizer, words: int, seconds: float, memory: int
@@ -156,7 +156,7 @@ class _Child:
         self._states: dict[int, LLMatcher] = {}
         self._executor: LLExecutor | None = None
         quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 2)  # drop the allocator's message before it aborts; the exit status is enough
+        os.dup2(quiet, 2)  # drops the allocator's message before it aborts, because the exit status is enough
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         self._base = memory_used()
         if self._base:
@@ -183,9 +183,10 @@ class _Child:
             self._send({"about": about, "bytes": self._grown()}, masks)
 
     def _operate(self, operations: list[list[Any]]) -> tuple[list[list[Any]], bytes]:
-        """Apply operations; return the results and the masks of the states that advanced.
+        """Apply operations. Return the results, and the masks of the states that advanced.
 
-        ["a", state, token]: advance. ["c", state, other]: copy to a new state. ["d", state]: drop."""
+        ["a", state, token]: advance. ["c", state, other]: copy to a new state. ["d", state]: drop.
+        """
         moved = []
         for verb, key, *more in operations:
             if verb == "d":
@@ -207,7 +208,7 @@ class _Child:
         return [error[:ERROR_CHARACTERS], matcher.is_stopped(), not error and matcher.is_accepting()]
 
     def _masks(self, matchers: list[LLMatcher]) -> bytes:
-        """Return a mask for each matcher, one bit a token; no bit is set if it failed."""
+        """Return one mask per matcher, with one bit per token. The mask of a failed matcher has no bit set."""
         size = self._mask_bytes
         masks = (ctypes.c_char * (size * len(matchers)))()
         start = ctypes.addressof(masks)
@@ -241,7 +242,7 @@ class _Child:
         return matcher, matcher.get_error()
 
     def _limit(self, seconds: float) -> None:
-        """Let SIGPROF end the process after `seconds` of CPU time of all its threads; 0: no limit."""
+        """Let SIGPROF end the process after `seconds` of CPU time of all its threads. 0 means no limit."""
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
     def _grown(self) -> int:

@@ -1,6 +1,6 @@
-"""Changes of logits before a token is sampled: penalties, biases, masked tokens and grammar masks.
+"""Changes logits before a token is sampled: penalties, biases, masked tokens and grammar masks.
 
-All changes are sparse: flat positions and values from the host, sent without waiting, scattered on the device.
+All changes are sparse. The host sends flat positions and values without waiting, and the device scatters them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TokenCounts:
         self._seen, self._size = start, 0
 
     def update(self, tokens: Sequence[int], prompt: int) -> None:
-        """Add new `tokens`; the first `prompt` of them are not counted. Costs in proportion to the new tokens."""
+        """Add new `tokens`. The first `prompt` of them are not counted. The cost grows with the number of new tokens."""
         for i in range(self._seen, len(tokens)):
             token = tokens[i]
             slot = self._slot_of.setdefault(token, self._size)
@@ -39,6 +39,13 @@ class TokenCounts:
             if i >= prompt:
                 self._counts[slot] += 1
         self._seen = len(tokens)
+
+    def copy(self) -> TokenCounts:
+        """Return an independent copy."""
+        other = TokenCounts(self._seen)
+        other._slot_of, other._size = dict(self._slot_of), self._size
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        return other
 
     @property
     def ids(self) -> Ints:
@@ -83,7 +90,7 @@ def add_bias(logits: torch.Tensor, where: torch.Tensor, values: torch.Tensor) ->
 
 
 def mask_tokens(logits: torch.Tensor, rows: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Make tokens of some rows impossible, in place."""
+    """Make some tokens of some rows impossible, in place."""
     vocabulary = logits.shape[1]
     places = [row * vocabulary + token for row, tokens in rows for token in tokens if token < vocabulary]
     if places:
@@ -91,9 +98,9 @@ def mask_tokens(logits: torch.Tensor, rows: Sequence[tuple[int, Sequence[int]]])
 
 
 def apply_grammar_mask(logits: torch.Tensor, rows: Sequence[int], bits: npt.NDArray[np.int32]) -> None:
-    """Keep only the tokens of `rows` whose bit is set, in place.
-
-    `bits` ([rows, words]) has 32 tokens a word; tokens beyond its end are masked."""
+    """In `rows`, keep only the tokens whose bit is set, in place. A word of `bits` ([rows, words]) has 32 tokens.
+    Tokens beyond its end are masked.
+    """
     device, vocabulary = logits.device, logits.shape[1]
     words = -(-vocabulary // 32)
     fitted = np.zeros((len(rows), words), dtype=np.int32)
@@ -109,6 +116,6 @@ def apply_grammar_mask(logits: torch.Tensor, rows: Sequence[int], bits: npt.NDAr
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Return the array on the device. Does not wait: a GPU copies from pinned memory."""
+    """Copy an array to the device. Does not wait, because a GPU copies from pinned memory."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

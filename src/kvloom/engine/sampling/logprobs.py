@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under the model, computed on the device and read on the host."""
+"""Log-probabilities of tokens. They are computed on the device and read on the host."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ class Logprob:
 
 
 TokenLogprobs = dict[int, Logprob]
-"""At one position: the sampled token, then the most likely ones."""
+"""The log-probabilities at one position: the sampled token, then the most likely tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
     """Log-probabilities for `rows` of a step: sampled tokens, their values and ranks ([rows]).
 
-    `top_ids` and `top_values` ([rows, most]) are the most likely tokens, best first; `counts` is how many each row requested."""
+    `top_ids` and `top_values` ([rows, most]) are the most likely tokens, best first. `counts` is the number that each
+    row requested.
+    """
 
     rows: tuple[int, ...]
     counts: tuple[int, ...]
@@ -41,7 +43,9 @@ class Logprobs:
     def of(
         cls, logits: torch.Tensor, chosen: torch.Tensor, rows: Sequence[int], counts: Sequence[int]
     ) -> Logprobs:
-        """Compute them from logits ([rows, vocabulary]) and the tokens sampled from them ([rows]). Does not wait."""
+        """Compute log-probabilities from logits ([rows, vocabulary]) and the tokens sampled from them ([rows]). Does
+        not wait.
+        """
         logits = logits.float()
         total = logits.logsumexp(-1, keepdim=True)
         value = logits.gather(1, chosen[:, None])
@@ -52,7 +56,9 @@ class Logprobs:
         )
 
     def to_host(self) -> Logprobs:
-        """Return a copy on the host, valid once the device has passed this point; `self` if it is on the host already."""
+        """Start a copy to the host and return it. It is valid after the device has passed this point. Returns `self`
+        if it is already on the host.
+        """
         if not self.values.is_cuda:
             return self
 
@@ -64,7 +70,7 @@ class Logprobs:
         return Logprobs(self.rows, self.counts, *map(copy, tensors))
 
     def read(self) -> list[TokenLogprobs]:
-        """Return one dictionary a row. Call it on the result of `to_host`, after the copy is done. Does not wait."""
+        """Return one dictionary per row. Call it on the result of `to_host` after the copy is done. Does not wait."""
         result: list[TokenLogprobs] = []
         rows = zip(
             self.counts,

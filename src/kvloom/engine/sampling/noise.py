@@ -1,9 +1,10 @@
-"""Random noise from a hash of (seed, token count, vocabulary index): it depends on nothing else.
+"""Random noise, computed as a hash of (seed, token count, vocabulary index).
 
     seed, count ──host──▶ two words a row ──device──▶ hash with each index ──▶ Gumbel noise [rows, vocabulary]
 
-The maximum of logits + Gumbel noise is a sample from their softmax. So a row's sample does not depend on the batch, its place
-in it, or the device. Uses integer operations until the last step; does not wait for the device.
+The maximum of logits + Gumbel noise is a sample from the softmax of the logits. The sample of a row therefore does
+not depend on the batch, its place in the batch, or the device. Uses integer operations until the last step. Does not
+wait for the device.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ MASK = (1 << 64) - 1
 
 
 def row_words(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Return two words for each row ([rows, 2]) from its seed (any integer) and its number of sampled tokens."""
+    """Return two words per row ([rows, 2]), computed from its seed (any integer) and its number of sampled tokens."""
     state = np.array([seed & MASK for seed in seeds], dtype=np.uint64)
-    # A seed of zero must have an effect; the second word is a factor, so it must be odd.
+    # A seed of zero must have an effect. The second word is a factor, so it must be odd.
     state = _mix64(_mix64(state + GOLDEN) + np.array(counts, dtype=np.uint64) * GOLDEN)
     words = np.stack([state >> np.uint64(32), state | np.uint64(1)], 1)
     return words.astype(np.uint32).view(np.int32)
 
 
 def index_words(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Return a word for each index of the vocabulary ([vocabulary], int32). Compute once."""
+    """Return one word for each index of the vocabulary ([vocabulary], int32). Compute it once."""
     mixed = _mix64(np.arange(1, vocabulary + 1, dtype=np.uint64) * GOLDEN)
     return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)).to(device)
 
@@ -44,7 +45,7 @@ def gumbel(rows: torch.Tensor, indexes: torch.Tensor) -> torch.Tensor:
         words ^= (words >> shift).bitwise_and_((1 << (32 - shift)) - 1)
         words *= factor
     words ^= (words >> 16).bitwise_and_(0xFFFF)
-    # 31 bits; small values have full precision, because the largest noise comes from them.
+    # 31 bits. Small values have full precision, because the largest noise comes from them.
     share = words.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return share.neg_().log1p_().neg_().log_().neg_()
 

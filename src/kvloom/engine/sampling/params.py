@@ -1,4 +1,6 @@
-"""Sampling parameters of a request, named as in vLLM and the OpenAI API. Data and checks; the sampler applies them."""
+"""The sampling parameters of a request, with the names of vLLM and the OpenAI API. Data and checks; the sampler
+applies them.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,12 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Literal
 
+from kvloom.combinations import refused
+
 __all__ = ["GREEDY_BELOW", "MAX_LOGPROBS", "Finish", "SamplingParams", "StructureKind"]
 
 GREEDY_BELOW = 1e-5
-"""A lower temperature selects the most likely token."""
+"""With a lower temperature, the most likely token is selected."""
 MAX_LOGPROBS = 1024
 MAX_SAMPLES = 1024
 INTEGERS = (
@@ -29,9 +33,8 @@ INTEGERS = (
 """Parameters that are integers, or None."""
 
 Finish = Literal["stop", "length", "cancelled", "no_room", "grammar"]
-"""Why a request finished. "no_room": the whole pool is too small for it.
-
-"grammar": the grammar allows no token of the vocabulary, or exceeds its limits of time or memory.
+"""Why a request finished. "no_room": the whole pool is too small for it. "grammar": the grammar allows no token of
+the vocabulary, or exceeded a limit on time or memory.
 """
 
 StructureKind = Literal["json_schema", "regex", "grammar"]
@@ -53,8 +56,9 @@ class SamplingParams:
     | embedding      | `pooling`: return the mean, or the last, of the prompt's hidden states; needs `max_tokens` 1     |
     | structure      | one of `json_schema`, `regex`, `grammar` (Lark notation)                                       |
 
-    The same `seed` gives the same tokens, whatever other requests run. Log-probabilities are the model's own, before temperature,
-    penalties and masks."""
+    The same `seed` gives the same tokens, no matter which other requests run. Log-probabilities are those of the
+    model, before temperature, penalties and masks.
+    """
 
     max_tokens: int = 16
     temperature: float = 1.0
@@ -115,7 +119,7 @@ class SamplingParams:
 
     @property
     def samples(self) -> int:
-        """Number of computed samples, of which `n` are returned."""
+        """Number of samples to compute. `n` of them are returned."""
         return self.beam_width if self.beam_width > 1 else self.best_of or self.n
 
     @property
@@ -125,7 +129,7 @@ class SamplingParams:
 
     @property
     def structure(self) -> tuple[StructureKind, str] | None:
-        """Kind and text of the required structure; None without one."""
+        """The kind and text of the required structure, or None if there is none."""
         if self.json_schema is not None:
             schema = self.json_schema
             return "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
@@ -135,13 +139,13 @@ class SamplingParams:
 
     @property
     def needs_last_token(self) -> bool:
-        """Whether the host needs each token before the next can be sampled."""
+        """Whether the host needs each token before the next token can be sampled."""
         follows = any(len(tokens) > 1 for tokens in self.bad_token_ids)
         return self.has_penalties or self.structure is not None or self.beam_width > 1 or follows
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are computed: requested, or needed to rank samples."""
+        """Whether log-probabilities are computed, because they are requested or needed to rank samples."""
         return self.logprobs is not None or self.samples > self.n or self.beam_width > 1
 
     def _check_integers(self) -> None:
@@ -209,37 +213,29 @@ class SamplingParams:
         if self.beam_width > 1:
             self._check_beams()
         elif self.samples > 1 and self.greedy:
-            raise ValueError(
-                f"{self.samples} samples at temperature {self.temperature} are all the same: "
-                "raise temperature, or use beam_width"
-            )
+            raise ValueError(refused("samples, greedy", samples=self.samples, temperature=self.temperature))
 
     def _check_pooling(self) -> None:
         if self.pooling not in (None, "mean", "last"):
             raise ValueError(f"pooling {self.pooling!r} must be mean or last")
         if self.pooling is not None and (self.max_tokens > 1 or self.samples > 1 or self.structure):
-            raise ValueError("pooling needs max_tokens 1 and one sample, without structured output")
+            raise ValueError(refused("pooling, sampling"))
 
     def _check_beams(self) -> None:
         if not self.greedy:
-            raise ValueError(
-                f"beam_width {self.beam_width} needs temperature 0, not {self.temperature}: beam search does not sample"
-            )
+            raise ValueError(refused("beams, sampling", width=self.beam_width, temperature=self.temperature))
         if self.n > self.beam_width:
             raise ValueError(f"n {self.n} must not exceed beam_width {self.beam_width}")
         if not math.isfinite(self.length_penalty):
             raise ValueError(f"length_penalty {self.length_penalty} must be finite")
         masks = self.structure is not None or self.allowed_token_ids is not None or self.bad_token_ids
         if self.best_of is not None or self.has_penalties or self.logit_bias or masks or self.stops:
-            raise ValueError(
-                "beam_width excludes best_of, penalties, logit_bias, allowed and bad tokens, stop texts and structured "
-                "output: remove them"
-            )
+            raise ValueError(refused("beams, changed logits"))
 
     def _check_structure(self) -> None:
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other: give one")
+            raise ValueError(refused("structures", names=" and ".join(given)))
         if isinstance(self.json_schema, str):
             try:
                 json.loads(self.json_schema)

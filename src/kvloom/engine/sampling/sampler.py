@@ -1,9 +1,9 @@
-"""Samples tokens from logits, for all rows at once, without waiting for the device.
+"""Samples tokens from logits for all rows at once. Does not wait for the device.
 
     logits ─▶ penalties ─▶ bias ─▶ masked tokens ─▶ grammar ─▶ argmax                              greedy rows
                                                            └─▶ / temperature ─▶ cut ─▶ + noise ─▶ argmax    sampled rows
 
-Parameters become small tensors, made once for a set of requests. The tokens stay on the device.
+The parameters become small tensors, which are made once for each set of requests. The tokens stay on the device.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .params import SamplingParams
 __all__ = ["SampledTokens", "Sampler", "SamplingRequest"]
 
 WIDTHS = (64, 256, 1024)
-"""How many of the most likely tokens are sorted. The smallest that is at least twice `top_k` is used, so ties with the
-last fit.
+"""Number of most likely tokens to sort. The smallest width that is at least twice `top_k` is used, so that tokens
+equal to the last one fit.
 """
 
 
@@ -58,7 +58,9 @@ class SamplingRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens of a step ([rows], int64), and log-probabilities of the rows that request them; on the logits' device."""
+    """The tokens of a step ([rows], int64), and log-probabilities of the rows that request them. Both are on the
+    device of the logits.
+    """
 
     tokens: torch.Tensor
     logprobs: Logprobs | None = None
@@ -66,9 +68,9 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Rows that are sampled in the same way: from the `width` most likely tokens, or from all without sorting (None).
-
-    A row's own parameters determine its draw, so sums round the same way in any batch."""
+    """Rows that are sampled in the same way: from the `width` most likely tokens or, if None, from all tokens without
+    sorting. Only the parameters of a row determine its draw, so sums round the same way in any batch.
+    """
 
     width: int | None
     places: list[int]
@@ -92,9 +94,7 @@ class _Plan:
     penalised: list[int]
     structured: list[int]
     short: list[int]  # rows with `min_tokens`
-    allowed: (
-        tuple[list[int], npt.NDArray[np.int32]] | None
-    )  # rows with allowed tokens, and a bit for each token
+    allowed: tuple[list[int], npt.NDArray[np.int32]] | None  # rows with allowed tokens, and one bit per token
     bad: list[int]  # rows with bad tokens
     with_logprobs: list[int]  # rows that request log-probabilities
     logprob_rows: torch.Tensor | None  # None: all
@@ -112,10 +112,10 @@ class Sampler:
     def choose(
         self, logits: torch.Tensor, requests: Sequence[SamplingRequest], counts: Sequence[int] | None = None
     ) -> SampledTokens:
-        """Return one token for each row of `logits` ([rows, vocabulary]). Does not modify them, and does not wait.
-
-        `counts` are the tokens sampled for each request so far (`sampled_tokens` by default), including in-flight ones. A request
-        with `needs_last_token` must have all its tokens on the host."""
+        """Return one token for each row of `logits` ([rows, vocabulary]). Does not modify the logits and does not
+        wait. `counts` is the number of tokens sampled for each request so far, including in-flight tokens (default:
+        `sampled_tokens`). A request with `needs_last_token` must have all its tokens on the host.
+        """
         if len(requests) != len(logits):
             raise ValueError(f"{len(logits)} rows of logits do not match {len(requests)} requests")
         if counts is None:
@@ -167,7 +167,7 @@ class Sampler:
         return changed
 
     def _tokens(self, changed: torch.Tensor, plan: _Plan, counts: Sequence[int]) -> torch.Tensor:
-        """Return the most likely token of each greedy row, and the sampled one of the others."""
+        """Return the most likely token of each greedy row, and a sampled token of each other row."""
         draws = plan.draws
         if len(draws) == 1 and draws[0].rows is None:
             return self._drawn(changed, draws[0], plan, counts)
@@ -213,10 +213,12 @@ class Sampler:
 
 
 def _floor(ordered: torch.Tensor, draw: _Draw) -> torch.Tensor:
-    """Return the least logit of a row that may be sampled ([rows, 1]), from sorted logits. Ties may be sampled too."""
+    """Return the smallest logit of each row that may be sampled ([rows, 1]), from sorted logits. Equal logits may be
+    sampled, too.
+    """
     outside = torch.arange(ordered.shape[1], device=ordered.device) >= draw.k
     share = ordered.masked_fill(outside, -math.inf).softmax(-1)
-    before = share.cumsum(-1) - share  # the token that crosses top_p stays
+    before = share.cumsum(-1) - share  # the token that crosses top_p is included
     kept = ((before < draw.p) & ~outside).sum(-1, keepdim=True).clamp_(min=1)
     floor = ordered.gather(1, kept - 1)
     return floor if draw.min_p is None else torch.maximum(floor, ordered[:, :1] + draw.min_p)
@@ -260,7 +262,7 @@ def _make_plan(requests: list[SamplingRequest], vocabulary: int, device: torch.d
 def _allowed_bits(
     every: list[SamplingParams], rows: list[int], vocabulary: int
 ) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """Return rows and one bit for each token that they may sample."""
+    """Return the rows, with one bit for each token that they may sample."""
     flags = np.zeros((len(rows), -(-vocabulary // 32) * 32), dtype=np.uint8)
     for place, row in enumerate(rows):
         flags[place, [token for token in every[row].allowed_token_ids or () if token < vocabulary]] = 1
@@ -268,7 +270,7 @@ def _allowed_bits(
 
 
 def _bad_tokens(request: SamplingRequest) -> list[int]:
-    """Return the tokens that would complete a bad sequence now."""
+    """Return the tokens that would complete a bad sequence next."""
     output = request.tokens[len(request.prompt) :] if request.params.needs_last_token else []
     return [
         tokens[-1]
@@ -278,7 +280,7 @@ def _bad_tokens(request: SamplingRequest) -> list[int]:
 
 
 def _draws(every: list[SamplingParams], vocabulary: int, device: torch.device) -> Iterable[_Draw]:
-    """Yield the sampled rows, grouped by how many of the most likely tokens are sorted."""
+    """Yield the sampled rows, grouped by the number of most likely tokens to sort."""
     by_width: dict[int | None, list[int]] = {}
     for i, params in enumerate(every):
         if not params.greedy:
@@ -296,7 +298,9 @@ def _draws(every: list[SamplingParams], vocabulary: int, device: torch.device) -
             _rows(places, len(every), device),
             temperature=column([params.temperature for params in some]),
             k=column([params.top_k or vocabulary for params in some]),
-            p=column([params.top_p if params.top_p < 1 else 2 for params in some]),  # a sum may round above 1
+            p=column(
+                [params.top_p if params.top_p < 1 else 2 for params in some]
+            ),  # a sum may be rounded above 1
             min_p=column(min_p) if any(params.min_p for params in some) else None,
         )
 
@@ -308,5 +312,5 @@ def _width(params: SamplingParams, vocabulary: int) -> int | None:
 
 
 def _rows(rows: list[int], count: int, device: torch.device) -> torch.Tensor | None:
-    """Return row numbers as an index; None for all rows, or none."""
+    """Return row numbers as an index, or None for all rows or no rows."""
     return to_device(np.array(rows), device) if 0 < len(rows) < count else None

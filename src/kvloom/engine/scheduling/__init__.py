@@ -1,4 +1,4 @@
-"""Scheduling: which requests run, and which tokens each step computes.
+"""Scheduling: decides which requests run, and which tokens each step computes.
 
 scheduler.py      Scheduler: picks the work of each step
 waiting_queue.py  WaitingQueue: waiting requests by rank, and those that wait for pages

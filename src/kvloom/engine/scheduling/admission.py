@@ -1,12 +1,12 @@
-"""Admission: whether a request fits the pool, given the projected growth of running requests.
+"""Admission: decides whether a request fits into the pool, given the projected growth of running requests.
 
     pool  >=  pages in use and missing for prompts  +  growth of all until a time  -  pages of requests finished before it
 
 must hold at every time at which a running request is expected to finish.
 
-Admission by free pages alone is worse: when pages run out, a request is preempted and recomputes. The length of an
-output is unknown, so it is estimated from recent outputs, within the request's limit. If the estimate is too low, the
-scheduler preempts.
+If only free pages decided, pages would run out later, and a request would be preempted and recomputed. The length of
+an output is unknown, so it is estimated from recent outputs, within the request's limit. If the estimate is too low,
+the scheduler preempts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ __all__ = ["Admission"]
 
 Ints = npt.NDArray[np.int64]
 TYPICAL = 256
-"""Estimated output tokens before any request has finished."""
+"""Estimated number of output tokens before the first request has finished."""
 MEMORY = 32
-"""Number of recent outputs in the estimate."""
+"""Number of recent outputs that the estimate uses."""
 HAVE, END, _, LEFT = range(4)
+LONG_SHARE = 4
+"""A request that may be long is projected with at most one part in this many of the pool: the rest of its pages can become cold."""
 LAG = 2
-"""Number of steps after its last one in which a finished request may still use its pages."""
+"""Number of steps for which a finished request may still use its pages."""
 
 
 class Admission:
@@ -43,14 +45,26 @@ class Admission:
         for pages, kind in ((self._block, "token"), (self._states, "state")):
             for group in cache.layout.of(kind):
                 pages[cache.class_of[group.index]] += group.runs
+        self._full = np.zeros_like(self._block)
+        full = [group for group in cache.layout.of("token") if not group.spec.visibility.windowed]
+        for group in full:
+            self._full[cache.class_of[group.index]] += group.runs
+        self._full_bytes = sum(group.page_stride * group.runs for group in full)
         self._promised = self._lacked = np.zeros_like(self._block)
+        self._excess = 0  # blocks of long requests beyond their projection
+
+    @property
+    def resident_tokens(self) -> int:
+        """Tokens of a request that may be long whose full-attention pages the pool is projected to hold."""
+        part = self._cache.usable_slabs * self._cache.layout.slab_bytes // LONG_SHARE
+        return max(2, part // max(1, self._full_bytes)) * self._cache.block_tokens
 
     def request_finished(self, request: Request) -> None:
         """Update the estimate with the length of an output."""
         self._typical += (request.output_count - self._typical) / MEMORY
 
     def refresh(self) -> None:
-        """Drop the projection: a step starts, or a request has started to load."""
+        """Drop the projection, because a step starts or a request has started to load."""
         self._projections = None
 
     def fits(
@@ -60,26 +74,28 @@ class Admission:
         running: Iterable[Request],
         loading: Iterable[tuple[Request, int]] = (),
     ) -> bool:
-        """Return whether a request with `cached` tokens fits beside the running requests and the `loading` ones.
-
-        `loading` has requests, and the tokens for which they have reserved pages. Costs about 20 µs if the pool holds
-        all requests at their full lengths, else 200 µs. The first call of a step adds 1 µs for each running request."""
+        """Return whether a request with `cached` tokens fits beside the running and the `loading` requests. `loading`
+        contains requests, and the tokens for which they have reserved pages. Costs about 20 µs if all requests fit at
+        their full lengths, else 200 µs. The first call of a step costs 1 µs more per running request.
+        """
         if self._projections is None:
+            running = list(running)
+            self._excess = self._blocks_beyond(running)
             self._projections, self._promised, self._lacked = self._projected(
                 [*self._pages_of(running), *((one, have, 0) for one, have in loading)]
             )
         own, mine, lacked = self._projected([(request, cached, cached)])
         needed = np.array([[cls.in_use_pages] for cls in self._cache.inspect.size_classes])
-        needed += self._lacked + lacked + self._states
+        needed += self._lacked + lacked + self._states - self._full * self._excess
         if self._fits(needed + self._promised + mine):
             return True
         projections = np.concatenate((self._projections, own), 1)
         have, ends, shared, left = projections[:, np.argsort(projections[LEFT])]
         more, kept = self._pages(have, ends), self._pages(shared, have) + self._states
         rates, alive = more / left, len(left) - np.arange(len(left))
-        # When the k-th request finishes, the first k have all their tokens; the others have grown for as long, in
-        # blocks.
-        # Requests that finished earlier have released their pages, except those of the last LAG steps.
+        # When the k-th request finishes, the first k requests have all their tokens. The others have grown
+        # for the same time, in blocks. Requests that finished earlier have released their pages, except
+        # those of the last LAG steps.
         grown = (
             more.cumsum(1) + left * (rates.sum(1, keepdims=True) - rates.cumsum(1)) + self._block * alive / 2
         )
@@ -88,28 +104,45 @@ class Admission:
         return self._fits(needed + np.ceil(grown).astype(np.int64) - gone)
 
     def request_admitted(self, request: Request) -> None:
-        """Add an admitted request, with its first pages, to the projection."""
+        """Add an admitted request and its first pages to the projection."""
         if self._projections is not None:
             projection, promised, lacked = self._projected(self._pages_of([request]))
             self._projections = np.concatenate((self._projections, projection), 1)
             self._promised, self._lacked = self._promised + promised, self._lacked + lacked
 
     def _pages_of(self, running: Iterable[Request]) -> list[tuple[Request, int, int]]:
-        """Return running requests, the tokens for which each has pages, and its cached tokens."""
+        """Return, for each running request, the request, the tokens for which it has pages, and its cached tokens."""
         some = [(request, request.sequence) for request in running if request.sequence is not None]
-        have = self._cache.reserved_blocks[[sequence.row for _, sequence in some]] * self._cache.block_tokens
-        return [(one, n, sequence.resumed) for (one, sequence), n in zip(some, have.tolist(), strict=True)]
+        blocks = self._cache.reserved_blocks[[sequence.row for _, sequence in some]].tolist()
+        have = [
+            (n - sequence.cold_blocks) * self._cache.block_tokens
+            for (_, sequence), n in zip(some, blocks, strict=True)
+        ]
+        return [(one, n, min(n, sequence.resumed)) for (one, sequence), n in zip(some, have, strict=True)]
+
+    def _blocks_beyond(self, running: Iterable[Request]) -> int:
+        """Return the blocks that requests which may be long have in the pool beyond their projection: they can become cold."""
+        most = self.resident_tokens // self._cache.block_tokens
+        return sum(
+            max(0, r.sequence.length // self._cache.block_tokens - r.sequence.cold_blocks - most)
+            for r in running
+            if r.may_be_long and r.sequence is not None
+        )
 
     def _projected(self, requests: list[tuple[Request, int, int]]) -> tuple[Ints, Ints, Ints]:
-        """Return the projected growth of requests ([4, requests]), the pages they still add by class, and the pages that
-        prompts lack now.
+        """Return the projected growth of requests ([4, requests]), the pages that they still add by class, and the
+        pages that their prompts lack now.
 
-        The four rows, in tokens: length once the prompt is computed, expected final length, cached tokens that may be
-        shared, tokens left to decode."""
+        The four rows, in tokens, are: the length after the prompt, the expected final length, cached tokens that may
+        be shared, and tokens left to decode.
+        """
         rest = []
         for request, have, found in requests:
             size, end = len(request.tokens), self.end_of(request)
-            rest.append((have, max(have, size), max(have, end), found, max(1, end - size)))
+            rest_tokens = max(1, end - size)
+            if request.may_be_long:
+                size, end, have = (min(n, self.resident_tokens) for n in (size, end, have))
+            rest.append((have, max(have, size), max(have, end), min(have, found), rest_tokens))
         first, sizes, ends, shared, left = np.array(rest, np.int64).reshape(-1, 5).T
         taken, lacked = (self._pages(*part).sum(1, keepdims=True) for part in ((sizes, ends), (first, sizes)))
         return np.stack((sizes, ends, shared, left)), taken, lacked
@@ -125,8 +158,9 @@ class Admission:
         return min(request.limit, len(request.prompt) + max(int(self._typical), sampled + sampled // 4 + 1))
 
     def _pages(self, first: Ints, ends: Ints) -> Ints:
-        """Return the pages of each class ([classes, requests]) that growth from `first` to `ends` tokens needs. Windows
-        count as full."""
+        """Return the number of pages of each class ([classes, requests]) for growth from `first` to `ends` tokens.
+        Windows count as full.
+        """
         block, total = self._cache.block_tokens, np.zeros((len(self._per_slab), len(ends)), np.int64)
         more = -(-ends // block) - -(-first // block)
         for group in self._cache.layout.of("token"):

@@ -1,6 +1,6 @@
-"""Feasibility: refuses requests that can never run, with the numbers, before they wait.
+"""Feasibility: refuses requests that can never run, before they are queued. The error states the numbers.
 
-Uses the pool layout only; free pages are the cache's concern, order is the scheduler's.
+Uses only the pool layout. It does not depend on free pages or on the order of requests.
 """
 
 from __future__ import annotations
@@ -11,21 +11,26 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.core import KVCache
+from kvloom.engine.offload import MAX_HOST_SHARE, OffloadManager
 from kvloom.engine.request import Request
 
 __all__ = ["Feasibility"]
 
+RESIDENT_BLOCKS = 2
+"""Blocks with full attention that a long request needs in the pool: the one it writes, and the one before it."""
+
 
 class Feasibility:
-    """The largest memory that a request needs in one pool, in steps of up to `token_budget` prompt tokens."""
+    """Computes the largest memory that a request needs in one pool, in steps of up to `token_budget` prompt tokens."""
 
-    def __init__(self, cache: KVCache, token_budget: int) -> None:
-        self.cache, self.token_budget = cache, token_budget
+    def __init__(self, cache: KVCache, token_budget: int, offload: OffloadManager | None = None) -> None:
+        self.cache, self.token_budget, self._offload = cache, token_budget, offload
         self._slabs_for = lru_cache(4096)(self._most_slabs)
 
-    def check(self, request: Request, reachable_slabs: int = 0) -> None:
-        """Raise ValueError for a request that can never run, also after the pool has grown to `reachable_slabs`."""
-        slab = self.cache.layout.slab_bytes
+    def check(self, request: Request, reachable_slabs: int = 0) -> bool:
+        """Return whether a request at its limit needs cold pages, also after the pool has grown to `reachable_slabs`.
+        Raise ValueError for a request that can never run."""
+        slab, may_be_long = self.cache.layout.slab_bytes, False
         quota = self.cache.account(request.control.tenant).tenant.quota
         for owner, needed, limit in (
             (
@@ -36,19 +41,57 @@ class Feasibility:
             ("tenant's quota is", 0 if quota is None else self._bytes_of(request), quota),
         ):
             if limit is not None and needed > limit:
-                raise ValueError(
-                    f"{len(request.prompt)} prompt tokens and max_tokens {request.params.max_tokens} need {needed:,} bytes "
-                    f"of pages, but the {owner} {limit:,}: shorten the prompt or lower max_tokens"
+                may_be_long = True
+                refusal = self._refuse_cold(
+                    request.limit, request.control.tenant, limit, self._slabs_of(request, RESIDENT_BLOCKS)
                 )
+                if refusal is not None:
+                    raise ValueError(
+                        f"{len(request.prompt)} prompt tokens and max_tokens {request.params.max_tokens} need {needed:,} "
+                        f"bytes of pages, but the {owner} {limit:,}: shorten the prompt or lower max_tokens{refusal}"
+                    )
         if request.images is not None and request.images.min_step_tokens > self.token_budget:
             raise ValueError(
                 f"an image of {request.images.min_step_tokens} tokens does not fit one step of {self.token_budget} tokens: "
                 "raise token_budget"
             )
+        return may_be_long
 
-    def _slabs_of(self, request: Request) -> int:
-        """Return the largest number of slabs that a request uses: at its end, or while it computes its largest image."""
-        slabs = self._slabs_for(request.limit)
+    def holds(self, length: int, tenant: str, reachable_slabs: int = 0) -> bool:
+        """Return whether the pool, grown to `reachable_slabs`, and the tenant's quota hold a sequence of `length` tokens."""
+        quota, slabs = self.cache.account(tenant).tenant.quota, self._slabs_for(length, None)
+        within_quota = quota is None or slabs * self.cache.layout.slab_bytes <= quota
+        return within_quota and slabs <= max(self.cache.usable_slabs, reachable_slabs)
+
+    def runs_cold(self, length: int, tenant: str, limit: int) -> bool:
+        """Return whether a request of `length` tokens runs with cold pages in `limit` bytes of the pool."""
+        return self._refuse_cold(length, tenant, limit, self._slabs_for(length, RESIDENT_BLOCKS)) is None
+
+    def _refuse_cold(self, length: int, tenant: str, limit: int, slabs: int) -> str | None:
+        """Return why a request of `length` tokens cannot run with cold pages, as the end of an error; None if it can.
+
+        It may use `limit` bytes of the pool, and needs at least `slabs` of its slabs."""
+        layout = self.cache.layout
+        full = [group for group in layout.of("token") if not group.spec.visibility.windowed]
+        if not full or slabs * layout.slab_bytes > limit:
+            return ""
+        blocks = -(-length // self.cache.block_tokens)
+        needed = blocks * sum(group.page_stride * group.runs for group in full)
+        if self._offload is None or self._offload.cold is None:
+            if self._offload is not None and self._offload.cold_refusal:
+                return f" ({self._offload.cold_refusal})"
+            size = int(needed / MAX_HOST_SHARE) + 1
+            return f", or give its oldest pages host memory: --tier host:SIZE with {size:,} bytes"
+        most = self._offload.cold.limit(tenant)
+        if needed <= most:
+            return None
+        return f", or raise --tier host:SIZE: its oldest pages need {needed:,} bytes of host memory, and may use {most:,}"
+
+    def _slabs_of(self, request: Request, most_full: int | None = None) -> int:
+        """Return the largest number of slabs that a request uses: at its end, or while it computes its largest image.
+
+        With `most_full`, only so many blocks with full attention are in the pool."""
+        slabs = self._slabs_for(request.limit, most_full)
         if request.images is None:
             return slabs
         length, media = self._image_peak(request)
@@ -56,7 +99,7 @@ class Feasibility:
         image_slabs = sum(
             -(-blocks * group.runs // group.pages_per_slab) for group in self.cache.layout.of("media")
         )
-        return max(slabs, self._slabs_for(length) + image_slabs)
+        return max(slabs, self._slabs_for(length, most_full) + image_slabs)
 
     def _bytes_of(self, request: Request) -> int:
         """Return the largest number of bytes that a request's pages use."""
@@ -68,10 +111,10 @@ class Feasibility:
         return max(needed, layout.slab_bytes_for(length, media)) if media else needed
 
     def _image_peak(self, request: Request) -> tuple[int, list[int]]:
-        """Return the length at which a request uses the most image pages, and the tokens of those images.
-
-        If image pages outlive the prompt, these are all images at the end of the request; otherwise the largest one,
-        while it is computed."""
+        """Return the length at which a request uses the most image pages, and the tokens of these images. If image
+        pages stay in use after the prompt, this is the end of the request with all images. Otherwise it is the
+        largest image, while it is computed.
+        """
         images = request.images
         if images is None:
             return 0, []
@@ -79,20 +122,21 @@ class Feasibility:
             return request.limit, list({item.digest: item.tokens for item in images.media}.values())
         return images.media[-1].stop, [max(item.tokens for item in images.media)]
 
-    def _most_slabs(self, length: int) -> int:
+    def _most_slabs(self, length: int, most_full: int | None = None) -> int:
         """Return the largest number of slabs of a sequence while it grows to `length` tokens. Costs milliseconds with
         windows."""
-        pages = self._pages_for(length)
+        pages = self._pages_for(length, most_full)
         slabs = [
             -(-count // cls.per_slab)
             for cls, count in zip(self.cache.inspect.size_classes, pages, strict=True)
         ]
         return int(np.sum(slabs, 0).max())
 
-    def _pages_for(self, length: int) -> list[npt.NDArray[np.int64]]:
+    def _pages_for(self, length: int, most_full: int | None = None) -> list[npt.NDArray[np.int64]]:
         """Return the pages of each class at every length up to `length`; without windows, at `length` only.
 
-        With windows, a sequence may use the most pages before its end."""
+        With windows, a sequence may use the most pages before its end.
+        """
         layout = self.cache.layout
         windowed = any(group.spec.visibility.windowed for group in layout.of("token"))
         ends = np.arange(1 if windowed else length, length + 1)
@@ -102,5 +146,7 @@ class Feasibility:
             if group.spec.unit == "token":
                 left = group.spec.visibility.first_visible_each(ends - 1) // layout.block_tokens
                 units = -(-ends // layout.block_tokens) - left
+                if most_full is not None and not group.spec.visibility.windowed:
+                    units = np.minimum(units, most_full)
             pages[self.cache.class_of[group.index]] += units * group.runs
         return pages

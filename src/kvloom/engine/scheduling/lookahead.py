@@ -1,6 +1,6 @@
-"""Lookahead: protects cached pages of queued requests, and takes checkpoints where they will resume.
+"""Lookahead: protects cached pages of queued requests, and takes checkpoints where queued requests will resume.
 
-Reads the waiting queue and calls the cache; does not admit requests.
+Reads the waiting queue and calls the cache. Does not admit requests.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from .waiting_queue import WaitingQueue, common_prefix
 __all__ = ["Lookahead"]
 
 MAX_PROTECTED = 256
-"""Next requests in the queue whose pages are protected."""
+"""Number of next requests in the queue whose pages are protected."""
 SHORT_SHARE = 16
-"""Pages are protected while less than this fraction (1 / SHORT_SHARE) of the slabs is free."""
+"""Pages are protected while less than 1 / SHORT_SHARE of the slabs is free."""
 MAX_COMPARED = 16
-"""Next requests in the queue that are compared with a starting one, if resuming needs a checkpoint."""
+"""Number of next requests in the queue that are compared with a starting request, if resuming needs a checkpoint."""
 MAX_CHECKPOINTS = 4
-"""Most checkpoints that a prompt takes for queued requests: in models with states, each ends a step."""
+"""Largest number of checkpoints that a prompt takes for queued requests. In models with states, each checkpoint ends
+a step.
+"""
 
 
 class Lookahead:
-    """Looks ahead in one queue; `match` finds the cached prefix of a request."""
+    """Looks ahead in one queue. `match` finds the cached prefix of a request."""
 
     def __init__(self, cache: KVCache, queue: WaitingQueue, match: Callable[[Request], Match]) -> None:
         self._cache, self._queue, self._match = cache, queue, match
@@ -40,7 +42,7 @@ class Lookahead:
                 request.queued_prefix = self._cache.protect_queued(self._match(request), request.rank)
 
     def unprotect(self, request: Request) -> None:
-        """End the protection of a request's pages: it was admitted, or has finished."""
+        """End the protection of a request's pages, because it was admitted or has finished."""
         if request.queued_prefix is not None:
             self._cache.unprotect(request.queued_prefix)
             request.queued_prefix = None
@@ -48,7 +50,8 @@ class Lookahead:
     def request_checkpoints(self, request: Request) -> None:
         """Make a starting request take checkpoints at the positions where queued requests diverge from it.
 
-        Does nothing for models without windows and states, which resume anywhere."""
+        Does nothing for models without windows and states, which can resume anywhere.
+        """
         sequence, cache = request.sequence, self._cache
         if sequence is None or not cache.needs_checkpoints or not cache.checkpoint_policy.branch:
             return

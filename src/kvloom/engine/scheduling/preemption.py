@@ -1,4 +1,6 @@
-"""Preemption: chooses the running request that releases its pages when another needs them. The scheduler preempts it."""
+"""Preemption: chooses the running request that releases its pages when another request needs them. The scheduler
+preempts it.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,16 @@ def choose_victim(
     picked: Many[Scheduled],
     excess: Callable[[Request], float],
 ) -> Request | None:
-    """Return the running request to preempt so that `request` gets pages for `count` tokens; None if there is none.
+    """Return the running request to preempt so that `request` gets pages for `count` tokens, or None if there is
+    none.
 
     Requests with work in this step are never chosen. Candidates of the same tenant have a lower rank, or are parked
-    beams. Candidates of other tenants are above their share, and arrived later or are parked. If the tenant's own
-    quota is short, only its own requests are candidates.
+    beams. Candidates of other tenants belong to tenants above their share, and arrived later or are parked. If the
+    quota of the tenant is exhausted, only its own requests are candidates.
 
-    `excess(request)` is how far a tenant is above its fair share of the pool. A tenant within its share preempts
-    tenants above theirs, the largest excess first, whatever the ranks."""
+    `excess(request)` states how far a tenant is above its fair share of the pool. For a tenant within its share, the
+    tenant with the largest excess is preempted first, without regard to ranks.
+    """
     assert request.sequence is not None
     busy = {id(other) for other, _ in picked} | {id(request)}
     others = [r for r in running if id(r) not in busy]

@@ -1,13 +1,13 @@
-"""The scheduler: picks the tokens of each step. Every decode, then chunks of prompts, within a token budget.
+"""The scheduler: picks the tokens of each step. All decoding requests come first, then chunks of prompts within a
+token budget.
 
     waiting   by rank; admitted within the budget, below `max_running`, and if the projected growth fits the pool
     running   has pages; if pages run out, the request of lowest rank is preempted and waits again
 
-Tenants share steps, running requests and pages fairly (see `waiting_queue.py`): requests of a tenant above its share
-are preempted for a waiting tenant below its share. A single tenant is not affected.
-
-A step may be scheduled while the previous one is in flight: its tokens are counted, and finished requests are
-skipped. Preempted requests recompute, but most of their blocks stay cached. Does not use the model.
+Tenants share steps, running requests and pages fairly (see `waiting_queue.py`). Requests of a tenant above its share
+are preempted for a waiting tenant below its share. A single tenant is not affected. A step may be scheduled while the
+previous step is in flight. Its tokens count, and finished requests are skipped. A preempted request is recomputed
+later, but most of its blocks stay cached. Does not use the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from math import inf
 
 import numpy as np
 
-from kvloom.core import NOT_CACHED, KVCache, Match
+from kvloom.core import NOT_CACHED, CacheControl, KVCache, Match, Sequence
 from kvloom.engine.offload import Action, OffloadManager
 from kvloom.engine.request import Request
 from kvloom.engine.sampling import Finish, Successor, assign_slots
@@ -36,22 +36,23 @@ __all__ = ["Scheduled", "Scheduler"]
 
 UNKNOWN = np.array([-1])
 MAX_ROOTS = 64
-"""Largest number of roots (tenants and adapters) for which a miss is compared with other tenants: each costs a tree walk."""
+"""Largest number of roots (tenants and adapters) for which a miss is compared with other tenants. Each root costs a
+tree walk.
+"""
 MAX_PROMPT_LOGPROBS = 256
-"""Prompt tokens of a step with log-probabilities: each needs its own logits."""
+"""Largest number of prompt tokens with log-probabilities in a step. Each token needs its own logits."""
 MAX_DEFERRED = 32
-"""Most requests that a step defers because others compute their next block: each costs a match."""
+"""Largest number of requests that a step defers because others compute their next block. Each costs a match."""
 SHARED_STEPS = 4
-"""With several tenants, a step computes at most one part in this many of the token budget."""
+"""With several tenants, a step computes at most 1 / SHARED_STEPS of the token budget."""
 MAX_PREEMPTED = 16
-"""Most requests that a step preempts for other tenants."""
+"""Largest number of requests that a step preempts for other tenants."""
 
 
 class Scheduler:
-    """Schedules requests on one cache: up to `token_budget` prompt tokens a step, plus one token of each decoding
-    request.
-
-    Not thread safe: one thread adds, schedules and commits."""
+    """Schedules requests on one cache: up to `token_budget` prompt tokens per step, plus one token of each decoding
+    request. Not thread-safe: one thread adds, schedules and commits.
+    """
 
     def __init__(
         self,
@@ -67,28 +68,30 @@ class Scheduler:
         self.cache, self.token_budget, self.max_running = cache, token_budget, max_running
         self.running: list[Request] = []
         self.rejected: list[Request] = []
-        """Requests that finished because the pool is too small, until the engine returns them."""
+        """Requests that finished because the pool is too small. The engine returns and removes them."""
         self.started_requests: list[Request] = []
         """Requests that got their first work in the last step."""
         self.decoding = 0
-        """Number of decoding requests in the last step's work: they come first, with one token each."""
+        """Number of decoding requests in the work of the last step. They come first, with one token each."""
         self.offload = offload
-        """Loads pages from tiers; None without tiers."""
+        """Loads pages from tiers. None without tiers."""
         self.reachable_slabs = 0
-        """Slabs that the pool can always grow to: until then, requests that lack pages wait."""
+        """Number of slabs to which the pool can always grow. Until then, requests that lack pages wait."""
         self.awaits_growth = False
-        """Whether a request without pages waited in the last step, because the pool can grow."""
+        """Whether a request waited in the last step because it lacked pages and the pool can grow."""
         self.admission: Admission | None = Admission(cache)
-        """Projects the growth of running requests; None admits every request for which pages are free now."""
+        """Projects the growth of running requests. None admits every request for which pages are free now."""
         self._queue = WaitingQueue(cache.inspect.accounts)
         self._several = len(cache.inspect.accounts) > 1
         self.step_limit = StepLimit(max(1, token_budget // SHARED_STEPS)) if self._several else None
-        """Limits the tokens of a step; None with one tenant."""
-        self._shares: dict[TenantQueue, float] = {}  # of active tenants, if there are several
+        """Limits the tokens of a step. None with one tenant."""
+        self._shares: dict[TenantQueue, float] = {}  # shares of active tenants, if there are several
         self._lookahead = Lookahead(cache, self._queue, self._match)
+        self._unsettled: list[Scheduled] = []  # finished requests whose states end before their tokens
+        self._settling: list[Scheduled] = []  # those in the work of the step that is being launched
         self._paused = 0  # running requests that wait for pages in this step
         self._decode_turns = 0  # tokens of steps that left decoding requests out
-        self._feasibility = Feasibility(cache, token_budget)
+        self._feasibility = Feasibility(cache, token_budget, offload)
         self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS  # left in this step
 
     @property
@@ -108,7 +111,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.running) or any(True for _ in self._queue)
+        return bool(self.running or self._unsettled) or any(True for _ in self._queue)
 
     @property
     def open(self) -> list[Request]:
@@ -117,25 +120,37 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request and prefetch its pages. Raises ValueError, with the numbers, if it can never run."""
-        self._feasibility.check(request, self.reachable_slabs)
+        may_be_long = self._feasibility.check(request, self.reachable_slabs)
+        is_long = may_be_long and not self._holds_next_token(request)
+        for sample in request.family:
+            sample.may_be_long, sample.is_long = may_be_long, is_long
         self._queue.push(request)
-        if self.offload is not None:
+        if self.offload is not None and not is_long:
             can_wait = bool(self.running) or self._queue.length > 1
             self.offload.prefetch(request, self._match, can_wait)
 
+    def runs_cold(self, length: int, tenant: str, pool_bytes: int) -> bool:
+        """Return whether a request of `length` tokens runs with cold pages in `pool_bytes` bytes of the pool."""
+        return self._feasibility.runs_cold(length, tenant, pool_bytes)
+
     def cancel(self, request: Request) -> None:
-        """Finish a request now. Its pages are free at once."""
+        """Finish a request now. Its pages are released at once."""
         if request.finish_reason is None:
             self.finish(request, "cancelled")
 
-    def schedule(self, places: dict[int, int] | None = None) -> list[Scheduled]:
+    def schedule(
+        self, places: dict[int, int] | None = None, drafts: dict[int, list[int]] | None = None
+    ) -> list[Scheduled]:
         """Return the work of the next step, with reserved pages. Empty if there is none, or requests wait for tokens or pages.
 
-        `places` maps a request (by `id`) to the place of its in-flight token in the previous step."""
+        `places` maps a request (by `id`) to the place of its in-flight token in the previous step. `drafts` are the
+        draft tokens of requests, by `id`; a request without pages for its draft gets none."""
         places = places or {}
         self.started_requests = []
         self._paused, self.awaits_growth = 0, False
         picked: list[Scheduled] = []
+        settling, self._unsettled = self._unsettled, []
+        self._settling = settling
         next_blocks = self._poll_loads()
         self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
         if self._several:
@@ -153,6 +168,8 @@ class Scheduler:
         if self.offload is None:  # with tiers, evicted pages can be loaded again
             self._lookahead.protect_queued()
         self._decode(self._shared_part(decodes) if self._shares else decodes, picked, places)
+        self._add_drafts(picked, drafts or {})
+        picked += settling
         self.decoding = first = len(picked)
         budget = self.token_budget if self.step_limit is None else self._shared_budget(prompts)
         if self._shares and prompts:
@@ -176,7 +193,7 @@ class Scheduler:
                     continue
             if budget:
                 budget -= self._reserve(request, budget, picked, places, until=until)
-        if alone is not None and alone.sequence is None and not self._freeing:
+        if alone is not None and alone.sequence is None and not self._freeing and not settling:
             if self._can_grow:
                 self.awaits_growth = True
             else:
@@ -195,16 +212,17 @@ class Scheduler:
         empty: bool,
         below: tuple[float, float] = (inf, inf),
     ) -> int:
-        """Admit waiting requests within the budget, of tenants whose turn is before `below`. Return the rest of the budget.
-
-        Requests whose next block is being computed or loaded by others (`next_blocks`) wait for it, so that no page
-        is loaded twice."""
-        deferred: list[Request] = []  # queued again at the end, also after an exception
+        """Admit waiting requests within the budget, of tenants whose turn is before `below`. Return the remaining
+        budget. If another request computes or loads the next block of a request (`next_blocks`), the request waits.
+        No page is computed or loaded twice.
+        """
+        deferred: list[Request] = []  # queued again at the end, even after an exception
         passed: set[TenantQueue] = set()  # tenants whose next request lacks pages
         if self.admission is not None:
             self.admission.refresh()
         try:
-            while budget and (len(self.running) < self.max_running or (not picked and self._unpark())):
+            most = self.max_running - len(self._settling)
+            while budget and (len(self.running) < most or (not picked and self._unpark())):
                 waiting = self._queue.pop(passed, below)
                 if waiting is None:
                     break
@@ -222,16 +240,21 @@ class Scheduler:
                         continue  # another request computes its next block
                 next_blocks.add(next_block)
                 until: int | None = None
-                if self.offload is not None:
+                if waiting.is_long and not self._host_fits(waiting):
+                    if self._pass_over(waiting, passed, picked):
+                        continue
+                    break
+                if self.offload is not None and not waiting.is_long:
                     decision = self.offload.before_admission(waiting, match)
                     until = decision.until
                     if decision.action is Action.WAIT:
                         self._queue.set_loading(deferred.pop(), next_block)
                         if self.admission is not None:
-                            self.admission.refresh()  # the projection includes it now
+                            self.admission.refresh()  # the projection now includes it
                         continue
-                    if (picked or places) and decision.action is Action.NO_ROOM:
-                        # Computing needs as many pages as loading: wait for a request to finish.
+                    if (picked or places) and decision.action is Action.NO_FREE_PAGES:
+                        # Computing needs as many pages as loading: wait for a request to finish, or for cold pages.
+                        self._make_cold(waiting, len(waiting.tokens) // self.cache.block_tokens)
                         if self._pass_over(waiting, passed, picked):
                             continue
                         break
@@ -271,9 +294,9 @@ class Scheduler:
     # -- between tenants --------------------------------------------------------------------------
 
     def _share_out(self) -> None:
-        """Compute the share of each active tenant, and preempt requests of tenants above theirs for waiting tenants below theirs.
-
-        With one active tenant there are no shares."""
+        """Compute the share of each active tenant. Preempt requests of tenants above their share for waiting tenants
+        below their share. With one active tenant there are no shares.
+        """
         tenants = self._queue.active()
         total = sum(tenant.weight for tenant in tenants)
         self._shares = {tenant: tenant.weight / total for tenant in tenants} if len(tenants) > 1 else {}
@@ -296,9 +319,9 @@ class Scheduler:
             free = max(0, free - max(0, wanted))
 
     def _shared_part(self, decodes: list[Request]) -> list[Request]:
-        """Return the decoding requests of this step: all, or as many as the limit allows, of each tenant by its weight.
-
-        Requests that waited longest come first."""
+        """Return the decoding requests of this step. If the limit does not allow all, each tenant gets a number by
+        its weight, and requests that waited longest come first.
+        """
         assert self.step_limit is not None
         most = self.step_limit.tokens
         if len(decodes) <= most:
@@ -316,9 +339,9 @@ class Scheduler:
         return [decodes[place] for place in sorted(part)]
 
     def _shared_budget(self, prompts: list[Request]) -> int:
-        """Return the prompt tokens of a step with several tenants. Shorter steps let a new tenant start sooner.
-
-        An image that must stay whole may need a whole step."""
+        """Return the number of prompt tokens of a step with several tenants. Steps are shorter, so that a new tenant
+        starts sooner. An image that must stay whole may need a whole step.
+        """
         assert self.step_limit is not None
         heads = (tenant.heap[0][1] for tenant in self._queue.active() if tenant.heap)
         if any(request.images is not None for request in chain(prompts, heads)):
@@ -326,7 +349,7 @@ class Scheduler:
         return self.step_limit.tokens
 
     def _preempt_above(self, excess: Callable[[TenantQueue], float], spared: set[TenantQueue]) -> bool:
-        """Preempt the last request of the tenant with the largest positive excess. Return whether there is one."""
+        """Preempt the last request of the tenant with the largest positive excess. Return whether there was one."""
         tenants = [
             tenant
             for tenant in self._shares
@@ -339,11 +362,11 @@ class Scheduler:
         return True
 
     def _running_share(self, tenant: TenantQueue) -> int:
-        """Return a tenant's share of the running requests, at least one."""
+        """Return the number of running requests that is a tenant's share, at least one."""
         return max(1, int(self.max_running * self._shares[tenant]))
 
     def _excess(self, tenant: TenantQueue) -> float:
-        """Return the bytes that a tenant uses beyond its share of the pool; negative if it uses less."""
+        """Return the bytes that a tenant uses above its share of the pool. Negative if it uses less."""
         return tenant.account.in_use - self._shares.get(tenant, 1.0) * self._pool_bytes
 
     @property
@@ -354,13 +377,13 @@ class Scheduler:
         return self._excess(self._queue.tenant_queue(request))
 
     def _order(self, request: Request) -> tuple[bool, tuple[int, int]]:
-        """Sort key: requests of tenants within their share get pages first."""
+        """Return the sort key: requests of tenants within their share get pages first."""
         return self._excess(self._queue.tenant_queue(request)) > 0, request.rank
 
     def _within_share(self, request: Request) -> bool:
-        """Return whether a tenant is expected to stay within its share of the pool with one more request.
-
-        Then the growth of other tenants does not delay it: they are preempted."""
+        """Return whether a tenant would probably stay within its share of the pool with one more request. If so, the
+        growth of other tenants does not delay the request, because they can be preempted.
+        """
         tenant = self._queue.tenant_queue(request)
         if not self._shares or self.admission is None:
             return False
@@ -368,10 +391,10 @@ class Scheduler:
         return (tenant.running + 1) * each <= self._shares.get(tenant, 1.0) * self._pool_bytes
 
     def _pass_over(self, request: Request, passed: set[TenantQueue], picked: list[Scheduled]) -> bool:
-        """Skip a tenant for which no pages are free in this step. Return whether other tenants are left.
-
-        If the step has work, also skips tenants above their share, so that they do not take the pages that become
-        free."""
+        """Skip a tenant in this step, because no pages are free for its next request. Return whether other tenants
+        are left. If the step has work, tenants above their share are skipped, too, so that they do not take pages
+        that become free.
+        """
         tenant = self._queue.tenant_queue(request)
         if not self._shares:
             return False
@@ -385,7 +408,9 @@ class Scheduler:
         return any(one not in passed for one in self._shares)
 
     def _is_copying(self, request: Request) -> bool:
-        """Return whether pages are reserved for a request: it gets them before it waits for others."""
+        """Return whether the pool has reserved pages for a waiting request. Such a request gets its pages before
+        others.
+        """
         return self.offload is not None and self.offload.is_copying(request)
 
     @property
@@ -394,18 +419,21 @@ class Scheduler:
         return self.offload is not None and self.offload.is_retaining_pages
 
     def _poll_loads(self) -> set[NextBlock | None]:
-        """Advance load jobs, and queue requests whose pages have arrived. Return the next blocks that other requests load."""
+        """Advance all load jobs, and queue the requests whose pages have arrived. Return the next blocks of the
+        requests that still wait, so that no other request loads these blocks.
+        """
         if self.offload is None:
             return set()
         self.offload.poll()
         return self._queue.requeue_ready(self.offload.is_pending)
 
     def step_launched(self, work: Many[Scheduled]) -> None:
-        """Commit the tokens of launched work that are on the host. A request at the end of its tokens gets an in-flight
-        one."""
+        """Commit the tokens of launched work that are on the host. A request without further tokens gets an in-flight
+        token.
+        """
         rows, tokens = [], []
         for request, part in work:
-            count = len(part.tokens)
+            count = part.new_tokens
             request.computed += count
             if self._shares:
                 tenant = self._queue.tenant_queue(request)
@@ -413,16 +441,21 @@ class Scheduler:
             if part.source < 0:
                 if count == 1:
                     rows.append(part.sequence.row)
-                    tokens.append(part.tokens[0])
-                else:
-                    part.sequence.commit(part.tokens.astype(np.int32))
+                    tokens.append(part.tokens[part.replayed])
+                elif count:
+                    part.sequence.commit(part.tokens[part.replayed :].astype(np.int32))
+                else:  # its states now end with its tokens
+                    part.sequence.commit([])
+                    part.sequence.close()
+                    continue
             if request.computed == len(request.tokens) + request.inflight_tokens:
                 request.inflight_tokens += 1
                 request.uncached = False
+        self._settling = []
         self._commit(rows, tokens)
 
     def commit_tokens(self, requests: Many[Request], tokens: Many[int], after: Many[Scheduled]) -> None:
-        """Add a step's tokens to their requests. Commit those that the following step (`after`) has computed."""
+        """Add the tokens of a step to their requests. Commit the tokens that the next step (`after`) has computed."""
         for request, token in zip(requests, tokens, strict=True):
             if request.finish_reason is None:
                 request.inflight_tokens -= 1
@@ -431,18 +464,34 @@ class Scheduler:
         mine = [(request, part) for request, part in after if part.source >= 0 and part.sequence.open]
         self._commit([part.sequence.row for _, part in mine], [tokens[part.source] for _, part in mine])
 
+    def commit_draft(self, request: Request, token: int) -> None:
+        """Commit the last token of a request, which was its draft, and add the token that follows."""
+        assert request.sequence is not None
+        keep = request.sequence.state_length if self.cache.has_states else None
+        request.sequence.commit(np.array(request.tokens[-1:], np.int32), keep)
+        request.computed += 1
+        request.tokens.append(token)
+
     def discard_step(self, places: dict[int, int] | None = None) -> None:
         """Discard a failed step: its requests wait, and recompute what is not cached. Their states may be ahead of their
         tokens."""
+        self.close_unsettled()
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
             request.sequence.control = replace(request.sequence.control, store=False)
-            self._preempt(request)
+            self._preempt(request, save=False)
         for request in self._queue:
             request.inflight_tokens = int(id(request) in (places or {}))
 
+    def close_unsettled(self) -> None:
+        """Close the sequences of finished requests whose states end before their tokens."""
+        for _, work in self._settling + self._unsettled:
+            if work.sequence.open:
+                work.sequence.close()
+        self._settling, self._unsettled = [], []
+
     def finish(self, request: Request, why: Finish) -> None:
-        """Finish a request and those that finish with it. Their pages stay cached."""
+        """Finish a request and the requests that finish with it. Their pages stay cached."""
         for one in request.finishes_with:
             if one.finish_reason is None:
                 one.finish_reason = why
@@ -456,20 +505,22 @@ class Scheduler:
                     self._release(one)
 
     def fork(self, request: Request, child: Request) -> None:
-        """Let `child` continue `request` on the same pages. If no row or state page is free, it waits and recomputes."""
+        """Let `child` continue `request` on the same pages. If no row or state page is free, the child waits and
+        recomputes.
+        """
         if request.sequence is not None and len(self.running) < self.max_running:
             child.sequence = request.sequence.fork()
         if child.sequence is None:
             self._queue.push(child)
             return
-        child.computed = request.computed
+        child.computed, child.is_long = request.computed, request.is_long
         self.running.append(child)
         self._queue.tenant_queue(child).running += 1
 
     def advance_beams(self, slots: Many[Request], successors: Many[Successor[Request]]) -> list[Request]:
-        """Continue beams with their successors, and return their slots.
-
-        The first successor of a slot stays there; others fork into slots without successor."""
+        """Continue beams with their successors, and return their slots. The first successor of a slot stays in the
+        slot. Its other successors fork into slots without a successor.
+        """
         spare, seats = assign_slots(slots, successors)
         for slot in spare:
             if slot.sequence is not None:
@@ -490,20 +541,30 @@ class Scheduler:
         if rows:
             self.cache.commit_many(np.array(rows), np.array(tokens, dtype=np.int32))
 
-    def _match(self, request: Request) -> Match:
+    def _match(self, request: Request, control: CacheControl | None = None) -> Match:
         media = () if request.images is None else request.images.media
-        return self.cache.match(request.ids(len(request.tokens)), request.match_control, media)
+        return self.cache.match(request.ids(len(request.tokens)), control or request.match_control, media)
 
     def _admit(self, request: Request, match: Match) -> None:
-        request.sequence = self.cache.open(match)
+        is_cold = False
+        if request.is_long and self.offload is not None:
+            unread = replace(request.match_control, read=False)
+            is_cold = self.offload.open_cold(
+                request, match.resume, lambda: self.cache.open(self._match(request, unread))
+            )
+        if not is_cold:
+            request.sequence = self.cache.open(match)
+        assert request.sequence is not None
         self._lookahead.unprotect(request)
         request.computed = request.sequence.length
         self.running.append(request)
         self._queue.tenant_queue(request).running += 1
 
     def _start(self, request: Request, match: Match, looked_up: float) -> None:
-        """Record the cache hit of a request that got its first work, and where and why pool and tiers had no more."""
-        if request.pool_miss is None:  # also where it resumes behind a tail that was loaded after its start
+        """Record the cache hit of a request that got its first work, and the position and reason of its miss in pool
+        and tiers.
+        """
+        if request.pool_miss is None:  # also if it resumes after a tail that was loaded after its start
             tier_miss = request.tier_miss
             is_tier_miss = (
                 tier_miss is not None
@@ -521,9 +582,9 @@ class Scheduler:
             self.offload.request_started(request)
 
     def _decode(self, requests: list[Request], picked: list[Scheduled], places: dict[int, int]) -> None:
-        """Give one token to each decoding request, all at once if enough pages are free.
-
-        Decodes do not count against the budget, so prompt chunks keep the sizes for which kernels are prepared."""
+        """Schedule one token of each decoding request, in one call if enough pages are free. These tokens do not
+        count against the budget, so prompt chunks keep the sizes for which kernels are prepared.
+        """
         rows = np.array([request.sequence.row for request in requests if request.sequence is not None])
         if requests and not self.cache.extend_many(rows):
             for request in requests:
@@ -537,6 +598,22 @@ class Scheduler:
             if request.sequence is not None:
                 self._reserve(request, 1, picked, places)
 
+    def _add_drafts(self, picked: list[Scheduled], drafts: dict[int, list[int]]) -> None:
+        """Add drafts to the decoding requests, and the tokens that their recurrent layers compute again."""
+        if not drafts and not self.cache.has_states:
+            return
+        for place, (request, work) in enumerate(picked):
+            sequence, draft = work.sequence, drafts.get(id(request), [])
+            replayed = sequence.length - sequence.state_length if self.cache.has_states else 0
+            if draft and sequence.extend(1 + len(draft)):
+                draft = []
+            if draft or replayed:
+                tokens = [*request.tokens[request.computed - replayed : request.computed + 1], *draft]
+                picked[place] = (
+                    request,
+                    Work(sequence, np.array(tokens), -1, request.images, replayed, len(draft)),
+                )
+
     def _reserve(
         self,
         request: Request,
@@ -546,14 +623,16 @@ class Scheduler:
         preempt: bool = True,
         until: int | None = None,
     ) -> int:
-        """Reserve pages for as many tokens as the budget allows, and return the number. Preempts requests of lower rank.
-
-        `until` limits the tokens of a request whose tail is loading. If no pages become free, the request itself is
-        preempted."""
+        """Reserve pages for as many tokens as the budget allows. Return the number of tokens. Preempts requests of
+        lower rank if needed. `until` limits the tokens of a request whose tail is loading. If no pages become free,
+        the request itself is preempted.
+        """
         sequence = request.sequence
         assert sequence is not None
         most, telling = min(request.pending, budget), request.computes_prompt_logprobs
         near = most = min(most, self._prompt_logprobs_left) if telling else most
+        if request.is_long and len(self.running) > 1 and self.admission is not None:
+            near = most = min(most, self.admission.resident_tokens // 2)  # others need pages in this step
         if until is not None and request.computed < until:
             near = min(most, until - request.computed)
         count = (
@@ -565,12 +644,15 @@ class Scheduler:
         count = _fitting(request, count) or _fitting(request, near) or _fitting(request, most)
         if not count:
             return 0  # an image that must stay whole waits for a larger step
-        while sequence.extend(count):
+        while pages := sequence.extend(count):
+            if self._make_cold(request, -(-pages // max(1, len(self.cache.full_columns))), count):
+                continue
             victim = None
             if preempt:
                 victim = choose_victim(self.cache, self.running, request, count, picked, self._excess_of)
             if victim is None:
-                # A shorter chunk may fit beside the picked work, or because windows free pages step by step.
+                # A shorter chunk may fit beside the picked work, or because windows free pages step by
+                # step.
                 shorter = _fitting(request, (count + 1) // 2)
                 if count == 1 or not shorter:
                     self._preempt(request)
@@ -582,6 +664,47 @@ class Scheduler:
         self._prompt_logprobs_left -= count if telling else 0
         return count
 
+    def _holds_next_token(self, request: Request) -> bool:
+        """Return whether the pool can hold a request up to its next token."""
+        return self._feasibility.holds(len(request.tokens) + 1, request.control.tenant, self.reachable_slabs)
+
+    def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:
+        """Make some of the oldest blocks of long requests cold, so that `request` gets pages. Return whether any became cold.
+
+        A request becomes long if it may, and has more blocks in the pool than admission projects. The request with the most
+        blocks in the pool is first. If the tenant's quota is short, only its own requests are candidates."""
+        cold = None if self.offload is None else self.offload.cold
+        if cold is None:
+            return False
+        most = 0 if self.admission is None else self.admission.resident_tokens // self.cache.block_tokens
+        long = [
+            one
+            for one in self.running
+            if one.may_be_long
+            and one.sequence is not None
+            and (one.is_long or _blocks_in_pool(one, self.cache.block_tokens) > most)
+        ]
+        if not long:
+            return False
+        if request.sequence is not None and self.cache.exceeds_quota(request.sequence, count):
+            account = self.cache.account(request.control.tenant)
+            long = [one for one in long if self.cache.account(one.control.tenant) is account]
+        for one in sorted(long, key=lambda one: _blocks_in_pool(one, self.cache.block_tokens), reverse=True):
+            if cold.offload(one, blocks):
+                one.is_long = True
+                return True
+        return False
+
+    def _host_fits(self, request: Request) -> bool:
+        """Return whether host memory has space for the cold pages of a long request beside those of running ones, at their
+        expected lengths."""
+        others = [one for one in self.running if one.is_long]
+        if self.offload is None or self.offload.cold is None or not others:
+            return self.offload is not None and self.offload.cold is not None
+        cold, admission = self.offload.cold, self.admission
+        ends = [one.limit if admission is None else admission.end_of(one) for one in (request, *others)]
+        return sum(map(cold.bytes_for, ends)) <= cold.limit(request.control.tenant)
+
     def _work(self, request: Request, count: int, places: dict[int, int]) -> Work:
         assert request.sequence is not None
         if request.inflight_tokens and request.pending == 1:
@@ -590,7 +713,7 @@ class Scheduler:
         return Work(request.sequence, tokens, images=request.images)
 
     def _unpark(self) -> bool:
-        """Preempt a parked beam if parked beams use every row and requests wait. Return whether one was preempted."""
+        """Preempt a parked beam if parked beams use every row while requests wait. Return whether one was preempted."""
         parked = [request for request in self.running if request.parked]
         if parked and self.waiting:
             self._preempt(max(parked, key=lambda request: request.rank))
@@ -599,33 +722,59 @@ class Scheduler:
     def _reject(self, request: Request) -> None:
         """Finish a request that does not fit the pool even alone.
 
-        The first time, it retries without the cache: pages that it shares with the cache may be the reason."""
+        First it becomes long, if it may: the pool may have shrunk. Then it retries without the cache: pages that it shares
+        with the cache may be the reason."""
+        pool = self.cache.usable_slabs * self.cache.layout.slab_bytes
+        if not request.is_long and self.runs_cold(request.limit, request.control.tenant, pool):
+            request.may_be_long = request.is_long = True
+            return
         if request.uncached:
             self.rejected += [one for one in request.finishes_with if one.finish_reason is None]
             self.finish(request, "no_room")
         request.uncached = True
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, save: bool = True) -> None:
+        """Release the pages of a running request, which waits again. `save`: its pages are valid."""
         assert request.sequence is not None
         parked = request.parked
         began = request.computed > request.sequence.resumed
         request.preemptions += began
         if began:
             request.looked_in_tiers = None  # tiers may have the pages that it releases
-        self._release(request)
+        self._release(request, save)
         if not parked:  # a parked beam continues with its successors
             self._queue.push(request)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, save: bool = True) -> None:
         assert request.sequence is not None
+        if save and request.is_long and self.offload is not None and self.offload.cold is not None:
+            self.offload.cold.save(request)
         request.sequence.finish_reason = request.finish_reason
-        request.sequence.close()
+        self._close(request, request.sequence)
         request.sequence = None
         request.computed = 0
         self.running.remove(request)
         self._queue.tenant_queue(request).running -= 1
 
+    def _close(self, request: Request, sequence: Sequence) -> None:
+        """Close a sequence. If its states end before its tokens, the next step computes the rest first, so that later
+        prompts can resume at its end."""
+        if self.cache.has_states and sequence.control.store and request.finish_reason in ("stop", "length"):
+            replayed = sequence.length - sequence.state_length
+            if replayed:
+                tokens = np.array(request.tokens[sequence.state_length : sequence.length])
+                work = Work(sequence, tokens, images=request.images, replayed=replayed)
+                self._unsettled.append((request, work))
+                return
+        sequence.close()
+
 
 def _fitting(request: Request, count: int) -> int:
     """Return how many of `count` tokens a step may compute without splitting an image that must stay whole."""
     return count if request.images is None else request.images.step_tokens(request.computed, count)
+
+
+def _blocks_in_pool(request: Request, block_tokens: int) -> int:
+    """Return the full blocks of a running request that are in the pool."""
+    assert request.sequence is not None
+    return request.sequence.length // block_tokens - request.sequence.cold_blocks

@@ -1,7 +1,7 @@
-"""How many tokens a step may compute where several tenants share the engine, so that a new tenant waits for a short step.
+"""Limits the tokens of a step if several tenants share the engine, so that a new tenant waits only for a short step.
 
-It holds for prompt tokens, and for decoding requests beside them. It follows the measured speed: each of the two takes
-about SHARED_SECONDS. Fast devices never reach it.
+The limit applies to prompt tokens and, separately, to decoding requests. It follows the measured speed, so that each
+of the two takes about SHARED_SECONDS. Fast devices never reach it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 __all__ = ["LEAST_TOKENS", "SHARED_SECONDS", "StepLimit"]
 
 SHARED_SECONDS = 0.1
-"""Time of the prompt tokens, and of the decoding requests, of a step."""
+"""Target time, in seconds, of the prompt tokens of a step, and of its decoding requests."""
 LEAST_TOKENS = 64
-"""The limit is a multiple of this. Smaller steps are not measured: they mostly take a constant time."""
+"""The limit is a multiple of this number. Smaller steps are not measured, because they take a nearly constant time."""
 SMOOTHING = 0.25
 """Weight of the latest step."""
 
 
 class StepLimit:
-    """Limits the tokens of a step by the speed of earlier steps, to `most` at most."""
+    """Limits the tokens of a step by the speed of earlier steps, to at most `most`."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -32,7 +32,7 @@ class StepLimit:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the next step, at least one."""
+        """Return the number of tokens of the next step, at least one."""
         if self._speed is None:
             return self._most
         fitting = int(self._speed * SHARED_SECONDS) // LEAST_TOKENS * LEAST_TOKENS

@@ -1,8 +1,8 @@
 """The waiting queue: requests by tenant and rank, requests that wait for pages, and requests that wait for the same
-pages.
+pages as others.
 
-Each tenant has a queue, ordered by rank. The tenant with the least service is next. Service is computed tokens
-divided by the tenant's weight. A tenant without waiting requests earns no credit. Does not use the cache.
+Each tenant has a queue, ordered by rank. The tenant with the least service is next. Service is the number of computed
+tokens divided by the tenant's weight. A tenant without waiting requests earns no credit. Does not use the cache.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kvloom.engine.request import Request
 
 __all__ = ["NextBlock", "TenantQueue", "WaitingQueue", "common_prefix", "next_block_of"]
 
-NextBlock = tuple[str, str, bytes]
-"""Identity of the next whole block of a request: tenant, adapter and content."""
+NextBlock = tuple[str, str, str, bool, bytes]
+"""Identity of the next whole block of a request: tenant, adapter, salt, lossy, and content."""
 
 
 UNWEIGHTED = 1 / 16
-"""Weight of a tenant of weight 0, as a share of the least other weight."""
+"""Weight of a tenant with weight 0, as a fraction of the smallest other weight."""
 
 
 class TenantQueue:
-    """The waiting requests of one tenant by rank, and the service that the scheduler gave it.
-
-    `running`: its running requests; `service`: computed tokens over `weight`; `short`: bytes that its next request
-    lacked in the last step."""
+    """The waiting requests of one tenant by rank, and the service that it received. `running` is its number of
+    running requests. `service` is its computed tokens divided by `weight`. `short` is the number of bytes that its
+    next request lacked in the last step.
+    """
 
     __slots__ = ("account", "heap", "running", "service", "short", "weight")
 
@@ -41,11 +41,13 @@ class TenantQueue:
 
     @property
     def turn(self) -> tuple[float, float]:
-        """Sort key: the tenant with the smallest key is next."""
+        """The sort key of the tenant. The tenant with the smallest key is next."""
         return self.service, self.running / self.weight
 
     def head(self) -> Request | None:
-        """Return the next request; None if none waits, or if its last token has not arrived. Drops finished requests."""
+        """Return the next request, or None if none waits or if its last token has not arrived. Drops finished
+        requests.
+        """
         while self.heap:
             request = self.heap[0][1]
             if request.finish_reason is None:
@@ -55,9 +57,9 @@ class TenantQueue:
 
 
 class WaitingQueue:
-    """Requests without pages. Finished requests are skipped, and dropped when they are next.
-
-    `accounts` by tenant name; undeclared tenants share the account ""."""
+    """Requests without pages. Finished requests are skipped, and dropped when they are next. `accounts` maps tenant
+    names to accounts. Undeclared tenants share the account "".
+    """
 
     def __init__(self, accounts: Mapping[str, Account]) -> None:
         weights = [account.tenant.weight for account in accounts.values() if account.tenant.weight]
@@ -72,7 +74,7 @@ class WaitingQueue:
         self._loading_blocks: set[NextBlock | None] = set()
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over unfinished requests, in no order."""
+        """Iterate over unfinished requests, in no defined order."""
         behind = chain.from_iterable(self._behind.values())
         queued = (request for tenant in self._active for _, request in tenant.heap)
         requests = (*queued, *(request for request, _ in self._loading), *behind)
@@ -80,7 +82,7 @@ class WaitingQueue:
 
     @property
     def length(self) -> int:
-        """Number of queued requests, finished ones included. O(tenants)."""
+        """Number of queued requests, including finished ones. O(tenants)."""
         return sum(len(tenant.heap) for tenant in self._active)
 
     @property
@@ -100,8 +102,9 @@ class WaitingQueue:
         return active
 
     def push(self, request: Request) -> None:
-        """Queue a request. A tenant without waiting requests starts at the service level of the others, so idle time
-        earns no credit."""
+        """Queue a request. If its tenant had no waiting requests, the tenant starts at the service level of the
+        others, so that idle time earns no credit.
+        """
         tenant = self.tenant_queue(request)
         if len(self._tenants) > 1 and not tenant.heap:
             others = [other.service for other in self.active() if other is not tenant]
@@ -110,7 +113,7 @@ class WaitingQueue:
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:
-        """Queue a popped request again, without an effect on service."""
+        """Queue a popped request again. Does not change the service."""
         tenant = self.tenant_queue(request)
         self._active[tenant] = None
         heapq.heappush(tenant.heap, (request.rank, request))
@@ -120,13 +123,14 @@ class WaitingQueue:
     ) -> Request | None:
         """Return the next request of the tenants that are not `passed` and whose turn is before `below`.
 
-        None if there is none, or the last token of each tenant's next request has not arrived."""
+        Returns None if there is none, or if the last token of each tenant's next request has not arrived.
+        """
         tenants = [tenant for tenant in self._active if tenant not in passed and tenant.turn < below]
         ready = [tenant for tenant in tenants if tenant.head() is not None]
         return heapq.heappop(min(ready, key=_turn).heap)[1] if ready else None
 
     def nearest(self, most: int) -> list[Request]:
-        """Return up to `most` requests that are scheduled soon, equally many of each tenant."""
+        """Return up to `most` requests that are scheduled soon, with the same number for each tenant."""
         heaps = [tenant.heap for tenant in self._active if tenant.heap]
         each = -(-most // max(1, len(heaps)))
         return [
@@ -139,17 +143,17 @@ class WaitingQueue:
         self._loading_blocks.add(next_block)
 
     def wait_behind(self, request: Request, next_block: NextBlock) -> bool:
-        """Let a request wait for another one that loads `next_block`. Return whether there is one."""
+        """Let a request wait for another request that loads `next_block`. Return whether there is one."""
         if next_block not in self._loading_blocks:
             return False
         self._behind.setdefault(next_block, []).append(request)
         return True
 
     def requeue_ready(self, is_pending: Callable[[Request, bool], bool]) -> set[NextBlock | None]:
-        """Queue the requests whose pages have arrived, and those that wait for them. Return the next blocks of the
-        others.
-
-        `is_pending(request, has_followers)` returns whether a request must continue to wait."""
+        """Queue the requests whose pages have arrived, and the requests that wait for the same pages. Return the next
+        blocks of the requests that still wait. `is_pending(request, has_followers)` returns whether a request must
+        continue to wait.
+        """
         waiting, self._loading = self._loading, []
         for request, next_block in waiting:
             if request.finish_reason is None and is_pending(request, next_block in self._behind):
@@ -170,7 +174,7 @@ def _turn(tenant: TenantQueue) -> tuple[float, float]:
 
 
 def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
-    """Return the next whole block of a request with `start` tokens; None if no other request can share it."""
+    """Return the next whole block of a request with `start` tokens, or None if no other request can share it."""
     control, end = request.control, (start // block + 1) * block
     alone = request.uncached or request.computes_all
     if end > len(request.tokens) or alone or not (control.read and control.store):
@@ -178,14 +182,17 @@ def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
     image_content = b"" if request.images is None else request.images.content_key(end)
     return (
         control.tenant,
-        f"{control.adapter}{'~' * control.lossy}",
+        control.adapter,
+        control.salt,
+        control.lossy,
         request.ids(end).tobytes() + image_content,
     )
 
 
 def common_prefix(one: Request, other: Request, start: int, block: int) -> int:
-    """Return the length at which `other` could resume on what `one` computes from `start` on, in whole blocks; 0 if
-    nowhere."""
+    """Return the length, in whole blocks, at which `other` could resume with the tokens that `one` computes from
+    `start` on. Returns 0 if it could not.
+    """
     end = (start // block + 1) * block
     if min(len(one.tokens), len(other.tokens) - 1) < end or one.tokens[end - 1] != other.tokens[end - 1]:
         return 0  # the usual case

@@ -1,4 +1,4 @@
-"""Attention over pages: a plan made once a step, run by every layer.
+"""Attention over pages. A plan is made once per step, and every layer runs it.
 
 | files                                        | content                                                                    |
 |----------------------------------------------|----------------------------------------------------------------------------|
@@ -8,12 +8,14 @@
 | cascade                                      | runs of pages that several sequences share, read once                      |
 | prefill, prefill_*                           | `PrefillPlan` and its backends: over pages, gathered, cuDNN, libraries     |
 | dense                                        | attention over packed K and V; joining two results                         |
+| cold                                         | attention over pages in host memory, in pieces                             |
 | batch_invariant                              | plans whose results do not depend on the batch                             |
 | triton_*                                     | the kernels                                                                |
 
-A new layer kind (`core.Visibility`) adds one mask rule here: its number in `mask.SPAN_NUMBERS`, and the first token that a query sees in
-`triton_mask.first_visible`. The oracle and the host's lists read `Visibility.first_visible_each`. `QueryRows.count_pairs`
-estimates the work of a kind; `prefill_libraries` refuses kinds that it does not list.
+A new layer kind (`core.Visibility`) adds two things here: a number in `mask.SPAN_NUMBERS`, and a branch in
+`triton_mask.first_visible`. The oracle and the work lists built on the host call `Visibility.first_visible_each`.
+`QueryRows.count_pairs` estimates the number of query-key pairs. `prefill_libraries` refuses kinds that it does not
+list.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .cascade import SharedRun, SharedRuns, find_shared_runs, is_worth_sharing, visible_shared_runs
+from .cold import KVPages, add_cold_attention
 from .cpu_plan import ReferencePlan
 from .dense import attend_dense, merge_outputs
 from .mask import FULL, Mask
@@ -41,6 +44,7 @@ __all__ = [
     "BatchInvariantDecodePlan",
     "BatchInvariantPrefillPlan",
     "DecodePlan",
+    "KVPages",
     "Mask",
     "Plan",
     "PrefillPlan",
@@ -49,6 +53,7 @@ __all__ = [
     "Shape",
     "SharedRun",
     "SharedRuns",
+    "add_cold_attention",
     "attend",
     "attend_dense",
     "decode_plan",

@@ -1,11 +1,11 @@
-"""Attention whose results for a row do not depend on the rest of the batch, bit by bit: CUDA tensors, Triton.
+"""Batch-invariant attention: the result of a row is bit-identical in any batch. Triton kernels for CUDA tensors.
 
 | plan                        | rows                        | a result depends on                                          |
 |-----------------------------|-----------------------------|--------------------------------------------------------------|
 | `BatchInvariantPrefillPlan` | chunks of prompts           | its query and visible tokens, summed by `piece` tokens       |
 | `BatchInvariantDecodePlan`  | single tokens, CUDA graphs  | the same: both plans give the same bits                      |
 
-Slower than the other plans, which split work to fill the device. Does not depend on models.
+These plans are slower than the others, because the others split work to fill the device. Does not depend on models.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from .shape import Shape, check_call, check_outputs, split_dim
 __all__ = ["BatchInvariantDecodePlan", "BatchInvariantPrefillPlan"]
 
 LANES = 8
-"""Most programs per multiprocessor and KV head. They process a step's pieces in turn."""
+"""Largest number of programs per multiprocessor and KV head. Each program processes several pieces, one after
+another.
+"""
 
 
 class _BatchInvariantPlan:
-    """Common parts of both plans: shape, span, and `piece`, the number of tokens that are summed separately."""
+    """The shape, span and checks that both plans share. `piece` is the number of tokens that are summed separately."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class _BatchInvariantPlan:
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
     ) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Check the call. Return how pages are scaled (0, 1 or 2, see `check_call`), and the output buffers."""
+        """Check the arguments. Return the kind of page scales (0, 1 or 2, see `check_call`) and the output buffers."""
         if mask.span != self.span:
             raise ValueError(
                 f"the plan is for {self.span}, the mask has {mask.span}: make a plan for the mask's span"
@@ -92,7 +94,9 @@ class _BatchInvariantPlan:
 
 
 class BatchInvariantPrefillPlan(_BatchInvariantPlan):
-    """Attention of rows of any number of queries: one program per block of query rows, over all visible tokens."""
+    """Attention of rows with any number of queries. One program computes one block of query rows over all visible
+    tokens.
+    """
 
     _items: torch.Tensor | None = None
 
@@ -143,8 +147,9 @@ class BatchInvariantPrefillPlan(_BatchInvariantPlan):
 
 
 class BatchInvariantDecodePlan(_BatchInvariantPlan):
-    """Attention of up to `rows` rows of one query over up to `longest` tokens, one program per piece. Fits in a CUDA
-    graph."""
+    """Attention of up to `rows` single queries over up to `longest` tokens each. One program computes one piece. Can
+    be captured in a CUDA graph.
+    """
 
     def __init__(
         self,
@@ -216,7 +221,7 @@ class BatchInvariantDecodePlan(_BatchInvariantPlan):
 
 
 def _strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return the strides of scales: per page, token and head; or per head only."""
+    """Return the strides of the scales: per page, token and head, or per head only."""
     if scale is None:
         return 0, 0, 0
     return (
@@ -226,5 +231,5 @@ def _strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 1  # Triton's interpreter: few lanes, which process several pieces each
+        return 1  # Triton's interpreter: few lanes, each of which processes several pieces
     return torch.cuda.get_device_properties(device).multi_processor_count

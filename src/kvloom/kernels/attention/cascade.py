@@ -1,13 +1,13 @@
-"""Cascade attention: runs of pages that several sequences share, so that decode reads them once. Plain arrays, no
-kernels.
+"""Cascade attention: finds page ranges that several sequences share, so that decode reads them once. Uses numpy
+arrays only; the kernels are elsewhere.
 
     sequence 0   [ system prompt | document | own … ]
     sequence 1   [ system prompt | document | own … ]       level 0: the system prompt, three members
     sequence 2   [ system prompt | other    | own … ]       level 1: the document, two members
 
-The prefix cache gives sequences the same pages for equal tokens, so equal page ids in equal blocks are shared. Runs
-change when sequences join or leave the batch, not while they decode. A windowed layer shares the visible part of a
-run (`visible_shared_runs`). That part shrinks every step; the device computes it from positions.
+Sequences with an equal prefix have the same page ids in their block tables. Such a range of equal page ids is a
+shared run. The shared runs change only when a sequence joins or leaves the batch. A windowed layer shares the visible
+part of a run (`visible_shared_runs`). The visible part shrinks every step, and the device computes it from positions.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from kvloom.kernels.device import upload
 __all__ = ["SharedRun", "SharedRuns", "find_shared_runs", "is_worth_sharing", "visible_shared_runs"]
 
 MIN_SAVED_TOKENS = 1024
-"""Least number of tokens that a shared run must save. Below that, merging costs more than it saves."""
+"""Smallest number of tokens that a shared run must save. For fewer tokens, merging the results costs more."""
 MIN_RUN_TOKENS = 128
-"""Least number of tokens of a run with its own level. A shorter run is read by the groups of the next level."""
+"""Smallest number of tokens in a run with its own level. The groups of the next level read a shorter run themselves."""
 MIN_WINDOW_TOKENS = 512
-"""Smallest window that shares runs. In a shorter one, a sequence's own tokens soon fill the window."""
+"""Smallest window whose layers share runs. In a smaller window, a sequence's own tokens soon replace the shared ones.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRun:
-    """Tokens [lo, hi) that all `members` (rows of the batch) have in the same pages; `level` is the number of runs
-    before it."""
+    """Tokens [lo, hi), which all `members` (rows of the batch) have in the same pages. `level` counts the shared runs
+    before this one.
+    """
 
     lo: int
     hi: int
@@ -50,10 +52,10 @@ def find_shared_runs(
     min_saved: int = MIN_SAVED_TOKENS,
     min_run: int = MIN_RUN_TOKENS,
 ) -> list[SharedRun]:
-    """Return the runs of blocks worth reading once among the rows of `tables` ([sequences, blocks]).
+    """Return the shared runs among the rows of `tables` ([sequences, blocks]) that are long enough to be read once.
 
-    The first `written` tokens of a row are in its pages: all but this step's queries. Costs one comparison of page ids per
-    member and level.
+    `written` is each row's number of tokens in pages, without this step's queries. Compares one page id per member
+    and level.
     """
     written = np.asarray(written, dtype=np.int64)
     full = written // block_tokens
@@ -78,17 +80,18 @@ def find_shared_runs(
 
 
 def is_worth_sharing(span: Visibility) -> bool:
-    """Return whether layers of this span read shared runs once."""
+    """Return whether layers with this span read shared runs once."""
     return not span.windowed or span.size >= MIN_WINDOW_TOKENS
 
 
 def visible_shared_runs(
     runs: list[SharedRun], tables: npt.NDArray[np.int32], first: npt.NDArray[np.int64], block_tokens: int
 ) -> list[SharedRun]:
-    """Return those `runs` whose pages are also shared in the `tables` of a windowed group.
+    """Return the `runs` whose pages are also shared in the block tables of a windowed group (`tables`).
 
-    `first` is each row's first visible token. Members whose pages differ read that run, and all deeper runs, on their
-    own."""
+    `first` is the first visible token of each row. A member whose page ids differ is removed from the run and from
+    all deeper runs; it reads those tokens alone.
+    """
     kept: list[SharedRun] = []
     out: set[int] = set()
     for run in sorted(runs, key=lambda run: run.level):
@@ -96,7 +99,7 @@ def visible_shared_runs(
         seen = first[rows] // block_tokens
         begin, end = max(run.lo // block_tokens, int(seen.min())), run.hi // block_tokens
         part = tables[rows, begin:end]
-        widest = part[seen.argmin()]  # the row whose window begins first has all pages
+        widest = part[seen.argmin()]  # the row whose window begins first has every page of the range
         looks = np.arange(begin, end) >= seen[:, None]
         if out.intersection(run.members) or not widest.all() or (looks & (part != widest)).any():
             out.update(run.members)
@@ -108,7 +111,7 @@ def visible_shared_runs(
 def _group_by_page(
     tables: npt.NDArray[np.int32], rows: npt.NDArray[np.int64], column: int
 ) -> list[npt.NDArray[np.int64]]:
-    """Return the rows, grouped by their page in `column`."""
+    """Group the rows by the page id that they have in `column`."""
     if not len(rows):
         return []
     order = rows[np.argsort(tables[rows, column], kind="stable")]
@@ -119,7 +122,7 @@ def _group_by_page(
 def _end_of_agreement(
     tables: npt.NDArray[np.int32], members: npt.NDArray[np.int64], column: int, end: int
 ) -> int:
-    """Return the first block from `column` on in which the members' pages differ or are missing."""
+    """Return the first block, from `column` on, in which the members' page ids differ or are missing."""
     part = tables[members, column:end]
     differs = (part != part[:1]).any(0) | (part[0] == 0)
     return column + int(differs.argmax()) if differs.any() else end
@@ -128,7 +131,9 @@ def _end_of_agreement(
 class SharedRuns:
     """Shared runs in fixed device buffers, for plans captured in CUDA graphs.
 
-    Capacity: `segments` runs, nested up to `depth` levels, for up to `sequences` rows of `queries` query tokens."""
+    The buffers hold `segments` runs, nested up to `depth` levels, for up to `sequences` rows of `queries` query
+    tokens.
+    """
 
     def __init__(
         self,
@@ -143,16 +148,18 @@ class SharedRuns:
 
         self.sequences, self.queries, self.segments, self.depth = sequences, queries, segments, depth
         self.run_count = 0
-        """Number of shared runs. The host needs it, because graphs with and without shared runs differ."""
+        """Number of shared runs. The host reads it to choose between the graphs with and without shared runs."""
         self.begin = ints(sequences)
         self.run_table, self.run_total = ints(segments, 5), ints(1)
         self.members = ints(depth * sequences * queries)
         self.levels = torch.full((depth, sequences, 2), -1, dtype=torch.int32, device=device)
 
     def set_runs(self, runs: list[SharedRun], starts: npt.NDArray[np.int64]) -> list[SharedRun]:
-        """Copy the runs to the device, in order on the current stream, without waiting. Return the runs that fit.
+        """Queue a copy of the runs to the device on the current stream. Return the runs that fit into the buffers.
+        Does not wait.
 
-        If a run does not fit, all deeper runs are skipped too; they are then read per sequence."""
+        If a run does not fit, its deeper runs are skipped too. Each sequence reads the skipped tokens alone.
+        """
         starts = np.asarray(starts, dtype=np.int64)
         begin = np.zeros(self.sequences, dtype=np.int32)
         given = np.zeros((self.segments, 5), dtype=np.int32)

@@ -1,6 +1,6 @@
 """Attention plans on a CPU: the oracle as a plan, and faster paths for plain float32 attention.
 
-Calls that no faster path supports run on the oracle. Does not depend on the cache.
+The oracle computes every call that no faster path supports. Does not depend on the cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Integers = torch.Tensor | Sequence[int] | npt.NDArray[np.int64]
 
 
 class ReferencePlan:
-    """The oracle as a plan: for CPU tensors, and for shapes that the GPU kernels do not support."""
+    """The oracle behind the plan interface. Used for CPU tensors, and for shapes that the GPU kernels do not support."""
 
     def __init__(self, shape: Shape, span: Visibility = FULL) -> None:
         self.shape, self.span = shape, span
@@ -67,11 +67,11 @@ class ReferencePlan:
 
 
 MAX_NATIVE_PRODUCTS = 1 << 21
-"""Most multiplications of a row for which its queries run one by one in native code; more run as one torch call."""
+"""A row with at most this many multiplications runs in native code, query by query. A larger row is one torch call."""
 
 
 class CpuPlan(ReferencePlan):
-    """The oracle with faster paths for plain attention.
+    """The oracle, with faster paths for attention without sinks, trees, images or scales.
 
     | rows                                  | path                                             |
     |---------------------------------------|--------------------------------------------------|
@@ -79,7 +79,7 @@ class CpuPlan(ReferencePlan):
     | one query each, without native code   | one torch call over their gathered pages         |
     | longer prompts with full attention    | torch's CPU kernel, row by row                   |
 
-    Values that are equal in every layer are computed once a step.
+    Values that are the same for every layer are computed once per step.
     """
 
     def make(self, starts: Integers, lengths: Integers) -> None:
@@ -93,7 +93,7 @@ class CpuPlan(ReferencePlan):
             (counts == 1) | ((counts > 0) & (products <= MAX_NATIVE_PRODUCTS) & cpu.IS_BUILT)
         )
         self._prompts = np.flatnonzero((counts > 1) & ~few)
-        self._owners = few.nonzero()[0].repeat(counts[few])  # the row of each native query
+        self._owners = few.nonzero()[0].repeat(counts[few])  # the row to which each native query belongs
         self._queries = np.flatnonzero(few.repeat(counts))
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._native: cpu.VisibleTokens | None = None
@@ -117,7 +117,7 @@ class CpuPlan(ReferencePlan):
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = mask or Mask(self.span)
-        plain = mask == Mask(self.span) and q.dtype == k.dtype == torch.float32
+        plain = mask == Mask(self.span) and not self.span.has_holes and q.dtype == k.dtype == torch.float32
         if plain and self._rows is not None and self._sound and out is None and lse is None:
             found = self._attend_plain(q, k, v, tables, q.shape[-1] ** -0.5 if scale is None else scale)
             if found is not None:
@@ -127,7 +127,7 @@ class CpuPlan(ReferencePlan):
     def _attend_plain(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor | None:
-        """Return the outputs by the fastest path, or None if only the oracle supports the call."""
+        """Compute the outputs by the fastest path that supports the call. Return None if only the oracle supports it."""
         native, apart = cpu.supports(q, k, v), k.data_ptr() != v.data_ptr()
         if self._native is not None and native and not len(self._prompts) and len(self._queries) == len(q):
             rows = tables if self._single else tables[torch.from_numpy(self._owners)]
@@ -142,7 +142,7 @@ class CpuPlan(ReferencePlan):
     def _attend_gathered(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attend single queries over their visible pages, which are gathered first."""
+        """Gather the visible pages, and attend to them with one query per row."""
         if tables.data_ptr() not in self._seen:
             self._seen[tables.data_ptr()] = self._gather_plan(tables, k.shape[1])
         ids, hidden, unseen = self._seen[tables.data_ptr()]
@@ -150,7 +150,9 @@ class CpuPlan(ReferencePlan):
 
         def seen(pages: torch.Tensor) -> torch.Tensor:
             found = pages.index_select(0, ids).view(rows, -1, *pages.shape[2:])
-            found.flatten(0, 1).index_fill_(0, unseen, 0.0)  # unwritten values must not reach the result
+            found.flatten(0, 1).index_fill_(
+                0, unseen, 0.0
+            )  # an unwritten value may be NaN and must not reach the result
             return found.transpose(1, 2)
 
         grouped = q.shape[1] != k.shape[2]
@@ -162,7 +164,7 @@ class CpuPlan(ReferencePlan):
     def _attend_mixed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attend prompts, and rows of few queries, with full attention."""
+        """Attend with full attention: prompts row by row in torch, rows with few queries in native code."""
         out = q.new_zeros(len(q), q.shape[1], v.shape[3])
         if self._native is not None:
             rows, at = torch.from_numpy(self._owners), torch.from_numpy(self._queries)
@@ -177,8 +179,9 @@ class CpuPlan(ReferencePlan):
     def _gather_plan(
         self, tables: torch.Tensor, block: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the rows' visible pages, padded to the same number; the mask added to scores; and the tokens that no
-        row sees."""
+        """Return three tensors: the visible pages of each row, padded to one length; the mask to add to the scores;
+        and the tokens that no row sees.
+        """
         last = self._lengths - 1
         first = self.span.first_visible_each(last)
         begin = first // block
@@ -196,11 +199,12 @@ class CpuPlan(ReferencePlan):
 
 
 def _attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return causal attention of q [queries, heads, dim] over k and v [tokens, kv_heads, dim]; the queries are the last
-    tokens.
+    """Return causal attention of q [queries, heads, dim] over k and v [tokens, kv_heads, dim]. The queries belong to
+    the last tokens.
 
-    Torch's CPU kernel aligns the first query with the first token, so the context before the queries is a second
-    call."""
+    Torch's CPU kernel aligns the first query with the first token. A second call therefore covers the context before
+    the queries.
+    """
     queries, tokens, kv_heads = len(q), *k.shape[:2]
     before, group = tokens - queries, q.shape[1] // kv_heads
     asked = q.reshape(queries, kv_heads, group, -1).permute(1, 2, 0, 3)

@@ -1,10 +1,10 @@
-"""Decode on the GPU: a plan made once a step, run by every layer.
+"""Decode on the GPU. A plan is made once per step, and every layer runs it.
 
     plan = DecodePlan(Shape(heads=32, kv_heads=8, k_dim=128, v_dim=128), sequences=256)
     plan.make(starts, lengths)                     # one small launch; the host reads no length
     out, lse = plan.attend(q, k, v, tables)        # every layer
 
-Both calls can be captured in a CUDA graph: buffers are fixed, and no grid depends on lengths. `cascade.SharedRuns`
+A CUDA graph can capture both calls: the buffers are fixed, and no grid depends on lengths. `cascade.SharedRuns`
 describes shared pages. Does not depend on the cache.
 """
 
@@ -24,14 +24,15 @@ from .work_list import LayerCall, Tile, WorkList, choose_tile, uses_single_tile_
 __all__ = ["MAX_QUERIES", "DecodePlan"]
 
 MAX_QUERIES = 64
-"""Most queries of one sequence in one step, for example a draft tree. Longer rows are prefill."""
+"""Largest number of queries of one sequence in one step, for example of a draft tree. A longer row is prefill."""
 
 
 class DecodePlan:
     """Attention of up to `sequences` rows of up to `queries` query tokens each, under one span.
 
-    With `sharing`, pages shared by several sequences are read once; its runs at the time of `make` are used. Without
-    runs this is plain decode. `tile` and `shared_tile` replace the choice of tiles."""
+    With `sharing`, the plan reads pages that several sequences share only once; `make` copies the current runs.
+    Without runs this is plain decode. `tile` and `shared_tile` override the chosen tile sizes.
+    """
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class DecodePlan:
         )
 
     def make(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Plan the step's work from `starts` ([rows + 1]) and `lengths` ([rows]), int32 on the device."""
+        """Plan a step from `starts` ([rows + 1]) and `lengths` ([rows]), both int32 on the device."""
         rows = lengths.numel()
         for name, tensor in (("starts", starts), ("lengths", lengths)):
             if tensor.dtype != torch.int32 or not tensor.is_contiguous():
@@ -139,7 +140,7 @@ class DecodePlan:
         new_k: torch.Tensor | None = None,
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute `reference.attend` of the rows of the last `make`; write to `out` and `lse` if given."""
+        """Compute `reference.attend` for the rows of the last `make`. Writes to `out` and `lse` if they are given."""
         mask = mask or Mask(self.span)
         if mask.span != self.span:
             raise ValueError(
@@ -171,8 +172,8 @@ class DecodePlan:
         layer = LayerCall(
             self.shape, q, k, v, tables, self.tokens, mask, scale, k_scale, v_scale, scales, out, lse
         )
-        # A single query sees its whole segment. Several queries see different ends and, in windows, different
-        # beginnings.
+        # A single query sees its whole segment. Several queries end at different tokens; in windows they
+        # also begin at different tokens.
         several = self.queries > 1
         bounds = (3 if self.span.windowed else 1) if several else 0
         if self.sharing is None or not self._shares:

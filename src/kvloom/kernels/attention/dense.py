@@ -1,10 +1,11 @@
-"""Attention over packed K and V that are not in pages, and joining two attention results.
+"""Attention over packed K and V outside pages, and the merge of two attention results.
 
     out, lse = attend_dense(q, k, v, starts)                      # causal, each sequence over its own new tokens
     out, lse = merge_outputs(out, lse, cached_out, cached_lse)    # joined with attention over the cached tokens
 
-MLA prefill is such a pair: new tokens are expanded to full heads (dims 192 and 128), cached ones are latents in
-pages. CPU tensors run in torch; CUDA tensors in torch's cuDNN operator or a Triton kernel. Does not depend on pages.
+MLA prefill needs both: new tokens are expanded to full heads (dims 192 and 128), while cached tokens are latents in
+pages. CPU tensors run in torch. CUDA tensors run in torch's cuDNN operator or a Triton kernel. Does not depend on
+pages.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ def attend_dense(
     lse: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention of packed q [tokens, heads, d] over packed k and v [tokens, kv_heads, dim], as `reference.attend`
-    does.
+    """Return attention of packed q [tokens, heads, d] over packed k and v [tokens, kv_heads, dim], and its
+    log-sum-exp.
 
-    `starts` ([sequences + 1], on the host) are the first tokens of sequences in q, `k_starts` in k and v (equal
-    unless given). Causal attention aligns ends: a sequence's last query sees all its keys. `backend` ("descriptors",
-    "cudnn") replaces the choice on a GPU."""
+    `starts` ([sequences + 1], on the host) gives where each sequence begins in q. `k_starts` gives the same for k and
+    v; its default is `starts`. With causal attention a sequence's last query sees all its keys. `backend`
+    ("descriptors" or "cudnn") overrides the choice on a GPU.
+    """
     first = np.asarray(starts, dtype=np.int64)
     k_first = first if k_starts is None else np.asarray(k_starts, dtype=np.int64)
     _check(q, k, v, first, k_first)
@@ -89,9 +91,10 @@ def merge_outputs(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join attention over two disjoint sets of tokens: outputs [tokens, heads, dim] and natural log-sum-exps [tokens, heads].
+    """Merge attention over two disjoint sets of tokens. Takes and returns outputs [tokens, heads, dim] and natural
+    log-sum-exps [tokens, heads].
 
-    A part without visible tokens (minus infinity) adds nothing. `out` may be one of the parts.
+    A part without visible tokens has log-sum-exp minus infinity and changes nothing. `out` may be one of the inputs.
     """
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or lse_a.shape != out_a.shape[:2]:
         raise ValueError(
@@ -123,10 +126,12 @@ def merge_outputs(
 def cudnn_attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call torch's cuDNN operator over [batch, heads, tokens, dim] of any strides; KV heads may be fewer than heads.
+    """Call torch's cuDNN operator over [batch, heads, tokens, dim] with any strides. There may be fewer KV heads than
+    heads.
 
-    Returns outputs with q's layout and natural log-sum-exps [batch, heads, tokens]. `causal` aligns first tokens, not
-    last ones."""
+    Returns outputs with q's layout and natural log-sum-exps [batch, heads, tokens]. With `causal`, the first query
+    sees only the first key.
+    """
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
@@ -137,7 +142,9 @@ def cudnn_attend(
 def cudnn_supports(
     heads: int, kv_heads: int, k_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Return whether cuDNN is available and supports such heads. The first call for a shape runs it on 128 tokens."""
+    """Return whether cuDNN is available and supports these heads. The first call for a shape runs cuDNN on 128
+    tokens.
+    """
     if device.type != "cuda" or dtype not in HALF_DTYPES or (k_dim, v_dim) not in GATHERED_DIMS:
         return False
     if not hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention"):
@@ -148,7 +155,7 @@ def cudnn_supports(
     )
     try:
         cudnn_attend(*tried, causal=True, scale=1.0)
-    except RuntimeError:  # a build without cuDNN, or a shape or GPU that it does not support
+    except RuntimeError:  # this build has no cuDNN, or cuDNN does not support the shape or the GPU
         return False
     return True
 
@@ -173,7 +180,7 @@ def _choose_backend(
     equal = bool((queries == queries[0]).all() and (tokens == tokens[0]).all()) and tokens[0] > 0
     aligned = not causal or bool((queries == tokens).all())
     tiles = len(queries) * q.shape[1] * -(-int(queries[0]) // 128)
-    # cuDNN makes a plan for each new size, which pays only for sizes that repeat.
+    # cuDNN makes a plan for each new size, which is worth its cost only for sizes that repeat.
     if equal and aligned and sinks is None and tiles >= MIN_CUDNN_TILES and queries[0] % 128 == 0:
         if cudnn_supports(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device):
             return "cudnn"
@@ -194,7 +201,7 @@ def _attend_torch(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute row by row in torch, in float32 or float64."""
+    """Compute attention in torch, sequence by sequence, in float32 or float64."""
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[1] // k.shape[1]
     for a, b, c, d in zip(first[:-1], first[1:], k_first[:-1], k_first[1:], strict=True):

@@ -1,4 +1,4 @@
-"""`Mask`: the tokens that a query may see; and the numbers of layer kinds inside kernels."""
+"""`Mask` describes the tokens that a query may see. `SPAN_NUMBERS` gives each layer kind its number inside kernels."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ __all__ = ["FULL", "SPAN_NUMBERS", "Mask"]
 
 FULL = Visibility("full")
 SPAN_NUMBERS = {"full": 0, "sliding": 1, "chunked": 2}
-"""Numbers of layer kinds inside kernels (`triton_mask.first_visible`). Above 0, a query may not see every earlier token."""
+"""Number of each layer kind inside kernels (`triton_mask.first_visible`). Kinds above 0 hide some earlier tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Visible tokens of a query, and changes to its scores.
+    """The tokens that each query sees, and changes to its scores.
 
-    `sinks` ([heads]) are logits that take part in the softmax and have no value. `trees` ([queries, longest]) marks
-    the draft tokens that each query sees among its sequence's queries. `spans` ([queries]) are image ids, -1 for
-    text: queries of the same image see each other in both directions."""
+    `sinks` ([heads]) are logits that count in the softmax but have no value vector. `trees` ([queries, longest])
+    marks which draft tokens of its own sequence each query sees. `spans` ([queries]) are image ids, -1 for text;
+    queries of one image see each other in both directions.
+    """
 
     span: Visibility = FULL
     softcap: float | None = None

@@ -1,11 +1,11 @@
-"""The attention interface: a plan is made once a step and run by every layer, wherever the tensors are.
+"""The attention interface, for GPU and CPU tensors. A plan is made once per step, and every layer runs it.
 
 | rows                  | on a GPU                            | on a CPU        |
 |-----------------------|-------------------------------------|-----------------|
 | 1 to 64 queries each  | `decode.DecodePlan`, in CUDA graphs | `ReferencePlan` |
 | any number of queries | `prefill.PrefillPlan`               | `CpuPlan`       |
 
-Every plan returns what `reference.attend` returns. Independent of the cache and models.
+Every plan returns the same results as `reference.attend`. Does not depend on the cache or on models.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from kvloom.core import Visibility
 
 from .cascade import SharedRuns
 from .cpu_plan import CpuPlan, ReferencePlan
-from .mask import FULL, Mask
+from .mask import FULL, SPAN_NUMBERS, Mask
 from .shape import Shape
 
 __all__ = ["Plan", "decode_plan", "prefill_plan"]
 
 
 class Plan(Protocol):
-    """Attention of one step, as layers call it."""
+    """The attention of one step, as the layers call it."""
 
     shape: Shape
     span: Visibility
 
     def make(self, starts: Any, lengths: Any) -> None:
-        """Set the step's rows: the `starts` of their queries in q ([rows + 1]), and their `lengths`, including the
-        queries."""
+        """Set the rows of the step. `starts` ([rows + 1]) gives where each row's queries begin in q; `lengths`
+        includes the queries.
+        """
 
     def attend(
         self,
@@ -51,8 +52,8 @@ class Plan(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return outputs [queries, heads, v_dim] and the natural log-sum-exp of scores [queries, heads].
 
-        The log-sum-exp may be None if it costs extra and no `lse` buffer is given. `new_k` and `new_v` are the new tokens' keys
-        and values as written to the pages; a plan may use them instead of reading the pages.
+        A plan may return None for the log-sum-exp if no `lse` buffer is given. `new_k` and `new_v` are the new
+        tokens' keys and values, which are also in the pages; a plan may read either.
         """
         ...
 
@@ -67,19 +68,31 @@ def decode_plan(
 ) -> Plan:
     """Return a plan for up to `sequences` rows of up to `queries` query tokens.
 
-    On a GPU `starts` and `lengths` are int32 tensors on the device. On a CPU `sharing` is ignored; results are the same.
+    On a GPU `starts` and `lengths` must be int32 tensors on the device. A CPU plan ignores `sharing`; its results are
+    the same.
     """
     if torch.device(device).type == "cpu":
         return ReferencePlan(shape, span)
+    _check_span(span)
     from .decode import DecodePlan
 
     return DecodePlan(shape, sequences, queries, span, device, sharing)
 
 
 def prefill_plan(shape: Shape, span: Visibility = FULL, device: torch.device | str = "cuda") -> Plan:
-    """Return a plan for rows of any number of queries; `starts` and `lengths` are on the host."""
+    """Return a plan for rows with any number of queries. `starts` and `lengths` are read on the host."""
     if torch.device(device).type == "cpu":
         return CpuPlan(shape, span)
+    _check_span(span)
     from .prefill import PrefillPlan
 
     return PrefillPlan(shape, span, device)
+
+
+def _check_span(span: Visibility) -> None:
+    """Raise ValueError for a layer kind that the GPU kernels do not support."""
+    if span.kind not in SPAN_NUMBERS or span.has_holes:
+        raise ValueError(
+            f"the GPU kernels do not support layers of kind {span}; they support {', '.join(SPAN_NUMBERS)}: "
+            "run the model on a CPU, or add a mask rule (CONTRIBUTING.md)"
+        )

@@ -1,12 +1,12 @@
-"""Prefill on the GPU: a plan made once a step from lengths on the host, run by every layer.
+"""Prefill on the GPU. A plan is made once per step from lengths on the host, and every layer runs it.
 
     plan = PrefillPlan(Shape(heads=32, kv_heads=8, k_dim=128, v_dim=128))
     plan.make(starts, lengths)                     # host arrays; lists are built and uploaded when first needed
     out, lse = plan.attend(q, k, v, tables)        # every layer; the new tokens are in their pages already
 
-Rows of any number of queries may be mixed, including 1 and 0. `prefill_backends.choose_backend` selects the kernels.
-If a step begins with many rows of one query, decode's kernels compute those. A call of `attend` can be captured in a
-CUDA graph after an equal one has run. Does not depend on the cache.
+A step may mix rows with any number of queries, including 1 and 0. `prefill_backends.choose_backend` selects the
+kernels. If a step begins with many rows of one query, the decode kernels compute those rows. A CUDA graph can capture
+a call of `attend` after an equal call has run. Does not depend on the cache.
 """
 
 from __future__ import annotations
@@ -54,16 +54,20 @@ from .shape import PLAN_CAPACITIES, Shape, check_call, check_outputs, plan_capac
 __all__ = ["PrefillPlan"]
 
 MIN_LIBRARY_PAIRS = MIN_GATHERED_PAIRS
-"""Smallest number of query-key pairs, over all heads, for which libraries are measured."""
+"""Smallest number of query-key pairs, over all heads, for which attention libraries are timed."""
 
 
 MIN_DECODE_ROWS = 16
-"""Smallest number of leading rows of one query that run on decode's kernels. A mixed step has its decoding rows first."""
+"""Smallest number of leading one-query rows that run on the decode kernels. The decoding rows of a mixed step come
+first.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """One launch over pages: blocks of one tile, and memory for the partial results of split blocks."""
+    """One launch over pages: its blocks, which have one tile size, and buffers for the partial results of split
+    blocks.
+    """
 
     tile: BlockTile
     blocks: torch.Tensor
@@ -75,9 +79,10 @@ class _Blocks:
 class PrefillPlan:
     """Attention of packed rows under one span.
 
-    `backend`, `tile` (over pages) and `gathered_tile` (over gathered K and V) replace the rules that choose them.
-    `libraries` may compute a step if they are measured to be faster; the default is the installed ones, unless a
-    backend or tile is given."""
+    `backend`, `tile` (over pages) and `gathered_tile` (over gathered K and V) override the automatic choice.
+    `libraries` are the attention libraries to time against our kernels; the fastest computes the step. The default is
+    all installed libraries, or none if a backend or tile is given.
+    """
 
     def __init__(
         self,
@@ -90,7 +95,7 @@ class PrefillPlan:
         libraries: Sequence[Library] | None = None,
         min_decode_rows: int | None = None,
     ) -> None:
-        """`min_decode_rows` replaces `MIN_DECODE_ROWS`; 0: no row runs on decode's kernels."""
+        """`min_decode_rows` replaces `MIN_DECODE_ROWS`. With 0, no row runs on the decode kernels."""
         shape.check()
         self.shape, self.span, self.backend, self.tile = shape, span, backend, tile
         self.device = torch.device(device)
@@ -108,7 +113,7 @@ class PrefillPlan:
         self._min_decode_rows = min_decode_rows
         self._decode_plans: dict[int, DecodePlan] = {}
         self._rows: QueryRows | None = None
-        self._span = span  # full if no row of the step exceeds it
+        self._span = span  # full attention if no row of the step is longer than the window
         self._reset()
 
     def _reset(self) -> None:
@@ -129,9 +134,12 @@ class PrefillPlan:
         lengths: Sequence[int] | Ints,
         spans: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """Set the step's rows on the host: `starts` ([rows + 1]) of their queries, and `lengths`, including the queries.
+        """Set the rows of the step from host arrays. `starts` ([rows + 1]) gives where each row's queries begin;
+        `lengths` includes the queries.
 
-        `spans` are the masks' image spans, if any. Without them `attend` reads the spans from the device and waits."""
+        `spans` are the image ids of the queries, if there are images. If they are missing, `attend` waits for a copy
+        from the device.
+        """
         rows = self._rows = QueryRows.from_lists(starts, lengths)
         self._span = FULL if rows.sees_all_context(self.span) else self.span
         self._reset()
@@ -153,10 +161,11 @@ class PrefillPlan:
         new_k: torch.Tensor | None = None,
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute `reference.attend` of the rows of the last `make`; write to `out` and `lse` if given.
+        """Compute `reference.attend` for the rows of the last `make`. Writes to `out` and `lse` if they are given.
 
-        `new_k` and `new_v` ([tokens, kv_heads, dim], packed like q) are the new tokens' keys and values as written to
-        the pages; with them the new tokens need not be gathered."""
+        `new_k` and `new_v` ([tokens, kv_heads, dim], packed like q) are the new tokens' keys and values. If they are
+        given, only the cached tokens are gathered from pages.
+        """
         mask = mask or Mask(self.span)
         rows = self._check(q, mask, tables, scale)
         scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
@@ -173,7 +182,7 @@ class PrefillPlan:
     def _choose_library(
         self, rows: QueryRows, call: PrefillCall, ours: Callable[[], Result]
     ) -> Library | None:
-        """Return the library that computes such layers in this step; None for our own kernels."""
+        """Return the library that computes this layer in this step, or None for our own kernels."""
         mask, dtype = call.mask, call.q.dtype
         if not self.libraries or mask.sinks is not None or mask.spans is not None or self.shape.latent:
             return None
@@ -185,13 +194,13 @@ class PrefillPlan:
     def _measure_libraries(
         self, rows: QueryRows, call: PrefillCall, ours: Callable[[], Result]
     ) -> Library | None:
-        """Return the fastest library that supports this step; None if our kernels are faster or the step is too small."""
+        """Return the fastest library for this step. Returns None if our kernels are faster or the step is too small."""
         shape, dtype, softcap = self.shape, call.q.dtype, call.mask.softcap
         if rows.count_pairs(self._span) < MIN_LIBRARY_PAIRS / shape.heads:
             return None
         if (
             rows.context_lengths < 0
-        ).any():  # rows with more queries than tokens: only the kernel over pages supports them
+        ).any():  # only the kernel over pages supports rows with more queries than tokens
             return None
         able = {x.name: x for x in self.libraries if x.supports(shape, dtype, self._span, softcap)}
         if not able:
@@ -263,7 +272,7 @@ class PrefillPlan:
         return rows
 
     def _choose(self, rows: QueryRows, call: PrefillCall, unscaled: bool) -> tuple[Backend, Ints, Ints]:
-        """Return the backend, the rows computed over pages, and the rows computed by the backend."""
+        """Return the backend, the rows that are computed over pages, and the rows that the backend computes."""
         plain = call.mask.softcap is None and call.mask.spans is None and unscaled
         if self.backend not in (None, "pages") and not plain:
             raise ValueError(f"{self.backend} takes no softcap, image or scale; pages does")
@@ -272,7 +281,7 @@ class PrefillPlan:
         key = (call.q.dtype, plain)
         if key not in self._chosen:
             shape, queries = self.shape, rows.queries
-            # A padded row may have more queries than tokens; only the kernel over pages supports that.
+            # A padded row may have more queries than tokens. Only the kernel over pages supports such rows.
             long = (rows.context_lengths >= 0) & (
                 queries >= (MIN_GATHERED_QUERIES if self.backend is None else 1)
             )
@@ -292,7 +301,9 @@ class PrefillPlan:
         return self._chosen[key]
 
     def _set_image_spans(self, host: npt.NDArray[np.int32], spans: torch.Tensor) -> None:
-        """Store the image ids and, for each query, the last token of its image, where blocks end."""
+        """Copy the image ids to the device. Compute, for each query, the last token that it sees: the end of its
+        image.
+        """
         rows = self._rows
         assert rows is not None
         ids = host.astype(np.int64)
@@ -334,7 +345,7 @@ class PrefillPlan:
     def _decode_leading_rows(
         self, rows: QueryRows, call: PrefillCall, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
     ) -> int:
-        """Run leading rows of one query on decode's kernels if there are many. Return how many were run."""
+        """Run leading rows of one query on the decode kernels, if there are many. Return the number of rows that ran."""
         if call.mask.spans is not None:
             return 0
         if self._decode is None:
@@ -360,7 +371,7 @@ class PrefillPlan:
         return count
 
     def _plan_blocks(self, rows: QueryRows, chosen: Ints, dtype: torch.dtype) -> list[_Blocks]:
-        """Return the blocks of rows with few query rows, and the blocks of the others."""
+        """Return two lists of blocks: short blocks for rows with few queries, and long blocks for the others."""
         shape, heights = self.shape, rows.queries[chosen] * self.shape.group
         found = []
         for mine in (heights <= SMALL_ROWS, heights > SMALL_ROWS):
@@ -391,5 +402,5 @@ class PrefillPlan:
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 16  # Triton's interpreter: enough programs to split long rows
+        return 16  # Triton's interpreter: enough programs that long rows are split
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,4 +1,4 @@
-"""Prefill's work lists and the choice between its backends: plain arrays, no launches, no Triton.
+"""The work lists of prefill, and the choice of a backend. Uses host arrays only: no launches, no Triton.
 
 | backend     | reads                              | supports                                                          |
 |-------------|------------------------------------|-------------------------------------------------------------------|
@@ -6,9 +6,9 @@
 | descriptors | pages gathered to one run a row    | half precision; windows, chunks and sinks; any mix of lengths     |
 | cudnn       | the same, in batches of equal size | half precision; sinks; torch's cuDNN operator, fastest for large batches |
 
-For a windowed row only tokens visible in the step are gathered. If no row of a step exceeds the window, attention
-counts as full. cuDNN needs 40 milliseconds on the host to plan a new size, so it gets even sizes only: chunks of long
-prompts repeat them.
+For a windowed row, only the tokens visible in the step are gathered. If no row of a step is longer than the window,
+attention is treated as full. cuDNN takes 40 milliseconds on the host to plan a new size. It therefore computes only
+round sizes, which repeat from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -45,35 +45,38 @@ Lists = npt.NDArray[np.int32]
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 GATHERED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-"""Dims of keys and values that the kernels over gathered tokens support."""
+"""Head dimensions (keys, values) that the kernels over gathered tokens support."""
 MIN_CUDNN_TILES = 512
-"""Least number of tiles (128 queries of one head) in each cuDNN batch: fewer leave multiprocessors idle."""
+"""Smallest number of tiles (128 queries of one head) in each cuDNN batch. Fewer tiles leave multiprocessors idle."""
 MIN_CUDNN_PAIRS = 1 << 26
-"""Smallest number of query-key pairs, over all heads, for which a cuDNN plan for a new size pays."""
+"""Smallest number of query-key pairs, over all heads, that is worth a cuDNN plan for a new size."""
 MAX_CUDNN_BATCHES = 4
-"""Most cuDNN batches of a step. More and smaller batches run faster as one list."""
+"""Largest number of cuDNN batches in a step. With more batches, one list of gathered blocks is faster."""
 MIN_GATHERED_PAIRS = 1 << 26
-"""Smallest number of query-key pairs, over all heads, for which gathering pays. Below, its launches cost more."""
+"""Smallest number of query-key pairs, over all heads, that is worth gathering pages. For fewer pairs the extra
+launches cost more.
+"""
 MIN_GATHERED_PAIRS_WIDE = 1 << 24
-"""The same for heads of more than 128 dims, which are slower over pages."""
+"""The same limit for heads of more than 128 dims, which are slower over pages."""
 MANY_VISIBLE_TOKENS = 2048
 """Mean number of visible tokens per query from which descriptors are faster than cuDNN, for heads of up to 64 dims."""
 NARROW_WINDOW = 128
-"""Largest window for which attention takes short steps over tokens."""
+"""Largest window for which attention reads few tokens per step."""
 MIN_GATHERED_QUERIES = 64
 """Rows with fewer queries are computed over pages: gathering would cost more than their attention."""
 COPY_TOKENS = 64
 MIN_PIECE_UNITS = 4
-"""Least number of steps over tokens in a piece of a split block."""
+"""Smallest number of steps over tokens in one piece of a split block."""
 SMALL_ROWS = 16
-"""Most query rows per KV head for which a sequence gets short blocks, while others have long ones."""
+"""A sequence with at most this many query rows per KV head gets short blocks, even if others get long ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryRows:
     """A step's sequences on the host: the starts of their queries in q, and their lengths.
 
-    `context_lengths` are the tokens before the queries."""
+    `context_lengths` are the tokens before the queries.
+    """
 
     starts: Ints
     lengths: Ints
@@ -98,7 +101,7 @@ class QueryRows:
         return self.lengths - self.queries
 
     def count_pairs(self, span: Visibility, chosen: Ints | slice = slice(None)) -> int:
-        """Return the number of pairs of a query of the `chosen` rows and a token that it sees, for one head."""
+        """Count the query-key pairs of the `chosen` rows, for one head. A pair is a query and a token that it sees."""
         lengths, context_lengths = self.lengths[chosen], np.maximum(self.context_lengths[chosen], 0)
         return int((_count_visible_pairs(span, lengths) - _count_visible_pairs(span, context_lengths)).sum())
 
@@ -107,15 +110,18 @@ class QueryRows:
         return self.count_pairs(span, chosen) / max(1, int(self.queries[chosen].sum()))
 
     def sees_all_context(self, span: Visibility) -> bool:
-        """Return whether every query sees all earlier tokens: the span is full, or no sequence exceeds it."""
+        """Return whether every query sees all earlier tokens: the span is full, or no sequence is longer than the
+        window.
+        """
         last = self.lengths[self.queries > 0]
         return not bool((span.first_visible_each(np.maximum(last - 1, 0)) > 0).any())
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTile:
-    """Size of a block: query rows, tokens per step, warps, stages, programs per multiprocessor, and a register limit if
-    needed."""
+    """Size and launch parameters of a block: query rows, tokens per step, warps, stages, programs per multiprocessor,
+    and an optional register limit.
+    """
 
     rows: int
     tokens: int
@@ -126,9 +132,9 @@ class BlockTile:
 
 
 def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) -> BlockTile:
-    """Return the tile over pages for sequences of `rows` query rows a KV head."""
+    """Return the tile for attention over pages, for sequences with `rows` query rows per KV head."""
     wide = max(shape.k_dim, shape.v_dim)
-    if dtype == torch.float32:  # multiplied without tensor cores, from registers
+    if dtype == torch.float32:  # multiplied from registers, without tensor cores
         return BlockTile(16, 16, 4, 2, 2)
     if wide > 256:
         return BlockTile(16 if rows <= SMALL_ROWS else 64, 32, 8, 2, 1)
@@ -140,10 +146,11 @@ def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def choose_gathered_tile(k_dim: int, span: Visibility, seen: float = 0.0) -> BlockTile:
-    """Return the tile over gathered tokens, of which a query sees `seen` on average.
+    """Return the tile for attention over gathered tokens. `seen` is the mean number of tokens that a query sees.
 
-    Uses 8 warps if 4 have too few registers for a block's outputs. Small heads take wide steps over many tokens,
-    short ones in a window."""
+    The tile has 8 warps if the registers of 4 warps cannot hold a block's outputs. Small heads read many tokens per
+    step; in a window they read few.
+    """
     if k_dim <= 64 and span.windowed and span.size <= NARROW_WINDOW:
         return BlockTile(64, 32, 4, 3, 3)
     if k_dim <= 64 and seen >= MANY_VISIBLE_TOKENS:
@@ -162,10 +169,11 @@ def choose_backend(
     plain: bool,
     cudnn: bool,
 ) -> Backend:
-    """Return the backend for the `chosen` rows, those with many queries; the others run over pages.
+    """Return the backend for the `chosen` rows, which have many queries. The other rows run over pages.
 
-    `span` is the layer's, or full if no row exceeds it. `plain`: no softcap, images or scales. `cudnn`: whether cuDNN
-    is available."""
+    `span` is the layer's span, or full if no row is longer than the window. `plain` means no softcap, images or
+    scales. `cudnn` states whether cuDNN is available.
+    """
     gathers = (
         plain
         and (shape.k_dim, shape.v_dim) in GATHERED_DIMS
@@ -198,11 +206,12 @@ def block_list(
     programs: int,
     reach: Ints | None,
 ) -> tuple[Lists, Lists, int]:
-    """Return the blocks of the `chosen` sequences for `attend_blocks`, long ones first; the joins of split blocks; their
-    slots.
+    """Return three values for `attend_blocks`: the blocks of the `chosen` sequences, longest first; the list that
+    joins split blocks; and the number of slots.
 
-    Blocks are split so that about `programs` programs run at the same time. `reach` is, for each query, the last
-    token of its image."""
+    Long blocks are split until about `programs` programs can run at the same time. `reach` is, for each query, the
+    last token of its image.
+    """
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     times = -(-queries * group // tile.rows)
     row = chosen.repeat(times)
@@ -218,7 +227,7 @@ def block_list(
     lo = np.minimum(span.first_visible_each(np.maximum(own + begin, 0)), hi)
     units = -(-(hi - lo // 16 * 16) // tile.tokens)
     limit = max(MIN_PIECE_UNITS, int(-(-units.sum() * heads // programs)))
-    # a block that is only a little too long stays whole
+    # a block that is only slightly too long is not split
     per = -(-units // np.maximum((units + limit // 2) // limit, 1))
     pieces = np.maximum(-(-units // np.maximum(per, 1)), 1)
     slots = np.where(pieces > 1, np.cumsum(np.where(pieces > 1, pieces, 0)) - pieces, -1)
@@ -246,9 +255,11 @@ def span_list(
     causal: bool,
     span: Visibility,
 ) -> Lists:
-    """Return the blocks of `attend_gathered`, long ones first.
+    """Return the block list for `attend_gathered`, longest blocks first.
 
-    A sequence's K and V begin at `bases`; `context_lengths` of its `tokens` precede its queries."""
+    The gathered K and V of a sequence begin at `bases` and have `tokens` tokens. The first `context_lengths` of them
+    precede its queries.
+    """
     times = -(-queries * group // rows)
     row0 = _index_within(times) * rows
     columns = (row0, *(x.repeat(times) for x in (firsts, queries, context_lengths, bases, tokens)))
@@ -261,7 +272,9 @@ def span_list(
 
 
 def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Ints) -> Lists:
-    """Return the copies of `gather_pages`: tokens [begins, ends) of each table row to `into`, zeros up to `sizes`."""
+    """Return the copy list for `gather_pages`. Tokens [begins, ends) of each table row go to `into`, followed by
+    zeros up to `sizes`.
+    """
     times = -(-sizes // COPY_TOKENS)
     offset = _index_within(times) * COPY_TOKENS
     there = np.clip((ends - begins).repeat(times) - offset, 0, COPY_TOKENS)
@@ -278,7 +291,7 @@ def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Int
 
 @dataclass(frozen=True, slots=True)
 class CudnnBatch:
-    """A cuDNN batch: consecutive `rows` of the step with equal `context` and equal `queries`."""
+    """One cuDNN batch: consecutive `rows` of the step that have the same `context` and the same number of `queries`."""
 
     rows: Ints
     context: int
@@ -286,7 +299,7 @@ class CudnnBatch:
 
 
 def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
-    """Return the chosen rows in batches of equal size; none if a size is not even."""
+    """Group the chosen rows into batches of equal size. Return no batch if any size is not round."""
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     if (context_lengths % _even_size(context_lengths, 16)).any() or (queries % _even_size(queries, 32)).any():
         return []
@@ -300,20 +313,19 @@ def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
 
 
 def _even_size(tokens: Ints, parts: int) -> Ints:
-    """Return the granularity of even sizes: the largest power of two below `tokens`, divided by `parts`; at least 128."""
+    """Return the unit of round sizes: the largest power of two below `tokens`, divided by `parts`, but at least 128."""
     exponents = np.log2(np.maximum(tokens, 1)).astype(np.int64)  # exact for powers of two up to 2**52
     return np.asarray(np.maximum((1 << exponents) // parts, 128), dtype=np.int64)
 
 
 def _index_within(times: Ints) -> Ints:
-    """Return 0, 1, … up to each of `times`, concatenated."""
+    """Return the numbers 0, 1, … below each value of `times`, concatenated."""
     found: Ints = np.arange(times.sum()) - (np.cumsum(times) - times).repeat(times)
     return found
 
 
 def _count_visible_pairs(span: Visibility, tokens: Ints) -> Ints:
-    """Return the number of pairs of a query and a token that it sees, if a sequence has `tokens` tokens and all are
-    queries."""
+    """Count the query-key pairs of a sequence with `tokens` tokens, all of which are queries."""
     if span.kind == "chunked":
         rest = tokens % span.size
         return tokens // span.size * (span.size * (span.size + 1) // 2) + rest * (rest + 1) // 2

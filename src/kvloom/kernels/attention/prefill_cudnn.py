@@ -1,6 +1,7 @@
-"""Prefill by cuDNN: pages gathered into batches of equal rows; causal part and context part joined by log-sum-exp.
+"""Prefill by cuDNN. Pages are gathered into batches of equal rows. The causal part and the context part are merged by
+log-sum-exp.
 
-`prefill_backends.cudnn_batches` forms the batches. Does not depend on plans or other backends.
+`prefill_backends.cudnn_batches` forms the batches. Independent of plans and of other backends.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["CudnnPrefill", "PrefillCall", "gather_buffers"]
 
 @dataclass(frozen=True, slots=True)
 class PrefillCall:
-    """One layer's call: inputs, and output buffers (None: allocated when needed)."""
+    """The call of one layer: its inputs and its output buffers. A buffer that is None is allocated when needed."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -35,7 +36,7 @@ class PrefillCall:
     lse: torch.Tensor | None
 
     def with_outputs(self) -> PrefillCall:
-        """Return the same call with output buffers."""
+        """Return a copy of the call whose output buffers are allocated."""
         out, lse = self.outputs()
         return replace(self, out=out, lse=lse)
 
@@ -50,7 +51,7 @@ class PrefillCall:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One cuDNN batch: its copies out of pages, and the position of its queries."""
+    """One cuDNN batch: the copies that gather its pages, and where its queries are in q."""
 
     group: CudnnBatch
     copies: torch.Tensor
@@ -59,7 +60,7 @@ class _Batch:
 
 
 class CudnnPrefill:
-    """The batches of a step, built when first needed."""
+    """The cuDNN batches of a step. They are built at the first call."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -73,7 +74,9 @@ class CudnnPrefill:
         new_k: torch.Tensor | None,
         new_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend the `chosen` rows. `new_k` and `new_v` are the new tokens' keys and values, if available."""
+        """Compute attention of the `chosen` rows. `new_k` and `new_v` are the new tokens' keys and values, if
+        available.
+        """
         at_hand = new_k is not None and new_v is not None
         if at_hand not in self._batches:
             groups = cudnn_batches(rows, chosen)
@@ -141,7 +144,7 @@ def gather_buffers(shape: Shape, q: torch.Tensor, tokens: int) -> tuple[torch.Te
 def _batched(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call cuDNN over [batch, tokens, heads, dim], and return outputs in that order."""
+    """Call cuDNN over [batch, tokens, heads, dim]. Return outputs in the same order of dimensions."""
     out, lse = cudnn_attend(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, scale=scale
     )
@@ -149,5 +152,5 @@ def _batched(
 
 
 def _split(x: torch.Tensor, number: int, tokens: int) -> torch.Tensor:
-    """Return packed tokens as a batch of equal rows; a view."""
+    """Return packed tokens as a batch of `number` equal rows. The result is a view."""
     return x.view(number, tokens, *x.shape[1:])

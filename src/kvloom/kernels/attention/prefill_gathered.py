@@ -1,8 +1,8 @@
-"""Prefill by tensor descriptors: each row's tokens are one run, gathered from pages or, without context, read from the
-new tokens.
+"""Prefill by tensor descriptors. The tokens of a row must be contiguous: they are gathered from pages, or, without
+context, the new tokens are read directly.
 
     tokens of a row    |-- outside every window --|-- context, visible --|---- new ----|
-    its run                                       |-------------- a run, copied -------|    |---- new ----|
+    gathered                                       |--------------- one copy -----------|    |---- new ----|
                                                                                             no context: not copied
 Does not depend on plans or other backends.
 """
@@ -27,7 +27,7 @@ __all__ = ["GatheredPrefill"]
 
 @dataclass(frozen=True, slots=True)
 class _GatherPlan:
-    """Copies from pages, their tokens, and the blocks over the copy by their tile."""
+    """The copies from pages, the number of copied tokens, and the blocks over the copy for each tile size."""
 
     copies: torch.Tensor
     tokens: int
@@ -36,7 +36,7 @@ class _GatherPlan:
 
 
 class GatheredPrefill:
-    """A step's rows under one span, planned when first needed. `tile` replaces the choice of a tile."""
+    """Attention of a step's rows under one span, planned at the first call. `tile` overrides the chosen tile."""
 
     def __init__(self, shape: Shape, span: Visibility, tile: BlockTile | None, device: torch.device) -> None:
         self.shape, self.span, self.tile, self.device = shape, span, tile, device
@@ -51,7 +51,9 @@ class GatheredPrefill:
         new_k: torch.Tensor | None,
         new_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend the `chosen` rows. `new_k` and `new_v` are the new tokens' keys and values, if available."""
+        """Compute attention of the `chosen` rows. `new_k` and `new_v` are the new tokens' keys and values, if
+        available.
+        """
         out, lse = call.outputs()
         if self._fresh is None:
             self._fresh = not rows.context_lengths[chosen].any()

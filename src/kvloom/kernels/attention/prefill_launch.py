@@ -1,4 +1,4 @@
-"""Launches of prefill's kernels: one launch per function. Imports Triton; makes no choices."""
+"""The launches of the prefill kernels: each function is one launch. Imports Triton; makes no choices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ __all__ = [
 MERGE_ROWS = 32
 JOIN_ROWS = 16
 FEW_TILES = 4
-"""Most tiles of a window for which every tile is checked. Separate loops of one or two tiles would be slower."""
+"""If a window has at most this many tiles, one loop checks every tile. Separate loops of one or two tiles would be
+slower.
+"""
 
 
 def attend_blocks(
@@ -48,9 +50,10 @@ def attend_blocks(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attend every block over its pages. Writes to `out`; pieces of split blocks go to `parts`.
+    """Attend every block over its pages. Writes whole blocks to `out`, and pieces of split blocks to `parts`.
 
-    `span` is the mask's, or full if no row exceeds it."""
+    `span` is the mask's span, or full if no row is longer than the window.
+    """
     dk0, dk1 = split_dim(shape.k_dim)
     dv0, dv1 = split_dim(shape.v_dim)
     kernels.attend_blocks[(blocks.shape[0] * shape.kv_heads,)](
@@ -78,7 +81,7 @@ def join_blocks(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Join the partial results of split blocks."""
+    """Merge the partial results of split blocks."""
     rows = min(JOIN_ROWS, tile.rows)
     kernels.join_blocks[(shape.kv_heads, joins.shape[0], tile.rows // rows)](
         out, lse, parts, part_lse, joins, parts if sinks is None else sinks, out.stride(0), out.stride(1), *lse.stride(),
@@ -95,7 +98,9 @@ def gather(
     k_out: torch.Tensor,
     v_out: torch.Tensor,
 ) -> None:
-    """Copy tokens of pages to `k_out` and `v_out` ([tokens, heads, dim], contiguous) by the list `copies`: one launch."""
+    """Copy tokens from pages to `k_out` and `v_out` ([tokens, heads, dim], contiguous), as listed in `copies`. One
+    launch.
+    """
     heads, each = k.shape[2], 1 if k.shape[2] % 2 else 2
     gathered.gather_pages[(copies.shape[0], heads // each, 2)](
         k, v, k_out, v_out, copies, tables, *k.stride()[:3], *v.stride(), heads * k.shape[3], heads * v.shape[3],
@@ -118,7 +123,9 @@ def attend_gathered(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attend over K and V ([tokens, heads, dim] that `fits_descriptor`). The span applies only to causal attention."""
+    """Attend over contiguous K and V ([tokens, heads, dim]) that satisfy `fits_descriptor`. The span applies only to
+    causal attention.
+    """
     heads, k_dim, v_dim = k.shape[1], k.shape[2], v.shape[2]
     dk0, dk1 = split_dim(k_dim)
     flat_k, flat_v = k.view(-1, heads * k_dim), v.view(-1, heads * v_dim)
@@ -143,9 +150,9 @@ def merge_parts(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Join parts [batch, tokens, heads, dim] with log-sum-exps [batch, tokens, heads] into packed `out` and `lse`.
-
-    The last dimension must be dense."""
+    """Merge parts [batch, tokens, heads, dim] with log-sum-exps [batch, tokens, heads] into packed `out` and `lse`.
+    The last dimension must be dense.
+    """
     other, other_lse = (a, a_lse) if b is None or b_lse is None else (b, b_lse)
     gathered.merge_parts[(triton.cdiv(longest * a.shape[2], MERGE_ROWS), places.shape[0])](
         a, a_lse, other, other_lse, out, lse, places, a if sinks is None else sinks,
@@ -157,7 +164,9 @@ def merge_parts(
 
 
 def fits_descriptor(x: torch.Tensor) -> bool:
-    """Return whether tensor descriptors can read these keys or values in place: each token contiguous and aligned."""
+    """Return whether tensor descriptors can read these keys or values in place. Each token must be contiguous and
+    aligned.
+    """
     return (
         x.stride(2) == 1
         and x.stride(1) == x.shape[2]
@@ -171,7 +180,7 @@ def _descriptor(flat: torch.Tensor, tokens: int, columns: int) -> TensorDescript
 
 
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return the strides of scales: per page, token and head; or per head only."""
+    """Return the strides of the scales: per page, token and head, or per head only."""
     if scale is None:
         return 0, 0, 0
     return (

@@ -1,13 +1,14 @@
-"""Attention libraries that read pages themselves, used for prefill if installed and measured to be faster.
+"""External attention libraries that read pages in place. Prefill uses a library if it is installed and faster than
+our kernels.
 
 | library          | found as                                                | supports                                         |
 |------------------|---------------------------------------------------------|--------------------------------------------------|
 | FlashAttention-3 | `flash_attn_interface`, `vllm.vllm_flash_attn` or `fa3`  | full and sliding attention, softcap; dims to 256 |
 | FlashInfer       | `flashinfer`                                             | full attention; dims 64, 128, 256                |
 
-No library is required. The fastest is measured once for each class of sizes, on that step's tensors, in some
-milliseconds; the process remembers it. `KVLOOM_ATTENTION_LIBRARIES` lists the allowed modules, separated by commas;
-empty for none. Does not depend on our plans and kernels.
+No library is required. The first step of each size class times all candidates on its own tensors, within
+milliseconds. The process keeps the result. `KVLOOM_ATTENTION_LIBRARIES` lists the allowed modules, separated by
+commas; an empty value allows none. Does not depend on our plans and kernels.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ WORKSPACE = 384 << 20
 MEASURED_RUNS = 3
 """Timed runs of each candidate, after one warm-up."""
 MAX_ERROR = 0.02
-"""Largest relative difference between a library's outputs and ours: rounding in half precision."""
+"""Largest relative difference between the outputs of a library and ours. It allows for rounding in half precision."""
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class PagedCall:
-    """One layer's attention: inputs, and the output buffer (None: allocated by the library)."""
+    """The attention call of one layer: its inputs and its output buffer. If the buffer is None, the library allocates
+    it.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -67,7 +70,7 @@ class PagedCall:
 
 @dataclass
 class LibraryStep:
-    """A step's rows, on the host and on the device, and the libraries' plans for them."""
+    """The rows of a step, on the host and on the device, and the libraries' plans for them."""
 
     rows: QueryRows
     device: torch.device
@@ -81,12 +84,14 @@ class LibraryStep:
 
 
 class Library(Protocol):
-    """A library: causal attention of packed rows over pages. Ends are aligned: a row's last query sees all of its tokens."""
+    """The interface to a library: causal attention of packed rows over pages. The last query of a row sees all its
+    tokens.
+    """
 
     name: str
 
     def supports(self, shape: Shape, dtype: torch.dtype, span: Visibility, softcap: float | None) -> bool:
-        """Return whether it computes such layers on this machine."""
+        """Return whether the library supports such layers on this machine."""
         ...
 
     def attend(self, step: LibraryStep, call: PagedCall) -> Result:
@@ -95,7 +100,7 @@ class Library(Protocol):
 
 
 class FlashAttention3:
-    """FlashAttention-3 for Hopper, from any of its packages, which differ in names only."""
+    """FlashAttention-3 for Hopper. Several packages contain it under different names."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.name = module, "FlashAttention-3"
@@ -125,7 +130,7 @@ class FlashAttention3:
                 call.q, call.k, call.v, cache_seqlens=step.lengths, page_table=tables,
                 return_softmax_lse=True, **options,
             )  # fmt: skip
-            if not isinstance(found, tuple):  # another package of that name
+            if not isinstance(found, tuple):  # a different package with this name
                 raise TypeError("flash_attn_interface returned no log-sum-exps although they were requested")
             return found[0] if call.out is None else call.out.copy_(found[0]), found[1].transpose(0, 1)
         options |= {"max_seqlen_k": step.most_tokens, "seqused_k": step.lengths, "out": call.out}
@@ -139,7 +144,7 @@ class FlashAttention3:
 
 
 class FlashInfer:
-    """FlashInfer's prefill over pages, planned once a step."""
+    """FlashInfer's prefill over pages. Its plan is made once per step."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.name = module, "FlashInfer"
@@ -197,7 +202,7 @@ MODULES: dict[str, Callable[[Any], Library]] = {
 
 @lru_cache(maxsize=1)
 def installed_libraries() -> tuple[Library, ...]:
-    """Return the allowed libraries that can be imported, one of each kind. Takes seconds the first time."""
+    """Return the allowed libraries that can be imported, at most one of each kind. The first call takes seconds."""
     wanted = os.environ.get(ENVIRONMENT_VARIABLE)
     names = list(MODULES) if wanted is None else [name.strip() for name in wanted.split(",") if name.strip()]
     unknown = [name for name in names if name not in MODULES]
@@ -209,7 +214,7 @@ def installed_libraries() -> tuple[Library, ...]:
             library = MODULES[name](import_module(name))
         except ModuleNotFoundError:
             continue
-        # built for another torch or GPU
+        # the package was built for a different torch or GPU
         except (ImportError, OSError, RuntimeError, AttributeError) as error:
             warnings.warn(f"{name} is installed but cannot be used: {error}", RuntimeWarning, stacklevel=2)
             continue
@@ -220,7 +225,7 @@ def installed_libraries() -> tuple[Library, ...]:
 def size_class(
     shape: Shape, dtype: torch.dtype, span: Visibility, softcap: float | None, rows: QueryRows
 ) -> Hashable:
-    """Return the key of a measurement: one shape, and step sizes within a factor of two."""
+    """Return the key under which a measurement is kept: one shape, and step sizes within a factor of two."""
     queries = rows.queries
     sizes = (
         int((queries > 0).sum()),
@@ -237,10 +242,11 @@ _FASTEST: dict[Hashable, str] = {}
 def measure_fastest(
     key: Hashable, candidates: Mapping[str, Callable[[], Result]], device: torch.device
 ) -> str:
-    """Return the fastest candidate for `key`, measured on the first call and remembered.
+    """Return the fastest candidate for `key`. The first call times all candidates and keeps the result.
 
-    A candidate that fails, or differs from the first one, is excluded with a warning. Nothing can be measured during
-    graph capture: then the first candidate is returned and nothing is remembered."""
+    A candidate that fails, or whose result differs from the first candidate's, is excluded with a warning. During
+    graph capture nothing is timed or kept, and the first candidate is returned.
+    """
     if key in _FASTEST and _FASTEST[key] in candidates:
         return _FASTEST[key]
     first, *others = candidates
@@ -261,7 +267,7 @@ def measure_fastest(
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the best time of a few runs."""
+    """Return the shortest time of a few runs, in seconds."""
     call()
     best = math.inf
     for _ in range(MEASURED_RUNS):

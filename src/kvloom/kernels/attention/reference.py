@@ -1,6 +1,8 @@
-"""Attention over pages in plain torch: the oracle that defines what every kernel computes, in float32 or float64.
+"""Attention over pages in plain torch, in float32 or float64. It is the oracle: every kernel must compute the same
+results.
 
-Rows are packed: a sequence's queries are `starts[i]` to `starts[i + 1]` of q, and its last tokens. Independent of models and the pool.
+Rows are packed: the queries of sequence i are `starts[i]` to `starts[i + 1]` of q. They belong to its last tokens.
+Does not depend on models or the pool.
 
 | argument   | shape               | meaning                                                              |
 |------------|---------------------|----------------------------------------------------------------------|
@@ -33,13 +35,13 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 MAX_BATCH_BYTES = 32 << 20
-"""Bytes that one batched step of `attend` gathers and scores. One long row may take more; it is scored in pieces of half
-the size.
+"""Largest number of bytes that one batch of `attend` gathers and scores. One long row may take more; it is scored in
+pieces of half this size.
 """
 SMALL_PADDING_BYTES = 2 << 20
-"""Padding below this many bytes is cheaper than another round of calls."""
+"""Rows whose padding is smaller than this are batched together, because padding costs less than more torch calls."""
 MIN_PIECE_QUERIES = 16
-"""Least number of queries in a piece of a long row."""
+"""Smallest number of queries in a piece of a long row."""
 LOG2E = 1 / math.log(2)
 
 
@@ -55,11 +57,10 @@ def attend(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs [queries, heads, dim of v] and the natural log-sum-exp of scores [queries, heads].
-
-    A query that sees nothing has output 0 and log-sum-exp minus infinity. `k_scale` and `v_scale` are pages of scales
-    ([pages, b, kv], dynamic) or one per head ([kv], static). Rows of similar size are computed together, so the number of
-    torch calls grows with bytes read, not with rows.
+    """Return outputs [queries, heads, dim of v] and the natural log-sum-exp of scores [queries, heads]. A query that
+    sees no token has output 0 and log-sum-exp minus infinity. `k_scale` and `v_scale` are pages of scales ([pages, b,
+    kv]) or one scale per head ([kv]). Rows of similar size are computed in one batch. The number of torch calls grows
+    with the bytes read, not with the number of rows.
     """
     bounds, counted = starts.tolist(), lengths.tolist()
     _check(q, k, v, tables, bounds, counted)
@@ -70,7 +71,9 @@ def attend(
     for pieces in _batches(_cut(rows, layer), layer):
         query, real = _places(pieces)
         part, part_lse = _attend(layer, rows, pieces, query, real)
-        if len(part) == q.shape[0] and real.all():  # pieces are in order, so this is every query in its place
+        if (
+            len(part) == q.shape[0] and real.all()
+        ):  # the pieces are in query order, so the result needs no reordering
             return part, part_lse
         if out is None or lse is None:
             out, lse = _empty_outputs(q, v, mask or Mask())
@@ -94,9 +97,10 @@ class _Layer:
 
 
 class _Scratch(threading.local):
-    """Buffers that each thread reuses between calls: on a CPU, new memory costs more than the copy that fills it.
+    """Buffers that each thread reuses between calls. On a CPU, allocating memory costs more than filling it.
 
-    A returned tensor must not use them. Buffers above MAX_BATCH_BYTES are not kept."""
+    A returned tensor must not share memory with these buffers. Buffers above MAX_BATCH_BYTES are freed.
+    """
 
     def __init__(self) -> None:
         self.buffers: dict[str, torch.Tensor] = {}
@@ -109,7 +113,7 @@ class _Scratch(threading.local):
             return like.new_empty(shape, dtype=dtype)
         buffer = self.buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            with torch.inference_mode(False):  # an inference tensor could not be used outside that mode
+            with torch.inference_mode(False):  # an inference tensor cannot be used outside inference mode
                 buffer = self.buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu")
         return buffer[:size].view(dtype).view(shape)
 
@@ -118,7 +122,7 @@ _SCRATCH = _Scratch()
 
 
 class _Rows:
-    """The sequences of a call: where their queries begin, their number, and the position of the first."""
+    """The sequences of a call: where their queries begin, how many they are, and the position of the first query."""
 
     __slots__ = ("begins", "context_lengths", "lengths", "queries")
 
@@ -129,7 +133,7 @@ class _Rows:
 
 
 class _Pieces(NamedTuple):
-    """Runs of queries, each of one sequence, as parallel arrays; `block` is the first block that a run sees."""
+    """Pieces of the queries of one sequence each, as parallel arrays. `block` is the first block that a piece sees."""
 
     row: Ints
     query: Ints
@@ -140,7 +144,7 @@ class _Pieces(NamedTuple):
 
 
 def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
-    """Split every row with work into pieces; a row whose scores fit the budget is one piece."""
+    """Split every row with queries into pieces. A row whose scores fit into the budget is one piece."""
     row = ((rows.queries > 0) & (rows.lengths > 0)).nonzero()[0]
     count, position, query = rows.queries[row], rows.context_lengths[row], rows.begins[row]
     most = (
@@ -153,7 +157,8 @@ def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
         offset = np.concatenate([np.arange(n) for n in times]) * most
         count = np.minimum(count - offset, most)
         position, query = rows.context_lengths[row] + offset, rows.begins[row] + offset
-    # Trees and images let a query see later ones. Only without them does a piece end at its last query.
+    # A query of a tree or image may see later queries. Otherwise a piece sees no token after its last
+    # query.
     free = layer.mask.trees is None and layer.mask.spans is None
     end = position + count if free else rows.lengths[row]
     block_tokens = layer.k.shape[1]
@@ -162,7 +167,7 @@ def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
 
 
 def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
-    """Group pieces of similar size: within a factor of two in queries and, where it matters, in blocks."""
+    """Group pieces of similar size: within a factor of two in queries and, if padding is large, in blocks."""
     sizes = np.ceil(np.log2(pieces.queries))
     order = np.lexsort((-pieces.blocks, sizes))
     q, k, v = layer.q, layer.k, layer.v
@@ -182,13 +187,15 @@ def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
 
 
 def _select(pieces: _Pieces, chosen: npt.NDArray[np.intp]) -> _Pieces:
-    """Return the chosen pieces in query order, so that a batch of all pieces need not be reordered."""
+    """Return the chosen pieces in query order, so that a batch of all pieces needs no reordering."""
     chosen = np.sort(chosen)
     return _Pieces(*(column[chosen] for column in pieces))
 
 
 def _places(pieces: _Pieces) -> tuple[Ints, Bools]:
-    """Return where the queries of each piece are in q, and which are real: [n, c], padded to the longest piece."""
+    """Return the index in q of every query of every piece, and whether it is a query or padding. Both are [pieces,
+    longest piece].
+    """
     step = np.arange(pieces.queries.max())
     real = step < pieces.queries[:, None]
     return np.where(real, pieces.query[:, None] + step, 0), real
@@ -197,7 +204,9 @@ def _places(pieces: _Pieces) -> tuple[Ints, Bools]:
 def _attend(
     layer: _Layer, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one batch of n pieces, padded to c queries and t tokens. Return outputs [n * c, heads, dim] and lse."""
+    """Compute one batch of n pieces, padded to c queries and t tokens. Return outputs [n * c, heads, dim] and the
+    log-sum-exp.
+    """
     q, k, v, mask = layer.q, layer.k, layer.v, layer.mask
     n, c = query.shape
     kv, group, device = k.shape[2], q.shape[1] // k.shape[2], q.device
@@ -208,7 +217,8 @@ def _attend(
     shared = k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype
     values = keys[..., : v.shape[3]] if shared else _gather("values", v, ids, q).view(n, t, kv, -1)
     k_scale, v_scale = _scales(layer.k_scale, ids, keys), _scales(layer.v_scale, ids, keys)
-    # Tokens that no query sees may be unwritten: set them to zero, so that their values cannot reach the result.
+    # Tokens that no query sees may be unwritten, and their values NaN. Set them to zero, so that the result
+    # stays finite.
     unseen = torch.as_tensor(np.flatnonzero(~seen.any(1)), device=device)
     for tokens in (keys,) if shared else (keys, values):
         tokens.flatten(0, 1).index_fill_(0, unseen, 0.0)
@@ -217,7 +227,7 @@ def _attend(
             paged.view(kv, n * t).index_fill_(1, unseen, 0.0)
 
     asked = q if real.size == len(q) and real.all() else q[torch.as_tensor(query, device=device).flatten()]
-    # Scores are powers of two: on a CPU the exp of masked scores is slow, their exp2 is not.
+    # Scores are powers of two, because on a CPU the exp of masked scores is slow and exp2 is not.
     scale = layer.scale * (LOG2E if mask.softcap is None else 1 / mask.softcap)
     grouped = (asked.to(keys.dtype) * scale).view(n, c, kv, group, -1).permute(2, 0, 1, 3, 4)
     grouped = grouped.reshape(kv, n, c * group, -1)
@@ -241,7 +251,7 @@ def _attend(
         scores.mul_(v_scale)
     mixed = keys.new_empty(kv, n, c * group, v.shape[3])
     _multiply(scores, values.permute(2, 0, 1, 3), mixed)
-    # The largest score has weight 1: only a query that sees nothing has a total below 1.
+    # The largest score has weight 1. Only a query that sees no token has a total below 1.
     out = (
         mixed.view(kv, n, c, group, -1)
         .div_(total.clamp_min(1.0))
@@ -253,20 +263,22 @@ def _attend(
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """Multiply per head ([kv, n, …] each). Gathered heads are interleaved, so a single product would copy them first."""
+    """Multiply per head; all tensors are [kv, n, …]. Gathered heads are interleaved, so one product over all heads
+    would copy them.
+    """
     for a, b, target in zip(left.unbind(), right.unbind(), out.unbind(), strict=True):
         torch.bmm(a, b, out=target)
 
 
 def _visible(mask: Mask, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools, block_tokens: int) -> Bools:
-    """Return which tokens each query of each piece sees, from the piece's first block on: [n, c, t]."""
+    """Return which tokens each query sees: [n, c, t]. Tokens count from the first block of the piece."""
     position = np.where(real, pieces.position[:, None] + np.arange(real.shape[1]), -1)[:, :, None]
     token = (pieces.block * block_tokens)[:, None, None] + np.arange(pieces.blocks.max() * block_tokens)
     seen: Bools = token <= position
     if mask.trees is not None or mask.spans is not None:
         own = (
             token - rows.context_lengths[pieces.row][:, None, None]
-        )  # the token's index among its row's queries
+        )  # index of the token among the queries of its row
         inside = (own >= 0) & (own < rows.queries[pieces.row][:, None, None]) & (position >= 0)
         if mask.trees is not None:
             trees = mask.trees.cpu().numpy().astype(bool)
@@ -277,21 +289,24 @@ def _visible(mask: Mask, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools,
             place = np.clip(own + rows.begins[pieces.row][:, None, None], 0, len(spans) - 1)
             image = spans[query][:, :, None]
             seen |= inside & (image >= 0) & (spans[place] == image)
-    if mask.span.windowed:
+    if mask.span.has_holes:
+        seen &= mask.span.sees_each(np.maximum(position, 0), token)
+    elif mask.span.windowed:
         seen &= token >= mask.span.first_visible_each(np.maximum(position, 0))
     return seen
 
 
 def _page_ids(tables: torch.Tensor, pieces: _Pieces) -> torch.Tensor:
-    """Return the pages of each piece's blocks, concatenated. A shorter piece repeats its last page."""
+    """Return the page ids of each piece's blocks, concatenated. A shorter piece repeats its last page."""
     column = pieces.block[:, None] + np.minimum(np.arange(pieces.blocks.max()), pieces.blocks[:, None] - 1)
     ids = tables.cpu().numpy()[pieces.row[:, None], column]
     return torch.as_tensor(ids, device=tables.device).flatten()
 
 
 def _gather(name: str, pages: torch.Tensor, ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the pages in the accumulator's dtype. Pages are copied as bytes, because indexing may not support
-    fp8."""
+    """Return a copy of the pages in the accumulator's dtype. The copy is made of bytes, because torch cannot index
+    fp8 everywhere.
+    """
     kept = torch.uint8 if pages.dtype == torch.float8_e4m3fn else pages.dtype
     shape, dtype = (len(ids), *pages.shape[1:]), accumulator_dtype(like)
     found = _SCRATCH.empty(name if kept == dtype else "raw", shape, pages, kept)
@@ -302,7 +317,7 @@ def _gather(name: str, pages: torch.Tensor, ids: torch.Tensor, like: torch.Tenso
 
 
 def _scales(scales: torch.Tensor | None, ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-    """Return scales as [kv, n, 1, t], or [kv or 1, 1, 1, 1] if static. They are applied to scores and weights."""
+    """Return the scales as [kv, n, 1, t], or as [kv or 1, 1, 1, 1] if they are per head."""
     if scales is None:
         return None
     if scales.dim() < 3:
@@ -313,7 +328,7 @@ def _scales(scales: torch.Tensor | None, ids: torch.Tensor, like: torch.Tensor) 
 
 
 def _empty_outputs(q: torch.Tensor, v: torch.Tensor, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of queries that see no token: only sinks take part in their softmax."""
+    """Return the results of queries that see no token. Only the sinks count in their softmax."""
     lse = torch.full(q.shape[:2], -math.inf, dtype=accumulator_dtype(q), device=q.device)
     if mask.sinks is not None:
         lse[:] = mask.sinks.to(lse.dtype)

@@ -1,9 +1,10 @@
-"""The shape of a layer's attention, and the checks of a call to the GPU kernels. No kernels, no memory.
+"""The attention shape of a layer, and the argument checks of the GPU kernels. Contains no kernels and allocates
+nothing.
 
     q [queries, heads, k_dim]   k [pages, block, kv_heads, k_dim]   v [pages, block, kv_heads, v_dim]
 
-Pages may be token-major or head-major: only the last dimension must be dense; for values, the last or the tokens.
-If `v` is the beginning of `k` (an MLA latent), it is read once.
+Pages may be token-major or head-major. The last dimension of keys must be dense. For values, the last dimension or
+the token dimension must be dense. If `v` is the first part of `k` (an MLA latent), the kernel reads it once.
 """
 
 from __future__ import annotations
@@ -30,23 +31,25 @@ SUPPORTED_BLOCK_TOKENS = (16, 32, 64, 128)
 
 
 PLAN_CAPACITIES = (16, 64, 256, 512, 1024, 4096)
-"""Row capacities of decode plans. A plan serves all step sizes up to its capacity and is compiled once."""
+"""Row capacities of decode plans. A plan is compiled once and serves every step with at most this many rows."""
 
 
 def plan_capacity(rows: int) -> int:
-    """Return the smallest plan capacity that holds `rows` rows."""
+    """Return the smallest plan capacity of at least `rows` rows."""
     return next(capacity for capacity in PLAN_CAPACITIES if capacity >= rows)
 
 
 def split_dim(dim: int) -> tuple[int, int]:
-    """Return a head dimension as two powers of two (80 = 64 + 16), so that no lane loads padding; the second may be 0."""
+    """Split a head dimension into two powers of two (80 = 64 + 16), so that no lane loads padding. The second may be
+    0.
+    """
     high = 1 << dim.bit_length() - 1
     return high, dim - high
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The attention of one layer: heads, their dimensions, tokens of a page, dtype of pages."""
+    """The attention of one layer: number of heads, their dimensions, tokens per page, and dtype of the pages."""
 
     heads: int
     kv_heads: int
@@ -60,7 +63,7 @@ class Shape:
             raise ValueError(f"{self.heads} heads do not divide over {self.kv_heads} KV heads")
 
     def check(self) -> None:
-        """Raise ValueError for a shape that the GPU kernels do not support; the oracle supports any."""
+        """Raise ValueError if the GPU kernels do not support this shape. The oracle supports every shape."""
         for name, dim in (("k_dim", self.k_dim), ("v_dim", self.v_dim)):
             if dim not in SUPPORTED_DIMS:
                 raise ValueError(
@@ -88,7 +91,7 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Query heads that read one KV head."""
+        """Number of query heads that share one KV head."""
         return self.heads // self.kv_heads
 
     @property
@@ -107,7 +110,9 @@ def check_call(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> int:
-    """Raise ValueError for an unsupported call. Return how pages are scaled: 0 not, 1 by head, 2 by token and head."""
+    """Raise ValueError for an unsupported call. Return how pages are scaled: 0 unscaled, 1 per head, 2 per token and
+    head.
+    """
     if q.dim() != 3 or q.shape[1:] != (shape.heads, shape.k_dim):
         raise ValueError(f"q {tuple(q.shape)} is not [queries, {shape.heads}, {shape.k_dim}]")
     if q.dtype not in FLOAT_DTYPES:
@@ -150,7 +155,7 @@ def check_call(
 
 
 def check_outputs(shape: Shape, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
-    """Raise ValueError for output buffers of the wrong shape, dtype, stride or device."""
+    """Raise ValueError if an output buffer has a wrong shape, dtype, stride or device."""
     if out is not None:
         wanted = (q.shape[0], shape.heads, shape.v_dim)
         if out.shape != wanted or out.stride(2) != 1 or not out.is_floating_point() or out.device != q.device:

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Batch-invariant attention kernels: what a result sums, and in which order, depends on its own row only.
+"""Batch-invariant attention kernels. The sums of a row, and their order, depend on that row only.
 
-Tiles have one size for every call. Attention runs over pieces of PIECE tokens that begin at multiples of PIECE, in
-steps at multiples of BN. Each piece is summed separately and folded into those before it:
+Every call uses the same tile size. Tokens are divided into pieces at multiples of PIECE, and pieces into steps at
+multiples of BN. Each piece is summed separately, and its sum is added to the sum of the earlier pieces:
 
-    tokens   |— piece 0 —|— piece 1 —|— piece 2 …      prompts: one program folds all pieces of a block
-                                                        decode: one program a piece, `join_pieces` folds them
+    tokens   |— piece 0 —|— piece 1 —|— piece 2 …      prompts: one program adds all pieces of a block
+                                                        decode: one program per piece, `join_pieces` adds them
 
-Both use the same fold (`_fold`), so a token's attention has the same bits in both. Hidden tokens add zeros.
+Both use `_fold` for this addition, so they compute identical bits. Tokens that a query does not see add zeros.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ __all__ = [
 
 ITEM_WIDTH: tl.constexpr = tl.constexpr(
     5
-)  # table row, first row of the block, first query, queries, position of it
+)  # table row, first row of the block, first query, number of queries, position of the first query
 
 
 @triton.jit
 def _fold(peak, weight, acc0, acc1, top1, weight1, part0, part1, DV1: tl.constexpr):
-    """Fold a piece's softmax into the running one. Multiply-adds are explicit, so that the compiler cannot change rounding."""
+    """Add the softmax of one piece to the running softmax. Multiply-adds are explicit, so that the compiler cannot
+    change rounding.
+    """
     top = tl.maximum(peak, top1)
     safe = tl.where(top == float("-inf"), 0.0, top)
     fade = tl.exp2(peak - safe)
@@ -54,7 +56,7 @@ def _piece(
     BN: tl.constexpr, PIECE: tl.constexpr, SPAN: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return the softmax over one piece's tokens in [lo, hi): its peak, its weight and its sums of values."""
+    """Compute the softmax over one piece's tokens in [lo, hi). Return its peak, its weight and its sums of values."""
     peak = tl.full([BM], float("-inf"), tl.float32)
     weight = tl.zeros([BM], tl.float32)
     acc0 = tl.zeros([BM, DV0], tl.float32)
@@ -78,7 +80,7 @@ def _finish(
     OUT, LSE, SINKS, VS, head_scale, token, head, mine, peak, weight, acc0, acc1, out_token, out_head, lse_token, lse_head,
     DV0: tl.constexpr, DV1: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of rows to their outputs. `head_scale` is the index of the values' scale, if there is one per head."""
+    """Write the results of the rows. `head_scale` is the index of the values' scale if the scales are per head."""
     log = tl.where(weight > 0, peak + tl.log2(weight), float("-inf"))
     norm = tl.where(weight > 0, 1.0 / weight, 0.0)
     if SCALES == 1:
@@ -105,7 +107,7 @@ def attend_by_piece(
     SIZE: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr,
     LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend a block of BM query rows of one KV head over all of its pieces: grid (items * HEADS)."""
+    """Attend one block of BM query rows of one KV head over all its pieces. Grid: (items * HEADS)."""
     kv_head = tl.program_id(0) % HEADS
     item = ITEMS + tl.program_id(0) // HEADS * ITEM_WIDTH
     table = TABLES + tl.load(item).to(tl.int64) * table_row
@@ -132,7 +134,9 @@ def attend_by_piece(
     hi = own + tl.minimum((row0 + BM - 1) // GROUP, queries - 1) + 1
     if IMAGES:
         image = tl.load(IDS + token)
-        hi = own + queries  # an image may reach beyond the block's last token, but not beyond the step's
+        hi = (
+            own + queries
+        )  # an image may end after the block's last token, but not after the step's last token
     lo = first_visible(own + row0 // GROUP, SPAN, SIZE)
     qk_scale = scale * LOG2E
     if SCALES == 1:
@@ -162,7 +166,7 @@ def attend_by_piece(
 def plan_pieces(
     LENGTHS, ENDS, rows, PIECE: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, CAPACITY: tl.constexpr
 ):
-    """Count the pieces up to the end of each row, for rows of one query: ENDS [CAPACITY]. One program."""
+    """Count the pieces of each one-query row. ENDS [CAPACITY] is the running sum of the counts. One program."""
     at = tl.arange(0, CAPACITY)
     length = tl.load(LENGTHS + at, mask=at < rows, other=0)
     first = first_visible(tl.maximum(length - 1, 0), SPAN, SIZE) // PIECE
@@ -180,10 +184,10 @@ def attend_pieces(
     SIZE: tl.constexpr, SOFTCAP: tl.constexpr, SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr,
     EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Attend rows of one query each, piece by piece: grid (lanes, HEADS, blocks of BM query heads of a KV head).
+    """Attend one-query rows piece by piece. Grid: (lanes, HEADS, blocks of BM query heads of a KV head).
 
-    The sums of a piece are written to PARTS [pieces, query heads, dim] and SUMS [pieces, query heads, 2: peak,
-    weight]."""
+    The sums of a piece go to PARTS [pieces, query heads, dim] and SUMS [pieces, query heads, 2: peak, weight].
+    """
     kv_head = tl.program_id(1)
     row = tl.program_id(2) * BM + tl.arange(0, BM)
     mine = row < GROUP
@@ -195,7 +199,7 @@ def attend_pieces(
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         sequence = total * 0
         beyond = sequence + rows
-        for _ in range(ROUNDS):  # the first row that ends after the item
+        for _ in range(ROUNDS):  # the first row that ends after this item
             middle = (sequence + beyond) // 2
             passed = tl.load(ENDS + tl.minimum(middle, rows - 1)) <= item
             sequence = tl.where(passed, middle + 1, sequence)
@@ -236,7 +240,7 @@ def join_pieces(
     OUT, LSE, PARTS, SUMS, ENDS, SINKS, VS, vs_head, out_token, out_head, lse_token, lse_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Fold the pieces of each row, in order: grid (rows, query heads). Rows that saw no token get zeros."""
+    """Add the pieces of each row in order. Grid: (rows, query heads). A row that sees no token gets zeros."""
     sequence = tl.program_id(0)
     head = tl.program_id(1) + tl.zeros([1], tl.int64)
     before = tl.load(ENDS + tl.maximum(sequence - 1, 0))

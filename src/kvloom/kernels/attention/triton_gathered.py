@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Prefill over gathered K and V: copies out of pages, attention by tensor descriptors, and merging of batches.
+"""Prefill over gathered K and V: the kernels that copy pages, attend by tensor descriptors, and merge batches.
 
-Rows and blocks are those of `triton_prefill`; the host's int32 lists define copies and visible tokens. Independent of plans.
+Rows and blocks are defined in `triton_prefill`. The host passes the copies and the visible tokens as int32 lists.
+Does not depend on plans.
 
 | list    | fields                                                                                      |
 |---------|---------------------------------------------------------------------------------------------|
@@ -33,9 +34,12 @@ def gather_pages(
     DK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Copy tokens of pages to contiguous K and V, [tokens, heads, dim]. Grid (copies, heads / EACH, 2: K, V).
+    """Copy tokens from pages to contiguous K and V, [tokens, heads, dim]. Grid: (copies, heads / EACH, 2 for K and
+    V).
 
-    Tokens of a copy without a page become 0, because a weight of 0 would not remove a NaN."""
+    Tokens without a page are set to 0. Uninitialised memory could contain NaN, which a softmax weight of 0 would not
+    remove.
+    """
     copy = COPIES + tl.program_id(0) * COPY_WIDTH
     table = TABLES + tl.load(copy).to(tl.int64) * table_row
     t = tl.load(copy + 1) + tl.arange(0, TOKENS)
@@ -68,9 +72,9 @@ def _gathered_step(
     i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
     DK0: tl.constexpr, DK1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, CHECK: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Attend BN tokens at `i` for the block. CHECK: some rows do not see every token.
-
-    LAST: the sequence may end inside the tile, which then contains tokens of the next sequence."""
+    """Attend to BN tokens at `i` for the block. CHECK: some rows do not see every token. LAST: the sequence may end
+    inside the tile, so the tile may contain tokens of the next sequence.
+    """
     scores = tl.dot(q0, K0.load([t0 + i, k_at]).T, tl.zeros([BM, BN], tl.float32))
     if DK1 > 0:
         scores = tl.dot(q1, K1.load([t0 + i, k_at + DK0]).T, scores)
@@ -84,7 +88,8 @@ def _gathered_step(
     weight += tl.sum(p, 1)
     values = V.load([t0 + i, v_at])
     if LAST:
-        # Tokens after the sequence belong to another one, or are unwritten: a weight of 0 would not remove a NaN.
+        # Tokens after the end belong to another sequence or are unwritten. They may be NaN, which a weight
+        # of 0 would not remove.
         values = tl.where((t < end)[:, None], values, 0.0)
     acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None])
     return peak, weight, acc
@@ -97,10 +102,12 @@ def attend_gathered(
     CAUSAL: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, FEW: tl.constexpr, SINK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend blocks over K and V, stored as [tokens, heads * dim] and read by tensor descriptors: grid (blocks * HEADS).
+    """Attend blocks over K and V, which are stored as [tokens, heads * dim] and read by tensor descriptors. Grid:
+    (blocks * HEADS).
 
-    Positions count from a sequence's first token in K; under a window, that is the first visible token of its first
-    query. A window of FEW tiles is one loop in which every tile is checked."""
+    Positions count from the first gathered token of a sequence. In a window, that is the first token that its first
+    query sees. FEW: the window has few tiles, so one loop checks every tile.
+    """
     head = tl.program_id(0) % HEADS
     block = LIST + tl.program_id(0) // HEADS * SPAN_WIDTH
     row0 = tl.load(block)
@@ -134,7 +141,7 @@ def attend_gathered(
             all_from = first_visible(final, SPAN, SIZE)
     else:
         last = at * 0 + end
-    rest = begin + (tokens - begin) // BN * BN  # the sequence's last tokens, less than a tile
+    rest = begin + (tokens - begin) // BN * BN  # the last tokens of the sequence, less than one tile
     clear_from = tl.minimum(begin + tl.cdiv(all_from - begin, BN) * BN, rest)
     clear_to = tl.maximum(begin + (all_to - begin) // BN * BN, clear_from)
     if FEW:
@@ -151,7 +158,8 @@ def attend_gathered(
                 i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
                 DK0, DK1, BM, BN, True, True, False,
             )  # fmt: skip
-    # If registers are scarce, the last tile is processed separately, so that the loops before it need fewer of them.
+    # If registers are scarce, the last tile runs separately, so that the loops before it need fewer
+    # registers.
     APART: tl.constexpr = FEW or DV > 128
     if not FEW:
         for i in tl.range(clear_from, clear_to, BN, num_stages=STAGES):
@@ -186,10 +194,11 @@ def merge_parts(
     out_token, out_head, lse_token, lse_head,
     HEADS: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BOTH: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """Join attention over two sets of tokens by their natural log-sum-exps, from batches to packed queries: grid
-    (longest, places).
+    """Merge attention over two sets of tokens by their natural log-sum-exps. Copies from batches to packed queries.
+    Grid: (longest, places).
 
-    Without BOTH there is one set, which is only copied to its place (and combined with its sinks)."""
+    Without BOTH there is one set: its results are copied and combined with the sinks.
+    """
     place = PLACES + tl.program_id(1) * PLACE_WIDTH
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = row // HEADS

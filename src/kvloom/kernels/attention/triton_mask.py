@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""The mask rule of every layer kind for kernels. A new kind adds one branch here, and its number to `mask.SPAN_NUMBERS`."""
+"""The mask rule of every layer kind, for kernels. A new kind adds one branch here and one number in
+`mask.SPAN_NUMBERS`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ CHUNKED: tl.constexpr = tl.constexpr(SPAN_NUMBERS["chunked"])
 
 @triton.jit
 def first_visible(position, SPAN: tl.constexpr, SIZE: tl.constexpr):
-    """Return the first token that the query at `position` sees: `core.Visibility.first_visible`."""
+    """Return the first token that the query at `position` sees. Equals `core.Visibility.first_visible`."""
     if SPAN == SLIDING:
         return tl.maximum(position - (SIZE - 1), 0)
     elif SPAN == CHUNKED:

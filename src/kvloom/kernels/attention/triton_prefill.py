@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Prefill over pages: attention of blocks of query rows, and joining of split blocks.
+"""Prefill over pages: the kernels that attend blocks of query rows and merge split blocks.
 
-A row is one query head of one query token. The rows of a sequence that read one KV head are ordered by token (row =
-token * GROUP + head in group), and a block is BM of them. Lists of int32 from the host define the blocks, the tokens
-each sees, and which blocks are split.
+A row is one query head of one query token. A sequence's rows of one KV head are ordered by token (row = token * GROUP
++ head in group). A block is BM consecutive rows. The host passes the blocks, their visible tokens, and the split
+blocks as int32 lists.
 
 | list    | fields                                                                                      |
 |---------|---------------------------------------------------------------------------------------------|
@@ -28,10 +28,11 @@ JOIN_WIDTH: tl.constexpr = tl.constexpr(5)
 
 @triton.jit
 def softmax_step(scores, factor, peak, weight, SCALED: tl.constexpr, CHECK: tl.constexpr):
-    """One step of a running softmax in powers of two. Return the weights, the factor for the old sums, the new peak and
-    the new sum.
+    """Compute one step of a running softmax in powers of two. Return the weights, the factor for the old sums, the
+    new peak and the new sum.
 
-    `factor` (positive) is applied to the scores here, as part of the exponent's subtraction, unless SCALED."""
+    Unless SCALED, the scores are multiplied by `factor` (positive), together with the subtraction in the exponent.
+    """
     if SCALED:
         top = tl.maximum(peak, tl.max(scores, 1))
     else:
@@ -56,8 +57,9 @@ def page_step(
     BN: tl.constexpr, WINDOW: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr, SCALES: tl.constexpr,
     LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Attend BN tokens at `t` of one table row for the block, if they are in [lo, hi). Without CHECK every row sees
-    every token."""
+    """Attend to BN tokens at `t` of one table row, as far as they are in [lo, hi). Without CHECK every row sees every
+    token.
+    """
     ok = (t >= lo) & (t < hi)
     page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE
@@ -73,7 +75,7 @@ def page_step(
     elif SOFTCAP:
         scores = scores * qk_scale
     if SOFTCAP:
-        # tanh by the logistic function; scores are in units of log2(e).
+        # tanh computed from the logistic function; scores are in units of log2(e).
         scores = (2.0 * tl.sigmoid(scores * (2.0 / (softcap * LOG2E))) - 1.0) * (softcap * LOG2E)
     if CHECK:
         seen = t[None, :] <= last[:, None]
@@ -85,7 +87,7 @@ def page_step(
             seen = seen & (t[None, :] >= first[:, None])
         scores = tl.where(seen & ok[None, :], scores, float("-inf"))
     if SCALES == 2:
-        # The scales of values are part of the exponent, so that weights stay within [0, 1] for any scale.
+        # The exponent includes the scales of the values, so weights stay within [0, 1] for any scale.
         v_size = tl.maximum(load_sizes(VS, page, slot, vs_page, vs_token, ok, CHECK), SMALLEST)
         scores = scores + tl.log2(v_size)[None, :]
     p, fade, peak, weight = softmax_step(scores, qk_scale, peak, weight, SOFTCAP or SCALES == 2, CHECK)
@@ -123,7 +125,9 @@ def attend_blocks(
     SOFTCAP: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr,
     EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend one block, or one piece of it, for one KV head: grid (blocks * HEADS). Pieces are written to their slots."""
+    """Attend one block, or one piece of a split block, for one KV head. Grid: (blocks * HEADS). Pieces go to their
+    slots.
+    """
     head = tl.program_id(0) % HEADS
     block = BLOCKS + tl.program_id(0) // HEADS * BLOCK_WIDTH
     table = TABLES + tl.load(block).to(tl.int64) * table_row
@@ -229,7 +233,7 @@ def join_blocks(
     OUT, LSE, PART, PART_LSE, JOINS, SINKS, out_token, out_head, lse_token, lse_head, BM,
     GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """Join the pieces of split blocks: grid (KV heads, joins, BM / ROWS)."""
+    """Merge the pieces of split blocks. Grid: (KV heads, joins, BM / ROWS)."""
     head = tl.program_id(0)
     join = JOINS + tl.program_id(1) * JOIN_WIDTH
     slot = tl.load(join)

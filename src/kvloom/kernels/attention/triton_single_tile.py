@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Attention of few query rows over pages: a lane's part of the work list in one loop over tiles.
+"""Attention of few query rows over pages, for short sequences. One loop processes a lane's part of the work list.
 
-For short sequences most time is spent starting and ending tiles. Here queries are loaded with every unit, so the next
-tile's loads overlap the end of the current one. For lists whose segments are one tile each, and pages of 16 and 32
-bits. Does not support shared runs.
+With short sequences, starting and ending tiles takes most of the time. This kernel loads the queries with every unit,
+so the next tile's loads overlap the end of the current tile. It supports segments of one tile and pages of 16 or 32
+bits, but no shared runs.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ from .triton_work_list import (
 __all__ = ["READ_AHEAD", "attend_single_tiles"]
 
 READ_AHEAD = 8
-"""Segments that are read, but not used, after the last one. A loop may have at most this many stages."""
+"""Number of segments that are read after the last one and not used. A loop may have at most this many stages."""
 
 
 @triton.jit
 def _peek(pointer):
-    """Return an int32 of the list, read by inline assembly on a GPU.
-
-    In a pipelined loop `tl.load` would fetch the value stages ahead, which is impossible if the next address depends
-    on it."""
+    """Read an int32 of the list, on a GPU by inline assembly. In a pipelined loop `tl.load` would read several stages
+    ahead. That is impossible here, because the next address depends on the value.
+    """
     if INTERPRETED:
         return tl.load(pointer)
     else:
@@ -56,8 +55,9 @@ def _peek(pointer):
 def _store_here(pointers, values, ok):
     """Store values directly from registers, a few bytes each.
 
-    A tile ends with little to store. Ordering it through shared memory would cost barriers, and memory that the
-    loop's buffers need."""
+    A tile stores little at its end. Going through shared memory would cost barriers, and memory that the loop needs
+    for its buffers.
+    """
     if INTERPRETED:
         tl.store(pointers, values, mask=ok)
     elif values.dtype == tl.float32:
@@ -75,7 +75,7 @@ def _store_here(pointers, values, ok):
 
 @triton.jit
 def _store_columns(into, values, mine, SIZE: tl.constexpr):
-    """Store `values` [SIZE, rows]: each row that is `mine` at its address in `into`."""
+    """Store `values` [SIZE, rows]. Each row marked in `mine` goes to its address in `into`."""
     column = tl.arange(0, SIZE)
     _store_here(into[None, :] + column[:, None], values, mine[None, :] & (column >= 0)[:, None])
 
@@ -90,12 +90,13 @@ def attend_single_tiles(
     SINGLE: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
     TURNED: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend one head's part of a lane's stretch. `SINGLE`: every segment has one query.
+    """Process one head's part of a lane's stretch. `SINGLE`: every segment has one query.
 
-    Whole tiles are written to OUT, pieces of others to PART, like in `attend_tiles`."""
+    Whole tiles are written to OUT, and pieces of split tiles to PART, as in `attend_tiles`.
+    """
     if OVERLAP:
         launch_dependents()
-        wait_for_launcher()  # only its launch overlaps the previous kernel
+        wait_for_launcher()  # only the start of this launch overlaps the previous kernel
     head = tl.program_id(0) % HEADS
     lane = tl.program_id(0) // HEADS
     stretch = tl.load(TOTALS + 1)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """Attention over pages by tiles of the work list: decode, draft trees and shared runs.
 
-One program processes its stretch of the work list (`triton_work_list`), tile by tile, unit by unit (`triton_units`),
-with a running softmax.
+One program processes its stretch of the work list (`triton_work_list`), tile by tile. Each tile is a running softmax
+over units (`triton_units`).
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def attend_tiles(
     PHASES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, SMALL: tl.constexpr,
     BESIDE: tl.constexpr, NATIVE: tl.constexpr, TOLL: tl.constexpr,
 ):  # fmt: skip
-    """Attend one head's part of a lane's stretch. `SHARED`: queries are listed in MEMBERS, else they are consecutive in
-    q.
+    """Process one head's part of a lane's stretch. Whole tiles are written to OUT if DIRECT.
 
-    `SCALES`: 0 none, 1 one a head, 2 one a token and head. `DIRECT`: whole tiles are written to OUT. `PHASES`: units
-    that every row sees run unmasked, which pays if masking unwritten values costs arithmetic."""
+    `SHARED`: queries are listed in MEMBERS, else they are consecutive in q. `SCALES`: 0 none, 1 per head, 2 per token
+    and head. `PHASES`: units that every row sees run without a mask; this helps if masking costs arithmetic.
+    """
     if OVERLAP:
         launch_dependents()
     head = tl.program_id(0) % HEADS
@@ -121,7 +121,8 @@ def attend_tiles(
             q1 = q1.to(tl.float16)
         q_size = scale * LOG2E
         if NATIVE:
-            # One scale for all rows: the absolute error of a score matters, not the relative error.
+            # One scale for all rows is enough, because the absolute error of a score matters, not its
+            # relative error.
             MOST: tl.constexpr = 127.0 if K.dtype.element_ty == tl.int8 else 256.0
             LOW: tl.constexpr = LOW_INT8 if K.dtype.element_ty == tl.int8 else 1.0
             f0 = q0.to(tl.float32)
@@ -247,5 +248,5 @@ def attend_tiles(
         unit += stop - here
         at += (unit == base + units * tl.cdiv(count * GROUP, BM)).to(tl.int32)
     if BESIDE:
-        # A launch that waits for this one relies on the overlapped one to have ended, too.
+        # A launch that waits for this one assumes that the previous, overlapped launch has ended, too.
         wait_for_launcher()

@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""One unit of attention: some tokens of a table row for a tile's query rows, added to a running softmax.
-
-`step` is for pages of 16 and 32 bits (and of 8, converted to 16 in registers). `step_8bit` is for 8-bit pages that
-the tensor cores read directly.
+"""One unit of attention: adds BN tokens of a table row to the running softmax of a tile's query rows. `step` handles
+pages of 16 and 32 bits, and 8-bit pages that it converts to 16 bits in registers. `step_8bit` handles 8-bit pages
+that the tensor cores read directly.
 """
 
 from __future__ import annotations
@@ -34,7 +33,9 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def _log2(x):
-    """Return the logarithm of normal numbers to 2^-22: one instruction, while `tl.log2` is twenty dependent ones."""
+    """Return the base-2 logarithm of normal numbers with an error of 2^-22. It is one instruction; `tl.log2` is
+    twenty.
+    """
     if INTERPRETED:
         return tl.log2(x)
     else:
@@ -45,10 +46,11 @@ def _log2(x):
 
 @triton.jit
 def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHECK: tl.constexpr):
-    """Return the page of each token of a unit; 0 for tokens outside [lo, hi), which are not `ok`.
+    """Return the page of each token of a unit, and 0 for tokens outside [lo, hi) (not `ok`).
 
-    With RUNS, 16 adjacent tokens have one page if any of them is inside, because one load reads all their values from
-    the first one's address. A page contains whole runs of 16."""
+    With RUNS, one load reads the values of 16 adjacent tokens from the address of the first. All 16 therefore get the
+    page if any of them is inside. A page contains a multiple of 16 tokens.
+    """
     if CHECK:
         if RUNS:
             run = t // 16 * 16
@@ -60,7 +62,7 @@ def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHE
 
 @triton.jit
 def load_sizes(S, page, slot, page_stride, token_stride, ok, CHECK: tl.constexpr):
-    """Return the scales of a unit's tokens; 1 if there is none."""
+    """Return the scales of a unit's tokens, or 1 if pages have no scales."""
     if CHECK:
         return tl.load(S + page * page_stride + slot * token_stride, mask=ok, other=1.0)
     else:
@@ -79,10 +81,9 @@ def load_rows(base, offsets, ok, WIDTH_: tl.constexpr, START: tl.constexpr, CHEC
 
 @triton.jit
 def _load_turned(base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, CHECK: tl.constexpr):
-    """Load [WIDTH_, tokens] of values whose tokens are dense in memory.
-
-    The load has no mask, so that runs of tokens are loaded together. Unwritten values, which may be NaN, are replaced
-    afterwards."""
+    """Load values [WIDTH_, tokens] whose token dimension is dense in memory. The load has no mask, so that adjacent
+    tokens are loaded together. Unwritten values, which may be NaN, are replaced afterwards.
+    """
     column = START + tl.arange(0, WIDTH_)
     turned = tl.load(base + column[:, None] * v_column + offsets[None, :])
     if CHECK and turned.dtype != tl.int8:
@@ -95,7 +96,9 @@ def load_values(
     base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, TURNED: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Return the values of a unit: [WIDTH_, tokens] if SMALL, else [tokens, WIDTH_]. TURNED: tokens are dense in memory."""
+    """Return the values of a unit: [WIDTH_, tokens] if SMALL, else [tokens, WIDTH_]. TURNED: the token dimension is
+    dense in memory.
+    """
     if TURNED:
         turned = _load_turned(base, offsets, ok, v_column, WIDTH_, START, CHECK).to(DTYPE)
         return turned if SMALL else tl.trans(turned)
@@ -143,11 +146,12 @@ def step(
     SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr,
 ):  # fmt: skip
-    """Process one unit: `BN` tokens at `t` for the tile's rows. `ok` are the tokens that exist, in [lo, hi).
+    """Process one unit: `BN` tokens at `t` for the tile's rows. `ok` marks the tokens in [lo, hi).
 
-    `BOUNDS` selects which bounds of a row to check (1 last token, 2 first token); without CHECK every row sees every
-    token. With few rows (SMALL), scores are [tokens, rows]: tokens fill the long side of the tensor cores, which then
-    read K and V from shared memory without registers."""
+    `BOUNDS` selects which bounds of a row to check (1 last token, 2 first token). Without CHECK every row sees every
+    token. With few rows (SMALL), scores are [tokens, rows]. The tokens then fill the long side of the tensor cores,
+    which read K and V from shared memory without registers.
+    """
     page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
     slot = t % PAGE
     k_at = page * k_page + slot * k_token
@@ -169,14 +173,14 @@ def step(
     else:
         scores = scores * qk_scale
     if SOFTCAP:
-        # tanh by the logistic function; scores are in units of log2(e).
+        # tanh computed from the logistic function; scores are in units of log2(e).
         scores = (2.0 * tl.sigmoid(scores * (2.0 / (softcap * LOG2E))) - 1.0) * (softcap * LOG2E)
     if CHECK:
         scores = tl.where(
             _seen(t, ok, first, last, own, tree_rows, TREES, BOUNDS, TREE, SMALL), scores, float("-inf")
         )
     if SCALES == 2:
-        # The scales of values are part of the exponent, so that weights stay within [0, 1] for any scale.
+        # The exponent includes the scales of the values, so weights stay within [0, 1] for any scale.
         v_size = load_sizes(VS, page, slot, vs_page, vs_token, ok, CHECK)
         v_size = _log2(tl.maximum(v_size, SMALLEST))
         scores = scores + tl.expand_dims(v_size, 1 - AXIS)
@@ -190,7 +194,7 @@ def step(
     if SCALES == 2:
         share = p * tl.expand_dims(tl.exp2(-v_size), 1 - AXIS)
     if SMALL:
-        # Summed over tokens after the last unit, so that warps need not exchange data here.
+        # The sum over tokens is computed after the last unit, so that warps exchange no data here.
         weight = weight * fade[None, :] + share
     else:
         weight = weight * fade + tl.sum(share, 1)
@@ -204,7 +208,7 @@ def step(
     else:
         v_at = page * v_page + slot * v_token
         if TURNED:
-            # A unit begins with a page, so tokens are in runs of 16.
+            # A unit begins at a page boundary, so 16 adjacent tokens share a page.
             v_at = tl.max_contiguous(tl.multiple_of(v_at, 16), 16)
         v0 = load_values(V, v_at, ok, v_column, DV0, 0, TURNED, CHECK, SMALL, q0.dtype)
         if SMALL:
@@ -222,12 +226,12 @@ def step(
 
 @triton.jit
 def two_parts(x, DTYPE: tl.constexpr):
-    """Return `x` (at most MOST) as two numbers that fit 8 bits, [..., 2], before conversion to DTYPE: x = high + low /
-    LOW.
-
-    The error is no larger than with 16 bits."""
+    """Split `x` (at most MOST) into two numbers of 8 bits each, [..., 2], before conversion to DTYPE. x = high + low
+    / LOW; the error is no larger than with 16 bits.
+    """
     if DTYPE == tl.int8:
-        # Adding this constant last leaves the integer in the lowest bits of the sum, so that no conversion is needed.
+        # Adding this constant last leaves the integer in the lowest bits of the sum, which saves a
+        # conversion.
         high = x + MAGIC
         low = (x - (high - MAGIC)) * LOW_INT8 + MAGIC
         return tl.join(high.to(tl.int32, bitcast=True), low.to(tl.int32, bitcast=True))
@@ -238,9 +242,9 @@ def two_parts(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _one_part(x, DTYPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Return the sum of the products with both parts ([A, 2 * B], side by side).
-
-    In int8 the result is multiplied by `LOW_INT8`: a sum of integers, within 31 bits for 256 products."""
+    """Add the products with the high and the low part, which are side by side ([A, 2 * B]). In int8 the result is
+    `LOW_INT8` times too large. It is a sum of integers, below 2^31 for 256 products.
+    """
     high, low = tl.split(tl.reshape(x, [A, B, 2]))
     if DTYPE == tl.int8:
         return (high * 254 + low).to(tl.float32)
@@ -253,10 +257,9 @@ def _load_unit(
     V, TABLE, begin, t, page, ok, right, v_page, v_token, v_column, WIDTH_: tl.constexpr, START: tl.constexpr,
     PAGE: tl.constexpr, BN: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Load [WIDTH_, tokens] of a unit's values whose tokens are dense in memory.
-
-    Short pages are read one by one, so that threads read consecutive bytes of a page instead of tokens in different
-    pages."""
+    """Load the values of a unit, [WIDTH_, tokens], whose token dimension is dense in memory. Short pages are read one
+    by one, so that adjacent threads read adjacent bytes of a page.
+    """
     if PAGE < 64:
         block = begin // PAGE + tl.arange(0, BN // PAGE)
         each = tl.load(TABLE + block, mask=block * PAGE < right, other=0).to(tl.int64)
@@ -280,10 +283,12 @@ def step_8bit(
     BM: tl.constexpr, BN: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr, CHECK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """`step` for few rows over 8-bit pages whose tokens are dense in V: the tensor cores read K and V directly.
+    """Process one unit of 8-bit pages whose token dimension is dense in V, for few rows. The tensor cores read K and
+    V directly.
 
     Queries and weights are split into two 8-bit parts, so no precision is lost. `q_size` scales the products of
-    queries and keys; `weight` is MOST times too large, the sums MOST * LOW times."""
+    queries and keys. `weight` is MOST times too large, and the sums are MOST * LOW times too large.
+    """
     page = load_pages(TABLE, t, ok, lo, right, PAGE, PAGE >= 64, CHECK)
     slot = t % PAGE
     k_at = page * k_page + slot * k_token
@@ -310,7 +315,7 @@ def step_8bit(
     if CHECK:
         safe = tl.where(top == float("-inf"), 0.0, top)
     fade = tl.exp2(peak - safe)
-    # Weights are multiplied by MOST, the range of their parts.
+    # Weights are multiplied by MOST, the range of their 8-bit parts.
     p = tl.exp2(scores - (safe - (LOG2_127 if DTYPE == tl.int8 else 8.0))[None, :])
     if SCALES == 2:
         weight = weight * fade[None, :] + p * tl.exp2(-v_size)[:, None]

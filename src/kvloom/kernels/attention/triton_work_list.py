@@ -1,18 +1,20 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""The work list on the device: segments divided into tiles and units, distributed evenly, and partial results joined.
+"""The work list on the device: kernels that divide segments into tiles and units, distribute them evenly, and merge
+partial results.
 
-A segment is a run of tokens [lo, hi) of one table row, and the queries that read it. It is divided into tiles of `BM`
-query rows (a row is one query head of one query token), and each tile into units of `BN` tokens. The units of all
-tiles are numbered in one sequence. Every lane processes an equal stretch of it, with one program per KV head:
+A segment is a token range [lo, hi) of one table row, with the queries that read it. A segment is divided into tiles
+of `BM` query rows (a row is one query head of one query token). Each tile is divided into units of `BN` tokens. The
+units of all tiles are numbered consecutively. Every lane processes an equal stretch of units, with one program per KV
+head:
 
     segment 0          segment 1                    segment 2
     |tile 0 |tile 1 |  |tile 0        |tile 1    …
     |---- lane 0 ---|---- lane 1 ---|---- lane 2 ---|        stretch = ceil(units / lanes)
 
-The heads of a lane run at the same time, so that pages are read whole. A tile counts TOLL units more than it has,
-which is the cost of starting it. A tile inside one lane is written to the output. Parts of other tiles are written to
-`slot = tile + lane` (both grow along the sequence, so slots are distinct), and a merge joins them by log-sum-exp. The
-list is made on the device from lengths, so a captured graph works for any lengths.
+All heads of a lane run at the same time, so the lane reads whole pages. Starting a tile costs about TOLL units, which
+are added to its unit count. A tile inside one lane is written to the output. A part of a split tile is written to
+`slot = tile + lane`, which is different for every part. A merge joins the parts by log-sum-exp. The device makes the
+list from lengths, so a captured graph works for any lengths.
 """
 
 from __future__ import annotations
@@ -33,25 +35,25 @@ __all__ = [
     "with_sink",
 ]
 
-# Fields of a segment (int32): one memory sector, read at once.
+# Fields of a segment (int32). They fill one memory sector, which is read at once.
 ROW: tl.constexpr = tl.constexpr(0)  # table row
 LO: tl.constexpr = tl.constexpr(1)  # first token
 HI: tl.constexpr = tl.constexpr(2)  # end of tokens
 UNITS: tl.constexpr = tl.constexpr(3)  # units of each tile, including its toll
 BASE: tl.constexpr = tl.constexpr(4)  # units before this segment
 TILE: tl.constexpr = tl.constexpr(5)  # tiles before this segment
-COUNT: tl.constexpr = tl.constexpr(6)  # query tokens
-FIRST: tl.constexpr = tl.constexpr(7)  # index of its first query token, in q or in the list of members
+COUNT: tl.constexpr = tl.constexpr(6)  # number of query tokens
+FIRST: tl.constexpr = tl.constexpr(7)  # index of the first query token, in q or in the list of members
 WIDTH: tl.constexpr = tl.constexpr(8)
 
 # Fields of a query token (int32).
 POSITION: tl.constexpr = tl.constexpr(0)
-OWN: tl.constexpr = tl.constexpr(1)  # position of its sequence's first query
+OWN: tl.constexpr = tl.constexpr(1)  # position of the first query of its sequence
 SEQUENCE: tl.constexpr = tl.constexpr(2)
 TOKEN_WIDTH: tl.constexpr = tl.constexpr(4)
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # scales below this are treated as this
+SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # smaller scales are replaced by this one
 
 
 @triton.jit
@@ -70,8 +72,9 @@ def _lay_out(
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Order the segments that have work (`places`: index of each, -1 for none), and find the segment where each lane
-    begins."""
+    """Order the segments that have work, and find the segment where each lane begins. `places` is the index of each
+    segment in that order, -1 for none.
+    """
     some = ok & (hi > lo) & (count > 0)
     units = tl.where(some, tl.cdiv(hi - lo // PAGE * PAGE, BN) + TOLL, 0)
     tiles = tl.where(some, tl.cdiv(count * GROUP, BM), 0)
@@ -106,9 +109,9 @@ def plan_rows(
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
     SIZE: tl.constexpr, QUERIES: tl.constexpr, ROOM: tl.constexpr, BEGIN: tl.constexpr,
 ):  # fmt: skip
-    """Make one segment per sequence: the tokens that its queries see, from `begin` on if shared segments cover the rest.
-
-    Run by one program, once a step."""
+    """Make one segment per sequence: the tokens that its queries see. If shared segments cover the first tokens, the
+    segment starts at `begin`. Run by one program, once per step.
+    """
     at = tl.arange(0, CAPACITY)
     ok = at < sequences
     first = tl.load(starts + at, mask=ok, other=0)
@@ -134,9 +137,10 @@ def plan_rows(
 def plan_visible_runs(
     given, number, members, tokens, seen, SPAN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute the part of the `given` segments that windows see: from the first token that any member sees.
+    """Shorten the `given` segments to the part that windows see, from the first token that any member sees.
 
-    Uses the block table of that member, which keeps its pages longest. One program per segment."""
+    The segment uses the block table of that member, because it keeps its pages longest. One program per segment.
+    """
     at = tl.program_id(0)
     if at < tl.load(number):
         source = given + at * 5
@@ -166,8 +170,9 @@ def plan_segments(
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Make the list from given segments ([capacity, 5]: row, lo, hi, count, first); `number`, on the device, is their
-    count."""
+    """Make the list from the `given` segments ([capacity, 5]: row, lo, hi, count, first). `number` is their count, on
+    the device.
+    """
     at = tl.arange(0, CAPACITY)
     ok = at < tl.load(number)
     source = given + at * 5
@@ -233,11 +238,12 @@ def merge_split(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     SINK: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Join the pieces of split tiles: one program for each split, head and row. The first split of a tile joins; others
-    return.
+    """Merge the pieces of split tiles, with one program for each split, head and row. A sequence that sees no token
+    gets zeros.
 
-    Sequences that saw no token get zeros. Programs are small, so that all of them can wait while the launch whose
-    pieces they join runs."""
+    The program of a tile's first split merges; the others return. Programs are small, so that all of them can wait on
+    the device while the previous launch runs.
+    """
     cut = tl.program_id(0) + 1
     head = tl.program_id(1)
     place = tl.program_id(2)
@@ -280,7 +286,7 @@ def merge_split(
                 out_token, out_head, lse_token, SINK,
             )  # fmt: skip
     if OVERLAP:
-        # Also if there is nothing to join: the next launch relies on the previous one to have ended.
+        # Needed even if there is nothing to merge: the next launch assumes that the previous one has ended.
         wait_for_launcher()
 
 
@@ -289,15 +295,16 @@ def plan_sources(
     SEGMENTS, PLACES, S_SEGMENTS, S_PLACES, LEVELS, TOKENS, STARTS, SOURCES, sequences, rows, count,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the sources of each query token's results, its own segment first.
+    """Find the segments that contain results of each query token, its own segment first. SOURCES is [tokens, 1 +
+    depth, 4]: units (0 for none), units and tiles before the segment, and the token's index in it.
 
-    SOURCES is [tokens, 1 + depth, 4]: units (0 for none), units and tiles before the segment, and the token's index
-    in it. LEVELS ([depth, sequences, 2]) has a shared segment (-1: none) and the index of the sequence's first query
-    in it."""
+    LEVELS ([depth, sequences, 2]) has a shared segment (-1 for none) and the index of the sequence's first query in
+    it.
+    """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = token < count
     s = tl.load(TOKENS + token * TOKEN_WIDTH + SEQUENCE, mask=ok, other=0)
-    # Tokens beyond this step's are left over from an earlier step: they have no source.
+    # Tokens beyond this step's are left from an earlier step and have no source.
     known = ok & (s < rows)
     i = token - tl.load(STARTS + s, mask=known, other=0)
     known = known & (i >= 0) & (token < tl.load(STARTS + s + 1, mask=known, other=0))

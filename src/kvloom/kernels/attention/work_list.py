@@ -1,6 +1,5 @@
-"""The decode work list: the choice of tiles, the list's device memory, and one layer's launches over it.
-
-The tile is a function of shape and rows; nothing is searched at run time.
+"""The decode work list: the choice of a tile, the device memory of the list, and the launches of one layer. A fixed
+rule chooses the tile from the shape and the number of rows; nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -22,16 +21,17 @@ from .triton_work_list import merge_levels, merge_split
 __all__ = ["LayerCall", "Tile", "WorkList", "choose_tile", "uses_single_tile_kernel"]
 
 UNIT_BYTES = 36 * 1024
-"""Most bytes of keys and values of one unit."""
+"""Largest number of bytes of keys and values in one unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a launch divides its work: query `rows` by `tokens`, warps and stages of a program, programs that run at the
-    same time.
+    """How a launch divides its work: query `rows` by `tokens`, warps and stages of a program, and the number of
+    concurrent programs.
 
-    A program takes at least `min_units` units. A tile costs `overhead_units` more than its units (0: the single-tile
-    kernel)."""
+    A program takes at least `min_units` units. Starting a tile costs as much as `overhead_units` units; 0 selects the
+    single-tile kernel.
+    """
 
     rows: int
     tokens: int
@@ -44,13 +44,15 @@ class Tile:
 
 
 def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = False) -> Tile:
-    """Return the tile for `rows` query rows a KV head. The rule was measured on an H200.
+    """Return the tile for `rows` query rows per KV head. The rule was tuned on an H200.
 
-    Few rows are bound by memory: units of about 32 KiB, three in flight, two programs on a multiprocessor. 8-bit
-    values in long pages run faster with three programs of two units, which hides arithmetic. Many rows are bound by
-    arithmetic: tall tiles. `beside`: two launches share the multiprocessors, so each uses fewer programs."""
+    Few rows are bound by memory: units have about 32 KiB, with three in flight and two programs per multiprocessor.
+    8-bit values in long pages run faster with three programs of two units, which hides arithmetic. Many rows are
+    bound by arithmetic and get tall tiles. `beside`: two launches share the multiprocessors, so each uses fewer
+    programs.
+    """
     if device.type != "cuda":
-        # Triton's interpreter: small tiles, so that everything is split.
+        # Triton's interpreter: tiles are small, so that tests split every kind of work.
         height = min(64, max(16, triton.next_power_of_2(rows)))
         toll = 0 if uses_single_tile_kernel(shape, height) and not beside else 1
         return Tile(height, 32 if shape.dtype in QUANTISED_DTYPES else 16, 4, 2, 8, 1, toll)
@@ -65,7 +67,7 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
                 height, 64 if shape.latent and shape.dtype.itemsize == 2 else 32, 8, 2, processors, 2, 1
             )
         if beside and rows <= 128 and shape.dtype.itemsize == 2:
-            # One tile reads all tokens: the number of bytes in flight decides.
+            # One tile reads all tokens, so the number of bytes in flight decides the speed.
             return Tile(height, height // 2, height // 16, 5, processors, 2, 1, 168)
         return Tile(height, 64, height // 16, 3, processors, 2, 1, 168)
     if shape.dtype in QUANTISED_DTYPES:
@@ -84,14 +86,17 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
 
 
 def uses_single_tile_kernel(shape: Shape, rows: int) -> bool:
-    """Return whether tiles of `rows` rows run in the single-tile kernel, which loads queries with every unit.
+    """Return whether tiles of `rows` rows run in the single-tile kernel, which loads the queries with every unit.
 
-    That pays for small queries, and leaves shared memory for two programs."""
+    It is faster for small queries, if shared memory still holds two programs.
+    """
     return rows <= 16 and max(shape.k_dim, shape.v_dim) <= 128 and shape.dtype not in QUANTISED_DTYPES
 
 
 class WorkList:
-    """Device memory of one work list: segments in order, first segment of each lane, space for partial results."""
+    """The device memory of one work list: the ordered segments, the first segment of each lane, and buffers for
+    partial results.
+    """
 
     def __init__(self, tile: Tile, shape: Shape, segments: int, tiles: int, device: torch.device) -> None:
         def ints(*shape: int) -> torch.Tensor:
@@ -120,14 +125,14 @@ class WorkList:
             "BM": self.tile.rows,
             "BN": self.tile.tokens,
             "CAPACITY": triton.next_power_of_2(self.capacity),
-            # Lanes compared with segments at a time, limited by registers.
+            # Number of lanes compared with segments at a time. Registers limit it.
             "STEP": max(1, min(128, 8192 // triton.next_power_of_2(self.capacity))),
         }
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One layer's call: inputs and outputs."""
+    """The inputs and outputs of one layer's call."""
 
     shape: Shape
     q: torch.Tensor
@@ -151,10 +156,11 @@ class LayerCall:
         members: torch.Tensor | None = None,
         beside: bool = False,
     ) -> None:
-        """Attend every tile of the list.
+        """Attend every tile of the list. `bounds` selects which bounds of a row to check (1 last token, 2 first
+        token).
 
-        `bounds` selects which bounds of a row to check (1 last token, 2 first token). `direct`: whole tiles are written to `out`.
-        `members`: the queries, if they are listed. `beside`: overlap the previous launch, and wait for it at the end.
+        `direct` writes whole tiles to `out`. `members` lists the queries; without it they are consecutive. `beside`
+        overlaps the previous launch, and waits for it at the end.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         k_scale = self.q if self.k_scale is None else self.k_scale
@@ -162,7 +168,7 @@ class LayerCall:
         dk0, dk1 = split_dim(shape.k_dim)
         dv0, dv1 = split_dim(shape.v_dim)
         turned, small = v.stride(3) != 1, tile.rows < 64
-        # Tall tiles are bound by arithmetic, which includes masks.
+        # Tall tiles are bound by arithmetic, and masks are part of it.
         clear = turned or (members is not None and not small and max(shape.k_dim, shape.v_dim) <= 128)
         # Tensor cores read 8-bit values directly, 32 at a time along the summed axis.
         native = (
@@ -194,7 +200,9 @@ class LayerCall:
         )  # fmt: skip
 
     def attend_single_tiles(self, work: WorkList, queries: int, bounds: int) -> None:
-        """Like `attend_tiles`, for a list whose segments are one tile each, in one loop. Whole tiles are written to `out`."""
+        """Attend every tile of a list whose segments have one tile each, in one loop. Whole tiles are written to
+        `out`.
+        """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         dk0, dk1 = split_dim(shape.k_dim)
         dv0, dv1 = split_dim(shape.v_dim)
@@ -216,7 +224,9 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_split(self, work: WorkList, starts: torch.Tensor, queries: int) -> None:
-        """Join the partial results of split tiles. On a GPU it starts while `attend_tiles` still runs, and waits for it."""
+        """Merge the partial results of split tiles. On a GPU the launch starts while `attend_tiles` still runs, and
+        waits for it.
+        """
         shape, tile = self.shape, work.tile
         columns = triton.next_power_of_2(shape.v_dim)
         merge_split[(work.lanes, shape.kv_heads, min(tile.rows, queries * shape.group))](
@@ -229,7 +239,7 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_levels(self, own: WorkList, shared: WorkList, sources: torch.Tensor) -> None:
-        """Join each query's own partial results with those of the shared runs above it."""
+        """Merge the partial results of each query with those of the shared runs that it reads."""
         shape = self.shape
         merge_levels[(self.q.shape[0], shape.heads)](
             self.out, self.lse, own.parts, own.part_lse, own.totals, shared.parts, shared.part_lse, shared.totals,

@@ -1,7 +1,7 @@
-"""Torch operations whose results for a row do not depend on the rest of the batch, for bit-exact repetition of runs.
+"""Batch-invariant torch operations: the result of a row is bit-identical in any batch.
 
-`mode` replaces torch's operations while it is entered. `products` has the matrix products and sums that replace them,
-`triton_products` their kernels. Batch-invariant attention is `attention.batch_invariant`.
+`mode` is a context that replaces torch's operations. `products` has the matrix products and sums that it uses, and
+`triton_products` their kernels. Batch-invariant attention is in `attention.batch_invariant`.
 """
 
 from __future__ import annotations

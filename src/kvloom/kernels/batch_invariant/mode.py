@@ -1,11 +1,11 @@
-"""A mode in which torch operations give a row the same bits whatever else is in the batch.
+"""A torch dispatch mode in which the result of a row is bit-identical in any batch.
 
     with BatchInvariant():
         model(...)
 
-Matrix products and sums along rows are replaced by those of `products`. Element-wise and row-wise operations and data
-movement are still torch's. Any other operation raises ValueError with its name. The mode does not intercept our own
-kernels. Dispatch costs microseconds per operation, but nothing in a captured graph.
+Matrix products and sums along rows are replaced by those of `products`. Element-wise operations, row-wise operations
+and data movement still run in torch. Any other operation raises ValueError with its name. The mode does not intercept
+our own kernels. Dispatch costs a few microseconds per operation, and nothing in a captured graph.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DATA_MOVEMENT = frozenset((
     "unbind", "unfold", "unsqueeze", "view", "zero_", "zeros", "zeros_like",
 ))
 # fmt: on
-"""Operations that compute nothing: they return their inputs' values."""
+"""Operations that only copy, move or view values."""
 ROW_WISE = frozenset(
     [
         "_fused_rms_norm",
@@ -59,11 +59,13 @@ ROW_WISE = frozenset(
         "histc",
     ]
 )
-"""Operations that process each row the same way, or only compare and count; `index_add` adds to distinct places here."""
+"""Operations that process each row the same way, or only compare and count. Here `index_add` never adds twice to one
+place.
+"""
 
 
 ELEMENT_WISE = frozenset(("complex", "floor_divide", "polar"))
-"""Element-wise operations that torch does not tag as such."""
+"""Element-wise operations that torch does not tag as element-wise."""
 
 
 def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
@@ -76,7 +78,7 @@ def _mean(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None
 def _sum(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
     dims = _dims(x, dim)
     if not x.is_floating_point():
-        exact: torch.Tensor = aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)  # in any order
+        exact: torch.Tensor = aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)  # the order does not matter
         return exact
     rest = [place for place in range(x.dim()) if place not in dims]
     summed = row_sum(x.permute(*rest, *dims).flatten(len(rest)) if dims != [x.dim() - 1] else x)
@@ -147,7 +149,9 @@ def _is_batch_invariant(operation: OpOverload) -> bool:
 
 
 class BatchInvariant(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, a row's results do not depend on its batch; an operation that could break this raises ValueError."""
+    """While entered, the results of a row do not depend on its batch. An operation that could break this raises
+    ValueError.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -158,7 +162,7 @@ class BatchInvariant(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return ours(*args, **kwargs)
         if _is_batch_invariant(func):
             return func(*args, **kwargs)
-        with self:  # a composite operation is checked by its parts
+        with self:  # the parts of a composite operation are checked instead
             found = func.decompose(*args, **kwargs)
         if found is NotImplemented:
             raise ValueError(

@@ -1,7 +1,8 @@
-"""Matrix products and sums whose results for a row do not depend on other rows, bit by bit: CUDA tensors, Triton.
+"""Batch-invariant matrix products and sums: the result of a row is bit-identical in any batch. Triton kernels for
+CUDA tensors.
 
-Tiles have the same size for one row and for many. Larger tiles are used for large products only if they gave the same
-bits on random input on this device.
+The tile size does not depend on the number of rows. Large products use larger tiles only if a test on random input
+gave identical bits on this device.
 """
 
 from __future__ import annotations
@@ -35,19 +36,24 @@ _large_tile_agrees: dict[tuple[Any, ...], bool] = {}
 
 
 def _small_tile(columns: int, dtype: torch.dtype) -> _Tile:
-    """Return the tile for a weight of `columns` outputs: few columns, so that one row alone occupies the whole device."""
-    if dtype == torch.float32:  # multiplied without tensor cores, from registers
+    """Return the tile for a weight with `columns` outputs. The tile is narrow, so that a single row already uses the
+    whole device.
+    """
+    if dtype == torch.float32:  # multiplied from registers, without tensor cores
         return _Tile(16, 32, 32, 4, 2)
     return _Tile(64, 128 if columns >= 32768 else 64 if columns >= 8192 else 32, 64, 4, 4)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a [m, k] b [k, n] (+ bias [n]), or [batch, m, k] [batch, k, n], of any strides; summed along k in float32, rounded once."""
+    """Return the matrix product of a [m, k] and b [k, n], plus `bias` [n] if given. Both may have a batch dimension
+    and any strides. Sums along k are in float32 and rounded once.
+    """
     if a.shape[-1] != b.shape[-2] or a.dim() != b.dim() or (a.dim() == 3 and len(a) != len(b)):
         raise ValueError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
     if a.shape[-1] == 1 and bias is None:
-        return a * b  # nothing is summed
-    # In a batched product the columns of b may be the step's tokens: the tile must not depend on them.
+        return a * b  # an empty sum
+    # In a batched product the columns of b may be the step's tokens, so the tile must not depend on their
+    # number.
     small = _small_tile(b.shape[-1] if b.dim() == 2 else 0, a.dtype)
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     large = -(-m // LARGE_TILE.rows) * -(-n // LARGE_TILE.columns) * (len(a) if a.dim() == 3 else 1)
@@ -60,12 +66,14 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
 
 
 def grouped_product(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of a [m, k] by groups: rows up to `offsets[i]` by b[i] ([groups, k, n]). Offsets stay on the device."""
+    """Multiply the rows of a [m, k] by groups: the rows of group i end at `offsets[i]` and are multiplied by b[i]
+    ([groups, k, n]). The offsets stay on the device.
+    """
     return _launch(a, b, None, _small_tile(b.shape[-1], a.dtype), offsets)
 
 
 def _tiles_agree(small: _Tile, b: torch.Tensor) -> bool:
-    """Return whether the large tile gives the same bits as the small tile for such a weight on this device."""
+    """Return whether the large tile and the small tile give identical bits for this weight on this device."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(300, b.shape[0], generator=generator).to(b.device, b.dtype)
     return torch.equal(_launch(a, b, None, small), _launch(a, b, None, LARGE_TILE))
@@ -118,5 +126,5 @@ def row_cumsum(x: torch.Tensor) -> torch.Tensor:
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 1  # Triton's interpreter: few lanes, which process several pieces each
+        return 1  # Triton's interpreter: few lanes, each of which processes several pieces
     return torch.cuda.get_device_properties(device).multi_processor_count

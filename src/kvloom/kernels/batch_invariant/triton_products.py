@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""Triton kernels of `products.py`: tiles have one size for every call, and no sum is split by the amount of work."""
+"""Triton kernels of `products.py`. Every call uses the same tile size, and no sum is split."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ def product(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr, BIASED: tl.constexpr,
     EXACT: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """OUT [batch, m, n] = A [batch, m, k] B [batch, k, n] (+ BIAS [n]): grid (tiles, batch).
+    """Compute OUT [batch, m, n] = A [batch, m, k] B [batch, k, n] + BIAS [n]. Grid: (tiles, batch).
 
-    Each number is summed along k in steps of BK from the beginning, in float32, and rounded once. TOGETHER: number of
-    consecutive tiles of m. GROUPED: A is [m, k], and the rows of group i end at OFFSETS[i]."""
+    Each output is summed along k in steps of BK, in float32, and rounded once. TOGETHER is the number of row tiles
+    that run one after another over the same columns of B, so that B stays in the L2 cache. GROUPED: A is [m, k], and
+    the rows of group i end at OFFSETS[i].
+    """
     tile = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     across = tl.cdiv(n, BN)
@@ -60,7 +62,7 @@ def product(
 
 @triton.jit
 def row_sum(X, OUT, n, x_row, BLOCK: tl.constexpr):
-    """Sum rows [rows, n] in float32: grid (rows)."""
+    """Sum rows [rows, n] in float32. Grid: (rows)."""
     row = tl.program_id(0).to(tl.int64)
     acc = tl.zeros([BLOCK], tl.float32)
     for i in range(0, n, BLOCK):
@@ -71,7 +73,7 @@ def row_sum(X, OUT, n, x_row, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_cumsum(X, OUT, n, x_row, out_row, BLOCK: tl.constexpr):
-    """Compute running sums of rows [rows, n] in float32: grid (rows)."""
+    """Compute running sums of rows [rows, n] in float32. Grid: (rows)."""
     row = tl.program_id(0).to(tl.int64)
     before = tl.sum(tl.zeros([BLOCK], tl.float32), 0)
     for i in range(0, n, BLOCK):

@@ -3,7 +3,7 @@
     pool   |page 0|page 1|page 2|…   page p begins at byte p * page_stride      gather: pool → host
     host   |row 0|row 1|…            row r begins at byte r * host.stride(0)    scatter: host → pool
 
-Three methods reach the host; all give the same bytes:
+Pages move between pool and host by one of three methods. All write the same bytes:
 
 | method | how                                                     | uses                   | for pages that are         |
 |--------|---------------------------------------------------------|------------------------|----------------------------|
@@ -11,7 +11,7 @@ Three methods reach the host; all give the same bytes:
 | staged | a kernel packs pages into a buffer, large engine copies | engines, short kernels | small, in consecutive rows |
 | kernel | a kernel reads or writes host memory directly           | a few multiprocessors  | small, in any rows         |
 
-A CPU pool is copied immediately by indexing. Does not depend on block tables or tiers; the caller decides what is copied.
+The pages of a CPU pool are copied at once by indexing. Does not depend on block tables or tiers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Method = Literal["batch", "staged", "kernel"]
 
 _ALIGN = 16
 _BATCH_BYTES = 512 * 1024
-"""Page size from which a page is worth its own engine copy."""
+"""Smallest page that gets an engine copy of its own."""
 _STAGE_BYTES = 16 * 1024 * 1024
 """Size of each of the two staging buffers per direction: large enough to reach link speed."""
 _LINK_PROGRAMS = 32
-"""Programs that saturate the link; more would only take multiprocessors from the model."""
+"""Number of programs that saturate the link. More would only take multiprocessors from the model."""
 _PROGRAMS_PER_SM = 8
 
 
@@ -48,8 +48,8 @@ def copy_pages(
 ) -> None:
     """Copy page `source[i]` to page `target[i]` inside the pool, in one call on the current stream.
 
-    No page may be a target twice, or both source and target. Ids on the host are checked; ids on the device are trusted, so
-    that nothing waits and the call can be captured. Padding beyond `page_bytes` is left unchanged.
+    No page may be a target twice, or both source and target. Ids on the host are checked. Ids on the device are not
+    checked, so the call does not wait and can be captured. Bytes of a page after `page_bytes` are unchanged.
     """
     page_bytes = page_stride if page_bytes is None else page_bytes
     pages = _pages(buffer, page_stride, page_bytes)
@@ -77,7 +77,7 @@ def copy_pages(
 
 
 class FinishedEvent:
-    """The result of a copy that is already complete: an event that never waits."""
+    """The event of a copy that is already complete. It never waits."""
 
     def query(self) -> bool:
         return True
@@ -92,15 +92,15 @@ class FinishedEvent:
 class Copier:
     """Copies pages of one size between a pool and host memory, each batch in one call.
 
-    The first `page_bytes` bytes of every page are copied. For a run of layers, pass the buffer from its first byte on:
-    `Copier(buffer[offset:], page_stride, run_bytes)`.
+    The first `page_bytes` bytes of every page are copied. To copy only some consecutive layers, pass the buffer from
+    their first byte on: `Copier(buffer[offset:], page_stride, run_bytes)`.
 
-    On CUDA a call only enqueues and returns an event: `query()` polls it, `synchronize()` blocks, `wait(stream)` makes a stream
-    wait. Until it completes the caller keeps `host`, pool and copier alive, does not touch the host rows or a scatter's pages,
-    and does not reuse a gather's pages. Work starts after all work queued on the current stream, or after the event `after`.
-
-    Gathers and scatters have a stream each and overlap; calls of one direction run in order, from one thread at a time. Staging
-    takes 32 MiB of device memory per direction, at its first use.
+    On CUDA a call only enqueues and returns an event: `query()` polls it, `synchronize()` blocks, `wait(stream)`
+    makes a stream wait. Until the event completes, the caller must keep `host`, pool and copier alive. It must not
+    access the host rows or the pages of a scatter, and must not overwrite the pages of a gather. A copy starts after
+    all work queued on the current stream, or after the event `after`. Gathers and scatters use separate streams and
+    overlap. Calls of one direction run in order; only one thread at a time may make them. The first staged copy of a
+    direction allocates 32 MiB of device memory.
     """
 
     def __init__(self, buffer: torch.Tensor, page_stride: int, page_bytes: int | None = None) -> None:
@@ -122,9 +122,10 @@ class Copier:
         method: Method | None = None,
         trusted: bool = False,
     ) -> torch.cuda.Event | FinishedEvent:
-        """Copy page `pages[i]` to row `rows[i]` of `host` ([rows, page_bytes] uint8, pinned on CUDA), or to row i.
+        """Copy page `pages[i]` to row `rows[i]` of `host`, or to row i without `rows`. `host` is [rows, page_bytes]
+        uint8, pinned on CUDA.
 
-        `trusted` skips the check that rows are distinct.
+        `trusted` skips the check that the rows are distinct.
         """
         source = _ByteRows(self._pages, _checked(pages, len(self._pages), "page"))
         target = _ByteRows(host, self._host_rows(host, rows, len(source.ids), once=not trusted))
@@ -143,7 +144,7 @@ class Copier:
         after: torch.cuda.Event | None = None,
         method: Method | None = None,
     ) -> torch.cuda.Event | FinishedEvent:
-        """Copy row `rows[i]` of `host`, or row i, to page `pages[i]`."""
+        """Copy row `rows[i]` of `host`, or row i without `rows`, to page `pages[i]`."""
         target = _ByteRows(self._pages, _checked(pages, len(self._pages), "page", once=True))
         source = _ByteRows(host, self._host_rows(host, rows, len(target.ids)))
         if self._in is None:
@@ -197,7 +198,7 @@ class Copier:
         """Check `host` and return the rows to copy."""
         if (
             self._checked_host is None or self._checked_host() is not host
-        ):  # checking asks the driver, which costs as much as many copies
+        ):  # the check asks the driver, which takes as long as many copies
             self._check_host(host)
             self._checked_host = weakref.ref(host)
         if rows is None and len(host) != count:
@@ -228,7 +229,7 @@ class Copier:
 
 @dataclass(frozen=True, slots=True)
 class _ByteRows:
-    """One end of a copy: selected rows of a matrix of bytes."""
+    """One side of a copy: selected rows of a byte matrix."""
 
     rows: torch.Tensor
     ids: npt.NDArray[np.int64]
@@ -240,10 +241,11 @@ class _ByteRows:
 
 
 class _StagedLane:
-    """The streams of one direction and its two staging buffers: one fills while the other empties."""
+    """The streams of one direction and its two staging buffers. One buffer fills while the other empties."""
 
     def __init__(self, device: torch.device) -> None:
-        # Higher priority than the model's kernels: a copy needs few multiprocessors, but must start at once.
+        # The priority is higher than that of the model's kernels: a copy needs few multiprocessors but must
+        # start at once.
         self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._packer = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._device = device
@@ -251,10 +253,10 @@ class _StagedLane:
         self._turn = 0
 
     def gather(self, source: _ByteRows, target: _ByteRows, stream: torch.cuda.Stream) -> None:
-        """Pack on one stream, copy on the other."""
+        """Pack rows on one stream, and copy them to the host on the other."""
         self._packer.wait_stream(stream)
         with torch.cuda.stream(self._packer):
-            # In one upload: a copy from pageable memory waits for all earlier work of the stream.
+            # One upload for all ids: a copy from pageable memory waits for all earlier work of the stream.
             ids = _upload(source.ids, self._device)
         for part, stage, free in self._parts(len(source.ids), source.rows.shape[1]):
             with torch.cuda.stream(self._packer):
@@ -262,19 +264,19 @@ class _StagedLane:
                 _move(source.rows, stage, ids[part], None)
             stream.wait_stream(self._packer)
             with torch.cuda.stream(stream):
-                for at, row, count in _runs(target.ids[part], target.rows):
+                for at, row, count in _contiguous_ranges(target.ids[part], target.rows):
                     target.rows[row : row + count].copy_(stage[at : at + count], non_blocking=True)
                 free.record(stream)
 
     def scatter(self, source: _ByteRows, target: _ByteRows, stream: torch.cuda.Stream) -> None:
-        """Copy on one stream, unpack on the other."""
+        """Copy rows from the host on one stream, and unpack them on the other."""
         self._packer.wait_stream(stream)
         with torch.cuda.stream(self._packer):
             ids = _upload(target.ids, self._device)
         for part, stage, free in self._parts(len(target.ids), target.rows.shape[1]):
             with torch.cuda.stream(stream):
                 stream.wait_event(free)
-                for at, row, count in _runs(source.ids[part], source.rows):
+                for at, row, count in _contiguous_ranges(source.ids[part], source.rows):
                     stage[at : at + count].copy_(source.rows[row : row + count], non_blocking=True)
             self._packer.wait_stream(stream)
             with torch.cuda.stream(self._packer):
@@ -283,7 +285,9 @@ class _StagedLane:
         stream.wait_stream(self._packer)
 
     def _parts(self, count: int, row_bytes: int) -> Iterator[tuple[slice, torch.Tensor, torch.cuda.Event]]:
-        """Split `count` rows into parts: each with its buffer [rows, row_bytes] and the event of its last use."""
+        """Split `count` rows into parts. Yield for each part its rows, its buffer [rows, row_bytes], and the event of
+        the buffer's last use.
+        """
         if not self._slots:
             with torch.cuda.stream(self._packer):
                 for _ in range(2):
@@ -304,7 +308,7 @@ def _move(
     target_ids: torch.Tensor | None,
     programs: int | None = None,
 ) -> None:
-    """Copy rows to rows by a kernel on the current stream; without ids (on the device) the first rows."""
+    """Copy rows by a kernel on the current stream. The ids are on the device; without ids the first rows are copied."""
     from .triton_copy import move
 
     device = source.device if source.is_cuda else target.device
@@ -315,7 +319,7 @@ def _move(
 
 
 def _pages(buffer: torch.Tensor, page_stride: int, page_bytes: int) -> torch.Tensor:
-    """Return the pool as [pages, page_bytes]; the last page may end with the buffer."""
+    """Return the pool as [pages, page_bytes]. The last page may be shorter than `page_stride`."""
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise ValueError(f"the pool is one contiguous row of uint8, got {buffer.dtype} {tuple(buffer.shape)}")
     if not 0 < page_bytes <= page_stride:
@@ -336,7 +340,7 @@ def _on_host(ids: Ids) -> bool:
 
 
 def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray[np.int64]:
-    """Return ids as an array, each in [0, limit) and, if `once`, distinct."""
+    """Return the ids as an array. Raises unless each is in [0, limit) and, with `once`, all are distinct."""
     if not _on_host(ids):
         raise ValueError(
             f"{what} ids are on the device: give them on the host, where their addresses are computed"
@@ -344,7 +348,7 @@ def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray
     array = np.asarray(ids, np.int64)
     if array.ndim != 1:
         raise ValueError(f"{what} ids have shape {array.shape}: give one row of ids")
-    # As an unsigned number a negative id exceeds every limit.
+    # As an unsigned number, a negative id is above every limit.
     if array.size and np.maximum.reduce(array.view(np.uint64)) >= limit:
         wrong = array[(array < 0) | (array >= limit)][0]
         raise ValueError(f"{what} {wrong} is not among the {limit} there are")
@@ -354,8 +358,8 @@ def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray
     return array
 
 
-def _runs(rows: npt.NDArray[np.int64], host: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return runs of adjacent rows in host memory: (index in `rows`, first row, count)."""
+def _contiguous_ranges(rows: npt.NDArray[np.int64], host: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Return the contiguous ranges of rows in host memory: (index in `rows`, first row, count)."""
     if not host.is_contiguous():
         return [(at, row, 1) for at, row in enumerate(rows.tolist())]
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1
@@ -367,9 +371,10 @@ def _runs(rows: npt.NDArray[np.int64], host: torch.Tensor) -> list[tuple[int, in
 def merge_adjacent(
     targets: Addresses, sources: Addresses, size: int
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """Merge copies of `size` bytes whose sources and targets are adjacent; return targets, sources and bytes.
+    """Merge copies of `size` bytes whose sources and targets are both adjacent. Return targets, sources and sizes.
 
-    The driver and the copy engine have a cost per copy, however short it is."""
+    Each copy costs the driver and the copy engine a fixed time, however short it is.
+    """
     if not len(targets):
         return targets, sources, targets
     step = np.uint64(size)
@@ -384,7 +389,7 @@ def merge_adjacent(
 
 
 def _upload(ids: Ids, device: torch.device) -> torch.Tensor:
-    """Copy ids to the device without waiting: they are pinned first, and freed in stream order."""
+    """Copy ids to the device without waiting. They are pinned first, and the pinned memory is freed in stream order."""
     if isinstance(ids, torch.Tensor) and ids.is_cuda:
         return ids.to(torch.int32)
     return torch.from_numpy(np.asarray(ids, np.int32)).pin_memory().to(device, non_blocking=True)

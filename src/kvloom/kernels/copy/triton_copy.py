@@ -1,8 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
-"""One Triton kernel that copies rows of bytes, 16 at a time, between device memory and pinned host memory.
-
-Works on strides and ids; launches on the current stream.
-"""
+"""A Triton kernel that copies rows of bytes, 16 bytes at a time, between device memory and pinned host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import triton.language as tl
 __all__ = ["TILE_BYTES", "move"]
 
 TILE_BYTES = 16384
-"""Bytes that one program copies at a time: with 8 warps, four accesses of 16 bytes per thread are in flight."""
+"""Bytes that one program copies at a time. With 8 warps, each thread has four accesses of 16 bytes in flight."""
 
 
 @triton.jit(do_not_specialize=["items", "tiles", "units", "source_stride", "target_stride"])
@@ -29,8 +26,8 @@ def _move(
     target_stride,
     tile: tl.constexpr,
 ):
-    # Strides and lengths are in units of 16 bytes: the factor of 4 words lets the compiler see that accesses are
-    # aligned.
+    # Strides and lengths are in units of 16 bytes. The factor of 4 words shows the compiler that accesses
+    # are aligned.
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         row = item // tiles
         word = item % tiles * tile + tl.arange(0, tile)
@@ -56,8 +53,9 @@ def move(
     """Copy `count` rows of `row_bytes`: row `source_ids[i]` of `source` to row `target_ids[i]` of `target`.
 
     Without ids, row i is copied. Row r begins `r * stride` bytes after the tensor's first byte. Addresses, strides
-    and `row_bytes` must be multiples of 16; nothing is checked here. At most `programs` programs run at the same
-    time."""
+    and `row_bytes` must be multiples of 16. This function does not check them. At most `programs` programs run at the
+    same time.
+    """
     tiles = -(-row_bytes // TILE_BYTES)
     items = count * tiles
     if not items:
@@ -78,5 +76,5 @@ def move(
 
 
 def _words(bytes_: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of words at the same address: the kernel needs only the pointer."""
+    """Return a tensor of 32-bit words at the same address. The kernel uses only its pointer."""
     return bytes_.as_strided((16,), (1,)).view(torch.int32)

@@ -1,4 +1,4 @@
-"""Small operations between a model's matrix products, one launch each.
+"""Small operations between the matrix products of a model. Each is one launch.
 
 | file        | content                                                                    | kernels                            |
 |-------------|----------------------------------------------------------------------------|------------------------------------|

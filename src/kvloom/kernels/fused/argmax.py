@@ -1,6 +1,4 @@
-"""Argmax of each row: greedy sampling as fast as the logits can be read. CPU tensors run in torch, the oracle; CUDA
-tensors in Triton.
-"""
+"""Argmax of each row, for greedy sampling. CPU tensors run in torch (the oracle), CUDA tensors in Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +8,9 @@ __all__ = ["row_argmax"]
 
 
 def row_argmax(rows: torch.Tensor) -> torch.Tensor:
-    """Return the first position of each row's largest value ([rows], int64). A row of NaN gives a valid position."""
+    """Return the first position of each row's largest value ([rows], int64). A row with NaN gives some valid
+    position.
+    """
     if rows.is_cuda and rows.dim() == 2 and rows.stride(1) == 1 and rows.numel():
         from . import triton_argmax
 

@@ -1,7 +1,8 @@
-"""Small operations between a model's matrix products, one launch each: norms, gated activations, rotary embedding.
+"""Small operations between the matrix products of a model: norms, gated activations, rotary embedding. Each is one
+launch.
 
-Results are rounded where modeling code rounds, so they have the same bits. CPU tensors run in torch, the oracle, or natively
-(`cpu`); CUDA tensors in Triton. `models/fusion` replaces modules by these functions.
+Results are bit-identical to modeling code, because they are rounded at the same places. CPU tensors run in torch (the
+oracle) or in native code (`cpu`). CUDA tensors run in Triton. `models/fusion` replaces modules by these functions.
 
 | function       | takes                                             | returns                  |
 |----------------|---------------------------------------------------|--------------------------|
@@ -39,13 +40,15 @@ __all__ = [
 ]
 
 NormForm = Literal["llama", "gemma"]
-"""How the weight is applied: `llama` rounds before multiplying by it, `gemma` multiplies by 1 + weight in float32."""
+"""How the norm applies its weight. `llama` rounds before the multiplication; `gemma` multiplies by 1 + weight in
+float32.
+"""
 Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """Parameters of an RMS norm, callable on its input."""
+    """The parameters of an RMS norm. Calling it applies the norm."""
 
     weight: torch.Tensor
     eps: float
@@ -77,7 +80,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm =
 
 
 def rms_norms(x: torch.Tensor, first: int, norms: tuple[RMSNorm, RMSNorm]) -> torch.Tensor:
-    """Apply one norm to the `first` heads of x, the other norm to the rest."""
+    """Apply the first norm to the `first` heads of x, and the second norm to the other heads."""
     if x.is_cuda and x.stride(-1) == 1 and _fuse_in_one_launch(norms, x):
         from . import triton_operations
 
@@ -86,13 +89,13 @@ def rms_norms(x: torch.Tensor, first: int, norms: tuple[RMSNorm, RMSNorm]) -> to
 
 
 def _fuse_in_one_launch(norms: tuple[RMSNorm, RMSNorm], x: torch.Tensor) -> bool:
-    """Whether one launch can compute both norms."""
+    """Return whether one launch can compute both norms."""
     a, b = norms
     return a.eps == b.eps and a.form == b.form and a.weight.shape == b.weight.shape == x.shape[-1:]
 
 
 def act_and_mul(x: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-    """Return the activation of each row's first half, times its second half."""
+    """Return the activation of each row's first half, multiplied by its second half."""
     if x.shape[-1] % 2:
         raise ValueError(f"rows of {x.shape[-1]} have no halves")
     if x.is_cuda and x.is_contiguous():
@@ -109,7 +112,7 @@ def act_and_mul(x: torch.Tensor, activation: Activation = "silu") -> torch.Tenso
 def add_norm(
     x: torch.Tensor, y: torch.Tensor, post: RMSNorm, pre: RMSNorm | None = None
 ) -> torch.Tensor | None:
-    """Add y's norm to x in place; return the norm `pre` of the sum, if given."""
+    """Add the norm of y to x in place. Return the norm `pre` of the new x, or None without `pre`."""
     if x.shape != y.shape or x.shape[-1:] != post.weight.shape:
         raise ValueError(
             f"x {tuple(x.shape)}, y {tuple(y.shape)} and a weight of {tuple(post.weight.shape)} do not fit together"
@@ -128,10 +131,10 @@ def linear(
     bias: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x times the weight, plus a bias; with `into`, add the product to it in place. Sums are rounded once."""
+    """Return x times the weight, plus a bias. With `into`, add the product to `into` in place. Sums are rounded once."""
     if into is not None and bias is not None:
         raise ValueError("a product with a bias cannot be added to another tensor: give either bias or into")
-    if _get_current_dispatch_mode() is not None:  # a dispatch mode must see every operation
+    if _get_current_dispatch_mode() is not None:  # a dispatch mode must see every torch operation
         found = functional.linear(x, weight, bias)
         return found if into is None else into.add_(found)
     alone = x.is_cuda and x.numel() == x.shape[-1] and x.dtype == weight.dtype != torch.float32
@@ -140,6 +143,8 @@ def linear(
 
         flat = None if into is None else into.view(1, -1)
         return triton_linear.row_linear(x.view(1, -1), weight, flat).view(*x.shape[:-1], -1)
+    if bias is None and cpu.multiplies(x, weight) and (into is None or into.is_contiguous()):
+        return cpu.multiply(x, weight, into)
     if into is None:
         return functional.linear(x, weight, bias)
     into.view(-1, into.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
@@ -153,9 +158,10 @@ def apply_rotary(
     sin: torch.Tensor,
     norms: tuple[RMSNorm, RMSNorm] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q and k, or their norms if given, by angles per token.
+    """Rotate q and k by angles per token. If `norms` are given, q and k are normalised first.
 
-    The members of a pair are half a head apart; `cos` and `sin` have a value for every dim."""
+    The two members of a rotated pair are half a head apart. `cos` and `sin` have one value per dim.
+    """
     if cos.shape != sin.shape or cos.shape[-1] != q.shape[-1] or cos.shape[-2] != q.shape[-2]:
         raise ValueError(
             f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit q {tuple(q.shape)}: one angle for each "

@@ -1,11 +1,11 @@
-"""A decode step laid out on the device: from one small block of numbers to the model's inputs, in one launch.
+"""Builds the model inputs of a decode step on the device, in one launch. The host uploads only a few numbers per row.
 
     sent [fields, rows] int32    | token | position | source | table row | length | patched | new pages … | states … | shift |
-    tables [columns, sequences, blocks]    the device's block tables; a row's `patched` block gets its new pages
+    tables [columns, sequences, blocks]    the block tables on the device; the `patched` block of a row gets its new pages
 
-A row has at most one new block in a step (-1: none). `source` is the row's index among the tokens sampled before (-1:
-use `token`). CPU tensors run in torch, the oracle; CUDA tensors in Triton, so that the step can be captured in a
-graph.
+A row gets at most one new block per step; `patched` is -1 without one. `source` is the row's index among the tokens
+of the previous step, or -1 to use `token`. CPU tensors run in torch (the oracle). CUDA tensors run in Triton, so that
+a graph can capture the step.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 __all__ = ["ROW_FIELDS", "StepLayout", "field_count", "lay_out_step"]
 
 ROW_FIELDS = 6
-"""Fixed numbers of a row: token, position, source, table row, length, patched block."""
+"""Number of fixed fields of a row: token, position, source, table row, length, patched block."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The model's inputs of a decode step. `tables` ([columns, rows, blocks]) are valid up to each row's length.
+    """The model inputs of a decode step. `tables` ([columns, rows, blocks]) are valid up to the length of each row.
 
-    `slots`, `pages` ([columns, rows]) and `places` are the rows' write positions.
+    `slots` and `pages` ([columns, rows]) and `places` state where the new tokens are written.
     """
 
     tokens: torch.Tensor
@@ -39,14 +39,14 @@ class StepLayout:
 
 
 def field_count(columns: int, states: int, shifted: bool) -> int:
-    """Return how many numbers each row has in the uploaded block."""
+    """Return the number of fields that each row has in the upload."""
     return ROW_FIELDS + columns + states + shifted
 
 
 def lay_out_step(
     sent: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, rows: int, block: int, states: int, shifted: bool
 ) -> StepLayout:  # fmt: skip
-    """Return the layout of the `rows` rows in `sent`, and update `tables`. Launches work without waiting."""
+    """Build the inputs of the `rows` rows in `sent`, and update `tables`. Launches work without waiting."""
     columns = tables.shape[0]
     numbers = sent[: field_count(columns, states, shifted) * rows].view(-1, rows)
     if sent.is_cuda:

@@ -1,6 +1,4 @@
-"""Triton kernels of `argmax.py`: each row is split into parts that fill the device; then the best part of each row is
-found.
-"""
+"""Triton kernels of `argmax.py`. The first finds the largest value of each part of a row; the second, the best part."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -28,7 +26,7 @@ def _parts_kernel(rows, values, places, s_row, columns, tiles, TILE: tl.constexp
     for tile in range(part * tiles, tl.minimum((part + 1) * tiles, tl.cdiv(columns, TILE))):
         at = tile * TILE + lane
         value = tl.load(line + at, mask=at < columns, other=float("-inf")).to(tl.float32)
-        place = tl.where(value > best, at, place)  # of equal values, the first one
+        place = tl.where(value > best, at, place)  # the first of equal values
         best = tl.maximum(best, value)
     top = tl.max(best, 0)
     where = tl.min(tl.where(best == top, place, 2147483647), 0)
@@ -44,7 +42,7 @@ def _best_kernel(values, places, out, parts, columns, PARTS: tl.constexpr):
     where = tl.min(tl.where(value == tl.max(value, 0), place, 2147483647), 0)
     tl.store(
         out + row, tl.minimum(where, columns - 1).to(tl.int64)
-    )  # if no value is a number, any valid position
+    )  # if every value is NaN, any valid position
 
 
 def row_argmax(rows: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""One row times a matrix, for a single token: every weight is read once, so the number of bytes in flight decides the
-speed.
+"""The product of one row and a matrix, for a single token. Every weight is read once, so the number of bytes in
+flight decides the speed.
 
-A program takes BN rows of the weight, BK columns at a time, with partial sums until the end. It loads its first
-weights before it waits for the previous launch. A norm or gate before the product is not fused, because every program
-would repeat it. The caller checks shapes.
+A program processes BN rows of the weight, BK columns at a time. It loads its first weights before it waits for the
+previous launch. A norm or gate before the product is not fused, because every program would have to repeat it. The
+caller checks shapes.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
@@ -28,7 +28,7 @@ def _row_kernel(
     x, weight, out, s_weight, rows,
     K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply. `ADD`: add the result to the values in `out`."""
+    """Multiply one row by a matrix. `ADD` adds the result to `out`."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     column = tl.arange(0, BK)
     at = weight + row.to(tl.int64)[:, None] * s_weight + column[None, :]
@@ -56,9 +56,10 @@ def row_linear(
     into: torch.Tensor | None = None,
     tile: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
-    """Return x [1, K] times weight [N, K] transposed, as a new row; with `into`, add it there.
+    """Return x [1, K] times weight [N, K] transposed, as a new row. With `into`, add the product to it instead.
 
-    `tile` (rows, columns, warps) replaces the rule."""
+    `tile` (rows, columns, warps) overrides the chosen tile.
+    """
     rows, k = weight.shape
     out = torch.empty((1, rows), dtype=x.dtype, device=x.device) if into is None else into
     bn, bk, warps = tile or _tile(rows, k)
@@ -70,7 +71,7 @@ def row_linear(
 
 
 def _tile(rows: int, k: int) -> tuple[int, int, int]:
-    """Return the fastest tile on an H200, or one within 3 % of it."""
+    """Return a tile that is the fastest on an H200, or within 3 % of it."""
     if k < 4096:
         return 8, 1024, 4
     return (2, 2048, 4) if 4096 <= rows < 16384 else (8, 2048, 8)

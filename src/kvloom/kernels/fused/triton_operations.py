@@ -1,7 +1,7 @@
-"""Triton kernels of `operations.py`: one or a few rows a program; float32 arithmetic, rounded where modeling code rounds.
+"""Triton kernels of `operations.py`. Arithmetic is in float32 and rounded where modeling code rounds.
 
-`enable_fp_fusion=False` keeps the compiler from joining a rounded product and a sum into one operation with one rounding.
-Every kernel sums a row of 16-bit values in the same order, so all give the same bits.
+`enable_fp_fusion=False` keeps the compiler from fusing a product and a sum, which would skip one rounding. Every
+kernel sums a row of 16-bit values in the same order, so all kernels give identical bits.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
@@ -30,7 +30,7 @@ def _norm_kernel(
     DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, GEMMA: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Normalise rows. If FIRST is not 0, heads from that one on use the other weight."""
+    """Normalise rows. If FIRST is not 0, the heads from FIRST on use the other weight."""
     if OVERLAP:
         launch_dependents()
         wait_for_launcher()
@@ -109,7 +109,7 @@ def act(gate, TANH: tl.constexpr):
     """Return SiLU, or GELU by tanh."""
     if TANH:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        # tanh by the exponential of a non-positive value, which cannot overflow
+        # tanh computed from the exponential of a non-positive value, which cannot overflow
         e = tl.exp(-2.0 * tl.abs(inner))
         t = (1.0 - e) / (1.0 + e)
         acted = 0.5 * gate * (1.0 + tl.where(inner < 0, -t, t))
@@ -165,10 +165,11 @@ def _norm_rotate_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     RUN: tl.constexpr, GEMMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate q and k. A row is a whole head, summed as in `_norm_kernel`.
+    """Normalise and rotate q and k. A row is one head, summed in the same order as in `_norm_kernel`.
 
-    The other member of each pair is read a second time, from the cache in runs of RUN, rather than moved between
-    threads."""
+    Rotation needs both members of a pair. The other member is loaded again, RUN dims at a time, which hits the cache
+    and is faster than an exchange between threads.
+    """
     if OVERLAP:
         launch_dependents()
         wait_for_launcher()
@@ -213,7 +214,7 @@ def _norm_turn(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> torch.Tensor:
-    """See `fused.rms_norm`. Copies x first if its leading dimensions are not regular strides over tokens and heads."""
+    """Triton version of `fused.rms_norm`. Copies x first if tokens and heads do not have regular strides."""
     tokens = _walk(x)
     if tokens is None:
         x = x.contiguous()
@@ -223,7 +224,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool) -> 
 
 
 def rms_norms(x: torch.Tensor, first: int, norms: Any) -> torch.Tensor:
-    """See `fused.rms_norms`; both norms must have the same eps and form."""
+    """Triton version of `fused.rms_norms`. Both norms must have the same eps and form."""
     weights, norm = (norms[0].weight, norms[1].weight), norms[0]
     return _norm_rows(x, weights, norm.eps, norm.form == "gemma", first, x.shape[1], *x.stride()[:2])
 
@@ -247,7 +248,7 @@ def _norm_rows(
 
 
 def add_norm(x: torch.Tensor, y: torch.Tensor, post: Any, pre: Any) -> torch.Tensor | None:
-    """See `fused.add_norm`; both tensors must be dense."""
+    """Triton version of `fused.add_norm`. Both tensors must be dense."""
     dim = x.shape[-1]
     out = x if pre is None else torch.empty_like(x)
     columns = triton.next_power_of_2(dim)
@@ -262,10 +263,12 @@ def add_norm(x: torch.Tensor, y: torch.Tensor, post: Any, pre: Any) -> torch.Ten
 
 
 def _walk(x: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return x [..., dim] as tokens of heads: the number of heads, and the strides of both; None if it has no such layout."""
+    """View x [..., dim] as [tokens, heads, dim]. Return the number of heads and both strides, or None if strides do
+    not allow it.
+    """
     shape, strides = x.shape[:-1], x.stride()[:-1]
     dims = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size != 1]
-    while len(dims) > 1 and dims[0][1] == dims[1][0] * dims[1][1]:  # all leading dimensions are one stride
+    while len(dims) > 1 and dims[0][1] == dims[1][0] * dims[1][1]:  # all leading dimensions form one stride
         dims[:2] = [(dims[0][0] * dims[1][0], dims[1][1])]
     if len(dims) > 2:
         return None
@@ -289,10 +292,9 @@ def act_and_mul(x: torch.Tensor, activation: Any) -> torch.Tensor:
 def apply_rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `fused.apply_rotary`, for one batch row: [1, heads, tokens, dim] in and out. Outputs are stored as [tokens,
-    heads, dim].
-
-    Norms, if given, must have the same eps and form."""
+    """Triton version of `fused.apply_rotary` for one batch row, [1, heads, tokens, dim]. Outputs are stored as
+    [tokens, heads, dim]. The norms, if given, must have the same eps and form.
+    """
     _, heads, tokens, dim = q.shape
     kv_heads, half = k.shape[1], dim // 2
     cos, sin = cos.reshape(-1, dim), sin.reshape(-1, dim)
@@ -307,7 +309,7 @@ def apply_rotary(
             num_warps=4, enable_fp_fusion=False, **pdl_options(q.device),
         )  # fmt: skip
     elif tokens:
-        # otherwise a row would have more threads than in `rms_norm`, and sums would differ
+        # otherwise a row would have more threads than in `rms_norm`, and the sums would differ
         rows = max(rows, 512 // columns)
         _norm_rotate_kernel[(tokens,)](
             q, k, cos, sin, norms[0].weight, norms[1].weight, *turned, *strides, norms[0].eps,

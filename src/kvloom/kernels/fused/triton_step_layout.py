@@ -1,4 +1,6 @@
-"""Triton kernel of `step_layout.py`: one program per row and table column, which updates and copies its own row."""
+"""Triton kernel of `step_layout.py`. Each program handles one row of one block table: it adds the new page and copies
+the row.
+"""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 
@@ -52,7 +54,9 @@ def _row_kernel(
 def lay_out_step(
     numbers: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, block: int, states: int, fixed: int
 ) -> tuple[torch.Tensor, ...]:
-    """Launch the kernel for `numbers` [fields, rows] that begin with `fixed` fields; returns the fields of `StepLayout`."""
+    """Launch the kernel for `numbers` [fields, rows], whose first `fixed` rows are the fixed fields. Return the
+    tensors of `StepLayout`.
+    """
     columns, sequences, blocks = tables.shape
     fields, rows = numbers.shape
     rest = fields - fixed - columns
@@ -62,8 +66,8 @@ def lay_out_step(
 
     tokens, positions, places = longs(rows), longs(rows), longs(rows)
     slots, pages, more = longs(columns, rows), longs(columns, rows), longs(rest, rows)
-    # Outside a capture this is a warm-up run: all rows may be padding, and cascade attention still reads their
-    # tables.
+    # Outside a capture this is a warm-up run. All rows may be padding, and cascade attention still reads
+    # their tables.
     captured = numbers.is_cuda and torch.cuda.is_current_stream_capturing()
     made = torch.empty if captured else torch.zeros
     row_tables = made((columns, rows, blocks), dtype=torch.int32, device=numbers.device)

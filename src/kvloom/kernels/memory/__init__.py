@@ -1,8 +1,8 @@
-"""The pool's memory: views of layers over it, elastic backing, and the CUDA driver's calls for both.
+"""The memory of the pool: views of layers, elastic backing, and calls of the CUDA driver.
 
-`views` allocates a pool and returns views of its bytes as pages of every layer. `elastic` maps and unmaps slabs while serving.
-`cuda_driver` binds the driver calls that torch does not offer. Names that need torch are imported on first use, so that
-checking the driver does not load torch.
+`views` allocates a pool and returns the pages of every layer as views of its bytes. `elastic` maps and unmaps slabs
+while serving. `cuda_driver` binds the driver calls that torch does not offer. Names that need torch are imported on
+first use, so that checking the driver does not load torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The CUDA driver calls that torch does not offer: address ranges and batches of copies.
 
-Binds libcuda.so.1 by ctypes at first use, so importing needs no GPU. Works on addresses and bytes; raises `CudaError`
-on failure.
+Loads libcuda.so.1 by ctypes at the first call, so importing needs no GPU. A failed call raises `CudaError`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _BATCH_SINCE = 12080
 
 
 class CudaError(RuntimeError):
-    """A driver call failed; `code` is its CUresult."""
+    """A driver call failed. `code` is its CUresult."""
 
     OUT_OF_MEMORY = 2
 
@@ -66,7 +65,7 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class CudaDriver:
-    """The driver, libcuda. Every call raises CudaError on failure, and is as thread safe as the driver's."""
+    """The CUDA driver (libcuda). Every method raises CudaError on failure, and is as thread-safe as the driver call."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -92,7 +91,9 @@ class CudaDriver:
     # -- address ranges -------------------------------------------------------------------------
 
     def use(self, device: int) -> None:
-        """Make the device's primary context current in this thread if none is; torch does so only on demand."""
+        """Make the device's primary context current in this thread, unless a context is current. Torch does so only
+        when needed.
+        """
         context = c_void_p()
         self._call("cuCtxGetCurrent", byref(context))
         if not context.value:
@@ -130,11 +131,11 @@ class CudaDriver:
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Release a handle; its memory stays while it is mapped."""
+        """Release a handle. Its memory is freed after the last mapping is gone."""
         self._call("cuMemRelease", c_uint64(handle))
 
     def map(self, address: int, size: int, handle: int) -> None:
-        """Map memory to an address. It must not be accessed before `allow`."""
+        """Map memory to an address. The range must not be accessed before `allow`."""
         self._call("cuMemMap", c_uint64(address), c_size_t(size), c_size_t(0), c_uint64(handle), c_uint64(0))
 
     def allow(self, address: int, size: int, device: int) -> None:
@@ -143,7 +144,7 @@ class CudaDriver:
         self._call("cuMemSetAccess", c_uint64(address), c_size_t(size), byref(access), c_size_t(1))
 
     def unmap(self, address: int, size: int) -> None:
-        """Unmap whole mappings; memory without a handle or another mapping is freed."""
+        """Unmap whole mappings. Memory is freed if it has no handle and no other mapping."""
         self._call("cuMemUnmap", c_uint64(address), c_size_t(size))
 
     def _allocation(self, device: int) -> _Allocation:
@@ -151,21 +152,23 @@ class CudaDriver:
         self._call("cuDeviceGetAttribute", byref(supported), c_int(_RDMA_SUPPORTED), c_int(device))
         flags = _AllocationFlags(
             rdma=int(supported.value != 0)
-        )  # so that a network card can read it directly
+        )  # so that a network card can read the memory directly
         return _Allocation(_PINNED, 0, _Location(_DEVICE, device), None, flags)
 
     # -- batches of copies ----------------------------------------------------------------------
 
     @property
     def copies_batches(self) -> bool:
-        """Whether `copy_batch` is available: drivers of CUDA 12.8 and later."""
+        """Return whether `copy_batch` is available: drivers of CUDA 12.8 and later."""
         return self._batch is not None
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
-        """Enqueue copies of `sizes[i]` bytes from `sources[i]` to `targets[i]`, in one driver call, in no defined order.
+        """Enqueue copies of `sizes[i]` bytes from `sources[i]` to `targets[i]` in one driver call. Their order is
+        undefined.
 
-        `stream` must be neither the default stream nor being captured. The arrays are read before the call returns;
-        the memory must stay valid until the copies are done."""
+        `stream` must not be the default stream and must not be captured. The call reads the arrays before it returns.
+        The copied memory must stay valid until the copies are done.
+        """
         if self._batch is None:
             raise RuntimeError("this driver has no cuMemcpyBatchAsync: it is older than CUDA 12.8")
         if not targets.size:
@@ -187,7 +190,8 @@ class CudaDriver:
         self._check("cuMemcpyBatchAsync", code)
 
     def _find_batch(self) -> ctypes._CFunctionType | None:
-        # Looked up by version: the plain symbol's arguments differ between drivers.
+        # The function is looked up by version, because the arguments of the plain symbol differ between
+        # drivers.
         address, status = c_void_p(), c_int()
         try:
             search = self._library.cuGetProcAddress_v2
@@ -203,5 +207,5 @@ class CudaDriver:
 
 @cache
 def load_cuda_driver() -> CudaDriver:
-    """Return this machine's driver, loaded once. Raises OSError if there is none."""
+    """Return the driver of this machine. It is loaded once. Raises OSError if there is none."""
     return CudaDriver(ctypes.CDLL("libcuda.so.1"))

@@ -1,10 +1,10 @@
-"""Pool memory that grows and shrinks while serving: addresses for all slabs, memory for some.
+"""Pool memory that grows and shrinks while serving. Every slab has an address; only mapped slabs have memory.
 
-    addresses  |slab 0|slab 1|slab 2|slab 3|…    reserved once: no page moves, no captured graph becomes invalid
+    addresses  |slab 0|slab 1|slab 2|slab 3|…    reserved once, so that pages and captured graphs stay valid
     memory     |######|######|      |######|     mapped and unmapped slab by slab
 
-CUDA: a reserved address range of the driver, one allocation a slab. CPU: an anonymous mapping, backed at the first
-write. The page pool decides which slabs are in use.
+On CUDA the driver reserves an address range, and each slab is one allocation. On a CPU it is an anonymous mapping,
+which gets memory at the first write. The page pool decides which slabs are in use.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["ElasticBuffer", "elastic_buffer", "granularity"]
 
 Flags = npt.NDArray[np.bool_]
 
-# Linux's value; the constant has a name in later Pythons only.
+# Linux's value. Only later Python versions have a name for it.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def granularity(device: torch.device | str = "cpu") -> int:
-    """Return the granularity of slab sizes in bytes; pass it to `PoolLayout.build`."""
+    """Return the unit of slab sizes in bytes, for `PoolLayout.build`."""
     device = _indexed(torch.device(device))
     if device.type == "cuda":
         return load_cuda_driver().granularity(device.index)
@@ -42,18 +42,18 @@ def granularity(device: torch.device | str = "cpu") -> int:
 def elastic_buffer(
     layout: PoolLayout, slabs: int, device: torch.device | str = "cpu", mapped: int = 1
 ) -> ElasticBuffer:
-    """Return an elastic pool for `layout`; `layer_views(buffer.tensor, layout)` are views of all its slabs."""
+    """Return an elastic pool for `layout`. `layer_views(buffer.tensor, layout)` returns views of all its slabs."""
     return ElasticBuffer(layout.slab_bytes, slabs, device, mapped)
 
 
 class ElasticBuffer:
-    """Addresses for `slabs` slabs; the first `mapped` of them have memory at the start.
+    """Reserves addresses for `slabs` slabs, and maps memory to the first `mapped` of them.
 
-    `tensor` is one row of uint8 over all slabs; only mapped slabs may be accessed. Access elsewhere faults on a GPU,
-    which destroys the process's context; on a CPU it reads zeros. Slab 0 always has memory, because padding points at
-    page 0. Memory is uninitialised. Not thread safe: one thread maps and unmaps.
-
-    Views keep the addresses alive. `close` frees everything at once and invalidates remaining views."""
+    `tensor` is one row of uint8 over all slabs; only mapped slabs may be accessed. On a GPU, access to an unmapped
+    slab faults and destroys the CUDA context of the process. On a CPU it reads zeros. Slab 0 always has memory,
+    because padding refers to page 0. Memory is uninitialised. Not thread-safe: one thread must map and unmap. Views
+    keep the addresses alive. `close` frees everything at once and invalidates all views.
+    """
 
     def __init__(
         self, slab_bytes: int, slabs: int, device: torch.device | str = "cpu", mapped: int = 1
@@ -80,7 +80,7 @@ class ElasticBuffer:
         self._closed = False
         try:
             self.map(range(mapped))
-            # After slab 0 is mapped: torch asks the driver for the device of this address.
+            # Only after slab 0 is mapped: torch asks the driver for the device of this address.
             self._tensor = self._backing.view()
         except BaseException:
             self.close()
@@ -104,9 +104,10 @@ class ElasticBuffer:
         return bool(self._mapped[slab])
 
     def map(self, slabs: Iterable[int]) -> None:
-        """Map memory to these slabs: all of them, or none with a MemoryError. Contents are undefined.
+        """Map memory to these slabs. Raises MemoryError and maps none if memory does not suffice.
 
-        Does not wait and does not disturb running kernels. Costs a few driver calls a slab.
+        The contents are undefined. Does not wait and does not disturb running kernels. Costs a few driver calls per
+        slab.
         """
         wanted = self._chosen(slabs)
         if self._mapped[wanted].any():
@@ -117,8 +118,8 @@ class ElasticBuffer:
     def unmap(self, slabs: Iterable[int], after: torch.cuda.Event | None = None) -> None:
         """Free the memory of these slabs; their addresses stay reserved.
 
-        First waits for `after`, which must follow every access to the slabs on any stream; without it, for the whole device. Memory
-        registered elsewhere (a network card) must be unregistered before.
+        Waits first for the event `after`, which must come after every access to the slabs on any stream. Without
+        `after`, waits for the whole device. The caller must unregister the memory from network cards before.
         """
         chosen = self._chosen(slabs)
         if not self._mapped[chosen].all():
@@ -135,7 +136,7 @@ class ElasticBuffer:
         self._mapped[chosen] = False
 
     def close(self) -> None:
-        """Free memory and addresses once the device is idle. Closing twice is allowed."""
+        """Wait for the device, then free memory and addresses. Closing twice is allowed."""
         self._tensor = None
         self._closed = True
         self._backing.close()
@@ -160,7 +161,7 @@ class ElasticBuffer:
 
 
 class _Backing(Protocol):
-    """Maps memory to addresses. Slabs are sorted and checked."""
+    """Maps memory to addresses. The caller passes sorted, valid slabs."""
 
     def view(self) -> torch.Tensor: ...
     def map(self, slabs: npt.NDArray[np.int64]) -> None: ...
@@ -169,7 +170,7 @@ class _Backing(Protocol):
 
 
 class _HostRange:
-    """Private anonymous memory: the system backs a page at its first write."""
+    """Private anonymous memory. The system allocates a page at its first write."""
 
     def __init__(self, slab_bytes: int, slabs: int) -> None:
         self._slab_bytes = slab_bytes
@@ -186,18 +187,20 @@ class _HostRange:
         pass
 
     def unmap(self, slabs: npt.NDArray[np.int64]) -> None:
-        for first, count in _runs(slabs):
+        for first, count in _contiguous_ranges(slabs):
             self._memory.madvise(mmap.MADV_DONTNEED, first * self._slab_bytes, count * self._slab_bytes)
 
     def close(self) -> None:
-        # The mapping is freed with the last tensor that views it. Closing it here would leave dangling views.
+        # The mapping is freed with the last tensor that views it. Freeing it here would leave dangling
+        # views.
         self._memory.madvise(mmap.MADV_DONTNEED)
 
 
 class _CudaRange:
-    """A reserved range of device addresses. Torch keeps it alive from `view` on; it frees itself.
+    """A reserved range of device addresses. Torch keeps the range alive while `view` exists.
 
-    A handle is released once it is mapped: the mapping alone keeps the memory, and unmapping frees it."""
+    A handle is released once it is mapped: the mapping alone keeps the memory, and unmapping frees it.
+    """
 
     def __init__(self, driver: CudaDriver, device: torch.device, slab_bytes: int, mapped: Flags) -> None:
         self._driver = driver
@@ -211,7 +214,7 @@ class _CudaRange:
             raise MemoryError(
                 f"no addresses for {mapped.size} slabs of {slab_bytes} bytes: {error}"
             ) from error
-        # Not at exit: the driver may be unloaded by then, and frees a process's memory itself.
+        # Not at exit: the driver may be unloaded already, and it frees the memory of the process itself.
         self._free = weakref.finalize(self, _free, driver, device, self._address, slab_bytes, mapped)
         self._free.atexit = False
 
@@ -229,7 +232,7 @@ class _CudaRange:
             for slab in slabs.tolist():
                 self._map_one(slab)
                 done.append(slab)
-            for first, count in _runs(slabs):
+            for first, count in _contiguous_ranges(slabs):
                 self._driver.allow(*self._bytes(first, count), self._device.index)
         except BaseException as error:
             self.unmap(np.array(done, np.int64))
@@ -247,7 +250,7 @@ class _CudaRange:
         except CudaError as error:
             if error.code != CudaError.OUT_OF_MEMORY:
                 raise
-            torch.cuda.empty_cache()  # torch's cached memory may be enough
+            torch.cuda.empty_cache()  # freeing torch's cached memory may be enough
             handle = self._driver.create(self._slab_bytes, self._device.index)
         try:
             self._driver.map(*self._bytes(slab, 1), handle)
@@ -256,7 +259,7 @@ class _CudaRange:
 
     def unmap(self, slabs: npt.NDArray[np.int64]) -> None:
         self._driver.use(self._device.index)
-        for first, count in _runs(slabs):
+        for first, count in _contiguous_ranges(slabs):
             self._driver.unmap(*self._bytes(first, count))
 
     def close(self) -> None:
@@ -269,13 +272,13 @@ class _CudaRange:
 def _free(driver: CudaDriver, device: torch.device, address: int, slab_bytes: int, mapped: Flags) -> None:
     driver.use(device.index)
     torch.cuda.synchronize(device)
-    for first, count in _runs(np.flatnonzero(mapped)):
+    for first, count in _contiguous_ranges(np.flatnonzero(mapped)):
         driver.unmap(address + first * slab_bytes, count * slab_bytes)
     driver.free(address, slab_bytes * mapped.size)
 
 
-def _runs(slabs: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Return sorted slabs as runs: (first, count)."""
+def _contiguous_ranges(slabs: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Return sorted slabs as contiguous ranges: (first, count)."""
     if slabs.size:
         for run in np.split(slabs, np.flatnonzero(np.diff(slabs) != 1) + 1):
             yield int(run[0]), run.size

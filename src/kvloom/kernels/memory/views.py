@@ -1,9 +1,9 @@
-"""One flat buffer of bytes, viewed as the pages of every layer.
+"""Views of one flat byte buffer as the pages of every layer.
 
     page   [layer 0 | layer 1 | …]            layer   [field 0: tokens by shape | field 1: … ]
 
-A view is a strided tensor over the pool: page `p` of a group begins at byte `p * page_stride`. Views copy nothing and do not
-depend on block tables. The layout chooses the order of axes inside a field; views hide it:
+A view is a strided tensor over the pool: page `p` of a group begins at byte `p * page_stride`. Views copy nothing and
+do not depend on block tables. The order of axes in memory depends on `order`; the axes of a view do not:
 
 | order | keys, values          | scales        | 8-bit values          | for                                     |
 |-------|-----------------------|---------------|-----------------------|-----------------------------------------|
@@ -27,10 +27,10 @@ __all__ = ["LayerView", "Order", "allocate", "layer_views"]
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
-    """One layer's fields over all pages.
+    """The fields of one layer over all pages. `fields[name]` is [pages, tokens, *shape] for a token layer and [pages,
+    *shape] for a state.
 
-    `fields[name]` is [pages, tokens, *shape] for a token layer and [pages, *shape] for a state. `group` and `run` select the
-    layer's block table: `cache.table(group)[run]`.
+    `group` and `run` select the layer's block table: `cache.table(group)[run]`.
     """
 
     group: int
@@ -39,14 +39,14 @@ class LayerView:
 
 
 def allocate(layout: PoolLayout, slabs: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Allocate the pool's bytes. Uninitialised: only written bytes are ever read."""
+    """Allocate the bytes of the pool. They are uninitialised; only written bytes are ever read."""
     if slabs < 2:
         raise ValueError(f"a pool of {slabs} slabs has none to use: slab 0 is reserved, so give it 2 or more")
     return torch.empty(slabs * layout.slab_bytes, dtype=torch.uint8, device=device)
 
 
 def layer_views(buffer: torch.Tensor, layout: PoolLayout, order: Order = "HND") -> dict[str, LayerView]:
-    """Return every layer's view of `buffer`, by layer name. Copies nothing."""
+    """Return every layer's view of `buffer` by layer name. Copies nothing."""
     if order not in ("HND", "NHD"):
         raise ValueError(f"unknown page order {order!r}; known: HND, NHD")
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():

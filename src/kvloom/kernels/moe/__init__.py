@@ -1,6 +1,6 @@
-"""Mixture of experts: routing, and each token's experts as grouped products.
+"""Mixture of experts: routing, and the expert layers as grouped products.
 
-`interface` has the functions, their plain torch oracle and the choice of tiles; `triton_moe` the kernels.
+`interface` has the functions, their torch oracle and the choice of tiles. `triton_moe` has the kernels.
 """
 
 from .interface import Tile, candidate_tiles, choose_tile, fused_moe, topk_softmax

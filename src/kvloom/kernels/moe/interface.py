@@ -1,10 +1,11 @@
-"""Mixture of experts as grouped matrix products: each token through its selected experts, and their weighted sum.
+"""Mixture of experts as grouped matrix products: the weighted sum of the selected experts' outputs, for every token.
 
     fused_moe(x [tokens, dim], index [tokens, picked], weights [tokens, picked], gate_up [experts, 2 * inner, dim],
               down [experts, dim, inner]) → [tokens, dim]
 
-CPU tensors run in torch, the oracle; CUDA tensors in Triton without waiting for the device, so that graphs can capture it.
-Results are rounded where modeling code rounds. `models/fusion/moe.py` replaces modules by these functions.
+CPU tensors run in torch (the oracle). CUDA tensors run in Triton without waiting for the device, so that graphs can
+capture the call. Results are rounded where modeling code rounds. `models/fusion/moe.py` replaces modules by these
+functions.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from kvloom.kernels.fused import Activation, act_and_mul
 __all__ = ["Tile", "candidate_tiles", "choose_tile", "fused_moe", "topk_softmax"]
 
 SHARED_MEMORY = 200 << 10
-"""Bytes of shared memory for a program's tiles: a little less than an H200's 227 KiB."""
+"""Bytes of shared memory for the tiles of a program, slightly less than an H200's 227 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How products are divided: `rows` of pairs by `columns` of weights, `depth` at a time.
+    """How the products are divided: `rows` of pairs by `columns` of weights, `depth` at a time.
 
-    The first product takes `columns` of each half, gate and up. `described` reads weights by tensor descriptors."""
+    The first product takes `columns` columns of the gate and as many of the up projection. With `described`, weights
+    are read by tensor descriptors.
+    """
 
     rows: int
     columns: int
@@ -42,7 +45,7 @@ class Tile:
         return Tile(self.rows, self.columns, self.depth, stages, self.warps, self.described)
 
     def for_down(self) -> Tile:
-        """Return the second product's tile: one product instead of two, so twice the columns."""
+        """Return the tile for the down projection. It is one product instead of two, so it takes twice the columns."""
         return Tile(self.rows, 2 * self.columns, self.depth, self.stages, self.warps, self.described)
 
 
@@ -52,23 +55,23 @@ TILES = (
     (48, Tile(64, 64, 64, 4, 4)),
     (1 << 62, Tile(128, 128, 64, 4, 8)),
 )
-"""Tiles by mean pairs an expert. With few pairs, reading weights takes most of the time: a tile is twice the mean, so
-that weights are read once.
+"""Tiles by the mean number of pairs per expert. With few pairs, reading weights takes most of the time. A tile then
+has twice the mean number of rows, so that weights are read once.
 """
 CHUNKS = (512, 4096)
-"""Pairs that one program sorts."""
+"""Number of pairs that one program sorts."""
 EXACT_TILE = Tile(32, 32, 32, 2, 4, described=False)
 
 
 def choose_tile(pairs: int, count: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for `pairs` pairs over `count` experts; depends only on values known to the host."""
+    """Return the tile for `pairs` pairs over `count` experts. Reads no device memory."""
     if dtype == torch.float32:
         return EXACT_TILE
     return next(tile for most, tile in TILES if pairs <= most * count).with_fitting_stages(dtype.itemsize)
 
 
 def candidate_tiles(x: torch.Tensor) -> list[Tile]:
-    """Return every tile that inputs of x's dtype may use."""
+    """Return every tile that inputs with x's dtype may use."""
     if x.dtype == torch.float32:
         return [EXACT_TILE]
     return [tile.with_fitting_stages(x.dtype.itemsize) for _, tile in TILES]
@@ -83,7 +86,9 @@ def fused_moe(
     activation: Activation = "silu",
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Return each token through its experts, `down(act(gate) * up)`, weighted and summed. `tile` replaces the choice on a GPU."""
+    """Return the weighted sum of `down(act(gate) * up)` over the selected experts of each token. `tile` overrides the
+    choice on a GPU.
+    """
     count, both, dim = gate_up.shape
     if both % 2 or down.shape != (count, dim, both // 2) or x.shape[-1] != dim or x.ndim != 2:
         raise ValueError(
@@ -126,7 +131,7 @@ def launch(
     activation: Activation = "silu",
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Run the Triton kernels: four launches, five for many pairs. Arguments as checked by `fused_moe`."""
+    """Run the Triton kernels: four launches, or five for many pairs. `fused_moe` has checked the arguments."""
     from . import triton_moe as kernels
 
     picked, pairs, count = index.shape[1], index.numel(), len(gate_up)
@@ -142,7 +147,7 @@ def launch(
     rows = torch.empty(most * tile.rows, dtype=torch.int32, device=x.device)
     owners = torch.empty(most, dtype=torch.int32, device=x.device)
     tiles = torch.empty(1, dtype=torch.int32, device=x.device)
-    chunk = CHUNKS[0] if pairs <= CHUNKS[0] else CHUNKS[1]  # few sizes, because each is compiled
+    chunk = CHUNKS[0] if pairs <= CHUNKS[0] else CHUNKS[1]  # few sizes, because each size is compiled
     bins = max(128, 1 << (count - 1).bit_length())
     counts = torch.empty((-(-pairs // chunk), bins), dtype=torch.int32, device=x.device)
     if len(counts) > 1:
@@ -159,7 +164,8 @@ def topk_softmax(
     """Return weights ([tokens, picked], in `dtype`) and indices of the `picked` experts with the largest softmax of each
     row.
 
-    With `shared`, weights sum to 1. Among equal values a GPU takes the first."""
+    With `shared`, the weights of a row sum to 1. Of equal values, a GPU takes the first.
+    """
     if logits.ndim != 2 or not 0 < picked <= logits.shape[1]:
         raise ValueError(f"{picked} experts of logits {tuple(logits.shape)}: at least 1, at most each row's")
     if logits.is_cuda:

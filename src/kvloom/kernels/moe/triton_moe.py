@@ -1,12 +1,13 @@
-"""Triton kernels of `interface.py`: pairs sorted by expert, two grouped matrix products, the sum; and top-k routing.
+"""Triton kernels of `interface.py`: sort pairs by expert, two grouped matrix products, the weighted sum, and top-k
+routing.
 
     order   pair p = token * picked + j goes to rows[first[expert] * M + rank], its expert's tiles of M rows each
     up      hidden[row] = act(x[token] @ gate.T) * (x[token] @ up.T)      a program: one tile of rows, N columns of each half
     down    parts[pair] = hidden[row] @ down.T
     sum     out[token] = sum over j of parts[pair] * weights[pair]
 
-Grids depend on the number of pairs, never on the selection: unused tiles return at once. All
-sums are in float32; results are rounded where modeling code rounds.
+Grids depend on the number of pairs, not on the selected experts. Unused tiles return at once. All sums are in
+float32, and results are rounded where modeling code rounds.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
@@ -37,7 +38,7 @@ def _order_kernel(
     index, counts, rows, owners, tiles, pairs, chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Program (expert, chunk): order the pairs of one chunk that chose one expert, keeping their order."""
+    """Sort the pairs of one chunk that selected one expert, in their original order. Program: (expert, chunk)."""
     expert, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     there = at < pairs
@@ -99,7 +100,7 @@ def _gate_up_kernel(
         return
     expert = tl.load(owners + tile)
     row = tile * M + tl.arange(0, M)
-    token = tl.maximum(tl.load(rows + row), 0) // PICKED  # an empty row's result is not read
+    token = tl.maximum(tl.load(rows + row), 0) // PICKED  # the result of an empty row is not read
     column, depth = side * N + tl.arange(0, N), tl.arange(0, K)
     lines = x + token.to(tl.int64)[:, None] * s_x
     gate = tl.zeros((M, N), tl.float32)
@@ -119,7 +120,7 @@ def _gate_up_kernel(
     gate = gate.to(kind).to(tl.float32)
     if TANH:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        # tanh by the exponential of a non-positive value, which cannot overflow
+        # tanh computed from the exponential of a non-positive value, which cannot overflow
         e = tl.exp(-2.0 * tl.abs(inner))
         t = (1.0 - e) / (1.0 + e)
         acted = 0.5 * gate * (1.0 + tl.where(inner < 0, -t, t))
@@ -220,7 +221,7 @@ def _choose_kernel(
 
 
 def count_pairs(index: torch.Tensor, counts: torch.Tensor, chunk: int) -> None:
-    """Count how often each expert was chosen in each run of `chunk` pairs: counts [chunks, bins]."""
+    """Count how often each expert was selected in each chunk of `chunk` pairs: counts [chunks, bins]."""
     chunks, bins = counts.shape
     _count_kernel[(chunks,)](index, counts, index.numel(), CHUNK=chunk, BINS=bins, num_warps=4)
 
@@ -229,8 +230,9 @@ def order_pairs(
     index: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     fused_moe: int, chunk: int, tile_rows: int,
 ) -> None:  # fmt: skip
-    """Sort pairs into tiles of one expert each: `rows` (-1 for unused places of a tile), each tile's expert, and their
-    number."""
+    """Sort the pairs into tiles of one expert each. Writes `rows` (-1 for unused places), the expert of each tile,
+    and the number of tiles.
+    """
     chunks, bins = counts.shape
     _order_kernel[(fused_moe, chunks)](
         index, counts, rows, owners, tiles, index.numel(), chunks,
@@ -248,7 +250,7 @@ def gate_up(
     x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     picked: int, activation: Any, tile: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Return act(gate) * up of every row of every tile: [rows, inner]."""
+    """Return act(gate) * up for every row of every tile: [rows, inner]."""
     _, both, dim = weight.shape
     inner = both // 2
     out = torch.empty((len(rows), inner), dtype=x.dtype, device=x.device)
@@ -265,7 +267,7 @@ def down(
     hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     pairs: int, tile: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the second product of every pair, in the order of pairs: [pairs, dim]."""
+    """Return the down projection of every pair, in the order of pairs: [pairs, dim]."""
     _, dim, inner = weight.shape
     out = torch.empty((pairs, dim), dtype=hidden.dtype, device=hidden.device)
     _down_kernel[(len(owners) * triton.cdiv(dim, tile.columns),)](
@@ -278,7 +280,7 @@ def down(
 
 
 def sum_parts(parts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of each token's parts: [tokens, dim]."""
+    """Return the weighted sum of the experts' outputs of each token: [tokens, dim]."""
     tokens, picked = weights.shape
     dim = parts.shape[1]
     out = torch.empty((tokens, dim), dtype=parts.dtype, device=parts.device)

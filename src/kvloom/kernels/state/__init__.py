@@ -1,7 +1,8 @@
-"""Recurrent layers over packed rows: states are read from pages and written back to pages in one call.
+"""Recurrent layers over packed rows. One call reads states from pages and writes the new states back.
 
-`interface` has the five layer kinds and their equations, `rows` the rows of a step, `reference` the oracle in plain torch,
-`triton_conv`, `triton_scan`, `triton_ssd` and `triton_delta` the kernels, `triton_rows` their common parts.
+`interface` has the five layer kinds and their equations; `rows` describes the rows of a step. `reference` is the
+oracle in plain torch. `triton_conv`, `triton_scan`, `triton_ssd` and `triton_delta` are the kernels, and
+`triton_rows` has their common parts.
 """
 
 from .interface import causal_conv, delta_rule, linear_scan, mamba1_scan, mamba2_scan

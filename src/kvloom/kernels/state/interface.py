@@ -1,12 +1,12 @@
-"""Recurrent layers over packed rows: their states are read from pages and written back to pages, in one call.
+"""Recurrent layers over packed rows. One call reads states from pages and writes the new states back.
 
 Each function takes tokens packed as [tokens, …], a view of the pages with this layer's states ([pages, *shape], any
 page stride) and `StateRows`, which locate each sequence's tokens and pages. It returns the outputs and writes the
-last states to their pages. Rows of up to STEP_TOKENS tokens take the decode path, longer ones the chunked one; the
-caller chooses by `StateRows.longest`, so nothing waits for the device. CPU tensors (and float64 ones anywhere) run in
-plain torch. CUDA tensors run in Triton, and so do rows that are `batch_invariant`.
+last state of each row to its page. Rows of up to STEP_TOKENS tokens take the decode path, longer rows the chunked
+path. The caller states the longest row (`StateRows.longest`), so the host does not wait for the device. CPU tensors
+and float64 tensors run in plain torch. Other CUDA tensors and `batch_invariant` rows run in Triton.
 
-| function      | one token does                                                | state of a page             |
+| function      | update for one token                                                | state of a page             |
 |---------------|---------------------------------------------------------------|-----------------------------|
 | causal_conv   | y = sum of the last `taps` inputs by weight                   | [channels, columns]         |
 | linear_scan   | h = exp(log_decay) h + x;  y = h                              | [channels]                  |
@@ -14,10 +14,10 @@ plain torch. CUDA tensors run in Triton, and so do rows that are `batch_invarian
 | mamba2_scan   | h = exp(dt a) h + dt x bᵀ; y = h c + d x   (per head)         | [heads, p, n]               |
 | delta_rule    | S = exp(g) S; S += beta k (v - Sᵀk)ᵀ; y = Sᵀq   (per head)    | [value heads, k dim, v dim] |
 
-Sums are in float32 (float64 for float64 inputs) whatever the inputs' dtype. A state is rounded to its page's dtype
-once a call; for batch-invariant rows once a token. Lightning attention (linear attention with a fixed decay) is
-`mamba2_scan` with x = v, b = k, c = q, dt = None and a = -slope; its page is then [heads, v dim, k dim]. RG-LRU is
-`linear_scan` over gated inputs.
+Sums are in float32 (float64 for float64 inputs). A state is rounded to the dtype of its page once per call; in
+batch-invariant rows, once per token. Lightning attention (linear attention with a fixed decay) is `mamba2_scan` with
+x = v, b = k, c = q, dt = None and a = -slope; its page is then [heads, v dim, k dim]. RG-LRU is `linear_scan` over
+gated inputs.
 """
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ def causal_conv(
     bias: torch.Tensor | None = None,
     silu: bool = False,
 ) -> torch.Tensor:
-    """Depthwise convolution over each row's past: x [tokens, channels], weight [channels, taps] → like x.
+    """Depthwise convolution over the past of each row. x is [tokens, channels], weight [channels, taps]; the result
+    has the shape of x.
 
-    A state has the last inputs, newest in the last column, in at least `taps - 1` columns (Hugging Face keeps
-    `taps`). Columns before the start of a sequence are zeros."""
+    A state contains the last inputs, the newest in the last column. It has at least `taps - 1` columns (Hugging Face
+    keeps `taps`). Columns before the start of a sequence are zeros.
+    """
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(
             f"x is [tokens, channels] and weight [channels, taps], got {tuple(x.shape)} and {tuple(weight.shape)}"
@@ -82,9 +84,11 @@ def causal_conv(
 def linear_scan(
     x: torch.Tensor, log_decay: torch.Tensor, states: torch.Tensor, rows: StateRows
 ) -> torch.Tensor:
-    """h = exp(log_decay) h + x for every channel: x and log_decay [tokens, channels] → the h of every token.
+    """Compute h = exp(log_decay) h + x for every channel. x and log_decay are [tokens, channels]. Return h after
+    every token.
 
-    The last h is written to the page. `log_decay` is at most 0."""
+    The last h is written to the page. `log_decay` must not be above 0.
+    """
     if x.dim() != 2:
         raise ValueError(f"x is [tokens, channels], got {tuple(x.shape)}")
     check_states(states, (x.shape[1],), "states")
@@ -109,10 +113,11 @@ def mamba1_scan(
     dt_bias: torch.Tensor | None = None,
     softplus: bool = True,
 ) -> torch.Tensor:
-    """Selective scan: x, dt, z [tokens, channels], a [channels, n], b and c [tokens, n] → like x.
+    """Selective scan of Mamba-1: x, dt, z [tokens, channels], a [channels, n], b and c [tokens, n]. The result has
+    the shape of x.
 
-    `a` is the rate itself (-exp(A_log)). b and c may be [tokens, groups, n], each group for an equal run of
-    channels. With `softplus` the step is softplus(dt + dt_bias); y is gated by silu(z).
+    `a` is the rate itself (-exp(A_log)). b and c may be [tokens, groups, n]; every group then applies to an equal
+    number of consecutive channels. With `softplus` the step is softplus(dt + dt_bias). y is gated by silu(z).
     """
     if x.dim() != 2 or a.dim() != 2:
         raise ValueError(
@@ -157,11 +162,11 @@ def mamba2_scan(
     softplus: bool = True,
     limits: tuple[float, float] = NO_LIMITS,
 ) -> torch.Tensor:
-    """State space duality: x, z [tokens, heads, p], dt [tokens, heads], a, d, dt_bias [heads], b and c
-    [tokens, groups, n] → like x.
+    """Scan of Mamba-2: x, z [tokens, heads, p], dt [tokens, heads], a, d, dt_bias [heads], b and c [tokens, groups,
+    n]. The result has the shape of x.
 
     `a` is the rate itself (-exp(A_log)), at most 0. Without `dt` every step is 1. `limits` clamp the step after
-    softplus (Hugging Face clamps in prefill alone). The gate silu(z) is for modules that do not gate in their norm.
+    softplus (Hugging Face clamps only in prefill). Pass the gate `z` only for modules whose norm does not gate.
     """
     if x.dim() != 3 or b.dim() != 3:
         raise ValueError(
@@ -201,12 +206,12 @@ def delta_rule(
     scale: float | None = None,
     normalise: bool = False,
 ) -> torch.Tensor:
-    """Gated delta rule: q, k [tokens, key heads, dk], v [tokens, value heads, dv], g and beta [tokens, value heads]
-    → like v.
+    """Gated delta rule: q, k [tokens, key heads, dk], v [tokens, value heads, dv], g and beta [tokens, value heads].
+    The result has the shape of v.
 
-    `g` is the log of the decay, at most 0: one number a head, [tokens, value heads, dk] for one a channel
-    (Kimi), None for no decay. Without `beta` it is 1. Value head h belongs to key head h // (value heads / key
-    heads). `normalise` divides q and k by their length; q is then scaled by `scale` (dk ** -0.5 if None).
+    `g` is the log of the decay, at most 0. It has one value per head, or one per channel ([tokens, value heads, dk],
+    Kimi). None means no decay. The default of `beta` is 1. Value head h belongs to key head h // (value heads / key
+    heads). `normalise` divides q and k by their length. Then q is multiplied by `scale` (default dk ** -0.5).
     """
     if q.dim() != 3 or v.dim() != 3:
         raise ValueError(
@@ -235,12 +240,14 @@ def delta_rule(
 
 
 def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Check only the strides of the pages: their shape is already checked."""
+    """Check the strides of the pages. Their shape has already been checked."""
     return states, tuple(states.shape)
 
 
 def _plain(x: torch.Tensor, rows: StateRows, states: torch.Tensor) -> bool:
-    """Return whether plain torch computes this call. Values of rows are checked only on a CPU, where reading them is free."""
+    """Return whether plain torch computes this call. The values of rows are checked only on a CPU, where reading them
+    is free.
+    """
     if x.device.type == "cpu":
         _check_values(x.shape[0], rows, states.shape[0])
     if rows.batch_invariant:

@@ -1,10 +1,10 @@
-"""Recurrent layers over packed rows, in plain torch: the oracle (in float64) and the CPU path.
+"""Recurrent layers over packed rows in plain torch: the oracle (in float64) and the CPU path.
 
-Defines what a kernel must compute; `interface` checks shapes. Only the recurrences that need it run in a loop over
-time, and then by blocks. Everything else is one operation over rows, heads and channels.
+The kernels must compute the same results. `interface` checks shapes. Loops over time are used only where a recurrence
+needs them, and process blocks of tokens. All other work is one operation over rows, heads and channels.
 
-    rows of about one length   →  one dense batch [rows, longest, …], short rows padded with tokens that change nothing
-    a mix of long and short    →  one row at a time
+    rows of similar length → one dense batch [rows, longest, …]; padding tokens change no state
+    long and short rows → one row at a time
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from .rows import StateRows
 __all__ = ["causal_conv", "delta_rule", "linear_scan", "mamba1_scan", "mamba2_scan", "time_steps"]
 
 CHUNK = 64
-"""Tokens that the chunked forms process at once."""
+"""Number of tokens that the chunked forms process at once."""
 
 _CHANNEL_CHUNK = 16
-"""The same if every channel has its own decay, so that each pair of tokens costs a whole vector."""
+"""The same for layers with one decay per channel, where each pair of tokens costs a whole vector."""
 
 _BLOCK_ELEMENTS = 1 << 21
-"""Number of states that the loops over time collect before they are read out together."""
+"""Number of states that a loop over time collects before it computes their outputs together."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Rows of one dense batch: `rows` [b] are indices of the call's rows, `tokens` [b, longest] of its tokens, `real`
-    likewise.
+    """The rows of one dense batch. `rows` [b] are their indices in the call; `tokens` and `real` [b, longest] give
+    token indices and mark padding.
 
-    If the batch has all rows, `rows` is a slice, which copies nothing."""
+    If the batch has all rows, `rows` is a slice, which copies nothing.
+    """
 
     rows: torch.Tensor | slice
     tokens: torch.Tensor
     real: torch.Tensor
 
     def take(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return [tokens, …] as [b, longest, …], with zeros after the end of a row."""
+        """Return [tokens, …] as [b, longest, …], with zeros after the end of each row."""
         dense = packed[self.tokens].to(dtype)
         mask = self.real.view(*self.real.shape, *[1] * (dense.dim() - 2))
         return torch.where(mask, dense, torch.zeros((), dtype=dtype, device=dense.device))
@@ -60,7 +61,7 @@ def causal_conv(
     states: torch.Tensor,
     rows: StateRows,
 ) -> torch.Tensor:
-    """See `state.causal_conv`."""
+    """Torch version of `state.causal_conv`."""
     dtype = accumulator_dtype(x)
     starts, old = rows.starts.long(), _initial(rows, states, dtype)
     lengths = starts.diff()
@@ -77,7 +78,8 @@ def causal_conv(
         acc[before] += old[row[before], :, columns + place[before] - shift] * tap
     if bias is not None:
         acc += bias.to(dtype)
-    # Column c of the new state is the input at `length - columns + c`; if that is negative, it is an old column.
+    # Column c of the new state is the input at `length - columns + c`. A negative index is a column of the
+    # old state.
     at = lengths[:, None] - columns + torch.arange(columns, device=x.device)
     new = old.gather(2, (at + columns).clamp(max=columns - 1)[:, None].expand_as(old))
     if tokens:
@@ -93,7 +95,7 @@ def causal_conv(
 def linear_scan(
     x: torch.Tensor, log_decay: torch.Tensor, states: torch.Tensor, rows: StateRows
 ) -> torch.Tensor:
-    """See `state.linear_scan`."""
+    """Torch version of `state.linear_scan`."""
     dtype, out = accumulator_dtype(x), torch.zeros_like(x)
     last = _initial(rows, states, dtype)
     for batch in _batches(rows):
@@ -118,14 +120,15 @@ def mamba1_scan(
     states: torch.Tensor,
     rows: StateRows,
 ) -> torch.Tensor:
-    """See `state.mamba1_scan`; here b and c are [tokens, groups, n]."""
+    """Torch version of `state.mamba1_scan`. b and c are [tokens, groups, n]."""
     dtype, out = accumulator_dtype(x), torch.zeros_like(x)
     last = _initial(rows, states, dtype)
     rates, (channels, size) = a.to(dtype), a.shape
     groups = b.shape[1]
     for batch in _batches(rows):
         inputs = batch.take(x, dtype)
-        # The masked step is 0 after softplus and bias: decay 1, input 0, so a padded token changes nothing.
+        # The step of a padding token is 0 after softplus and bias. Its decay is then 1 and its input 0, so
+        # it changes no state.
         step = time_steps(dt[batch.tokens].to(dtype), dt_bias, softplus) * batch.real[..., None]
         into, read = batch.take(b, dtype), batch.take(c, dtype)
         width, length = inputs.shape[:2]
@@ -161,7 +164,7 @@ def mamba2_scan(
     states: torch.Tensor,
     rows: StateRows,
 ) -> torch.Tensor:
-    """See `state.mamba2_scan`."""
+    """Torch version of `state.mamba2_scan`."""
     dtype, out = accumulator_dtype(x), torch.zeros_like(x)
     last = _initial(rows, states, dtype)
     heads, groups = x.shape[1], b.shape[1]
@@ -191,7 +194,7 @@ def delta_rule(
     states: torch.Tensor,
     rows: StateRows,
 ) -> torch.Tensor:
-    """See `state.delta_rule`."""
+    """Torch version of `state.delta_rule`."""
     dtype, out = accumulator_dtype(v), torch.zeros_like(v)
     last = _initial(rows, states, dtype)
     repeat = v.shape[1] // k.shape[1]
@@ -206,7 +209,7 @@ def delta_rule(
             _heads_first(key, repeat),
             _heads_first(batch.take(v, dtype)),
         )
-        # A padded token has decay 1 and strength 0.
+        # A padding token has decay 1 and strength 0.
         strength = batch.real[..., None].to(dtype).expand(*batch.real.shape, v.shape[1])
         strength = _heads_first(strength if beta is None else batch.take(beta, dtype))
         decay = torch.zeros_like(strength) if g is None else _heads_first(batch.take(g, dtype))
@@ -224,7 +227,7 @@ def time_steps(
     softplus: bool,
     limits: tuple[float, float] = (0.0, float("inf")),
 ) -> torch.Tensor:
-    """Return the length of each token's step: with bias, made positive, clamped."""
+    """Return the step length of each token: dt plus bias, after softplus and clamping."""
     if bias is not None:
         dt = dt + bias.to(dt.dtype)
     if softplus:
@@ -273,8 +276,9 @@ def _chunked_delta(
 ) -> torch.Tensor:
     """Compute the delta rule; all arguments are [b, heads, length, …]. Updates `state`.
 
-    Inside a chunk the corrected values u solve a unit lower triangular system, with D the decay between tokens: (1 +
-    strictly lower(beta k kᵀ D)) u = beta (v - decayed k S)."""
+    Inside a chunk, let D be the decay between tokens. The corrected values u solve a unit lower triangular system: (1
+    + strictly lower(beta k kᵀ D)) u = beta (v - decayed k S).
+    """
     y = torch.empty_like(v)
     single = g.dim() == 3
     chunk = CHUNK if single else _CHANNEL_CHUNK
@@ -299,21 +303,24 @@ def _chunked_delta(
 
 
 def _decay_and_add(state: torch.Tensor, decay: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Compute state = decay * state + left @ right in place, because passes over the states bound the time of a decode
-    step."""
+    """Compute state = decay * state + left @ right in place. Each pass over the states costs time, so there is only
+    one.
+    """
     state.mul_(decay)
     state.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
 
 
 def _decay_between(cum: torch.Tensor) -> torch.Tensor:
-    """Return exp(cum_i - cum_j) if j <= i, else 0. Masked before the exponential, which would overflow otherwise."""
+    """Return exp(cum_i - cum_j) if j <= i, else 0. The mask comes before the exponential, which would overflow
+    otherwise.
+    """
     gap = cum[..., :, None] - cum[..., None, :]
     above = torch.ones(gap.shape[-2:], dtype=torch.bool, device=gap.device).triu(1)
     return gap.masked_fill(above, -torch.inf).exp()
 
 
 def _heads_first(part: torch.Tensor, repeat: int = 1) -> torch.Tensor:
-    """Return [b, length, heads, …] as [b, heads * repeat, length, …], with each head `repeat` times in a row."""
+    """Return [b, length, heads, …] as [b, heads * repeat, length, …]. Each head is repeated `repeat` times."""
     turned = part.transpose(1, 2)
     return turned if repeat == 1 else turned.repeat_interleave(repeat, 1)
 
@@ -327,9 +334,9 @@ def _skip_and_gate(
 
 
 def _initial(rows: StateRows, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of every row's first state.
-
-    Fresh states are set to zeros instead of multiplied by zero, because an unwritten page may contain NaN."""
+    """Return a copy of every row's first state. The state of a fresh row is set to zeros. It is not multiplied by
+    zero, because an unwritten page may contain NaN.
+    """
     blank = rows.read == 0
     if rows.fresh is not None:
         blank = blank | rows.fresh.bool()
@@ -344,7 +351,7 @@ def _finish(rows: StateRows, states: torch.Tensor, last: torch.Tensor) -> None:
 
 
 def _batches(rows: StateRows) -> Iterator[_Batch]:
-    """Yield dense batches that cover every row with tokens, with at most as much padding as content."""
+    """Yield dense batches that cover every row with tokens. At most half of a batch is padding."""
     starts = rows.starts.long()
     lengths = starts.diff()
     filled = (lengths > 0).nonzero()[:, 0]

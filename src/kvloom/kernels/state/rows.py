@@ -1,6 +1,6 @@
-"""The packed rows of one step of recurrent layers, and their checks. Independent of a state's contents.
+"""The packed rows of one step of recurrent layers, and their checks.
 
-Rows are built once a step and read by every layer of one block table.
+Rows are built once per step. All layers of one block table read the same rows.
 
 | field           | shape           | meaning                                                                       |
 |-----------------|-----------------|-------------------------------------------------------------------------------|
@@ -11,10 +11,11 @@ Rows are built once a step and read by every layer of one block table.
 | longest         | host int        | most tokens of a row; up to STEP_TOKENS, rows run as decode steps             |
 | batch_invariant | host bool       | the same bits in any chunks of a sequence, and in any batch                   |
 
-Rows run in parallel, so a page that one row writes must not be read or written by another row of the call. The caller
-therefore splits a prompt at its snapshots, with one call for each part. An empty row's last state is its first.
-Batch-invariant rows run token by token, and a state is rounded to its page's dtype after every token. Decode steps
-run faster in a separate call than together with long rows. Outputs of tokens past the last start are undefined.
+Rows run in parallel. A page that one row writes must not be read or written by another row of the call. The caller
+therefore splits a prompt at its snapshots and makes one call per part. The last state of an empty row is its first
+state. Batch-invariant rows run token by token, and the state is rounded to the dtype of its page after every token.
+Decode steps run faster in a separate call than together with long rows. The outputs of tokens after the last start
+are undefined.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 __all__ = ["STEP_TOKENS", "StateRows", "check_states", "check_tokens"]
 
 STEP_TOKENS = 8
-"""Rows of at most this many tokens (decode, draft verification) run token by token, in one pass over the state."""
+"""Rows with at most this many tokens (decode, draft verification) run token by token, in one pass over the state."""
 
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -76,13 +77,14 @@ class StateRows:
     def decode(cls, slots: torch.Tensor, tokens: int = 1) -> StateRows:
         """Return rows of `tokens` tokens each that read and write the same slots.
 
-        A row on slot 0 is padding: it computes from zeros and stores nothing."""
+        A row with slot 0 is padding: it starts from zeros and stores nothing.
+        """
         starts = torch.arange(0, (slots.numel() + 1) * tokens, tokens, dtype=torch.int32, device=slots.device)
         return cls(starts, slots, slots, tokens)
 
 
 def check_states(states: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
-    """Raise unless `states` is [pages, *shape], contiguous inside a page."""
+    """Raise unless `states` is [pages, *shape] and each page is contiguous."""
     if tuple(states.shape[1:]) != shape or states.dim() != len(shape) + 1:
         raise ValueError(
             f"{name} of pages {tuple(states.shape)} do not hold [pages, {', '.join(map(str, shape))}]"
@@ -94,7 +96,7 @@ def check_states(states: torch.Tensor, shape: tuple[int, ...], name: str) -> Non
 
 
 def check_tokens(rows: StateRows, **parts: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
-    """Raise ValueError unless every part has its given shape and is on the device of the rows."""
+    """Raise ValueError unless every part has the given shape and is on the device of the rows."""
     for name, (part, shape) in parts.items():
         if part is None:
             continue

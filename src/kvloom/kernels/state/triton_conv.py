@@ -2,9 +2,9 @@
 
 """The causal convolution in Triton: one program for each chunk of a row and block of channels.
 
-Only the program of a row's first chunk accesses the row's page: it reads the old inputs, and writes the new ones from
-x afterwards. So one call can read and write a page, however many chunks run in parallel. One thread sums an output
-over the taps, so batch-invariant rows need no loop over tokens, only a fixed order of the taps.
+Only the program of a row's first chunk accesses the page of the row. It reads the old inputs, then writes the new
+ones from x. So one call can read and write a page while chunks run in parallel. One thread sums an output over the
+taps in a fixed order. Batch-invariant rows therefore need no loop over tokens.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def conv_kernel(
     real = column < channels
     page = start_page(read, fresh, row, FRESH)
     old = states + page * page_stride + column * COLUMNS
-    # The first chunk reads inputs before this one (counted from the row's start) from the page, if there is one.
+    # The first chunk reads inputs before this one (counted from the start of the row) from the page, if
+    # there is one.
     oldest = tl.where((page > 0) & (chunk == 0), 0, -COLUMNS - TAPS)
     at = chunk * TOKENS + tl.arange(0, TOKENS)
     if BIAS:
@@ -85,7 +86,8 @@ def conv_kernel(
             other=0.0,
         ).to(tl.float32)
         if INVARIANT and tap < TAPS - 1:
-            # In the order of the taps, and rounded to the page's dtype, wherever they are read from.
+            # Summed in the order of the taps. Inputs are rounded to the page's dtype, so page and x give
+            # equal bits.
             stored = tl.load(
                 old[None, :] + (source + COLUMNS)[:, None],
                 mask=(source < oldest)[:, None] & real[None, :],
@@ -114,7 +116,7 @@ def conv_kernel(
     )
     target = tl.load(write + row).to(tl.int64)
     if (chunk == 0) & (target > 0):
-        # Column c of the new state is the input at length - COLUMNS + c; if that is before the row, it is an old
+        # Column c of the new state is the input at length - COLUMNS + c. An index before the row is an old
         # column.
         place = tl.arange(0, COLUMNS_UP)
         origin = length - COLUMNS + place
@@ -127,7 +129,7 @@ def conv_kernel(
         shifted = tl.load(
             old[:, None] + (origin + COLUMNS)[None, :], mask=kept & (origin < oldest)[None, :], other=0.0
         ).to(tl.float32)
-        # Threads must read these columns before others write them.
+        # All threads must read these columns before any thread overwrites them.
         tl.debug_barrier()
         tl.store(
             states + target * page_stride + column[:, None] * COLUMNS + place[None, :],
@@ -144,7 +146,7 @@ def causal_conv(
     states: torch.Tensor,
     rows: StateRows,
 ) -> torch.Tensor:
-    """See `state.causal_conv`."""
+    """Triton version of `state.causal_conv`."""
     x = packed(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens = triton.next_power_of_2(max(rows.longest, 1)) if rows.steps else 16

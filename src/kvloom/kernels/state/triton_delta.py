@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""The gated delta rule in Triton: chunks as matrix products, and a decode step that moves each state once.
+"""The gated delta rule in Triton. Chunks are matrix products. A decode step reads and writes each state once.
 
-Inside a chunk, with D the decay between two of its tokens and e the decay since its start, the corrections to the
-values solve a unit lower triangular system: u = T (beta v) - T (beta e k) S, T = (1 + strictly lower(beta k kᵀ D))⁻¹.
-Both products by T need no state, so they are computed for all chunks in parallel. Only the rest runs in order.
+Inside a chunk, D is the decay between two tokens, and e is the decay since the start of the chunk. The corrections u
+to the values solve a unit lower triangular system: u = T (beta v) - T (beta e k) S, T = (1 + strictly lower(beta k kᵀ
+D))⁻¹. Both products with T need no state, so all chunks compute them in parallel. Only the steps with S run in order.
 
 | kernel        | a program is                         | computes                                                 |
 |---------------|--------------------------------------|----------------------------------------------------------|
@@ -14,8 +14,8 @@ Both products by T need no state, so they are computed for all chunks in paralle
 | output_kernel | a chunk, a head, some columns        | y, all chunks in parallel                                |
 | decode_kernel | a row, a head, some columns          | y and the last state, token by token                     |
 
-With one decay per channel (Kimi) the pairs of a chunk are not a plain product: such rows run token by token, as do
-batch-invariant rows of any length.
+With one decay per channel (Kimi) a chunk is not a plain matrix product, so such rows run token by token.
+Batch-invariant rows of any length also run token by token.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ __all__ = ["delta_rule"]
 CHUNK = 64
 
 LARGEST_KEY_BYTES = 512
-"""Largest key in bytes. Tiles of larger keys do not fit shared memory, so their rows run token by token."""
+"""Largest size of a key in bytes. Tiles of larger keys do not fit into shared memory, so their rows run token by
+token.
+"""
 
-# Tuned by measurement: columns of a state per program, warps, stages of loads in flight.
-SOLVE_WARPS = 8  # with 4, Triton 3.6 computes wrong inverses out of short products
+# Tuned by measurement: columns of a state per program, warps, and pipeline stages.
+SOLVE_WARPS = 8  # with 4 warps, Triton 3.6 computes wrong inverses from short products
 STATE_COLUMNS, STATE_WARPS, STATE_STAGES = 32, 4, 3
 OUTPUT_COLUMNS, OUTPUT_WARPS = 64, 4
 DECODE_ELEMENTS, DECODE_WARPS = 4096, 4
@@ -60,17 +62,17 @@ CHANNEL_DECAY: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def _over_length(x):
-    """Return the inverse length of every row of a tile."""
+    """Return the inverse Euclidean length of every row of a tile."""
     wide = x.to(tl.float32)
     return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + 1e-6)
 
 
 @triton.jit
 def _inverse(below, TOKENS: tl.constexpr, SOLVE: tl.constexpr):
-    """(1 + below)⁻¹ of a strictly lower triangular tile: the inverses of blocks of 2, then of blocks twice as large.
+    """Return (1 + below)⁻¹ for a strictly lower triangular tile. Inverts blocks of 2, then blocks of twice the size,
+    and so on.
 
-    Each doubling multiplies true inverses, so it is as stable as substitution; the series in powers of `below`
-    is not, where keys resemble each other.
+    This is as stable as substitution. The power series of `below` is not, if keys are similar to each other.
     """
     i = tl.arange(0, TOKENS)[:, None]
     j = tl.arange(0, TOKENS)[None, :]
@@ -91,9 +93,10 @@ def solve_kernel(
     SEARCH: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """Compute u, w, and the decays of one chunk and value head.
+    """Compute u, w and the decays of one chunk and value head.
 
-    `cum` and `sizes` (inverse lengths of keys) are [heads, tokens]; u and w are [tokens, heads, d]."""
+    `cum` and `sizes` (inverse lengths of keys) are [heads, tokens]; u and w are [tokens, heads, d].
+    """
     row, chunk = locate(starts, sequences, tl.program_id(1), TOKENS, SEARCH)
     start, length = row_of(starts, row)
     if chunk * TOKENS >= length:
@@ -151,7 +154,7 @@ def state_kernel(
     DK: tl.constexpr, DV: tl.constexpr, DK_UP: tl.constexpr, DV_UP: tl.constexpr, TOKENS: tl.constexpr,
     DOT: tl.constexpr, NORMALISE: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
-    """Compute every chunk's first state and the row's last. Replaces u by the corrections."""
+    """Compute the first state of every chunk and the last state of the row. Replaces u by the corrections."""
     column = tl.program_id(0) * DV_UP + tl.arange(0, DV_UP)
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -246,7 +249,7 @@ def _token(
     q, k, v, g, beta, token, some, lines, columns, line, column, q_stride, k_stride, v_stride, g_stride, beta_stride,
     DECAY: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
-    """Load one token's inputs: `lines` and `columns` of them; gates of a head if there are `some`."""
+    """Load `lines` and `columns` of the inputs of one token. With `some`, also load the gates of a head."""
     query = tl.load(q + token * q_stride + line, mask=line < lines, other=0.0)
     key = tl.load(k + token * k_stride + line, mask=line < lines, other=0.0)
     value = tl.load(v + token * v_stride + column, mask=column < columns, other=0.0)
@@ -286,7 +289,7 @@ def decode_kernel(
     v += head * v_head
     g += head * g_head
     beta += head
-    if INVARIANT:  # rows may be long: the next token is loaded while this one is computed
+    if INVARIANT:  # rows may be long, so the next token is loaded while this one is computed
         some = length > 0
         lines, columns = tl.where(some, DK, 0), tl.where(some, DV, 0)
         q_next, k_next, v_next, decay_next, strength_next = _token(
@@ -343,7 +346,7 @@ def delta_rule(
     states: torch.Tensor,
     rows: StateRows,
 ) -> torch.Tensor:
-    """See `state.delta_rule`."""
+    """Triton version of `state.delta_rule`."""
     q, k, v = packed(q), packed(k), packed(v)
     g = None if g is None else packed(g)
     beta = None if beta is None else packed(beta)
@@ -361,7 +364,7 @@ def delta_rule(
     }
     g_in, beta_in = v if g is None else g, v if beta is None else beta
     dot = dot_precision(v.dtype)
-    # Factors in float32 need at least twice the registers, so they get more warps.
+    # Operands in float32 need at least twice the registers, so they get more warps.
     kept, more = (torch.bfloat16, 1) if dot == "bf16" else (torch.float32, 2)
     large = sizes_of["DK_UP"] * kept.itemsize > LARGEST_KEY_BYTES
     if rows.steps or rows.batch_invariant or decay == CHANNEL_DECAY.value or large:

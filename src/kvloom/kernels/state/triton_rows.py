@@ -1,11 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""Common parts of the recurrent kernels: finding a program's row, its pages, and small functions.
+"""Common parts of the recurrent kernels: how a program finds its row and pages, and small functions.
 
-A long call has one program per chunk of each row, but the host does not read how many chunks there are. Row s has its
-chunks from index `starts[s] // CHUNK + s` on. These indices are distinct and at most `tokens // CHUNK + sequences`,
-and a program finds its row by counting. So the grid depends only on sizes, and a captured graph works for any
-lengths.
+A long call has one program per chunk of each row, but the host does not read the number of chunks. The chunks of row
+s start at index `starts[s] // CHUNK + s`. These indices are distinct and at most `tokens // CHUNK + sequences`. A
+program counts starts to find its row. The grid depends only on sizes, so a captured graph works for any lengths.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__ = [
 ]
 
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Triton's interpreter multiplies the raw bits of bfloat16, so values rounded to it are converted back there."""
+"""Triton's interpreter multiplies the raw bits of bfloat16. There, rounded values are converted back to float32."""
 
 
 @triton.jit
@@ -48,7 +47,7 @@ def row_of(starts, row):
 
 @triton.jit
 def locate(starts, sequences, place, CHUNK: tl.constexpr, SEARCH: tl.constexpr):
-    """Return the row, and its chunk, at index `place`. A chunk past the row's end has nothing to do."""
+    """Return the row and the chunk of that row at index `place`. A chunk after the end of the row is empty."""
     index = tl.arange(0, SEARCH)
     begins = tl.load(starts + index, mask=index < sequences, other=0).to(tl.int32)
     before = (begins // CHUNK + index <= place) & (index < sequences)
@@ -64,7 +63,7 @@ def first_place(starts, row, CHUNK: tl.constexpr):
 
 @triton.jit
 def start_page(read, fresh, row, FRESH: tl.constexpr):
-    """Return the page of a row's first state; 0 if it begins from zeros."""
+    """Return the page of a row's first state, or 0 if the row starts from zeros."""
     page = tl.load(read + row).to(tl.int64)
     if FRESH:
         page = tl.where(tl.load(fresh + row) != 0, 0, page)
@@ -78,49 +77,52 @@ def silu(x):
 
 @triton.jit
 def softplus(x):
-    """Return log(1 + exp(x)) in float32, by its series where 1 + exp(x) would lose small values."""
+    """Return log(1 + exp(x)) in float32. A series is used where 1 + exp(x) would lose small values."""
     e = tl.exp(tl.minimum(x, 20.0))
     return tl.where(x > 20.0, x, tl.where(e < 0.01, e * (1.0 - e * (0.5 - e * 0.33333334)), tl.log(1.0 + e)))
 
 
 @triton.jit
 def product(left, right, DOT: tl.constexpr):
-    """Return a matrix product with sums in float32; its factors are rounded by the rule of `dot_precision`."""
+    """Return a matrix product with sums in float32. `DOT` is the precision that `dot_precision` returns."""
     if DOT == "bf16":
         left, right = left.to(tl.bfloat16), right.to(tl.bfloat16)
         if INTERPRETED:
             left, right = left.to(tl.float32), right.to(tl.float32)
     else:
         left, right = left.to(tl.float32), right.to(tl.float32)
-    # A single return: Triton compiles code after a return in a branch anyway.
+    # A single return, because Triton compiles code after a return in a branch anyway.
     return tl.dot(left, right, input_precision=None if DOT == "bf16" else DOT)
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return how factors are multiplied. bf16 inputs are multiplied as bf16.
+    """Return the precision of matrix products for a dtype. bf16 inputs are multiplied as bf16.
 
-    fp16 inputs are multiplied as tf32, which represents them exactly, and also states that exceed fp16. float32
-    inputs are multiplied as they are, because three passes of tf32 read past shared memory in Triton 3.6."""
+    fp16 inputs are multiplied as tf32, which represents them exactly; states may exceed the range of fp16. float32
+    inputs are multiplied in full precision: in Triton 3.6, three passes of tf32 read past shared memory.
+    """
     return {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(dtype, "ieee")
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` with its last dimension contiguous: itself, or a copy."""
+    """Return `x` with a contiguous last dimension: `x` itself, or a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def places(rows: StateRows, tokens: int, chunk: int) -> int:
-    """Return an upper bound of the number of chunks of a call, known without reading lengths."""
+    """Return an upper bound of the number of chunks in a call. Reads no lengths from the device."""
     return tokens // chunk + rows.sequences
 
 
 def search_width(rows: StateRows) -> int:
-    """Return how many starts a program reads to find its row. There are few widths, so that few kernels are compiled."""
+    """Return how many starts a program reads to find its row. Only a few widths exist, so that few kernels are
+    compiled.
+    """
     return max(64, int(triton.next_power_of_2(rows.sequences)))
 
 
 def row_arguments(rows: StateRows) -> dict[str, object]:
-    """Return the arguments that describe rows to a kernel. Their types never change, so that the kernel is compiled once."""
+    """Return the kernel arguments that describe the rows. Their types never change, so the kernel is compiled once."""
     if rows.batch_invariant:
         read = rows.read if rows.fresh is None else rows.read.masked_fill(rows.fresh != 0, 0)
         read, write = (part.to(torch.int64).contiguous() for part in (read, rows.write))
@@ -137,13 +139,17 @@ def row_arguments(rows: StateRows) -> dict[str, object]:
 
 
 def batch_invariant_kernel(kernel: Any) -> Any:
-    """Return the kernel for batch-invariant rows, compiled once for a layer, whatever a call's sizes and alignment.
+    """Return the kernel for batch-invariant rows. It is compiled once per layer, for all sizes and alignments of a
+    call.
 
-    A size of 1 or an aligned address could change the order of a tile's sum. The pages' addresses never change."""
+    Specialising on a size of 1 or an aligned address could change the order of a sum. The addresses of the pages
+    never change.
+    """
     varying = [
         name
         for name in kernel.arg_names
-        if name not in ("states", "page_stride") and not name.isupper()  # capitals: constants of the kernel
+        if name not in ("states", "page_stride")
+        and not name.isupper()  # constants of the kernel have capital letters
     ]
     return triton.jit(kernel.fn, do_not_specialize=varying, do_not_specialize_on_alignment=varying)
 

@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""Scans whose state is one vector a channel (Mamba-1, RG-LRU) in Triton: channels in parallel, time in a loop.
+"""Scans with one state vector per channel (Mamba-1, RG-LRU) in Triton. Channels run in parallel, time in a loop.
 
-With enough rows to fill the device, a program processes a whole row for a block of channels. A few long rows are split
-in time as well, and processed twice:
+If there are enough rows to fill the device, a program processes a whole row for a block of channels. A few long rows
+are also split in time, and processed twice:
 
     SUMMARY   every chunk from zeros             →  its last state, the sum of its steps
     pass      along the chunks of a row          →  every chunk's first state, the row's last
     OUTPUTS   every chunk from its first state   →  y
 
-Batch-invariant rows are processed whole, with as many channels a program as in a decode step.
+Batch-invariant rows are never split, and a program processes as many channels as in a decode step.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ OUTPUTS: tl.constexpr = tl.constexpr(2)
 CHUNK = 256
 """Tokens of a chunk, if rows are split in time."""
 
-# Channels per program and its warps. A whole row is bound by arithmetic, a decode step by loads in flight.
+# Channels per program, and warps. Arithmetic bounds a whole row; loads in flight bound a decode step.
 WALK_ELEMENTS, WALK_WARPS = 512, 1
 STEP_ELEMENTS, STEP_WARPS = 1024, 2
 
 ENOUGH = 2048
-"""Number of programs that fill a device. With fewer, and rows of at least two chunks, rows are split in time."""
+"""Number of programs that fill a device. With fewer programs, rows of at least two chunks are split in time."""
 
 
 @triton.jit
 def _rates(a, column, n, channels, N: tl.constexpr, LINEAR: tl.constexpr):
-    """Return the rate of every channel and state, for exp2."""
+    """Return the rate of every channel and state as an exponent of 2."""
     real = (column < channels)[:, None] & (n < N)[None, :]
     if LINEAR:
         rates = tl.where(real, LOG2E, 0.0)
@@ -65,7 +65,7 @@ def _rates(a, column, n, channels, N: tl.constexpr, LINEAR: tl.constexpr):
 
 @triton.jit
 def _vector(b, offset, column, n, per_group, group_stride, real, N: tl.constexpr, GROUPED: tl.constexpr):
-    """Load one token's b or c: [1, n] for all channels, or [channels, n] if channels are grouped."""
+    """Load b or c of one token: [1, n] for all channels, or [channels, n] if channels are grouped."""
     if GROUPED:
         place = (column // per_group)[:, None] * group_stride + n[None, :]
         found = tl.load(b + offset + place, mask=real[:, None] & (n < N)[None, :], other=0.0)
@@ -123,7 +123,7 @@ def scan_kernel(
         h = tl.zeros((CHANNELS, N_UP), tl.float32)
     steps = tl.zeros((CHANNELS,), tl.float32)
 
-    # The next token is loaded while this one is computed: only the state depends on the order.
+    # The next token is loaded while this one is computed, because only the state depends on the order.
     token = start + first
     some = column < tl.where(first < last, channels, 0)
     step_next = tl.load(dt + token * dt_stride + column, mask=some, other=0.0)
@@ -177,7 +177,9 @@ def pass_kernel(
     N: tl.constexpr, N_UP: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, LINEAR: tl.constexpr,
     FRESH: tl.constexpr,
 ):  # fmt: skip
-    """Turn every chunk's last state (from zeros) into its first state, in place; each thread owns its elements."""
+    """Replace the last state of every chunk (computed from zeros) by its first state, in place. Each thread owns its
+    elements.
+    """
     row = tl.program_id(0)
     _, length = row_of(starts, row)
     place = first_place(starts, row, TOKENS).to(tl.int64)
@@ -206,7 +208,7 @@ def pass_kernel(
 def linear_scan(
     x: torch.Tensor, log_decay: torch.Tensor, states: torch.Tensor, rows: StateRows
 ) -> torch.Tensor:
-    """See `state.linear_scan`."""
+    """Triton version of `state.linear_scan`."""
     return _scan(x, log_decay, None, None, None, None, None, None, False, states, rows)
 
 
@@ -223,7 +225,7 @@ def mamba1_scan(
     states: torch.Tensor,
     rows: StateRows,
 ) -> torch.Tensor:
-    """See `state.mamba1_scan`; here b and c are [tokens, groups, n]."""
+    """Triton version of `state.mamba1_scan`. b and c are [tokens, groups, n]."""
     return _scan(x, dt, a.contiguous(), packed(b), packed(c), d, z, dt_bias, softplus, states, rows)
 
 

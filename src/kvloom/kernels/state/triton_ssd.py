@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""Mamba-2's scan in Triton: chunks as matrix products, and a decode step that moves each state once.
+"""The scan of Mamba-2 in Triton. Chunks are matrix products. A decode step reads and writes each state once.
 
 | kernel        | a program is                        | computes                                                  |
 |---------------|-------------------------------------|-----------------------------------------------------------|
@@ -39,7 +39,7 @@ __all__ = ["mamba2_scan"]
 
 CHUNK = 64
 
-# Tuned by measurement: the block of a state per program, warps, stages of loads in flight.
+# Tuned by measurement: block of a state per program, warps, and pipeline stages.
 STATE_WIDTH, STATE_SIZE, STATE_WARPS, STATE_STAGES = 64, 64, 4, 3
 OUTPUT_WARPS = 4
 DECODE_ELEMENTS, DECODE_WARPS = 4096, 4
@@ -61,7 +61,9 @@ def steps_kernel(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, SEARCH: tl.constexpr, DT: tl.constexpr, BIAS: tl.constexpr,
     SOFTPLUS: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """Compute steps and their decay. `steps` and `cum` are [heads, tokens], so that a head's chunk is contiguous."""
+    """Compute the steps and their summed decay. `steps` and `cum` are [heads, tokens], so that a chunk of one head is
+    contiguous.
+    """
     row, chunk = locate(starts, sequences, tl.program_id(1), TOKENS, SEARCH)
     start, length = row_of(starts, row)
     if chunk * TOKENS >= length:
@@ -190,7 +192,9 @@ def output_kernel(
 def _token(
     x, b, c, dt, token, some, width, size, p, n, x_stride, b_stride, c_stride, dt_stride, DT: tl.constexpr
 ):
-    """Load one token's inputs: `width` inputs and `size` elements of the vectors; a step if there are `some`."""
+    """Load the inputs of one token: `width` inputs and `size` elements of the vectors. With `some`, also load the
+    step.
+    """
     inputs = tl.load(x + token * x_stride + p, mask=p < width, other=0.0)
     into = tl.load(b + token * b_stride + n, mask=n < size, other=0.0)
     seen = tl.load(c + token * c_stride + n, mask=n < size, other=0.0)
@@ -227,7 +231,7 @@ def decode_kernel(
     dt += head
     b += group * b_group
     c += group * c_group
-    if INVARIANT:  # rows may be long: the next token is loaded while this one is computed
+    if INVARIANT:  # rows may be long, so the next token is loaded while this one is computed
         some = length > 0
         width, size = tl.where(some, WIDTH, 0), tl.where(some, SIZE, 0)
         x_next, b_next, c_next, step_next = _token(
@@ -284,7 +288,7 @@ def mamba2_scan(
     states: torch.Tensor,
     rows: StateRows,
 ) -> torch.Tensor:
-    """See `state.mamba2_scan`."""
+    """Triton version of `state.mamba2_scan`."""
     x, b, c = packed(x), packed(b), packed(c)
     z = None if z is None else packed(z)
     dt = None if dt is None else packed(dt)
@@ -336,7 +340,7 @@ def mamba2_scan(
         sequences=rows.sequences, tokens=tokens, heads=heads, dt_stride=dt_stride, low=low, high=high,
         TOKENS=CHUNK, HEADS=16, SEARCH=search, num_warps=4, **how,
     )  # fmt: skip
-    # Factors in float32 need at least twice the registers, so they get more warps.
+    # Operands in float32 need at least twice the registers, so they get more warps.
     more = 1 if dot == "bf16" else 2
     width_up = min(STATE_WIDTH, max(16, triton.next_power_of_2(width)))
     size_up = min(STATE_SIZE, max(16, triton.next_power_of_2(size)))

@@ -1,6 +1,7 @@
-"""New K and V into their slots: rotary embedding, quantisation and the write in one call.
+"""Writes new K and V to their slots: rotary embedding, quantisation and the write are one call.
 
-`interface` checks a call and chooses the kernel, `reference` is the oracle in plain torch, `triton_write` the kernel.
+`interface` checks a call and chooses the kernel. `reference` is the oracle in plain torch, and `triton_write` the
+kernel.
 """
 
 from .interface import write

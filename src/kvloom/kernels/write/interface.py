@@ -1,8 +1,8 @@
-"""New K and V into pages: one call a layer that rotates K and q, quantises, and writes.
+"""Writes new K and V to pages. One call per layer rotates K and q, quantises K and V, and writes them.
 
-Pages are views of `memory.views`; a token's slot is `page * block_tokens + offset`. The host reads no value and a GPU
-allocates nothing, so a call can be captured, and replayed with other slots. CPU tensors run in torch, CUDA tensors in one
-Triton kernel.
+Pages are views of `memory.views`; a token's slot is `page * block_tokens + offset`. A call on a GPU reads no value on
+the host and allocates nothing. A graph can therefore capture it and replay it with other slots. CPU tensors run in
+torch, CUDA tensors in one Triton kernel.
 
 | argument         | shape                        | strides                    |                                   |
 |------------------|------------------------------|----------------------------|-----------------------------------|
@@ -44,12 +44,11 @@ def write(
 ) -> None:
     """Write `k` and `v` to their slots, and rotate `q` by the same rotary embedding.
 
-    int8 and fp8 pages are quantised. With pages of scales, each token and head is scaled by its largest value (scale
-    = amax / 127 or / 448, in float32, stored in the page). With static scales, values are clamped to their range.
+    K and V are quantised for int8 and fp8 pages. With pages of scales, each token and head has its own scale (amax /
+    127 or amax / 448, float32), which is stored in the page. With static scales, values are clamped to the range.
     Values are multiplied by the inverse scale in float32 and rounded half to even. Kernel and reference store the
-    same bytes.
-
-    Two tokens with one slot, and slots beyond the last page, are not detected."""
+    same bytes. The call does not detect two tokens with one slot, or slots beyond the last page.
+    """
     _check("k", k_pages, k, k_scale, slots)
     if (v is None) != (v_pages is None):
         raise ValueError("give both v and v_pages, or neither")

@@ -1,4 +1,4 @@
-"""Writing to pages in plain torch: rotary embedding, quantisation, slots. Defines the bytes that the kernel must write."""
+"""Writes to pages in plain torch: rotary embedding, quantisation, slots. The kernel must write the same bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvloom.kernels.dtypes import accumulator_dtype, quantised_max
 __all__ = ["SMALLEST_SCALE", "Rotary", "apply_rotary", "write"]
 
 SMALLEST_SCALE = 2.0**-100
-"""Lower bound of scales, so that their inverse is finite; a row of zeros gets it."""
+"""Smallest scale, so that its inverse is finite. A row of zeros has this scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,10 @@ class Rotary:
     | pairs    | x[2i], x[2i + 1]  | the same places     | GPT-J, Cohere, GLM       |
     | unpaired | x[2i], x[2i + 1]  | x[i], x[i + n]      | DeepSeek's modeling code |
 
-    n pairs rotate 2n dims: a head's first ones, or its last ones with `tail` (latents). Computed in float32 (float64
-    for float64) and rounded once to the input's dtype. With `rounded`, products are rounded before they are added,
-    like modeling code in that dtype does."""
+    n pairs rotate the first 2n dims of a head, or the last 2n dims with `tail` (latents). Computed in float32
+    (float64 for float64) and rounded once to the input's dtype. With `rounded`, products are also rounded before they
+    are added, as in modeling code.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -44,10 +45,11 @@ class Rotary:
         tail: bool = False,
         repeated: Literal["halves", "pairs"] = "halves",
     ) -> Rotary:
-        """Build from tables [..., tokens, 2n] with every angle twice: n apart, or side by side (Cohere). Views, no
-        copies.
+        """Build from tables [..., tokens, 2n], in which every angle occurs twice: n columns apart, or adjacent
+        (Cohere). Copies nothing.
 
-        Tables of M-RoPE have this form; complex ones are `Rotary(f.real, f.imag, "pairs")`."""
+        M-RoPE tables have this form. For complex tables use `Rotary(f.real, f.imag, "pairs")`.
+        """
         size = cos.shape[-1]
         part = slice(0, size // 2) if repeated == "halves" else slice(0, size, 2)
         return cls(cos.reshape(-1, size)[:, part], sin.reshape(-1, size)[:, part], form, tail)
@@ -77,11 +79,13 @@ def write(
     scales: torch.Tensor | None = None,
     rotary: Rotary | None = None,
 ) -> None:
-    """Write `new` ([tokens, heads, dim]) to `slots` ([tokens]: page * block tokens + offset; negative: skip).
+    """Write `new` ([tokens, heads, dim]) to `slots` ([tokens], each page * block tokens + offset). A negative slot is
+    skipped.
 
-    int8 and fp8 pages are quantised. With `scales` as pages ([pages, b, heads]), each token and head is scaled by its
-    largest value, and the scale is stored in the page. With `scales` per head ([heads], or one value), values are
-    scaled by them and clamped. fp8 without scales is scaled by 1."""
+    Values are quantised for int8 and fp8 pages. If `scales` are pages ([pages, b, heads]), each token and head gets
+    its own scale, which is stored in the page. If `scales` are per head ([heads] or one value), values are divided by
+    them and clamped. fp8 pages without scales have scale 1.
+    """
     if slots.shape[0] != new.shape[0]:
         raise ValueError(f"{slots.shape[0]} slots for {new.shape[0]} tokens")
     kept = (slots >= 0).nonzero().squeeze(1)
@@ -102,7 +106,7 @@ def write(
 
 
 def _quantised(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round half to even; clamp first, because conversion may turn large values into NaN."""
+    """Clamp, then round half to even. Without the clamp, conversion could turn large values into NaN."""
     most = quantised_max(dtype)
     if dtype == torch.int8 and most is not None:
         scaled = scaled.round()

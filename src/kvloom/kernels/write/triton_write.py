@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""The kernel that writes K and V to pages: one launch rotates, quantises and stores both, and rotates q.
+"""The kernel that writes K and V to pages. One launch rotates, quantises and stores both, and rotates q.
 
-A row is one head of one token. Programs take `ROWS` (q: `Q_ROWS`) rows each, in memory order of heads:
+A row is one head of one token. A program takes `ROWS` rows of K or V, or `Q_ROWS` rows of q, in memory order:
 
     programs   | K rows …       | V rows …       | q rows …       |      each part: cdiv(tokens * heads, rows)
     a row      | rotated: a, b of each pair (WIDE lanes) | the rest unchanged (REST lanes) |   (reversed with a tail)
@@ -33,10 +33,10 @@ MAGIC: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtra
 SMALLEST: tl.constexpr = tl.constexpr(SMALLEST_SCALE)
 
 TILE = 4096
-"""Elements of a program if there are many: in bf16, four loads of 16 bytes per thread."""
+"""Elements that a program processes if there are many rows. In bf16, each thread has four loads of 16 bytes."""
 SMALL_TILE = 1024
 PROGRAMS = 512
-"""Number of programs that fill the device. With fewer, smaller programs are faster."""
+"""Number of programs that fill the device. Smaller tiles are faster if there would be fewer programs."""
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def _rotate(
 
 @triton.jit
 def _stored(x, inverse, pages, MOST: tl.constexpr):
-    """Return values as stored in the page: quantised, unless MOST is 0."""
+    """Return the values as the page stores them. They are quantised unless MOST is 0."""
     if MOST > 0:
         x = x * inverse[:, None]
         x = tl.minimum(tl.maximum(x, -MOST), MOST)
@@ -148,7 +148,7 @@ def _append(
     ROUNDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write rows of K or V to their pages. SCALES: 0 none, 1 one per head, 2 one per token and head, written to the page."""
+    """Write rows of K or V to their pages. SCALES: 0 none, 1 per head, 2 per token and head, stored in the page."""
     token, head = row // HEADS, row % HEADS
     slot = tl.load(slots + token.to(tl.int64) * slot_stride, mask=token < tokens, other=-1).to(tl.int64)
     kept = slot >= 0
@@ -166,7 +166,7 @@ def _append(
         a, b = _rotate(
             a, b, token, kept, cos, sin, cos_token, cos_pair, sin_token, sin_pair, PAIRS, WIDE, ROUNDED, new.dtype.element_ty
         )  # fmt: skip
-        # Rounded as if rotated before the call, so that fusing changes no stored value.
+        # Rounded as if rotated before the call, so that fusing does not change stored values.
         a = a.to(new.dtype.element_ty).to(tl.float32)
         b = b.to(new.dtype.element_ty).to(tl.float32)
     inverse = tl.full([ROWS], 1.0, tl.float32)
@@ -232,7 +232,7 @@ def _rotate_rows(
         a, b, token, kept, cos, sin, cos_token, cos_pair, sin_token, sin_pair, PAIRS, WIDE, ROUNDED, q.dtype.element_ty
     )  # fmt: skip
     if IN_PLACE:
-        # a thread may have another thread's elements too: all are read before any is overwritten
+        # a thread may also read other threads' elements, so all are read before any is overwritten
         tl.debug_barrier()
     a, b = a.to(out.dtype.element_ty), b.to(out.dtype.element_ty)
     _store_pairs(y + turned_at, kept, a, b, PAIRS, WIDE, ROWS, ADJACENT_OUT)
@@ -345,7 +345,7 @@ def write(
     q: torch.Tensor | None = None,
     q_out: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel; the arguments are those of `kvloom.kernels.write.write`, already checked."""
+    """Launch the kernel. `kvloom.kernels.write.write` has checked the arguments."""
     tokens, heads, k_dim = k.shape
     if tokens == 0:
         return
@@ -363,7 +363,7 @@ def write(
     tile, warps = (TILE, 4) if much else (SMALL_TILE, 2)
     rows, q_rows = max(1, tile // k_width), max(1, tile // q_width)
     programs = triton.cdiv(tokens * heads, rows) * parts + triton.cdiv(tokens * q_heads, q_rows)
-    # Absent tensors are never read: any tensor can be passed for them.
+    # The kernel never reads absent tensors, so any tensor can be passed for them.
     v, v_pages = (k, k_pages) if v is None or v_pages is None else (v, v_pages)
     q_out = q if q_out is None else q_out
     q, q_out = (k, k) if q is None or q_out is None else (q, q_out)

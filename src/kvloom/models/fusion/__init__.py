@@ -1,4 +1,5 @@
-"""Fewer, larger operations in Hugging Face modules; optional. A module that computes something else is not changed.
+"""Optional: replaces modules of Hugging Face models by fewer, larger operations. A module with different results is
+not changed.
 
 | file              | replaces                                                        |
 |-------------------|-----------------------------------------------------------------|

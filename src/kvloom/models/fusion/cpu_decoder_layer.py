@@ -1,9 +1,9 @@
-"""Decoder layers on a CPU in eight calls, for steps of one token a sequence.
+"""Decoder layers on a CPU in eight calls, for steps with one token per sequence.
 
     norm, one product, `cpu.attention_step` (rotation, pages, attention), a product added to x;  norm, product, gate, product
 
-A layer is replaced only if all its parts are already fused. On a CPU, call overhead takes most of a small model's
-step, mainly from modules that call modules. Other steps use the layer's previous forward.
+A layer is replaced only if all its parts are already fused. On a CPU, calls between modules take most of a small
+model's step. All other steps use the layer's previous forward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CpuDecoderLayer", "CpuNorm"]
 
 
 class CpuNorm(NamedTuple):
-    """A norm of a module; its weight is looked up at each call. `gemma` as in `fused.NormForm`."""
+    """A norm of a module. Its weight is read at each call. `gemma` has the same meaning as in `fused.NormForm`."""
 
     module: Any
     eps: float
@@ -31,7 +31,7 @@ class CpuNorm(NamedTuple):
 
 
 class CpuDecoderLayer:
-    """The forward of a decoder layer; `own` is its previous forward."""
+    """The new forward of a decoder layer. `own` is its previous forward."""
 
     def __init__(
         self,
@@ -44,8 +44,7 @@ class CpuDecoderLayer:
         tanh: bool,
     ) -> None:
         self._own, self._attention, self._output, self._norms = own, attention, output, norms
-        self._gate_up, self._down, self._tanh = gate_up.t(), down, tanh
-        self._joined = attention.weight.t()
+        self._gate_up, self._down, self._tanh = gate_up, down, tanh
 
     def __call__(self, hidden_states: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
         pages, rotary = named.get("pages"), named.get("position_embeddings")
@@ -64,9 +63,20 @@ class CpuDecoderLayer:
             return self._own(hidden_states, *more, **named)  # type: ignore[no-any-return]
         x = hidden_states[0]
         first, second = self._norms
-        joined = torch.mm(first(x), self._joined)
+        joined = _product(first(x), attention.weight)
         out = cpu.attention_step(joined, cos, sin, attention.heads, attention.scale, *found)
-        x.addmm_(out, self._output.weight.t())
-        gated = cpu.act_and_mul(torch.mm(second(x), self._gate_up), self._tanh)
-        x.addmm_(gated, self._down.weight.t())
+        _add_product(out, self._output.weight, x)
+        gated = cpu.act_and_mul(_product(second(x), self._gate_up), self._tanh)
+        _add_product(gated, self._down.weight, x)
         return hidden_states
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return cpu.multiply(x, weight) if cpu.multiplies(x, weight) else torch.mm(x, weight.t())
+
+
+def _add_product(x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor) -> None:
+    if cpu.multiplies(x, weight):
+        cpu.multiply(x, weight, into)
+    else:
+        into.addmm_(x, weight.t())

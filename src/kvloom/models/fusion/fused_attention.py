@@ -1,9 +1,11 @@
 """Attention modules in a few calls: one product for q, k and v, one rotation, then the pages.
 
-On a CPU this saves calls. On a GPU it saves launches in replayed steps, where the launch that writes keys also
-rotates keys and queries. In prompts with q and k norms it saves memory traffic, because one launch norms and rotates.
-No family is selected by name: a module runs on random input with recording pages, and one that passes or returns
-anything else is not changed.
+On a CPU this saves calls. On a GPU it saves launches in replayed steps, because the launch that writes keys also
+rotates keys and queries. In prompts of models with q and k norms it saves memory traffic, because one launch
+normalises and rotates.
+
+Families are not selected by name. Each module is run on random input with pages that record their calls. If the fused
+forward gives other calls or results, the module is not changed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _RecordingPages:
-    """Replaces pages: records q, k and v, and returns a tensor that depends on q."""
+    """Stands in for the pages: records q, k and v, and returns a tensor that depends on q."""
 
     def __init__(self, is_replaying: bool) -> None:
         self.is_replaying = is_replaying
@@ -65,7 +67,7 @@ class _RecordingPages:
 
 
 class FusedAttention:
-    """The forward of an attention module on a CPU."""
+    """The fused forward of an attention module on a CPU."""
 
     def __init__(
         self, module: Any, weight: torch.Tensor, bias: torch.Tensor | None, dim: int, scale: float
@@ -77,7 +79,7 @@ class FusedAttention:
 
     @property
     def plain(self) -> bool:
-        """Whether there is only a matrix product between hidden states and the rotation."""
+        """Whether q, k and v are only a matrix product of the hidden states, without norms."""
         return self.bias is None and self.norms == [None, None]
 
     def __call__(self, *given: Any, **named: Any) -> tuple[torch.Tensor, None]:
@@ -97,7 +99,7 @@ class FusedAttention:
         return self.supports_rotary(cos, sin)
 
     def _adjacent(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return q, k and v side by side: [tokens, heads, dim]."""
+        """Return q, k and v, adjacent in memory: [tokens, heads, dim]."""
         return linear(hidden, self.weight, self.bias).view(len(hidden), self.heads + 2 * self.kv, self.dim)
 
     def _attended(
@@ -127,10 +129,8 @@ class FusedAttention:
 
 
 class GpuFusedAttention(FusedAttention):
-    """The forward of an attention module on a GPU.
-
-    In a replayed step of single tokens, the launch that writes keys rotates keys and queries; in other steps, the launch that
-    norms them.
+    """The fused forward of an attention module on a GPU. In a replayed step of single tokens, the launch that writes
+    keys also rotates. In other steps, the launch that normalises also rotates.
     """
 
     def __init__(self, module: Any, *given: Any) -> None:
@@ -142,7 +142,7 @@ class GpuFusedAttention(FusedAttention):
 
     @staticmethod
     def _fused_norm(norm: Any) -> Any:
-        """Return the parameters of a fused norm, with its current weight; else None."""
+        """Return the parameters of a fused norm with its current weight, or None if the norm is not fused."""
         return getattr(getattr(norm, "forward", None), "normed", None)
 
     def supports(self, pages: Any, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -181,14 +181,15 @@ KNOWN_ARGUMENTS = IGNORED | {
     "attention_mask",
     "past_key_values",
 }
-"""Keywords that a call may have; with any other, the module's own forward runs."""
+"""The keywords that a call may have. With any other keyword, the module's own forward runs."""
 
 
 def fuse_attention(module: Any, implementation: type[FusedAttention] | None = None) -> bool:
-    """Replace an attention module's forward. Returns whether it was replaced.
+    """Replace the forward of an attention module if the fused forward calls the pages with the same tensors and
+    returns the same result. Returns whether it was replaced.
 
-    The replacement must pass the same tensors to pages and treat their result in the same way. Its projections must
-    already be joined. `implementation` is the device's by default."""
+    The projections of the module must already be joined. The default `implementation` depends on the device.
+    """
     layers = [getattr(module, f"{name}_proj", None) for name in "qkvo"]
     dim, config = getattr(module, "head_dim", None), getattr(module, "config", None)
     if not all(type(layer) is nn.Linear for layer in layers) or not isinstance(dim, int):
@@ -214,11 +215,11 @@ def _replace_forward(
     bias: torch.Tensor | None,
     dim: int,
 ) -> bool:
-    """Replace a module's forward by `implementation` if both compute the same."""
+    """Replace a module's forward by `implementation` if both compute the same results."""
     draw = torch.Generator().manual_seed(dim)
     x = torch.randn(1, 3, weight.shape[1], generator=draw).to(weight)
     rotary = torch.randn(1, 3, dim, generator=draw), torch.randn(1, 3, dim, generator=draw)
-    if implementation is GpuFusedAttention:  # every angle is given twice
+    if implementation is GpuFusedAttention:  # every angle occurs twice
         rotary = rotary[0][..., : dim // 2].repeat(1, 1, 2), rotary[1][..., : dim // 2].repeat(1, 1, 2)
     rotary = rotary[0].to(weight), rotary[1].to(weight)
     wanted = _record_call(module.forward, x, rotary)
@@ -265,7 +266,7 @@ def _same(a: RecordedCall, b: RecordedCall) -> bool:
 
 
 def _adjacent(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return one tensor over several that are adjacent in memory; None if they are not."""
+    """Return one tensor over several tensors that are adjacent in memory, or None if they are not adjacent."""
     first, at = parts[0], parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != at or not part.is_contiguous():

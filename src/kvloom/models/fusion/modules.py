@@ -1,4 +1,5 @@
-"""Fewer, larger operations in Hugging Face modules: an optional step after the seams are installed.
+"""Replaces operations of Hugging Face modules by fewer, larger ones. Optional; runs after the model was prepared for
+pages.
 
 | found in a model                      | replaced by                                               |
 |---------------------------------------|-----------------------------------------------------------|
@@ -13,8 +14,9 @@
 |                                       | prompts by the launch that norms q and k                  |
 | experts and routers (`moe`)           | two grouped matrix products, one launch for the routing   |
 
-No family is selected by name: each replacement is compared on random input first, and a module that computes something else is
-not changed. Weights are joined in place: the modules' own become views. A fused decoder layer overwrites its input.
+Families are not selected by name. Each replacement is first compared on random input, and a module with different
+results is not changed. Weights are joined in one tensor, and the weights of the modules become views of it. A fused
+decoder layer overwrites its input.
 """
 
 from __future__ import annotations
@@ -49,13 +51,17 @@ __all__ = ["fuse"]
 
 
 def fuse(model: Any, limit: int = 0) -> Counter[str]:
-    """Fuse every module that can be fused; return counts by kind. Can be repeated. The model must be on its device.
+    """Fuse every module that can be fused. Return counts by kind. Can be repeated. The model must be on its device.
 
-    Positions given to the model are below `limit` (0: unknown, no rotary cache)."""
+    `limit` is above every position that the model will get; 0 means unknown, and disables the rotary cache.
+    """
     done: Counter[str] = Counter()
     with torch.no_grad():
         fresh = [module for module in model.modules() if not getattr(module, "is_fused", False)]
-        for name, tried in FUSIONS.items():  # norms first: attention checks whether its norms are fused
+        for (
+            name,
+            tried,
+        ) in FUSIONS.items():  # norms first, because attention checks whether its norms are fused
             for module in fresh:
                 if tried(module):
                     module.is_fused = True
@@ -69,10 +75,18 @@ def fuse(model: Any, limit: int = 0) -> Counter[str]:
                 _link_layers(module)
         for name in {type(module).__module__ for module in model.modules()}:
             done["rotary embeddings"] += _fuse_rotary(sys.modules[name], model)
+        _fuse_head(model)
         like = next(model.parameters())[:1]
         for module in model.modules() if limit and like.is_cuda else ():
             done["rotary caches"] += fuse_rotary_embedding(module, limit, like)
     return +done
+
+
+def _fuse_head(model: Any) -> None:
+    """Let a model's head multiply a few rows without BLAS, on a CPU."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(head) is nn.Linear and "bias" not in dict(head.named_parameters()) and head.weight.is_cpu:
+        vars(head).setdefault("forward", lambda x: linear(x, head.weight))
 
 
 def _random_input(*shape: int, like: torch.Tensor) -> torch.Tensor:
@@ -81,15 +95,15 @@ def _random_input(*shape: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two results differ by rounding only."""
+    """Return whether two results differ only by rounding."""
     distance = torch.dist(a.float(), b.float())
     return a.shape == b.shape and bool(distance <= 8 * torch.finfo(a.dtype).eps * a.float().norm())
 
 
 class _FusedNorm:
-    """The forward of a norm. Its weight is looked up at each call, because loading weights later replaces it.
-
-    If the weight does not fit the input (Falcon Mamba), the module's own forward runs."""
+    """The fused forward of a norm. Its weight is read at each call, because loading weights later replaces it. If the
+    weight does not fit the input (Falcon Mamba), the module's own forward runs.
+    """
 
     def __init__(self, module: Any, eps: float, form: NormForm) -> None:
         self._module, self._eps, self._form, self._own = module, eps, form, module.forward
@@ -134,7 +148,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 
 class _FusedMLP:
-    """The forward of a gated MLP; its result is added to `into` if given."""
+    """The fused forward of a gated MLP. With `into`, its result is added to that tensor."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: Activation) -> None:
         self._joined, self._bias = _join(gate, up)
@@ -142,7 +156,7 @@ class _FusedMLP:
 
     @property
     def adds(self) -> bool:
-        """Whether the result can be added to a tensor."""
+        """Whether the forward can add its result to a tensor."""
         return self._down.bias is None
 
     def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -166,7 +180,7 @@ def _fuse_mlp(module: Any) -> bool:
 
 
 class _ResidualOutput:
-    """The forward of an output projection: it adds to `into` if a layer has set it."""
+    """The fused forward of an output projection. If a layer has set `into`, the result is added to that tensor."""
 
     def __init__(self, module: nn.Linear) -> None:
         self._module = module
@@ -178,10 +192,11 @@ class _ResidualOutput:
 
 
 class _FusedDecoderLayer:
-    """The forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place.
+    """The fused forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place.
 
-    With `posts`, each addend is normed first, and the last launch also computes the norm `after` it, with which the
-    next layer begins. That norm is an attribute of x, so it lives no longer than x."""
+    With `posts`, each addend is normalised first. The last launch then also computes the norm `after`, the first norm
+    of the next layer. Its result is an attribute of x, so it is freed with x.
+    """
 
     def __init__(
         self,
@@ -218,13 +233,13 @@ class _FusedDecoderLayer:
 
 
 NORMED_ATTRIBUTE = "_kvloom_normed"
-"""The attribute of hidden states that contains a norm and its result."""
+"""Name of the attribute of hidden states that contains a norm and its result."""
 
 
 def _link_layers(layers: nn.ModuleList) -> None:
-    """Set the norm with which the next layer begins, for each layer. Skips layers with hooks, which may change anything.
-
-    Modeling code between such layers passes on its input, or a new tensor."""
+    """Store in each layer the first norm of the next layer. Skips layers with hooks, because a hook may change the
+    hidden states.
+    """
     for one, other in pairwise(layers):
         here, there, hooks = one.forward, other.forward, (*one._forward_hooks, *other._forward_pre_hooks)
         if (
@@ -244,7 +259,9 @@ SANDWICH = (
 
 
 def _fuse_layer(module: Any) -> bool:
-    """Fuse a decoder layer of attention and a gated MLP if the result is the same with attention replaced."""
+    """Fuse a decoder layer of attention and a gated MLP. The layer must give the same result with a stand-in for its
+    attention. Returns whether it was fused.
+    """
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     output: Any = getattr(attention, "o_proj", None)
     plain = type(output) is nn.Linear
@@ -268,7 +285,9 @@ def _fuse_layer(module: Any) -> bool:
 
 
 def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
-    """Return the layer in fewer calls if it is on a CPU and all its parts are plain; else unchanged."""
+    """Return a version of the layer with fewer calls if it is on a CPU and all its parts are plain. Otherwise return
+    the layer.
+    """
     attention, mlp = layer._module.self_attn.forward, layer._mlp
     if layer._posts or type(attention) is not FusedAttention or not attention.plain or mlp._bias is not None:
         return layer
@@ -282,7 +301,7 @@ def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
 
 
 def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecoderLayer) -> bool:
-    """Return whether a layer computes the same as `found`, whatever its attention is."""
+    """Return whether a layer computes the same as `found` for any attention module."""
     plain = output.forward
 
     def aside(*_: Any, hidden_states: torch.Tensor, **__: Any) -> tuple[torch.Tensor, None]:
@@ -297,7 +316,7 @@ def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecode
         output.forward = found._output
         return isinstance(wanted, torch.Tensor) and _same(found(x.clone()), wanted)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return False  # it needs more than hidden states: not changed
+        return False  # it needs more than hidden states, so it is not changed
     finally:
         output.forward = plain
         if own is None:
@@ -325,7 +344,7 @@ def _fuse_projections(module: Any) -> bool:
                 return functional.linear(x, own.weight, own.bias)
             found = last[0][1][place]
             if place == 2:
-                last.clear()  # otherwise a layer's activations would live until its next run
+                last.clear()  # otherwise the activations of a layer would stay in memory until its next run
             return found
 
         return forward
@@ -337,7 +356,7 @@ def _fuse_projections(module: Any) -> bool:
 
 
 def _projections(module: Any, *names: str) -> list[nn.Linear] | None:
-    """Return the module's projections of these names if all are plain linear layers; else None."""
+    """Return the projections with these names if all are plain linear layers, else None."""
     found = [getattr(module, f"{name}_proj", None) for name in names]
     plain = [layer for layer in found if type(layer) is nn.Linear and not layer._forward_pre_hooks]
     return plain if len(plain) == len(names) else None
@@ -349,7 +368,7 @@ def _can_join(a: nn.Linear, b: nn.Linear, rows: bool = True) -> bool:
 
 
 def _join(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Join weights (and biases) into one; the layers' own become views of it."""
+    """Join weights and biases into one tensor each. The weights of the layers become views of it."""
     weight = torch.cat([layer.weight.data for layer in layers])
     biases = [part.data for part in (getattr(layer, "bias", None) for layer in layers) if part is not None]
     bias = torch.cat(biases) if biases else None
@@ -364,7 +383,9 @@ def _join(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _fuse_rotary(modeling: Any, model: Any) -> int:
-    """Replace a modeling file's `apply_rotary_pos_emb` if one launch computes the same; return 1 or 0."""
+    """Replace `apply_rotary_pos_emb` of a modeling file if one launch computes the same. Return 1 if it was replaced,
+    else 0.
+    """
     original = getattr(modeling, "apply_rotary_pos_emb", None)
     weight = next(model.parameters())
     if original is None or getattr(original, "is_fused", False) or not weight.is_cuda:
@@ -375,7 +396,7 @@ def _fuse_rotary(modeling: Any, model: Any) -> int:
         wanted, found = original(q, k, cos, sin), apply_rotary(q, k, cos, sin)
         same = all(_same(a, b) for a, b in zip(wanted, found, strict=True))
     except (RuntimeError, TypeError, ValueError):
-        return 0  # other arguments or shapes: not changed
+        return 0  # other arguments or shapes, so it is not changed
     if not same:
         return 0
 

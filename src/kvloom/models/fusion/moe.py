@@ -5,7 +5,7 @@
 | experts with `gate_up_proj`, `down_proj` of [expert, out, in] | two grouped products, no wait for the device  |
 | routers: softmax of one product, top-k                       | one launch after the product                  |
 
-A module is compared on random input first; one that computes something else is not changed.
+Each replacement is first compared on random input. A module with different results is not changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 
 def fuse_experts(module: Any) -> bool:
-    """Replace a module's experts by grouped products if they compute the same. Return whether they were replaced."""
+    """Replace the experts of a module by grouped products if they compute the same. Return whether they were
+    replaced.
+    """
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not isinstance(gate_up, torch.Tensor) or not isinstance(down, torch.Tensor) or gate_up.ndim != 3:
         return False
@@ -33,7 +35,7 @@ def fuse_experts(module: Any) -> bool:
         return False
     draw = torch.Generator().manual_seed(dim)
     picked = min(2, count)
-    # Some rows are large, to reveal a clamp in the gate.
+    # Some rows are large, so that a clamp in the gate becomes visible.
     sizes = torch.tensor([1.0, 1.0, 8.0, 64.0, 512.0])
     x = (torch.randn(5, dim, generator=draw) * sizes[:, None]).to(gate_up.device, gate_up.dtype)
     index = torch.stack([torch.randperm(count, generator=draw)[:picked] for _ in x]).to(x.device)
@@ -41,12 +43,12 @@ def fuse_experts(module: Any) -> bool:
     try:
         wanted = module(x, index, weights)
     except (TypeError, RuntimeError):
-        return False  # other arguments: not changed
+        return False  # other arguments, so it is not changed
     for activation in ACTIVATIONS:
-        # Try every tile, which also compiles it before serving.
+        # Every tile is tried, which also compiles it before serving.
         found = (fused_moe(x, index, weights, gate_up, down, activation, tile) for tile in candidate_tiles(x))
         if all(_same_rows(each, wanted) for each in found):
-            # Weights are looked up at each call: loading weights later replaces them.
+            # Weights are read at each call, because loading weights later replaces them.
             module.forward = lambda x, index, weights, activation=activation: fused_moe(
                 x, index, weights, module.gate_up_proj, module.down_proj, activation
             )
@@ -71,7 +73,7 @@ def fuse_router(module: Any) -> bool:
         return False
     for shared in (True, False):
         found, chosen = topk_softmax(functional.linear(x, weight), picked, shared, scores.dtype)
-        # Among equal probabilities another expert may be selected: compare their logits.
+        # Of equal probabilities another expert may be selected, so their logits are compared.
         alike = torch.equal(logits.gather(1, index).sort(-1)[0], logits.gather(1, chosen).sort(-1)[0])
         if alike and _same_rows(found.sort(-1)[0], scores.sort(-1)[0]):
             module.forward = _router(module, picked, shared, scores.dtype)
@@ -88,7 +90,7 @@ def _router(module: Any, picked: int, shared: bool, dtype: torch.dtype) -> Any:
 
 
 def _same_rows(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two results differ by rounding only, in every row."""
+    """Return whether two results differ only by rounding in every row."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     distance = (a.double() - b.double()).norm(dim=-1)

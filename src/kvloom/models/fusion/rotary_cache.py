@@ -1,7 +1,7 @@
-"""Cos and sin of rotary embeddings from a table: on a GPU, where every launch of a step counts.
+"""Reads cos and sin of rotary embeddings from a table, which saves launches on a GPU.
 
-The module itself fills the table; a step gathers rows from it. No family is selected by name: a module whose angles
-depend on more than position and layer kind is not changed.
+The module itself computes the table, and a step gathers rows from it. A module whose angles depend on more than
+position and layer kind is not changed.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 __all__ = ["RotaryCache", "fuse_rotary_embedding"]
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rope types whose angles depend on the longest position of a call."""
+"""Rope types whose angles depend on the largest position of a call."""
 TABLE_CHUNK = 16384
 
 
 class RotaryCache:
-    """The forward of a rotary embedding, for positions below a limit."""
+    """The forward of a rotary embedding for positions below a limit."""
 
     def __init__(self, module: Any, limit: int, kinds: list[tuple[str, ...]], like: torch.Tensor) -> None:
-        """`kinds` are the arguments of a call besides positions. Costs 2 * head dim * limit numbers for each."""
+        """`kinds` are the arguments of a call besides positions. Each kind stores 2 * head dim * limit numbers."""
         self.own, self.limit = module.forward, limit
         self._tables = {kind: self._table(like, kind) for kind in kinds}
 
     def _table(self, like: torch.Tensor, kind: tuple[str, ...]) -> torch.Tensor:
-        """Return [positions, 2, dim]: cos and sin side by side."""
+        """Return [positions, 2, dim]: cos and sin of every position."""
         pieces = []
         for first in range(0, self.limit, TABLE_CHUNK):
             places = torch.arange(first, min(first + TABLE_CHUNK, self.limit), device=like.device)
@@ -46,9 +46,8 @@ class RotaryCache:
 
 
 def fuse_rotary_embedding(module: Any, limit: int, like: torch.Tensor) -> bool:
-    """Replace a rotary embedding by a table of `limit` positions, with `like`'s dtype and device, if it gives the same values.
-
-    A module with a shorter table gets a longer one. Returns whether it was replaced.
+    """Replace a rotary embedding by a table of `limit` positions if it gives the same values. `like` sets the dtype
+    and device. A module with a shorter table gets a longer one. Returns whether it was replaced.
     """
     if not type(module).__name__.endswith("RotaryEmbedding"):
         return False
@@ -74,6 +73,6 @@ def fuse_rotary_embedding(module: Any, limit: int, like: torch.Tensor) -> bool:
             if not all(torch.equal(a, b) for a, b in zip(mine, own, strict=True)):
                 return False
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return False  # other arguments or results: not changed
+        return False  # other arguments or results, so it is not changed
     module.forward = found
     return True

@@ -1,7 +1,7 @@
-"""Models from names: checkpoints or random weights, checked before any weight is read.
+"""Loads models by name, with weights of a checkpoint or random weights. Checks the model before it reads any weight.
 
-`loader` reads configs, weights and tokenizers. `probe` runs a model's code without weights, to check that it can run
-on pages. `fingerprint` distinguishes models that could compute different keys and values.
+`loader` reads configs, weights and tokenizers. `probe` runs the code of a model without weights, to check that it can
+run on pages. `fingerprint` identifies the weights, so that pages of different models are never mixed.
 """
 
 from .fingerprint import model_fingerprint

@@ -1,10 +1,10 @@
-"""Models from names: a folder or hub id with weights, or a config with random weights.
+"""Loads models by name: a folder or hub id with weights, or a config with random weights.
 
     load("org/name" | "folder")                                    weights (safetensors) and tokenizer
     load("llama-3.1-8b" | "config.json" | "folder", load_format="random")    random weights, made on the device
 
-Config, files and code are checked before any weight is read: `refusal` returns why a config cannot run. Uses files and
-transformers' classes only; no pages, no requests.
+Config, files and code are checked before any weight is read. `refusal` returns the reason why a config cannot run.
+Does not depend on pages or requests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vo
 
 
 def choose_device(named: torch.device | str | None) -> torch.device:
-    """Return the named device, or a GPU if there is one. Raises ValueError if it does not exist."""
+    """Return the named device. Without a name, return a GPU if there is one. Raises ValueError if the device does not
+    exist.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         device = torch.device(named or ("cuda" if gpus else "cpu"))
@@ -56,10 +58,10 @@ def load(
     progress: bool = False,
     seed: int = 0,
 ) -> tuple[Any, Any | None]:
-    """Return a model ready to run on `device` (a GPU if there is one), and its tokenizer or None.
-
-    `dtype` "auto" is the checkpoint's. Random weights are equal for equal seed, device and dtype. `progress` shows bars on
-    stderr. Raises ModelError, before weights are read, if a file is missing or the model cannot run.
+    """Return a model on `device`, ready to run, and its tokenizer or None. The default device is a GPU if there is
+    one. `dtype` "auto" selects the dtype of the checkpoint. Random weights depend only on seed, device and dtype.
+    `progress` shows bars on stderr. Raises ModelError, before weights are read, if a file is missing or the model
+    cannot run.
     """
     if load_format not in ("auto", "random"):
         raise ModelError(f"unknown load format {load_format!r}; known: auto, random")
@@ -82,9 +84,8 @@ def load(
 
 
 def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
-    """Return transformers' config of a folder or hub id; for random weights also of a config.json or a known model.
-
-    Code inside a checkpoint is never run.
+    """Return the transformers config of a folder or hub id. For random weights, a config.json or the name of a known
+    model is also accepted. Code inside a checkpoint is never run.
     """
     from transformers import AutoConfig
 
@@ -101,7 +102,7 @@ def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
             raise ModelError(f"{model}: the folder has no config.json")
         return _from_fields(load_config(model), model)
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        load_config(model)  # raises with the known names
+        load_config(model)  # raises with the list of known names
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -111,7 +112,9 @@ def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
 
 
 def refusal(config: Any) -> str | None:
-    """Return why a model of this config cannot run, or None. Runs its code on shapes only: no memory, about 10 ms a layer."""
+    """Return the reason why a model with this config cannot run, or None. Runs the model code on shapes only: no
+    memory, about 10 ms per layer.
+    """
     try:
         cls, own = _class(config)
         reason = refusal_reason(own)
@@ -152,7 +155,7 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
 
 
 def _class(config: Any) -> tuple[Any, Any]:
-    """Return the class that runs a config as a language model, and the part of the config that describes it."""
+    """Return the class that runs a config as a language model, and the part of the config for that class."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     mapping = AutoModelForCausalLM._model_mapping
@@ -181,7 +184,9 @@ def _meta_model(cls: Any, config: Any) -> Any:
 
 
 def _check_files(model: str) -> None:
-    """Raise ModelError unless a folder has all its weights as readable safetensors; transformers checks hub ids."""
+    """Raise ModelError unless a folder contains all its weights as readable safetensors. For hub ids, transformers
+    checks this.
+    """
     from safetensors import SafetensorError, safe_open
 
     folder = Path(model)
@@ -233,7 +238,7 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
 
 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """Fill weights on their device; transformers then sets norms, biases, rates and rotary tables."""
+    """Fill the weights on their device. Afterwards transformers sets norms, biases, rates and rotary tables."""
     cls, own = _class(config)
     with torch.device("meta"):
         model = cls._from_config(copy.deepcopy(own), dtype=dtype)
@@ -258,7 +263,7 @@ def _fill(weight: torch.Tensor, generator: torch.Generator) -> None:
     if weight.device.type != "cpu" or weight.dtype == torch.float32:
         weight.normal_(0, STD, generator=generator)
         return
-    # A CPU samples half-precision normals one by one.
+    # A CPU samples normal numbers in half precision one by one.
     for chunk in torch.split(weight.view(-1), _CHUNK):
         chunk.copy_(torch.empty(chunk.shape).normal_(0, STD, generator=generator))
 
@@ -275,7 +280,7 @@ def _tokenizer(model: str) -> Any | None:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:
         if not folder.is_dir() and isinstance(error, OSError):
-            return None  # the hub has none for it
+            return None  # the hub has no tokenizer for it
         raise ModelError(f"{model}: its tokenizer cannot be read: {_first_line(error)}") from error
 
 
@@ -300,7 +305,7 @@ def _progress_bars(shown: bool) -> Iterator[None]:
 
 
 class _Bar:
-    """The part of a tqdm bar that loading uses."""
+    """The part of the tqdm interface that loading uses."""
 
     def __init__(self, progress: Any, items: Any, keywords: dict[str, Any]) -> None:
         self._progress, self._items = progress, items

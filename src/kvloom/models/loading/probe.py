@@ -1,9 +1,9 @@
-"""Runs a model's code without its weights: do its layers write and read what their specs state?
+"""Runs a model's code without its weights, to check that its layers write and read the data that their specs state.
 
-The model is on the meta device, where tensors have shapes and no data, and runs on a few tokens. A `RecordingCache`
-replaces cache and attention and records the calls. This finds unsupported architectures of any name before any weight
-is read: those that never call the attention registry, use their own mask, or store something else than their config
-states. Checks calls and shapes, not values.
+The model runs on a few tokens on the meta device, where tensors have shapes but no data. A `RecordingCache` replaces
+the cache and the attention function and records the calls. This finds unsupported architectures before any weight is
+read: models that never call the attention registry, use their own mask, or store other data than their config states.
+Checks calls and shapes, not values.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ KNOWN_KEYWORDS = IGNORED | set(inspect.signature(attend).parameters)
 
 
 class RecordingCache(EmptyCache):
-    """The cache argument of a probed model: returns an empty cache, and records calls by layer."""
+    """The cache argument of a probed model. Acts as an empty cache, and records calls by layer."""
 
     def __init__(self) -> None:
         self.written: dict[int, list[torch.Size]] = {}
         self.attended: dict[int, list[int | None]] = {}
-        """Windows passed to attention, one for each call."""
+        """The windows passed to attention, one for each call, by layer."""
         self.states: dict[int, dict[str, torch.Size]] = {}
         self.faults: list[str] = []
         self.masked = False
-        """Whether the model applies windows by masks, which do not exist here."""
+        """Whether the model applies windows by masks, which a probed model does not get."""
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -77,9 +77,9 @@ class RecordingCache(EmptyCache):
 
 
 def examine(model: Any, layers: Callable[[], Mapping[str, LayerSpec]]) -> None:
-    """Run `model` (on the meta device; its config is modified) and compare it with the specs of its `layers`.
-
-    Raises ModelError with the reason if it cannot run on pages. `layers` is called after the run. Takes about 10 ms a layer.
+    """Run `model`, which must be on the meta device, and compare its calls with the specs of its layers. Raises
+    ModelError with the reason if the model cannot run on pages. Modifies the model's config. `layers` is called after
+    the run. Takes about 10 ms per layer.
     """
     cache = _record_run(model)
     if not cache.attended and not cache.states:
@@ -97,7 +97,8 @@ def _record_run(model: Any) -> RecordingCache:
     cache.masked = getattr(model, "has_mask_names", False)
     ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTENTION, _record_attention)
     model.config._attn_implementation = PROBE_ATTENTION
-    # Experts as one gather: the loop over selected experts needs data, which a meta tensor does not have.
+    # Experts run as one gather, because a loop over selected experts needs data, which a meta tensor does
+    # not have.
     model.config._experts_implementation = "batched_mm"
     ids = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
     extra: dict[str, Any] = {"cache_params": cache}
@@ -128,7 +129,7 @@ def _record_attention(
     attention_mask: Any,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of a probed model: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
+    """The attention function of a probed model. Input is [1, heads, tokens, dim], output [1, tokens, heads, dim]."""
     cache = keywords.pop("pages", None)
     if cache is None:
         raise ModelError(
@@ -157,7 +158,7 @@ def _explain(error: Exception) -> str:
 
 
 def _differences(cache: RecordingCache, layers: Mapping[str, LayerSpec]) -> list[str]:
-    """Return where the recorded calls differ from the specs."""
+    """Return the differences between the recorded calls and the specs."""
     specs: dict[str, dict[int, LayerSpec]] = {"token": {}, "state": {}}
     for name, spec in layers.items():
         if spec.axis == "media":
@@ -171,7 +172,7 @@ def _differences(cache: RecordingCache, layers: Mapping[str, LayerSpec]) -> list
     for index, (key, value) in cache.written.items():
         if index in tokens:
             windows = cache.attended.get(index, [])
-            if cache.masked:  # its layers pass no window; their masks would contain it
+            if cache.masked:  # its layers pass no window, because their masks would contain it
                 windows = [_window(tokens[index]) for _ in windows]
             faults += _token_faults(index, tokens[index], key, value, windows)
     for index, found in cache.states.items():

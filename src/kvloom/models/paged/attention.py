@@ -1,12 +1,12 @@
-"""The two seams into Hugging Face modeling code: what its layers write, and how their attention reads.
+"""The two places where Hugging Face modeling code calls kvloom: the cache update and the attention function.
 
     modeling code   past_key_values.update(k, v, layer)        attention_interface(module, q, k, v, …, pages=…)
     here            `Pages.update`: remembers new K and V      `attend`: writes them to their slots, reads the pages
 
-Write and read are one call. For a compiler it is one opaque operation (`kvloom::attend`) that finds its pages by a
-number: nothing here is traced, and the pool is never copied. A model runs on one packed row of tokens ([1, tokens])
-without its own cache. `mixers` handles state layers, `cross_attention` layers over images. Architectures that never
-call the attention registry are refused by name.
+`attend` both writes and reads. A compiler sees it as one opaque operation (`kvloom::attend`), which finds its pages
+by a number. The compiler therefore traces nothing here and never copies the pool. A model runs on one packed row of
+tokens ([1, tokens]) without a cache of its own. `mixers` handles layers with states, and `cross_attention` layers
+that attend to images. Architectures that never call the attention registry are refused by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ IGNORED = frozenset(
         *("cross_attention_states", "cross_attention_mask", "full_text_row_masked_out_mask"),
     }
 )
-"""Keywords of attention calls that repeat the batch or the layer spec, or have no effect at inference."""
+"""Keywords of attention calls that may be ignored: they repeat the batch or the layer spec, or have no effect at
+inference.
+"""
 
 
 @torch.library.custom_op("kvloom::attend", mutates_args=())
@@ -49,9 +51,10 @@ def _operation(
     sinks: torch.Tensor | None,
     latent_values: int,
 ) -> torch.Tensor:
-    """`Pages.attend` as one operation of a compiler's graph. It modifies the pool, which is not part of the graph.
-
-    It reads only its own writes, and those of earlier operations on whose results its queries depend."""
+    """`Pages.attend` as one operation in the graph of a compiler. It modifies the pool, which is not part of the
+    graph. The order is still correct: it reads its own writes, and writes of operations on whose results its queries
+    depend.
+    """
     found = PAGES_BY_HANDLE[handle].attend(layer, query, key, value, scale, softcap, sinks, latent_values)
     return found.contiguous()
 
@@ -83,7 +86,7 @@ def attend(
     pages: Pages | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of every layer: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
+    """The attention function of every layer. Input is [1, heads, tokens, dim], output [1, tokens, heads, dim]."""
     unknown = {name for name, given in keywords.items() if given is not None} - IGNORED
     if unknown:
         raise ModelError(
@@ -102,8 +105,9 @@ def attend(
 
 
 def _attend_pages(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
-    """Call the custom operation while compiling; otherwise call `attend` directly, because the dispatcher costs more
-    than the call."""
+    """Call the custom operation while compiling. Otherwise call `attend` directly, because the dispatcher costs more
+    than the call.
+    """
     if torch.compiler.is_compiling():
         out: torch.Tensor = _operation(pages.handle, layer, *rest)
         return out
@@ -111,9 +115,9 @@ def _attend_pages(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
 
 
 def install(model: Any, context: int | None = None) -> None:
-    """Make a Hugging Face model's layers call `attend`, and its mixers accept packed rows.
-
-    `context` is the longest sequence (the model's own limit if None). Raises ModelError for a layer that cannot run on pages.
+    """Prepare a Hugging Face model: its layers call `attend`, and its mixers accept packed rows. `context` is the
+    length of the longest sequence (the model's limit if None). Raises ModelError for a layer that cannot run on
+    pages.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

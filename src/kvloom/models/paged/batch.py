@@ -1,16 +1,16 @@
-"""A step as a model sees it: the next tokens of several sequences in one packed row, and their pages.
+"""The batch of one step, as a model sees it: the next tokens of several sequences in one packed row, and their pages.
 
     tokens   | sequence 0: a chunk of its prompt | sequence 1: one token | sequence 2: … |
     starts   0                                   7                       8               …
 
-`BatchBuilder` fills fixed buffers: a step uploads one small block of numbers, and only changed entries of the block
-tables, of which the device has a copy. The device computes the rest.
+`BatchBuilder` fills fixed buffers. The device has a copy of the block tables. A step uploads only one small block of
+numbers and the changed table entries. The device computes all other fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,26 +23,56 @@ from kvloom.kernels.fused import ROW_FIELDS, field_count, lay_out_step
 
 from .image_inputs import ImageInputs, VisibleImages
 
-__all__ = ["Batch", "BatchBuilder", "Work"]
+__all__ = ["Batch", "BatchBuilder", "ColdRows", "Work"]
 
 Ints = npt.NDArray[np.int64]
 
 
 class Work(NamedTuple):
-    """A sequence's part of a step: the `tokens` that follow its length, for which `extend` reserved pages.
+    """The part of a sequence in a step: the next `tokens`, for which `extend` has reserved pages.
 
     `source` is the index of its one token among those sampled by the previous step, if that token is not on the host
-    yet (-1: none). `images` are the prompt's images, if any."""
+    yet (-1: none). `images` are the prompt's images, if any.
+
+    The first `replayed` tokens are computed already: they end at the sequence's length. Recurrent layers compute them
+    again, because the states end before them. With `rewrites`, their K and V are written again, too: a draft model may
+    lack them. The last `drafts` tokens are a draft: recurrent layers keep the state before them. `skipped` tokens lie
+    between the sequence's length and the first token: a draft that a draft model has computed."""
 
     sequence: Sequence
     tokens: Ints
     source: int = -1
     images: ImageInputs | None = None
+    replayed: int = 0
+    drafts: int = 0
+    rewrites: bool = False
+    skipped: int = 0
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of tokens that follow the sequence's length and are not drafts."""
+        return len(self.tokens) - self.replayed - self.drafts
+
+
+@dataclass(frozen=True, slots=True)
+class ColdRows:
+    """The cold blocks of a step's rows, and its rows without them: as layers with full attention read them.
+
+    | field         | meaning                                                                                      |
+    |---------------|----------------------------------------------------------------------------------------------|
+    | tables[group] | page ids in the pool [runs, rows, blocks], from each row's first block that is not cold on   |
+    | sizes         | lengths without cold tokens, on the host                                                     |
+    | host_pages    | by row with cold blocks: page ids in host memory [columns, blocks], on the host              |
+    """
+
+    tables: dict[int, torch.Tensor]
+    sizes: tuple[int, ...]
+    host_pages: dict[int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's packed row.
+    """The packed row of one step.
 
     | field                 | meaning                                                                              |
     |-----------------------|--------------------------------------------------------------------------------------|
@@ -57,8 +87,10 @@ class Batch:
     | spans                 | joins tokens that see each other in both directions (`Mask.spans`)                   |
     | rotary                | rotary positions where they differ from `positions`: [tokens] or [3, tokens]         |
     | seen                  | images that cross-attention layers read                                              |
+    | cold                  | rows with cold blocks, which full-attention layers read from host memory             |
+    | drafts                | draft tokens at the end of each row; empty if no row has any                         |
 
-    Beyond the last bound there may be padding tokens and rows.
+    Padding tokens and rows may follow the last bound.
     """
 
     tokens: torch.Tensor
@@ -80,11 +112,31 @@ class Batch:
     spans: torch.Tensor | None = None
     rotary: torch.Tensor | None = None
     seen: VisibleImages | None = None
+    cold: ColdRows | None = None
+    drafts: tuple[int, ...] = ()
+    replays: bool = False
+    """Whether some tokens are computed already, and only recurrent layers need them."""
+
+    @property
+    def queries(self) -> tuple[Ints, Ints] | None:
+        """The row of each token and the length that it sees, if every row has one token and drafts; else None."""
+        lengths = np.array(self.sizes)
+        if self.bounds[-1] == len(self.sizes):
+            return np.arange(len(lengths)), lengths
+        if not self.drafts or self.replays or self.bounds[-1] != len(self.sizes) + sum(self.drafts):
+            return None
+        counts = np.array(self.drafts) + 1
+        rows = np.arange(len(counts)).repeat(counts)
+        return rows, (lengths - counts)[rows] + np.arange(self.bounds[-1]) - np.array(self.bounds)[rows] + 1
+
+
+REPLAYED = -2
+"""Source of a token that is computed already: its K and V go to page 0."""
 
 
 @dataclass(slots=True)
 class _StepNumbers:
-    """A step's numbers on the host, in upload order."""
+    """The numbers of a step on the host, in the order of the upload."""
 
     tokens: Ints
     positions: Ints
@@ -96,9 +148,10 @@ class _StepNumbers:
     states: npt.NDArray[np.int32]
     shifts: Ints
     fresh: tuple[bool, ...] = field(default=())
+    drafts: tuple[int, ...] = field(default=())
 
     def append_rows(self, other: _StepNumbers) -> _StepNumbers:
-        """Return the numbers of both, those of `other` last."""
+        """Return the numbers of both objects, those of `other` last."""
         rows, tokens = len(self.rows), len(self.tokens)
         return _StepNumbers(
             np.concatenate((self.tokens, other.tokens)),
@@ -123,9 +176,10 @@ class _StepNumbers:
 class BatchBuilder:
     """The buffers of one device for steps of up to `tokens` tokens and `rows` rows.
 
-    A step must be launched before the next is built; building waits if the device is two steps behind. `mirrored`:
-    the device has its own block tables (a CPU uses those of the cache). `shifted`: rotary positions include the
-    images' shifts."""
+    A step must be launched before the next one is built. Building waits if the device is two steps behind. `mirrored`
+    states that the device has its own block tables; a CPU uses those of the cache. `shifted` states that images shift
+    rotary positions.
+    """
 
     def __init__(
         self,
@@ -157,18 +211,47 @@ class BatchBuilder:
         self._turn = 0
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
-        """Return the batch of `works`, in order. `chosen` are the previous step's tokens, if a work follows it."""
+        """Return the batch of `works`, in order. `chosen` are the sampled tokens of the previous step, if a work uses
+        one.
+        """
         numbers = self._numbers(works)
         blocks = -(-int(numbers.lengths.max()) // self._block)
         if not self._mirrored:
-            return self._host_batch(numbers, blocks, chosen)
-        self._send(numbers)
-        bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
-        return self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
+            batch = self._host_batch(numbers, blocks, chosen)
+        else:
+            self._send(numbers)
+            bounds, sizes = numbers.starts.tolist(), numbers.lengths.tolist()
+            batch = self._batch(blocks, chosen, numbers.fresh, tuple(bounds), tuple(sizes))
+            if numbers.drafts:
+                replays = bool((numbers.source == REPLAYED).any())
+                batch = replace(batch, drafts=numbers.drafts, replays=replays)
+        if any(work.sequence.cold_blocks for work in works):
+            batch = replace(batch, cold=self._cold_rows(works, batch))
+        return batch
+
+    def _cold_rows(self, works: Many[Work], batch: Batch) -> ColdRows:
+        cold = np.array([work.sequence.cold_blocks for work in works])
+        sizes = np.array(batch.sizes) - cold * self._block
+        blocks = np.arange(-(-int(sizes.max()) // self._block))
+        last = next(iter(batch.tables.values())).shape[2] - 1
+        at = upload(np.minimum(cold[:, None] + blocks, last), self.device)
+        full = [group for group in self.cache.layout.of("token") if not group.spec.visibility.windowed]
+        return ColdRows(
+            {g.index: batch.tables[g.index].gather(2, at.expand(g.runs, -1, -1)) for g in full},
+            tuple(sizes.tolist()),
+            {
+                row: torch.from_numpy(
+                    np.concatenate([run.pages for run in work.sequence.cold_runs]).T.astype(np.int64)
+                )
+                for row, work in enumerate(works)
+                if work.sequence.cold_blocks
+            },
+        )
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
-        """Upload a step's numbers for a replay of `packed(tokens)`. Padding rows fill it; the last one gets all
-        remaining tokens."""
+        """Upload the numbers of a step for a replay of `packed(tokens)`. Padding rows fill it; the last padding row
+        gets all remaining tokens.
+        """
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)
         padding = _StepNumbers(
@@ -179,7 +262,9 @@ class BatchBuilder:
         self._send(self._numbers(works).append_rows(padding) if works else padding)
 
     def send_singles(self, works: Many[Work], rows: int) -> None:
-        """Upload a step of single tokens for a replay of `replayed(rows)`, with padding rows and changed block table entries."""
+        """Upload a step of single tokens for a replay of `replayed(rows)`, with padding rows and the changed block
+        table entries.
+        """
         width, count = len(self._tables), len(works)
         block = np.zeros((field_count(width, self._states, self._shifted), rows), np.int32)
         block[2], block[3], block[5] = -1, self._tables.shape[1] - 1, -1
@@ -198,7 +283,9 @@ class BatchBuilder:
         self._copy(block.reshape(-1))
 
     def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False) -> Batch:
-        """Return the batch of any `rows` single tokens. Every replay recomputes it from the last `send_singles`."""
+        """Return the batch of a replayed step with `rows` single tokens. Every replay computes it from the last
+        `send_singles`.
+        """
         found = lay_out_step(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
         layout = self.cache.layout
         return Batch(
@@ -221,9 +308,11 @@ class BatchBuilder:
         )
 
     def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
-        """Return the batch of any step of up to `tokens` tokens. Every replay recomputes it from the last `send`.
+        """Return the batch of a replayed step of up to `tokens` tokens. Every replay computes it from the last
+        `send`.
 
-        Its `bounds` and `sizes` are placeholders."""
+        Its `bounds` and `sizes` are placeholders.
+        """
         rows = self.rows + 1
         bounds = (*(0,) * rows, tokens)
         return self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
@@ -236,7 +325,8 @@ class BatchBuilder:
             raise ValueError(f"sequence {int(np.flatnonzero(counts == 0)[0])} of the step has no tokens")
         block_tables = self.cache.block_tables
         rows = np.array([work.sequence.row for work in works])
-        before = block_tables.length[rows]
+        before = block_tables.length[rows] + [work.skipped - work.replayed for work in works]
+        kept = [0 if work.rewrites else work.replayed for work in works]
         starts = np.concatenate(([0], counts.cumsum()))
         lengths = before + counts
         if (lengths > block_tables.blocks[rows] * self._block).any() or (
@@ -246,9 +336,13 @@ class BatchBuilder:
         row_of = np.arange(len(works)).repeat(counts)
         source = np.full(len(row_of), -1)
         source[starts[:-1]] = [work.source for work in works]
+        positions = before[row_of] + np.arange(starts[-1]) - starts[row_of]
+        if any(kept):
+            source[positions < (before + kept)[row_of]] = REPLAYED
+        drafts = tuple(work.drafts for work in works)
         return _StepNumbers(
             np.concatenate([work.tokens for work in works]),
-            before[row_of] + np.arange(starts[-1]) - starts[row_of],
+            positions,
             source,
             row_of,
             rows,
@@ -257,6 +351,7 @@ class BatchBuilder:
             block_tables.states[:, rows],
             self._shifts(works),
             tuple((block_tables.state_length[rows] == 0).tolist()),
+            drafts if any(drafts) else (),
         )
 
     def _shifts(self, works: Many[Work]) -> Ints:
@@ -270,7 +365,7 @@ class BatchBuilder:
             self._send_tables(rows, self.cache.take_changed(rows))
 
     def _copy(self, *parts: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> None:
-        """Upload numbers, one part after the other."""
+        """Upload several arrays of numbers, one after the other."""
         turn, self._turn = self._turn, self._turn ^ 1  # the other buffer may still be in transfer
         host, size = self._host[turn], 0
         if self._read:
@@ -284,7 +379,9 @@ class BatchBuilder:
             self._read[turn].record()
 
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Return each row's one new block (-1: none) and its pages; upload rows with more new blocks now."""
+        """Return the new block of each row (-1 for none) and its pages. Rows with more than one new block are
+        uploaded at once.
+        """
         block_tables = self.cache.block_tables
         first = block_tables.take_changed(rows)
         unseen = block_tables.blocks[rows] - first
@@ -295,11 +392,13 @@ class BatchBuilder:
         return patched, block_tables.tables[:, rows, np.maximum(patched, 0)]
 
     def _send_tables(self, rows: Ints, first: npt.NDArray[Any]) -> None:
-        """Update the device's block tables of some rows, from their blocks `first` on."""
+        """Upload the block tables of some rows, from their blocks `first` on."""
         block_tables = self.cache.block_tables
         until = block_tables.blocks[rows]
         changed = np.flatnonzero(until > first)
-        if not len(changed) or not len(block_tables.tables):  # a purely recurrent model has no tables
+        if not len(changed) or not len(
+            block_tables.tables
+        ):  # a model with only recurrent layers has no tables
             return
         width, sequences, blocks = self._tables.shape
         parts = zip(rows[changed], first[changed], until[changed], strict=True)
@@ -310,7 +409,7 @@ class BatchBuilder:
         self._tables.view(-1).index_copy_(0, sent[0], sent[1].int())
 
     def _host_batch(self, numbers: _StepNumbers, blocks: int, chosen: torch.Tensor | None) -> Batch:
-        """`_batch` without device tables: computed in numpy, whose calls cost a third of torch's."""
+        """Return the batch without device tables. It is computed in numpy, whose calls cost a third of torch's."""
         ids, positions = torch.from_numpy(numbers.tokens), torch.from_numpy(numbers.positions)
         if chosen is not None and (numbers.source >= 0).any():
             source = torch.from_numpy(numbers.source)
@@ -318,6 +417,7 @@ class BatchBuilder:
         row_tables = np.ascontiguousarray(self.cache.page_tables[:, numbers.rows, :blocks])
         block, places = np.divmod(numbers.positions, self._block)
         at = np.ascontiguousarray(row_tables[:, numbers.row_of, block], dtype=np.int64)
+        at[:, numbers.source == REPLAYED] = 0
         tables, pages = torch.from_numpy(row_tables), torch.from_numpy(at)
         slots = torch.from_numpy(at * self._block + places)
         states = torch.from_numpy(numbers.states.astype(np.int64))
@@ -338,6 +438,8 @@ class BatchBuilder:
             bounds=tuple(numbers.starts.tolist()),
             sizes=tuple(numbers.lengths.tolist()),
             rotary=None if shifts is None else torch.from_numpy(shifts),
+            drafts=numbers.drafts,
+            replays=bool((numbers.source == REPLAYED).any()),
         )
 
     def _batch(
@@ -348,7 +450,7 @@ class BatchBuilder:
         bounds: tuple[int, ...],
         sizes: tuple[int, ...],
     ) -> Batch:
-        """Return the batch of the uploaded numbers, computed on the device."""
+        """Return the batch, computed on the device from the uploaded numbers."""
         tokens, rows = bounds[-1], len(sizes)
         parts = [tokens, tokens, tokens, tokens, rows, rows, rows + 1, self._states * rows]
         parts.append(rows if self._shifted else 0)
@@ -359,7 +461,7 @@ class BatchBuilder:
         if chosen is not None:
             ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
         tables = self._tables[:, :, :blocks].index_select(1, of)
-        pages = tables[:, row_of, positions // self._block].long()
+        pages = tables[:, row_of, positions // self._block].long().masked_fill_(source == REPLAYED, 0)
         places = positions % self._block
         slots = pages * self._block + places
         states = states.view(self._states, rows).long()

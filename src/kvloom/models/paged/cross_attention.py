@@ -1,6 +1,6 @@
-"""The seam into cross-attention layers: tokens that see an image read its keys and values from pages.
+"""Cross-attention layers on pages: tokens that see an image read its keys and values from pages.
 
-Reading is plain torch; there is no kernel for it. `vision.cross_vision` writes the pages.
+Reading is plain torch, without a kernel. `vision.cross_vision` writes the pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["attend_images", "wrap_cross_attention"]
 def attend_images(
     view: LayerView, column: int, query: torch.Tensor, parts: Many[ImageGroup], scale: float
 ) -> torch.Tensor:
-    """Attend queries [tokens, heads, dim], group by group, to all images of their group."""
+    """Attend queries [tokens, heads, dim], group by group, to the images of each group."""
     fields, out, begin = view.fields, [], 0
     for part in parts:
         ids, q = part.pages[column], query[begin : begin + part.count].transpose(0, 1)
@@ -37,7 +37,9 @@ def attend_images(
 def _read_field(
     fields: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor, real: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return one field of the pages' tokens: [heads, tokens, dim]. Copied as bytes, because indexing may not support fp8."""
+    """Return one field of the tokens in some pages: [heads, tokens, dim]. It is copied as bytes, because torch cannot
+    index fp8 everywhere.
+    """
     pages, scale = fields[name], fields.get(f"{name}_scale")
     raw = pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
     found = raw[ids].view(pages.dtype).flatten(0, 1)[real].to(dtype)
@@ -48,15 +50,15 @@ def _read_field(
 
 
 def wrap_cross_attention(layer: Any) -> bool:
-    """Make a cross-attention decoder layer accept packed rows; return whether `layer` is one. Can be repeated.
-
-    Tokens that see an image pass through the layer and read it from pages; the others skip the layer.
+    """Make a cross-attention decoder layer accept packed rows. Return whether `layer` is such a layer. Can be
+    repeated. Tokens that see an image pass through the layer and read the image from pages. Other tokens skip the
+    layer.
     """
     attention = getattr(layer, "cross_attn", None)
     if attention is None or not hasattr(layer, "cross_attn_attn_gate"):
         return False
     if not getattr(attention, "is_fused", False):
-        # keys and values have another input than queries, so there is nothing to fuse
+        # keys and values have a different input than queries, so there is nothing to fuse
         attention.is_fused = True
         own = layer.forward
 

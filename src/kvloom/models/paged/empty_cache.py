@@ -1,4 +1,4 @@
-"""The cache interface of modeling code for an empty cache: a packed row looks like a new prompt."""
+"""The cache interface of modeling code, for an empty cache. To the model, a packed row looks like a new prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["EmptyCache"]
 
 
 class EmptyCache:
-    """Common methods of objects that replace a cache. Subclasses handle writes."""
+    """The common methods of objects that replace a cache. Subclasses handle writes."""
 
     is_compileable = False
     layers = ()

@@ -1,4 +1,4 @@
-"""Exceptions: changes for single families. All of them are in this file.
+"""All changes for single model families.
 
 | family                     | difference                                          | solution                                  |
 |----------------------------|-----------------------------------------------------|-------------------------------------------|
@@ -40,7 +40,9 @@ REFUSED = {
 
 
 def refusal_reason(config: Any) -> str | None:
-    """Return why a family is refused by name, where `probe.examine` would explain it badly; else None."""
+    """Return the reason why a family is refused by name, or None. Used where `probe.examine` would give a misleading
+    reason.
+    """
     text = config.get_text_config()
     return REFUSED.get(text.model_type) or (INDEXER if getattr(text, "index_topk", None) else None)
 
@@ -55,7 +57,9 @@ def calls_registry(model: Any) -> bool:
 
 
 def prepare(model: Any, context: int | None = None) -> None:
-    """Prepare a model to run on pages or on the meta device. Can be repeated. Raises ModelError (`fix_rope_frequencies`)."""
+    """Prepare a model to run on pages or on the meta device. Can be repeated. Raises ModelError (see
+    `fix_rope_frequencies`).
+    """
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = _nothing
@@ -68,7 +72,9 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def add_mask_names(model: Any) -> None:
-    """Give a Granite hybrid an empty mask for every layer kind: its forward omits sliding ones. Can be repeated."""
+    """Add an empty mask for every layer kind to a Granite hybrid, whose forward omits sliding layers. Can be
+    repeated.
+    """
     kinds = getattr(model.config, "layer_types", None) or ()
     if model.config.model_type != "granitemoehybrid" or "sliding_attention" not in kinds:
         return
@@ -83,10 +89,12 @@ def add_mask_names(model: Any) -> None:
 
 
 def fix_rope_frequencies(model: Any, context: int | None = None) -> None:
-    """Fix rotary frequencies that would change with the longest sequence of a batch: stored keys must not depend on other requests.
+    """Fix rotary frequencies that would otherwise depend on the longest sequence of a batch. Stored keys must not
+    depend on other requests.
 
-    Chooses the long frequencies if `context` (the model's limit if None) exceeds the original training length; shorter requests
-    then differ from `generate()`. Can be repeated; another `context` chooses again. Raises ModelError for dynamic scaling.
+    Chooses the long frequencies if `context` (the model's limit if None) exceeds the original training length.
+    Shorter requests then differ from `generate()`. Can be repeated with another `context`. Raises ModelError for
+    dynamic scaling.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -115,12 +123,14 @@ def fix_rope_frequencies(model: Any, context: int | None = None) -> None:
 
 
 def keeps_latents(module: Any) -> bool:
-    """Return whether an attention module caches one latent a token and projects keys and values from it."""
+    """Return whether an attention module caches one latent per token and projects keys and values from it."""
     return hasattr(module, "kv_b_proj")
 
 
 def absorb_latent(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """MLA in latent space: return queries times the keys' up-projection, and the values' up-projection [heads, dim, rank]."""
+    """Return queries multiplied by the keys' up-projection, and the values' up-projection [heads, dim, rank]. With
+    these, MLA attends in latent space.
+    """
     weight = module.kv_b_proj.weight.view(query.shape[1], -1, module.kv_lora_rank)
     keys, values = torch.split(weight, [module.qk_nope_head_dim, module.v_head_dim], 1)
     nope, rope = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)

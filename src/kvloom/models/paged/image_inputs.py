@@ -1,4 +1,4 @@
-"""A prompt's images as data: the model's inputs, and the prompt tokens of each image."""
+"""The images of a prompt as data: the model inputs, and the prompt tokens of each image."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["EMBEDDINGS", "Image", "ImageGroup", "ImageInputs", "VisibleImages"]
 
 Ints = npt.NDArray[np.int64]
 EMBEDDINGS = "vision.embeddings"
-"""The name of the image embeddings' layer."""
+"""Name of the layer that stores image embeddings."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """One image as model inputs, and the digest of its content."""
+    """The model inputs of one image, and the digest of its content."""
 
     inputs: Mapping[str, torch.Tensor]
     digest: bytes
@@ -28,12 +28,13 @@ class Image:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
-    """The images of a prompt. Image `i` has the prompt's tokens `places[bounds[i] : bounds[i + 1]]`; `media` are for the
-    cache.
+    """The images of a prompt. Image `i` has the prompt tokens `places[bounds[i] : bounds[i + 1]]`. `media` describes
+    the images to the cache.
 
-    `axes` ([3, tokens up to the last image's end]) are rotary positions if they differ from token positions; later
-    tokens are at their position plus `shift`. `whole`: no step may end inside an image. `cross_attended`: every token
-    after an image may see it, in cross-attention layers."""
+    `axes` ([3, tokens up to the end of the last image]) are rotary positions, if they differ from token positions.
+    Later tokens have their position plus `shift`. `whole` states that no step may end inside an image.
+    `cross_attended` states that every token after an image may see it in cross-attention layers.
+    """
 
     images: tuple[Image, ...]
     media: tuple[Media, ...]
@@ -45,8 +46,9 @@ class ImageInputs:
     cross_attended: bool = False
 
     def step_tokens(self, start: int, count: int) -> int:
-        """Return how many of the `count` tokens from `start` a step may compute without ending inside a whole image; may
-        be 0."""
+        """Return how many of the `count` tokens from `start` on a step may compute. A step must not end inside a
+        whole image, so it may be 0.
+        """
         if self.whole:
             for item in self.media:
                 if item.start < start + count < item.stop:
@@ -63,14 +65,15 @@ class ImageInputs:
         return self.cross_attended or start < self.media[-1].stop
 
     def content_key(self, end: int) -> bytes:
-        """Return a key of the images that begin before `end`, for comparing prompts by tokens."""
+        """Return a key of the images that begin before `end`. Prompts with equal tokens are compared by it."""
         return b"".join(item.digest for item in self.media if item.start < end)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageGroup:
-    """`count` tokens of a step that see the same images: the `pages` of the images ([columns, blocks]), and their `real`
-    tokens."""
+    """`count` tokens of a step that see the same images. `pages` ([columns, blocks]) are the pages of the images, and
+    `real` marks their tokens.
+    """
 
     count: int
     pages: torch.Tensor
@@ -79,7 +82,7 @@ class ImageGroup:
 
 @dataclass(frozen=True, slots=True)
 class VisibleImages:
-    """The tokens of a step's packed row that see images, in order, and their groups."""
+    """The tokens of a packed row that see images, in order, and their groups."""
 
     places: torch.Tensor
     parts: tuple[ImageGroup, ...]

@@ -1,8 +1,8 @@
-"""The seam into recurrent mixers: each runs once on a step's packed row, with its states in pages.
+"""Recurrent mixers on pages: each mixer runs once on the packed row of a step, with its states in pages.
 
-While a mixer runs, functions of its modeling file are replaced by kernels (`scans`), which split the row into
-sequences and read and write pages. A mixer without such functions (MiniMax) gets its own forward. This file handles
-the cache interface, not the mixers' arithmetic.
+While a mixer runs, kernels (`scans`) replace functions of its modeling file. They split the row into sequences, and
+read and write states in pages. A mixer without such functions (MiniMax) gets a new forward. This file handles the
+cache interface, not the arithmetic.
 """
 
 from __future__ import annotations
@@ -10,42 +10,93 @@ from __future__ import annotations
 import inspect
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
+from kvloom.kernels.device import upload
 from kvloom.kernels.memory import LayerView
 from kvloom.kernels.state import StateRows
 from kvloom.models.specs import ModelError
 
 from .batch import Batch
-from .scans import PackedStates, current_states, lightning_forward, replace_functions, takes_packed_rows
+from .scans import (
+    DraftRows,
+    PackedStates,
+    current_states,
+    lightning_forward,
+    replace_functions,
+    takes_packed_rows,
+)
 
 __all__ = ["MixerSteps", "is_mixer", "wrap_mixer"]
 
 
+class _Part(NamedTuple):
+    tokens: torch.Tensor
+    starts: torch.Tensor
+    longest: int
+
+
 class MixerSteps:
-    """A step's rows for mixers, computed on demand, once for all layers."""
+    """The rows of a step for mixers. They are computed on demand, once for all layers."""
 
     def __init__(self, batch: Batch, batch_invariant: bool = False) -> None:
-        """`batch_invariant`: states have the same bits however a sequence is split into steps
-        (`StateRows.batch_invariant`)."""
+        """`batch_invariant`: the bits of a state do not depend on how a sequence is split into steps
+        (`StateRows.batch_invariant`).
+        """
         self.batch, self.batch_invariant = batch, batch_invariant
         self._known: dict[tuple[int, int], StateRows] = {}
+        self._split: dict[tuple[int, int], DraftRows] = {}
 
     def rows(self, view: LayerView) -> StateRows:
-        """Return the step's rows, with the state pages of layers in `view`'s block table."""
+        """Return the rows of the step, with the state pages of layers that share `view`'s block table."""
         of = view.group, view.run
         if of not in self._known:
             ids, fresh = self.batch.states[view.group][view.run], self._fresh
             read = ids
-            if self.batch_invariant and fresh is not None:  # applied once, not by every layer's kernel
+            if self.batch_invariant and fresh is not None:  # applied once, not by the kernel of every layer
                 read, fresh = ids.masked_fill(fresh, 0), None
             self._known[of] = StateRows(
                 self.batch.starts, read, ids, self._longest, fresh, self.batch_invariant
             )
         return self._known[of]
+
+    def draft_rows(self, view: LayerView) -> DraftRows | None:
+        """Return the step's rows in two parts, certain tokens and drafts; None if no row has a draft."""
+        batch, of = self.batch, (view.group, view.run)
+        if not batch.drafts:
+            return None
+        if of not in self._split:
+            ids = batch.states[view.group][view.run]
+            certain, drafts = self._places
+            first, second = (
+                StateRows(part.starts, ids, write, part.longest, fresh, self.batch_invariant)
+                for part, write, fresh in (
+                    (certain, ids, self._fresh),
+                    (drafts, torch.zeros_like(ids), None),
+                )
+            )
+            self._split[of] = DraftRows(certain.tokens, first, drafts.tokens, second)
+        return self._split[of]
+
+    @cached_property
+    def _places(self) -> tuple[_Part, _Part]:
+        """The packed indexes of certain tokens and of drafts, with the starts of each row among them."""
+        bounds, drafts = np.array(self.batch.bounds), np.array(self.batch.drafts)
+        is_draft = np.zeros(bounds[-1], np.bool_)
+        for end, count in zip(bounds[1:].tolist(), drafts.tolist(), strict=True):
+            is_draft[end - count : end] = True
+        parts = []
+        for chosen, counts in ((~is_draft, np.diff(bounds) - drafts), (is_draft, drafts)):
+            starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
+            device = self.batch.tokens.device
+            parts.append(
+                _Part(upload(np.flatnonzero(chosen), device), upload(starts, device), int(counts.max()))
+            )
+        return parts[0], parts[1]
 
     @cached_property
     def _longest(self) -> int:
@@ -59,15 +110,16 @@ class MixerSteps:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Return whether a module is a recurrent mixer: it has a layer index and a convolution over tokens, or a decay."""
+    """Return whether a module is a recurrent mixer. A mixer has a layer index and a convolution over tokens, or a
+    decay.
+    """
     marks = ("conv1d", "conv", "key_decay")
     return hasattr(module, "layer_idx") and any(hasattr(module, mark) for mark in marks)
 
 
 def wrap_mixer(module: Any) -> None:
-    """Make a mixer accept packed rows; can be repeated. `Pages` in its cache argument give it its states.
-
-    Raises ModelError for a mixer of an unknown kind.
+    """Make a mixer accept packed rows. It gets its states from the `Pages` in its cache argument. Can be repeated.
+    Raises ModelError for an unknown kind of mixer.
     """
     if getattr(module, "takes_packed_rows", False):
         return
@@ -88,7 +140,9 @@ def wrap_mixer(module: Any) -> None:
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         pages = kwargs[argument]
         view: LayerView = pages.state_view(layer)
-        states = PackedStates(view.fields, pages.steps.rows(view))
+        drafts = pages.steps.draft_rows(view)
+        rows = pages.steps.rows(view) if drafts is None else drafts.rows
+        states = PackedStates(view.fields, rows, drafts)
         token = current_states.set(states)
         try:
             return inner(hidden_states, *args, **{**kwargs, argument: states})

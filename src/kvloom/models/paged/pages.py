@@ -1,9 +1,9 @@
-"""The page pool as a model's layers see it in one step: what they write, and how they read it.
+"""The page pool as the layers of a model see it in one step: how they write and read pages.
 
     begin(batch)   update(k, v, layer): remember new K and V      attend(layer, q, …): write them to their slots, read pages
 
-Attention plans are made once a step and span, and reused between steps. State and cross-attention layers get their
-views here and read pages themselves (`mixers`, `cross_attention`).
+One attention plan is made per step and span; plan objects are reused between steps. State and cross-attention layers
+get their views here and read pages themselves (`mixers`, `cross_attention`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import torch
 from kvloom.core import PoolLayout, Visibility
 from kvloom.kernels import cpu
 from kvloom.kernels.attention import (
+    KVPages,
     Mask,
     Plan,
     ReferencePlan,
     Shape,
     SharedRun,
     SharedRuns,
+    add_cold_attention,
     decode_plan,
     is_worth_sharing,
     plan_capacity,
@@ -36,7 +38,7 @@ from kvloom.kernels.attention import (
 from kvloom.kernels.dtypes import FLOAT_DTYPES
 from kvloom.kernels.memory import LayerView, layer_views
 from kvloom.kernels.write import Rotary, write
-from kvloom.models.specs import ModelError
+from kvloom.models.specs import DRAFT_PREFIX, ModelError
 
 from .batch import Batch
 from .empty_cache import EmptyCache
@@ -52,7 +54,7 @@ PAGES_BY_HANDLE: WeakValueDictionary[int, Pages] = WeakValueDictionary()
 
 
 class GraphSplitter(Protocol):
-    """Splits a captured run of the model at attention calls, so that graphs contain only the parts between them."""
+    """Splits a captured run of the model at its attention calls. Graphs contain only the parts between these calls."""
 
     def split_at(
         self,
@@ -62,29 +64,41 @@ class GraphSplitter(Protocol):
         new_v: torch.Tensor,
         v_dim: int,
     ) -> torch.Tensor:
-        """Return the buffer that contains `call(query, new_k, new_v, out=…)` ([tokens, heads, v_dim]) whenever the run
-        is replayed."""
+        """Return a buffer [tokens, heads, v_dim]. Every replay of the run fills it with `call(query, new_k, new_v,
+        out=…)`.
+        """
         ...
 
 
 class Pages(EmptyCache):
-    """The object that modeling code gets as `past_key_values`: views of the pool by layer, for the step of `begin`."""
+    """The object that modeling code gets as `past_key_values`. It has a view of the pool for each layer, for the step
+    of `begin`.
+    """
 
     def __init__(
-        self, layout: PoolLayout, buffer: torch.Tensor, scales: Scales | None = None, piece: int = 0
+        self,
+        layout: PoolLayout,
+        buffer: torch.Tensor,
+        scales: Scales | None = None,
+        piece: int = 0,
+        prefix: str = "",
     ) -> None:
-        """`scales` are the static scales that quantised layers need and do not store in their pages.
+        """`prefix` selects the layers of one of two models that share a pool: "" or `DRAFT_PREFIX`.
+
+        `scales` are the static scales that quantised layers need and do not store in their pages.
 
         With a `piece`, attention is batch-invariant and sums by that many tokens, and states are batch-invariant too."""
         self.layout, self.device, self._piece = layout, buffer.device, piece
         self._views: dict[int, tuple[LayerView, Visibility]] = {}
         self._states: dict[int, LayerView] = {}
+        self._host_fields: dict[int, dict[str, torch.Tensor]] = {}
         self.cross_views: dict[int, tuple[LayerView, int]] = {}
-        """Cross-attention layers: their view, and their column among the page ids of an image."""
+        """The view of each cross-attention layer, and its column among the page ids of an image."""
         for name, view in layer_views(buffer, layout).items():
             spec = layout.groups[view.group].spec
-            if name == EMBEDDINGS:
+            if name == EMBEDDINGS or name.startswith(DRAFT_PREFIX) != bool(prefix):
                 continue
+            name = name.removeprefix(prefix)
             found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
             if found is None:
                 raise ModelError(
@@ -105,7 +119,7 @@ class Pages(EmptyCache):
                 self._views[int(found[1])] = view, spec.visibility
         self._batch: Batch | None = None
         self.steps: MixerSteps
-        """The current step for mixers."""
+        """The rows of the current step, for mixers."""
         self._plans: dict[tuple[Shape, Visibility, int, bool], Plan] = {}
         self._shared_runs: dict[tuple[int, bool], SharedRuns] = {}
         self._made: set[tuple[Shape, Visibility]] = set()
@@ -114,17 +128,31 @@ class Pages(EmptyCache):
         self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self._splitter: GraphSplitter | None = None
         self.handle = next(_HANDLES)
-        """The number by which a compiled model's operations find these pages."""
+        """The number by which the operations of a compiled model find these pages."""
         PAGES_BY_HANDLE[self.handle] = self
 
-    def begin(self, batch: Batch, splitter: GraphSplitter | None = None) -> None:
-        """Set the step that the next run of the model computes.
+    def set_host_memory(self, arena: torch.Tensor) -> None:
+        """Set the bytes of host memory, in which cold pages are: slabs of the pool's layout. Copies nothing."""
+        arena = arena[: arena.numel() // self.layout.slab_bytes * self.layout.slab_bytes]
+        for name, view in layer_views(arena, self.layout).items():
+            found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
+            if found is not None and int(found[1]) in self._views:
+                pool_fields = self._views[int(found[1])][0].fields  # has the static scales
+                self._host_fields[int(found[1])] = {**pool_fields, **view.fields}
 
-        With a `splitter`, that run reads no pages: each layer's read is passed to the splitter."""
+    def begin(self, batch: Batch, splitter: GraphSplitter | None = None) -> None:
+        """Set the step that the next run of the model computes. With a `splitter`, that run reads no pages; the
+        splitter gets the attention call of each layer.
+        """
         self._batch, self._splitter = batch, splitter
         self.steps = MixerSteps(batch, self._piece > 0)
         self._made.clear()
         self._single_token_rows = None
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether attention and states are batch-invariant."""
+        return self._piece > 0
 
     @property
     def has_states(self) -> bool:
@@ -138,7 +166,7 @@ class Pages(EmptyCache):
 
     @property
     def is_replayable(self) -> bool:
-        """Whether steps can be captured in a graph: the GPU kernels support every layer."""
+        """Whether steps can be captured in a graph, because the GPU kernels support every layer."""
         return all(_shape(view.fields).is_supported for view, _ in self._views.values())
 
     @property
@@ -148,21 +176,20 @@ class Pages(EmptyCache):
         return self._batch
 
     def state_view(self, layer_idx: int) -> LayerView:
-        """Return the pages of a recurrent layer's states."""
+        """Return the view of the pages that contain a recurrent layer's states."""
         return self._states[layer_idx]
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Remember one layer's new keys and values ([1, heads, tokens, dim]) and return them unchanged.
-
-        The layer's attention writes them before it reads.
+        """Store the new keys and values of one layer ([1, heads, tokens, dim]) and return them unchanged. The
+        attention of the layer writes them to pages before it reads.
         """
         self._new = layer_idx, key, value
         return key, value
 
     def take(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values that `update` got for this layer. Raises ModelError if there are none."""
+        """Return the keys and values that `update` stored for this layer. Raises ModelError if there are none."""
         if self._new is None or self._new[0] != layer_idx:
             raise ModelError(
                 f"layer {layer_idx} attends, but has not written its keys and values just before"
@@ -184,7 +211,7 @@ class Pages(EmptyCache):
             at = (
                 batch.pages[view.group][view.run],
                 batch.places,
-            )  # faster on a CPU than computing them from slots
+            )  # on a CPU this is faster than computing them from slots
             for name, new in (("k", key), ("v", value)):
                 if cpu.supports(fields[name], new):
                     cpu.write_tokens(fields[name], new, *at)
@@ -204,7 +231,7 @@ class Pages(EmptyCache):
         query: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Like `_write`, for keys that are not rotated yet; rotates keys and queries."""
+        """Write new keys and values like `_write`, but rotate keys and queries first."""
         fields, pairs = view.fields, rotary[0].shape[-1] // 2
         cos, sin = (x[0, :, :pairs] for x in rotary)
         write(
@@ -224,26 +251,27 @@ class Pages(EmptyCache):
         latent_values: int = 0,
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Write a layer's new keys and values ([1, heads, tokens, dim]), then attend packed queries [tokens, heads, dim] to its pages.
+        """Write the new keys and values of a layer ([1, heads, tokens, dim]), then attend packed queries [tokens,
+        heads, dim] to its pages.
 
-        `latent_values`: how many dims of a latent are values. With `rotary` (cos and sin, [1, tokens, dim], every angle twice),
-        queries are rotated in place, and keys while they are written: for replayed steps.
+        `latent_values` is the number of dims of a latent that are values. With `rotary` (cos and sin, [1, tokens,
+        dim], every angle twice), queries are rotated in place and keys while they are written. Replayed steps use
+        this.
         """
-        view, span = self._views[layer_idx]
+        view = self._views[layer_idx][0]
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
         if rotary is None:
             self._write(view, new_k, new_v)
         else:
             self._write_rotated(view, new_k, new_v, query, rotary)
-        read = partial(self._read, view, span, scale, softcap, sinks, latent_values)
+        read = partial(self._read, layer_idx, scale, softcap, sinks, latent_values)
         if self._splitter is None:
             return read(query, new_k, new_v)
         return self._splitter.split_at(read, query, new_k, new_v, latent_values or value.shape[-1])
 
     def _read(
         self,
-        view: LayerView,
-        span: Visibility,
+        layer_idx: int,
         scale: float,
         softcap: float | None,
         sinks: torch.Tensor | None,
@@ -254,56 +282,73 @@ class Pages(EmptyCache):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return attention of packed queries over a layer's pages, in `out` if given."""
-        fields, batch = view.fields, self.batch
-        if latent_values:
-            k = fields["latent"][:, :, None]
-            v = k[..., :latent_values]
-            k_scale = v_scale = fields.get("latent_scale")
-        else:
-            k, v = fields["k"], fields["v"]
-            k_scale, v_scale = fields.get("k_scale"), fields.get("v_scale")
+        (view, span), batch = self._views[layer_idx], self.batch
+        k, v, k_scale, v_scale = _attention_pages(view.fields, latent_values)
+        cold = None if span.windowed else batch.cold
+        tables = (batch if cold is None else cold).tables[view.group][view.run]
         own = query.dtype
         if query.is_cuda and k.dtype in FLOAT_DTYPES:
-            query = query.to(k.dtype)  # the kernels need queries of the pages' dtype
+            query = query.to(k.dtype)  # the kernels need queries with the dtype of the pages
         shape = Shape(query.shape[1], k.shape[2], k.shape[3], v.shape[3], k.shape[1], k.dtype)
         plan = self._plan(shape, span)
         kept = not latent_values and k.dtype == new_k.dtype  # otherwise only the pages have the stored values
+        lse = None if cold is None else query.new_empty(query.shape[:2], dtype=torch.float32)
         found, _ = plan.attend(
-            query, k, v, batch.tables[view.group][view.run], Mask(span, softcap, sinks, spans=batch.spans), scale,
-            k_scale, v_scale, out=out if query.dtype == own else None,
+            query, k, v, tables, Mask(span, softcap, sinks, spans=batch.spans), scale,
+            k_scale, v_scale, out=out if query.dtype == own else None, lse=lse,
             new_k=new_k if kept else None, new_v=new_v if kept else None,
         )  # fmt: skip
+        if cold is not None and lse is not None:
+            host = _attention_pages(self._host_fields[layer_idx], latent_values)
+            column = self.layout.groups[view.group].column + view.run
+            for row, pages in cold.host_pages.items():
+                part = slice(batch.bounds[row], batch.bounds[row + 1])
+                add_cold_attention(found[part], lse[part], query[part], host, pages[column], scale, softcap)
         if out is not None and query.dtype != own:
             return out.copy_(found)
         return found.to(own)
 
     def single_token_rows(self, layer_idx: int) -> tuple[cpu.LayerPages, cpu.SingleTokenRows] | None:
-        """Return a layer's pages and the step's rows if `cpu.attention_step` supports the step, else None."""
+        """Return the pages of a layer and the rows of the step, or None if `cpu.attention_step` does not support the
+        step.
+        """
         if self._single_token_rows is None:
             batch = self.batch
-            plain = batch.spans is None and not batch.replayed and self._splitter is None and not self._piece
-            self._single_token_rows = {} if plain and batch.bounds[-1] == len(batch.sizes) else False
+            plain = (
+                batch.spans is None
+                and batch.cold is None
+                and not batch.replayed
+                and self._splitter is None
+                and not self._piece
+            )
+            self._single_token_rows = {} if plain and batch.queries else False
         if self._single_token_rows is False or layer_idx not in self._views:
             return None
         view, span = self._views[layer_idx]
         if layer_idx not in self._layers:
             k, v = view.fields.get("k"), view.fields.get("v")
             fits = k is not None and v is not None and k.shape == v.shape and cpu.supports(k, v)
+            fits = fits and not span.has_holes
             self._layers[layer_idx] = cpu.LayerPages(k, v) if fits else None  # type: ignore[arg-type]
         layer, key = self._layers[layer_idx], (view.group, view.run)
         if layer is None:
             return None
         if key not in self._single_token_rows:
-            lengths = np.array(self.batch.sizes)
+            queries = self.batch.queries
+            assert queries is not None
+            rows, lengths = queries
             seen = cpu.VisibleTokens(span.first_visible_each(lengths - 1), lengths)
-            self._single_token_rows[key] = cpu.SingleTokenRows(self.batch.tables[view.group][view.run], seen)
+            tables = self.batch.tables[view.group][view.run]
+            drafts = len(rows) > len(tables)
+            self._single_token_rows[key] = cpu.SingleTokenRows(
+                tables[rows] if drafts else tables, seen, drafts
+            )
         return layer, self._single_token_rows[key]
 
     def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
-        """Set the runs of pages that replayed single tokens share, so that each is read once. Return whether there are
-        any.
-
-        `windows` are the runs of windowed layers (None: they share nothing). Valid until set again."""
+        """Set the shared runs of replayed single tokens, so that each run is read once. Return whether there are any.
+        `windows` are the shared runs of windowed layers, or None. The runs stay valid until the next call.
+        """
         if windows is not None:
             self._shared_runs_for(rows, True).set_runs(windows, np.arange(rows + 1))
         sharing = self._shared_runs_for(rows, False)
@@ -318,7 +363,7 @@ class Pages(EmptyCache):
 
     def _plan(self, shape: Shape, span: Visibility) -> Plan:
         batch = self.batch
-        # A replayed step has single tokens, and lengths that only the device reads.
+        # A replayed step has single tokens, and only the device reads their lengths.
         rows = plan_capacity(len(batch.sizes)) if batch.replayed else 0
         key = shape, span, rows, batch.shares and is_worth_sharing(span)
         if key not in self._plans:
@@ -328,7 +373,8 @@ class Pages(EmptyCache):
             if rows:
                 plan.make(batch.starts, batch.lengths)
             else:
-                plan.make(batch.bounds, batch.sizes)
+                has_cold_rows = batch.cold is not None and not span.windowed
+                plan.make(batch.bounds, batch.cold.sizes if has_cold_rows and batch.cold else batch.sizes)
             self._made.add(key[:2])
         return plan
 
@@ -346,6 +392,14 @@ class Pages(EmptyCache):
         if self.device.type == "cuda" and not shape.is_supported:
             return ReferencePlan(shape, span)
         return prefill_plan(shape, span, self.device)
+
+
+def _attention_pages(fields: dict[str, torch.Tensor], latent_values: int) -> KVPages:
+    """Return a layer's keys, values and scales; of a latent, `latent_values` dims are values."""
+    if not latent_values:
+        return KVPages(fields["k"], fields["v"], fields.get("k_scale"), fields.get("v_scale"))
+    k, scale = fields["latent"][:, :, None], fields.get("latent_scale")
+    return KVPages(k, k[..., :latent_values], scale, scale)
 
 
 def _shape(fields: dict[str, torch.Tensor]) -> Shape:

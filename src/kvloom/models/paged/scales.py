@@ -1,10 +1,10 @@
-"""Static scales of quantised K and V: read from a checkpoint or a calibration file, and checked.
+"""Static scales of quantised K and V. They are read from a checkpoint or a calibration file, and checked.
 
-    layers.3.attention   k_scale, v_scale  [kv heads] float32      stored value times scale is the value
-                         latent_scale      [1]                     for one latent a token (MLA)
+    layers.3.attention   k_scale, v_scale  [kv heads] float32      value = stored value * scale
+                         latent_scale      [1]                     for one latent per token (MLA)
 
-A layer with static scales stores none in its pages: they are like weights, equal for every token. Kernels apply the
-scales.
+A layer with static scales stores no scales in its pages, because the scales are the same for every token. The kernels
+apply them.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ __all__ = [
 ]
 
 Scales = dict[str, dict[str, torch.Tensor]]
-"""By layer and by field."""
+"""Scales by layer and by field."""
 
 _NAME = re.compile(
     r"(?:^|\.)(?:layers|h|blocks?)\.(?P<layer>\d+)\.(?:.+\.)?(?:(?P<part>k|v|kv|latent)_scale|(?P<proj>[kv])_proj\.output_scale)$"
 )
 _TOWERS = re.compile(r"vision|visual|audio|encoder")
 _SOURCES = {"k_scale": ("k", "kv"), "v_scale": ("v", "kv"), "latent_scale": ("latent", "k", "kv")}
-"""Names in a checkpoint from which a field is read; the first that exists is used."""
+"""Names in a checkpoint from which each field is read. The first name that exists is used."""
 
 
 def scale_sizes(spec: LayerSpec) -> dict[str, int]:
-    """Return the static scales that a layer needs, and their sizes; none if its pages are not quantised or store scales."""
+    """Return the static scales that a layer needs, with their sizes. Returns none if its pages are not quantised or
+    store scales.
+    """
     fields = {field.name: field for field in spec.fields}
     if spec.unit == "state" or spec.fields[0].dtype not in QUANTISED:
         return {}
@@ -55,8 +57,7 @@ def scale_sizes(spec: LayerSpec) -> dict[str, int]:
 
 
 def load_scales(source: str | os.PathLike[str], model: Any, layers: Mapping[str, LayerSpec]) -> Scales:
-    """Return the static scales of `layers` on the model's device, from its checkpoint (`source` "checkpoint"), a file or a folder.
-
+    """Return the static scales of `layers` on the model's device. `source` is "checkpoint", a file or a folder.
     Raises ModelError with the layer's name if a scale is missing or not positive.
     """
     if not any(map(scale_sizes, layers.values())):
@@ -71,11 +72,11 @@ def load_scales(source: str | os.PathLike[str], model: Any, layers: Mapping[str,
 
 
 def checkpoint_of(model: Any) -> Path:
-    """Return the folder that a model's weights were read from. Raises ModelError if there is none."""
+    """Return the folder from which a model's weights were read. Raises ModelError if there is none."""
     name = str(getattr(model.config, "_name_or_path", "") or "")
     if name and Path(name).is_dir():
         return Path(name)
-    if name.count("/") == 1:  # a hub id: its files are in the local cache
+    if name.count("/") == 1:  # a hub id, whose files are in the local cache
         from huggingface_hub import try_to_load_from_cache
 
         config = try_to_load_from_cache(name, "config.json")
@@ -88,7 +89,9 @@ def checkpoint_of(model: Any) -> Path:
 
 
 def read_scales(path: Path, layers: Mapping[str, LayerSpec]) -> Scales:
-    """Return the scales of `layers` from a safetensors file or folder; scales for another dtype are converted to the same range."""
+    """Return the scales of `layers` from a safetensors file or folder. Scales for another dtype are converted to the
+    same range.
+    """
     tensors, made_for = _tensors(path)
     scales: Scales = {}
     for layer, spec in layers.items():
@@ -107,8 +110,9 @@ def read_scales(path: Path, layers: Mapping[str, LayerSpec]) -> Scales:
 
 
 def write_scales(path: str | os.PathLike[str], scales: Scales, about: Mapping[str, str]) -> None:
-    """Write a file for `read_scales`; `about` becomes its metadata ("dtype": the dtype of the scaled values). Written
-    atomically."""
+    """Write a file for `read_scales`, atomically. `about` becomes its metadata; "dtype" is the dtype of the scaled
+    values.
+    """
     from safetensors.torch import save_file
 
     target = Path(path)
@@ -122,7 +126,7 @@ def write_scales(path: str | os.PathLike[str], scales: Scales, about: Mapping[st
 
 
 def fingerprint(scales: Scales) -> str:
-    """Return a short digest of the scales. Pages written with other scales cannot be read."""
+    """Return a short digest of the scales. Pages can only be read with the scales with which they were written."""
     digest = hashlib.blake2b(digest_size=8)
     for layer in sorted(scales):
         for name in sorted(scales[layer]):
@@ -132,7 +136,7 @@ def fingerprint(scales: Scales) -> str:
 
 
 def _tensors(path: Path) -> tuple[dict[tuple[int, str], tuple[str, torch.Tensor]], str]:
-    """Return every scale of a file or folder by layer and part, with its name, and the dtype they are for."""
+    """Return every scale in a file or folder by layer and part, with its name, and the dtype of the scaled values."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}

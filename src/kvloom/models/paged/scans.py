@@ -1,8 +1,9 @@
-"""Transformers' functions over a row's tokens, replaced by kernels: all rows of a step at once, states in pages.
+"""Replaces functions of transformers that run over the tokens of a row. The kernels process all rows of a step at
+once, with states in pages.
 
-Recurrent mixers call functions of their modeling file by name. While a mixer runs on `PackedStates`, those names call the
-kernels of `kernels.state`; otherwise the original functions. Each gets one packed row ([1, tokens, …] or
-[1, channels, tokens]) as if it were a new prompt.
+Recurrent mixers call functions of their modeling file by name. While a mixer runs on `PackedStates`, these names call
+the kernels of `kernels.state`; otherwise they call the original functions. Each function gets one packed row ([1,
+tokens, …] or [1, channels, tokens]), as if it were a new prompt.
 
 | modeling code calls                                      | kernel        | of                                   |
 |----------------------------------------------------------|---------------|--------------------------------------|
@@ -11,6 +12,9 @@ kernels of `kernels.state`; otherwise the original functions. Each gets one pack
 | mamba2_chunk_scan                                        | mamba2_scan   | Mamba-2, Bamba, Falcon-H1, Granite 4 |
 | torch_chunk_gated_delta_rule, chunk_kimi_delta_attention | delta_rule    | Qwen3-Next and 3.5, OLMo, Kimi       |
 | nothing: `lightning_forward` replaces its forward        | mamba2_scan   | MiniMax                              |
+
+A step with drafts calls a kernel twice (`_scan`): on the certain tokens, whose last states are stored, then on the
+drafts, which read those states and store none.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,17 +31,37 @@ from kvloom.kernels.state import StateRows, causal_conv, delta_rule, mamba1_scan
 
 from .empty_cache import EmptyCache
 
-__all__ = ["PackedStates", "current_states", "lightning_forward", "replace_functions", "takes_packed_rows"]
+__all__ = [
+    "DraftRows",
+    "PackedStates",
+    "current_states",
+    "lightning_forward",
+    "replace_functions",
+    "takes_packed_rows",
+]
 
 current_states: ContextVar[PackedStates | None] = ContextVar("states of the running mixer", default=None)
 SILU = {None: False, "silu": True, "swish": True}
 
 
-class PackedStates(EmptyCache):
-    """The object that a mixer gets as its cache argument: an empty cache; the kernels read the states from pages."""
+class DraftRows(NamedTuple):
+    """A step's rows in two parts, with the packed index of each part's tokens. Draft rows store no state."""
 
-    def __init__(self, fields: dict[str, torch.Tensor], rows: StateRows) -> None:
-        self.fields, self.rows = fields, rows
+    tokens: torch.Tensor
+    rows: StateRows
+    draft_tokens: torch.Tensor
+    draft_rows: StateRows
+
+
+class PackedStates(EmptyCache):
+    """The object that a mixer gets as its cache argument. It acts as an empty cache, and the kernels read the states
+    from pages.
+    """
+
+    def __init__(
+        self, fields: dict[str, torch.Tensor], rows: StateRows, drafts: DraftRows | None = None
+    ) -> None:
+        self.fields, self.rows, self.drafts = fields, rows, drafts
 
     def update_conv_state(self, new: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return new
@@ -49,12 +73,14 @@ class PackedStates(EmptyCache):
 def takes_packed_rows(module: Any) -> bool:
     """Return whether kernels exist for every function that a mixer applies along its tokens."""
     names = vars(sys.modules[type(module).__module__])
-    recurs = hasattr(module, "A_log")  # a rate of decay
+    recurs = hasattr(module, "A_log")  # the rate of a decay
     return "causal_conv1d_fn" in names and (not recurs or any(name in names for name in _SCANS))
 
 
 def replace_functions(module: Any) -> None:
-    """Replace functions of a mixer's modeling file while it runs on `PackedStates`. Can be repeated."""
+    """Make the functions of a mixer's modeling file call kernels while the mixer runs on `PackedStates`. Can be
+    repeated.
+    """
     names = vars(sys.modules[type(module).__module__])
     for name, ours in {"causal_conv1d_fn": _conv, **_SCANS}.items():
         if name in names and not hasattr(names[name], "replaced"):
@@ -71,6 +97,21 @@ def _dispatch(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
     return function
 
 
+def _scan(
+    packed: PackedStates, kernel: Callable[..., torch.Tensor], *parts: torch.Tensor | None
+) -> torch.Tensor:
+    """Return `kernel(rows, *parts)` for parts [tokens, …]; for a step with drafts, first certain tokens, then drafts."""
+    split = packed.drafts
+    if split is None:
+        return kernel(packed.rows, *parts)
+    found = [
+        kernel(rows, *(None if part is None else part.index_select(0, tokens) for part in parts))
+        for tokens, rows in ((split.tokens, split.rows), (split.draft_tokens, split.draft_rows))
+    ]
+    y = found[0].new_empty(len(split.tokens) + len(split.draft_tokens), *found[0].shape[1:])
+    return y.index_copy_(0, split.tokens, found[0]).index_copy_(0, split.draft_tokens, found[1])
+
+
 # The functions as modeling code calls them, with its argument names. The last state is returned empty: the page has it.
 
 
@@ -85,8 +126,11 @@ def _conv(
     if activation not in SILU:
         raise ValueError(f"a convolution with activation {activation!r}; known are none and silu")
     states = packed.fields["conv"]
-    y = causal_conv(x[0].mT.contiguous(), weight, states, packed.rows, bias, SILU[activation])
-    return y.mT[None]
+
+    def kernel(rows: StateRows, x: torch.Tensor) -> torch.Tensor:
+        return causal_conv(x, weight, states, rows, bias, SILU[activation])
+
+    return _scan(packed, kernel, x[0].mT.contiguous()).mT[None]
 
 
 def _mamba1(
@@ -103,11 +147,15 @@ def _mamba1(
     return_last_state: bool = False,
     **_: Any,
 ) -> Any:
-    """Mamba-1: arguments are [1, channels, tokens], b and c [1, n, tokens]."""
+    """Mamba-1. Arguments are [1, channels, tokens]; b and c are [1, n, tokens]."""
     x, dt, b, c = (part[0].mT.contiguous() for part in (x, dt, b, c))
     gate = None if z is None else z[0].mT.contiguous()
     states = packed.fields["recurrent"]
-    y = mamba1_scan(x, dt, a, b, c, states, packed.rows, D, gate, delta_bias, delta_softplus).mT[None]
+
+    def kernel(rows: StateRows, x: Any, dt: Any, b: Any, c: Any, gate: Any) -> torch.Tensor:
+        return mamba1_scan(x, dt, a, b, c, states, rows, D, gate, delta_bias, delta_softplus)
+
+    y = _scan(packed, kernel, x, dt, b, c, gate).mT[None]
     return (y, y.new_empty(0)) if return_last_state else y
 
 
@@ -127,14 +175,18 @@ def _mamba2(
     return_final_states: bool = False,
     **_: Any,
 ) -> Any:
-    """Mamba-2: x [1, tokens, heads, p], dt [1, tokens, heads], b and c [1, tokens, groups, n].
-
-    Steps are clamped for every token; transformers clamps in prompts only."""
+    """Mamba-2. x is [1, tokens, heads, p], dt [1, tokens, heads], b and c [1, tokens, groups, n]. Steps are clamped
+    for every token; transformers clamps only in prompts.
+    """
     x, dt, b, c = (part[0].contiguous() for part in (x, dt, b, c))
     gate = None if z is None else z[0].contiguous()
     limits = float(dt_limit[0]), float(dt_limit[1])
     states = packed.fields["recurrent"]
-    y = mamba2_scan(x, dt, a, b, c, states, packed.rows, D, gate, dt_bias, dt_softplus, limits)[None]
+
+    def kernel(rows: StateRows, x: Any, dt: Any, b: Any, c: Any, gate: Any) -> torch.Tensor:
+        return mamba2_scan(x, dt, a, b, c, states, rows, D, gate, dt_bias, dt_softplus, limits)
+
+    y = _scan(packed, kernel, x, dt, b, c, gate)[None]
     return (y, y.new_empty(0)) if return_final_states else y
 
 
@@ -148,11 +200,16 @@ def _delta(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Delta rule: arguments are [1, tokens, heads, dim], g [1, tokens, heads] or one decay a channel, beta [1, tokens,
-    heads]."""
+    """Delta rule. Arguments are [1, tokens, heads, dim]; g is [1, tokens, heads] or has one decay per channel; beta
+    is [1, tokens, heads].
+    """
     query, key, value, g, beta = (part[0].contiguous() for part in (query, key, value, g, beta))
     states = packed.fields["recurrent"]
-    y = delta_rule(query, key, value, g, beta, states, packed.rows, normalise=use_qk_l2norm_in_kernel)
+
+    def kernel(rows: StateRows, query: Any, key: Any, value: Any, g: Any, beta: Any) -> torch.Tensor:
+        return delta_rule(query, key, value, g, beta, states, rows, normalise=use_qk_l2norm_in_kernel)
+
+    y = _scan(packed, kernel, query, key, value, g, beta)
     return y[None], y.new_empty(0)
 
 
@@ -167,13 +224,17 @@ _SCANS: dict[str, Callable[..., Any]] = {
 def lightning_forward(
     module: Any, hidden: torch.Tensor, *_: Any, past_key_values: PackedStates, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    """The forward of a lightning-attention mixer, which calls no function along its tokens; hidden is [1, tokens,
-    hidden].
-
-    Each head has a fixed decay, and a state matrix of values by keys."""
+    """The forward of a lightning-attention mixer, whose modeling code has no function that a kernel could replace.
+    hidden is [1, tokens, hidden]. Each head has a fixed decay, and a state matrix of values by keys.
+    """
     qkv = module.act_fn(module.qkv_proj(hidden[0])).view(len(hidden[0]), module.num_attention_heads, -1)
     query, key, value = (part.contiguous() for part in qkv.chunk(3, -1))
     states = past_key_values.fields["lightning"]
-    y = mamba2_scan(value, None, -module.slope_rate.flatten(), key, query, states, past_key_values.rows)
+    rates = -module.slope_rate.flatten()
+
+    def kernel(rows: StateRows, value: Any, key: Any, query: Any) -> torch.Tensor:
+        return mamba2_scan(value, None, rates, key, query, states, rows)
+
+    y = _scan(past_key_values, kernel, value, key, query)
     gate = torch.sigmoid(module.output_gate(hidden))
     return module.out_proj(gate * module.norm(y.flatten(1)[None])), None

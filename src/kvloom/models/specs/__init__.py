@@ -1,4 +1,5 @@
-"""From a Hugging Face config to layer specs: what each layer stores. No torch, no weights, no network.
+"""Reads Hugging Face configs and returns layer specs: the data that each layer stores. No torch, no weights, no
+network.
 
 | file           | content                                                                  |
 |----------------|--------------------------------------------------------------------------|
@@ -11,9 +12,20 @@
 from .catalog import embedded, embedded_models, folder_of, known_models, load_config, load_spec
 from .config_reading import ModelError
 from .families_table import FAMILIES
-from .layer_specs import KV_DTYPES, KV_KINDS, KVDtype, Media, ModelSpec, kv_dtypes, model_spec, with_draft
+from .layer_specs import (
+    DRAFT_PREFIX,
+    KV_DTYPES,
+    KV_KINDS,
+    KVDtype,
+    Media,
+    ModelSpec,
+    kv_dtypes,
+    model_spec,
+    with_draft,
+)
 
 __all__ = [
+    "DRAFT_PREFIX",
     "FAMILIES",
     "KV_DTYPES",
     "KV_KINDS",

@@ -1,4 +1,6 @@
-"""Models known by name, configs on disk, and embedded models with weights. No network: a name is an installed file."""
+"""Models known by name, configs on disk, and embedded models with weights. Needs no network, because names refer to
+installed files.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def known_models() -> tuple[str, ...]:
 
 
 def load_config(model: str) -> dict[str, Any]:
-    """Return the config of a known model, of a config.json, or of a folder that has one."""
+    """Return the config of a known model, of a config.json, or of a folder that contains one."""
     if model.lower() in known_models():
         shipped = resources.files(_MODELS).joinpath("configs", f"{model.lower()}.json")
         return _parse(shipped.read_text(encoding="utf-8"), model)
@@ -44,7 +46,7 @@ def load_config(model: str) -> dict[str, Any]:
 
 
 def load_spec(model: str, kv_dtype: str | None = None) -> ModelSpec:
-    """Return `model_spec` of `load_config`, with a readable name."""
+    """Return `model_spec` for the result of `load_config`, with a readable name."""
     path = Path(model)
     name = path.parent.name or path.stem if path.name == "config.json" else path.name.removesuffix(".json")
     return model_spec(load_config(model), name.lower() if name.lower() in known_models() else name, kv_dtype)
@@ -71,7 +73,7 @@ def _embedded() -> Path:
 
 
 def folder_of(model: str) -> str:
-    """Return the folder of an embedded model's name; any other name or path is returned unchanged."""
+    """Return the folder of an embedded model, given its name. Any other name or path is returned unchanged."""
     if not model.startswith(PREFIX) or Path(model).exists():
         return model
     return embedded(model.removeprefix(PREFIX))

@@ -1,6 +1,6 @@
-"""Functions that read a config: the kind of every layer, the fields of a token, the fields of a recurrent state.
+"""Functions that read a config: the kind of every layer, the fields of a token, and the fields of a recurrent state.
 
-`families_table` selects the functions of a family; `layer_specs` turns their results into layer specs.
+`families_table` selects the functions for each family. `layer_specs` turns their results into layer specs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp
 
 
 class ModelError(ValueError):
-    """A model that cannot be read or run. The message states the value and what to do."""
+    """A model cannot be read or run. The message states the value and the remedy."""
 
 
 def dtype_name(name: object) -> str:
@@ -57,7 +57,9 @@ def dtype_name(name: object) -> str:
 
 
 class Config:
-    """A config's fields, with its family's defaults. A missing or invalid field raises ModelError with its name."""
+    """The fields of a config, with the defaults of its family. A missing or invalid field raises ModelError with its
+    name.
+    """
 
     def __init__(
         self, raw: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, str] | None = None
@@ -81,7 +83,7 @@ class Config:
         return None if self.get(key) is None else self.size(key)
 
     def count(self, key: str) -> int:
-        """Return a non-negative integer; 0 if unset."""
+        """Return a non-negative integer, or 0 if the field is unset."""
         return self._integer(key, self.get(key, 0), least=0)
 
     def numbers(self, key: str) -> list[int]:
@@ -91,7 +93,7 @@ class Config:
         return [self._integer(key, value, least=0) for value in values]
 
     def nested(self, key: str) -> Config:
-        """Return the config inside a field; an empty one if unset."""
+        """Return the config inside a field, or an empty config if the field is unset."""
         inner = self.get(key, {})
         if not isinstance(inner, Mapping):
             raise ModelError(f"{self.model_type}: {key} is {inner!r}; an object is needed")
@@ -122,7 +124,7 @@ Pattern = Callable[[Config], list[str]]
 Fields = Callable[[Config, str], tuple[Field, ...]]
 
 
-# Patterns: the kind of every layer, if the config does not list them.
+# Patterns: the kind of every layer, for configs that do not list the kinds.
 
 
 def every_layer(kind: str) -> Pattern:
@@ -130,7 +132,9 @@ def every_layer(kind: str) -> Pattern:
 
 
 def interleaved(period: int | str, rare: str, common: str) -> Pattern:
-    """Return a pattern: `rare` is the last of every `period` layers (a number, or the name of a field)."""
+    """Return a pattern in which every `period`-th layer is `rare` and all others are `common`. `period` is a number
+    or the name of a field.
+    """
 
     def pattern(config: Config) -> list[str]:
         n = config.size(period) if isinstance(period, str) else period
@@ -146,14 +150,14 @@ def uniform_window(config: Config) -> list[str]:
 
 
 def windows_from_layer(config: Config) -> list[str]:
-    """Return the kinds of Qwen: layers from `max_window_layers` on slide, if windows are enabled."""
+    """Return the layer kinds of Qwen: if windows are enabled, layers from `max_window_layers` on are sliding."""
     on = config.get("use_sliding_window") and config.get("sliding_window")
     first = config.count("max_window_layers") if on else config.depth
     return ["sliding_attention" if i >= first else "full_attention" for i in range(config.depth)]
 
 
 def llama4(config: Config) -> list[str]:
-    """Return the kinds of Llama 4: layers with rotary positions attend in chunks, the others to all tokens."""
+    """Return the layer kinds of Llama 4: layers with rotary positions attend in chunks, the others to all tokens."""
     rotary = config.numbers("no_rope_layers") or [
         (i + 1) % config.size("no_rope_layer_interval") for i in range(config.depth)
     ]
@@ -182,7 +186,7 @@ def lfm2(config: Config) -> list[str]:
 
 
 def kimi(config: Config) -> list[str]:
-    """Return the kinds of Kimi. Its config lists the attention layers, counted from one."""
+    """Return the layer kinds of Kimi. Its config lists the attention layers, counted from one."""
     listed = config.nested("linear_attn_config").numbers("full_attn_layers")
     attention = [i - 1 for i in listed] or range(4, config.depth, 4)
     return ["full_attention" if i in attention else "linear_attention" for i in range(config.depth)]
@@ -199,7 +203,7 @@ def nemotron(config: Config) -> list[str]:
     return [letters[letter] for letter in pattern]
 
 
-# Fields: what an attention layer stores per token, and what a recurrent layer stores per sequence.
+# Fields: the data of an attention layer per token, and of a recurrent layer per sequence.
 
 
 def _key_value(config: Config, dtype: str) -> tuple[Field, ...]:
@@ -209,7 +213,7 @@ def _key_value(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def latent(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the field of MLA: the compressed latent and the shared rotary key, adjacent; every rank has a copy."""
+    """Return the field of MLA: the compressed latent followed by the shared rotary key. Every rank has a copy."""
     fields: tuple[Field, ...] = (
         Field("latent", (config.size("kv_lora_rank") + config.size("qk_rope_head_dim"),), dtype),
     )
@@ -219,10 +223,11 @@ def latent(config: Config, dtype: str) -> tuple[Field, ...]:
 def _state(
     config: Config, dtype: str, channels: int, kernel: int, shape: tuple[int, ...]
 ) -> tuple[Field, ...]:
-    """Return the fields of the convolution's last `kernel` inputs and of the recurrent state.
+    """Return two fields: the last `kernel` inputs of the convolution, and the recurrent state.
 
-    The convolution's channels are several parts in sequence (inputs, then shared parts of the heads): sharding along
-    axis 0 must split each part. The recurrence runs in float32."""
+    The channels of the convolution consist of several parts (inputs, then shared parts of the heads). Sharding along
+    axis 0 must split each part. The recurrence runs in float32.
+    """
     recurrent = config.get("mamba_ssm_cache_dtype", config.get("mamba_ssm_dtype", "float32"))
     return (
         Field("conv", (channels, kernel), dtype, shard_axis=0),
@@ -231,8 +236,9 @@ def _state(
 
 
 def mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of Mamba-1. A pure Mamba states its inner width; in a hybrid that config field is the width of
-    an MLP."""
+    """Return the fields of Mamba-1. A pure Mamba config states the inner width. In a hybrid, that config field is the
+    width of an MLP.
+    """
     own = None if config.get("mamba_expand") else config.optional("intermediate_size")
     inner = own or config.size("mamba_expand", "expand") * config.size("hidden_size")
     state, kernel = config.size("mamba_d_state", "state_size"), config.size("mamba_d_conv", "conv_kernel")
@@ -240,7 +246,7 @@ def mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str) -> Fields:
-    """Return a reader of Mamba-2's fields, with the names that one family uses in its config."""
+    """Return a function that reads the fields of Mamba-2, given the field names of one family."""
 
     def fields(config: Config, dtype: str) -> tuple[Field, ...]:
         n = config.size(heads)
@@ -269,7 +275,9 @@ def delta(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def kimi_delta(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of Kimi's delta rule, with a decay per channel: queries, keys and values have equally many heads."""
+    """Return the fields of Kimi's delta rule, which has one decay per channel. Queries, keys and values have the same
+    number of heads.
+    """
     own = config.nested("linear_attn_config")
     heads = own.optional("num_heads") or config.size("linear_num_heads")
     width = own.optional("head_dim") or config.size("linear_head_dim")
@@ -278,7 +286,7 @@ def kimi_delta(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def olmo_delta(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of OLMo's gated delta rule. Sizes that are unset follow from those of attention."""
+    """Return the fields of OLMo's gated delta rule. Unset sizes are derived from those of attention."""
     heads = config.size("num_attention_heads")
     key_heads = config.optional("linear_num_key_heads") or heads
     keys = config.optional("linear_key_head_dim") or 3 * config.size("hidden_size") // (4 * key_heads)
@@ -305,7 +313,9 @@ def short_conv(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of GPT-2 and related models: one KV head for all query heads, or one each."""
+    """Return the fields of GPT-2 and related models, with one KV head for all query heads or one KV head per query
+    head.
+    """
     heads = config.size("num_attention_heads")
     width = config.quotient("hidden_size", "num_attention_heads")
     return attention_fields(1 if config.get("multi_query") else heads, width, dtype)
@@ -313,8 +323,9 @@ def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the config of one model type is read. `defaults` are values that published configs may omit, `names` its own
-    field names."""
+    """How the config of one model type is read. `defaults` are values that published configs may omit; `names` are
+    its field names.
+    """
 
     pattern: Pattern
     defaults: Mapping[str, Any]

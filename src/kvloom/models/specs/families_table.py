@@ -1,7 +1,7 @@
-"""How the config of each model family is read: one row of FAMILIES each, and the rule for unlisted types.
+"""How the config of each model family is read. Each family is one row of FAMILIES; a rule covers unlisted types.
 
-A row has the pattern of layers, the fields of tokens and states, and values that published configs may omit.
-Attention sinks (gpt-oss) are weights, one per head: no layer stores anything for them.
+A row has the layer pattern, the fields of tokens and states, and values that published configs may omit. Attention
+sinks (gpt-oss) are weights, so they need no field.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ TEXT_TYPES = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-"""The text model inside a multimodal one."""
+"""Model type of the text model inside each multimodal model."""
 
 _PLAIN = Family(uniform_window, {})
 _NOT_PLAIN = (
@@ -248,7 +248,9 @@ _NOT_PLAIN = (
 
 
 def plain_attention_family(text: Mapping[str, Any]) -> Family:
-    """Return the family of an unlisted type if all its fields are those of plain attention; else raise ModelError."""
+    """Return the family of an unlisted model type. Raises ModelError unless all its config fields are those of plain
+    attention.
+    """
     model_type = text["model_type"]
     missing = [
         key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads") if not text.get(key)

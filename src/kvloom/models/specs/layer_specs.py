@@ -1,6 +1,6 @@
-"""From a Hugging Face config to layer specs: what each layer stores.
+"""Reads a Hugging Face config and returns layer specs: the data that each layer stores.
 
-No weights, no torch, no network, no pages. `families_table` defines how each family's config is read.
+Needs no weights, torch or network. `families_table` defines how the config of each family is read.
 
 | a layer of kind     | stores                                                           |
 |---------------------|------------------------------------------------------------------|
@@ -26,18 +26,31 @@ from kvloom.core import LayerSpec, Visibility
 from .config_reading import Config, Family, ModelError, dtype_name
 from .families_table import FAMILIES, TEXT_TYPES, plain_attention_family
 
-__all__ = ["KV_DTYPES", "KV_KINDS", "KVDtype", "Media", "ModelSpec", "kv_dtypes", "model_spec", "with_draft"]
+__all__ = [
+    "DRAFT_PREFIX",
+    "KV_DTYPES",
+    "KV_KINDS",
+    "KVDtype",
+    "Media",
+    "ModelSpec",
+    "kv_dtypes",
+    "model_spec",
+    "with_draft",
+]
 
 KV_DTYPES = ("bf16", "fp16", "fp32", "int8", "fp8")
 KV_KINDS = ("full", "sliding", "chunked", "cross")
 """Layer kinds that store K and V; each may use its own dtype."""
+DRAFT_PREFIX = "draft."
+"""Begins the names of a draft model's layers in a pool that it shares with its target."""
 KVDtype = str | Mapping[str, str]
 """One dtype for all layers ("fp8"), with exceptions ("fp8,sliding=bf16"), or by kind ({"sliding": "int8"})."""
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """Where an image's tokens go: "stream" (positions like text, in every layer) or "cross" (cross-attention layers only).
+    """Where the tokens of an image go: "stream" (positions like text, in every layer) or "cross" (only
+    cross-attention layers).
 
     `token_id` is the placeholder in the prompt.
     """
@@ -48,9 +61,9 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the layers of one model store, by name ("layers.3.attention", "layers.3.mamba").
-
-    `max_context` is None for purely recurrent models, which have no limit; `media` is None for text-only models."""
+    """The layer specs of one model by name ("layers.3.attention", "layers.3.mamba"). `max_context` is None for models
+    with only recurrent layers, which have no limit. `media` is None for text models.
+    """
 
     name: str
     layers: Mapping[str, LayerSpec]
@@ -58,12 +71,12 @@ class ModelSpec:
     media: Media | None = None
 
     def canonical(self) -> str:
-        """Return a text that is equal for equal specs in every process: the input of a layout fingerprint.
-
-        It does not cover weights: two checkpoints of one architecture share it."""
+        """Return a text that is the same for equal specs in every process. A layout fingerprint is computed from it.
+        It does not cover weights, so two checkpoints of one architecture have the same text.
+        """
         layers = {name: asdict(spec) for name, spec in self.layers.items()}
         for fields in layers.values():
-            fields["span"] = fields.pop("visibility")  # the key in existing fingerprints
+            fields["span"] = fields.pop("visibility")  # the key that existing fingerprints use
         return json.dumps({"name": self.name, "layers": layers}, sort_keys=True, separators=(",", ":"))
 
 
@@ -73,10 +86,10 @@ def model_spec(
     kv_dtype: KVDtype | None = None,
     static_scales: bool = False,
 ) -> ModelSpec:
-    """Read a Hugging Face config. Raises ModelError for a config it cannot read.
-
-    `kv_dtype` is the dtype of stored K and V (the model's own if None); recurrent states use the model's dtype. With
-    `static_scales`, pages of quantised tokens have no scales: the layer has them."""
+    """Return the layer specs of a Hugging Face config. Raises ModelError for a config that cannot be read. `kv_dtype`
+    is the dtype of stored K and V (None: that of the model). Recurrent states have the model's dtype. With
+    `static_scales`, quantised pages contain no scales.
+    """
     every, by_kind = kv_dtypes(kv_dtype)
     text = _text_config(config)
     family = FAMILIES.get(text["model_type"]) or plain_attention_family(text)
@@ -98,9 +111,8 @@ def model_spec(
 
 
 def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
-    """Return the dtype of K and V for all layers (None: the model's own), and the exceptions by kind.
-
-    Raises ModelError for unknown kinds and dtypes.
+    """Return the dtype of K and V for all layers (None: that of the model), and the exceptions by kind. Raises
+    ModelError for unknown kinds and dtypes.
     """
     if given is None:
         return None, {}
@@ -123,8 +135,8 @@ def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
 
 
 def with_draft(target: ModelSpec, draft: ModelSpec) -> ModelSpec:
-    """Return both models in one spec. The draft's layers have the prefix "draft." and their own lifetime."""
-    beside = {f"draft.{name}": replace(spec, lifetime="draft") for name, spec in draft.layers.items()}
+    """Return both models in one spec. The draft's layers have the prefix `DRAFT_PREFIX` and their own lifetime."""
+    beside = {f"{DRAFT_PREFIX}{name}": replace(spec, lifetime="draft") for name, spec in draft.layers.items()}
     limits = [spec.max_context for spec in (target, draft) if spec.max_context is not None]
     return ModelSpec(
         name=f"{target.name} + {draft.name}",
@@ -146,7 +158,7 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(config: Config, family: Family) -> list[str]:
-    """Return the kind of every layer: from the config's list, else by the family's pattern."""
+    """Return the kind of every layer, from the config's list or, without a list, from the family's pattern."""
     older = {"attention": "full_attention", "mamba": "linear_attention"}
     listed = config.get("layer_types") or config.get("layers_block_type")
     if listed is not None and not isinstance(listed, list):
@@ -161,7 +173,7 @@ def _kinds(config: Config, family: Family) -> list[str]:
 
 
 def _check_kinds(config: Config, asked: Iterable[str], layers: Mapping[str, LayerSpec]) -> None:
-    """Raise ModelError for a dtype of layers that the model does not have."""
+    """Raise ModelError if a dtype is given for a layer kind that the model does not have."""
     there = {spec.kind for spec in layers.values() if spec.unit == "token"}
     missing = [kind for kind in asked if kind not in there]
     if missing:
@@ -190,7 +202,7 @@ def _layers(config: Config, family: Family, kv_dtypes: Mapping[str, str], dtype:
 def _parts(
     config: Config, family: Family, kind: str, kv_dtypes: Mapping[str, str], dtype: str
 ) -> dict[str, LayerSpec]:
-    """Return what one layer of `kind` stores: part name → spec."""
+    """Return the specs of one layer of `kind`, by part name."""
 
     def attention(span: Visibility) -> dict[str, LayerSpec]:
         return {"attention": LayerSpec("token", family.token(config, kv_dtypes[span.kind]), span)}

@@ -1,7 +1,7 @@
-"""Images in prompts: encoded once for each content, stored in pages, inserted into a step's batch.
+"""Images in prompts. Each image is encoded once, stored in pages, and inserted into the batch of a step.
 
 `encoder` merges embeddings into the text. `cross_vision` supports models with separate layers that attend to images.
-`embeddings` stores embeddings in pages of the pool. The vision tower is Hugging Face's.
+`embeddings` stores embeddings in pages of the pool. The vision towers are those of Hugging Face.
 """
 
 from .cross_vision import CrossVision, vision_of

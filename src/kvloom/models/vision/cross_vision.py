@@ -1,10 +1,10 @@
-"""Images for models whose cross-attention layers attend to them. The prompt has no token per image token.
+"""Images for models with cross-attention layers. In the prompt, an image is a single token.
 
     prompt   | text | ▪ | text … |        ▪ one token; the image's states become K and V of every such layer,
     media    [ tokens of the image ]      in separate pages: written once for each content, read by every token after it
 
-A token sees the image before it, or all consecutive images before it. A token that sees no image skips the layers.
-Tower and projections are Hugging Face's; the cache owns the pages.
+A token sees the last image before it or, if several images are adjacent, all of these. A token that sees no image
+skips the cross-attention layers. Tower and projections are those of Hugging Face; the cache owns the pages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
 
 
 def vision_of(model: Any) -> Vision | None:
-    """Return the image part of a model; None if it supports no images."""
+    """Return the image part of a model, or None if the model supports no images."""
     if Vision.refusal(model):
         return None
     cross_views = getattr(model.config.get_text_config(), "cross_attention_layers", None)
@@ -42,7 +42,7 @@ def vision_of(model: Any) -> Vision | None:
 
 
 class CrossVision(Vision):
-    """The image part of a model whose images are visible to cross-attention layers only."""
+    """The image part of a model in which only cross-attention layers see images."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._base = model, model.base_model
@@ -99,7 +99,7 @@ class CrossVision(Vision):
         return replace(batch, seen=VisibleImages(upload(np.concatenate(places), self._device), tuple(parts)))
 
     def _encode_new_images(self, work: Work, start: int, stop: int) -> None:
-        """Fill the pages of images whose tokens are in [start, stop) and that are not in the cache."""
+        """Fill the pages of images whose tokens are in [start, stop), unless the cache already has them."""
         image_inputs, sequence = work.images, work.sequence
         assert image_inputs is not None
         for place, item in enumerate(image_inputs.media):
@@ -135,7 +135,9 @@ class CrossVision(Vision):
         )
 
     def embed(self, image: Image) -> torch.Tensor:
-        """Run the tower; return an image's states for cross attention ([tokens, hidden]), without padding tiles."""
+        """Run the vision tower. Return the states of an image for cross attention ([tokens, hidden]), without padding
+        tiles.
+        """
         pixels, ratio, mask = (image.inputs[name].to(self._device) for name in INPUTS)
         self.encoder_runs += 1
         with torch.inference_mode():
@@ -152,7 +154,9 @@ class CrossVision(Vision):
         return tiles * int(self._base.vision_model.num_patches)
 
     def _image(self, given: Any, tenant: str = "") -> Image:
-        """Check an image and return it. Checked here, because the tower runs inside a step that other requests share."""
+        """Check an image and return it. It is checked early, because the tower runs inside a step that other requests
+        share.
+        """
         image = super()._image(given, tenant)
         pixels, ratio, mask = (image.inputs[name] for name in INPUTS)
         wanted, known = self._shape, int(self._model.config.vision_config.max_aspect_ratio_id)
@@ -168,7 +172,7 @@ class CrossVision(Vision):
 
     @property
     def _shape(self) -> tuple[int, int, int, int]:
-        """An image's pixels: tiles, channels, height, width."""
+        """The shape of an image's pixels: tiles, channels, height, width."""
         config = self._model.config.vision_config
         size = config.image_size
         high, wide = (size, size) if isinstance(size, int) else size
@@ -182,14 +186,14 @@ class CrossVision(Vision):
 
     def split(self, made: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
         pixels, ratios, masks = (torch.as_tensor(made[name]) for name in INPUTS)
-        shown = torch.nonzero(ratios).tolist()  # 0 pads batches in which other images have more tiles
+        shown = torch.nonzero(ratios).tolist()  # 0 is padding in batches where other images have more tiles
         return [
             dict(zip(INPUTS, (pixels[i, j], ratios[i, j, None], masks[i, j]), strict=True)) for i, j in shown
         ]
 
 
 def _visible_ranges(places: Any, start: int, stop: int) -> list[tuple[int, int, range]]:
-    """Return ranges [begin, end) of [start, stop) that see the same images, with those images: the last consecutive ones."""
+    """Return the ranges [begin, end) of [start, stop) whose tokens see the same images, with these images."""
     edges = [start, *(int(place) for place in places if start < place < stop), stop]
     found = []
     for begin, end in pairwise(edges):

@@ -1,6 +1,7 @@
-"""Image embeddings in pages of the pool: a separate layer kind, addressed by content, evicted like other pages.
+"""Image embeddings in pages of the pool. They are a separate layer kind, found by content and evicted like other
+pages.
 
-    page   [token 0 | token 1 | … | rest]        as large as a slab; has as many whole tokens as fit
+page [token 0 | token 1 | … | rest] as large as a slab; contains as many whole tokens as fit
 
 A page of slab size leaves the layout of other groups unchanged. A sequence retains an image's pages while it computes
 the image's tokens. They stay cached for the next prompt with that image.
@@ -22,7 +23,7 @@ __all__ = ["Embeddings", "with_embeddings"]
 
 
 def with_embeddings(layers: Mapping[str, LayerSpec], layout: PoolLayout, granularity: int = 16) -> PoolLayout:
-    """Return `layout`, of these layers, with pages for embeddings. `granularity` divides the slab."""
+    """Return `layout` with additional pages for embeddings. The slab size is a multiple of `granularity`."""
     block = layout.block_tokens
     spec = LayerSpec(
         "token", (Field("embedding", (layout.slab_bytes // block,), "int8"),), axis="media", lifetime=PROMPT
@@ -31,7 +32,7 @@ def with_embeddings(layers: Mapping[str, LayerSpec], layout: PoolLayout, granula
 
 
 class Embeddings:
-    """The pages of a pool that contain embeddings of `hidden` numbers."""
+    """The pages of a pool that contain embeddings with `hidden` numbers each."""
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, hidden: int, dtype: torch.dtype) -> None:
         pages = layer_views(buffer, layout)[EMBEDDINGS].fields["embedding"].flatten(1).view(dtype)
@@ -46,7 +47,7 @@ class Embeddings:
         self._pages = pages[:, : self.each * hidden]
 
     def tokens(self, count: int) -> int:
-        """Return how many cache tokens `count` embeddings need: whole pages."""
+        """Return the number of cache tokens that `count` embeddings need, rounded up to whole pages."""
         return -(-count // self.each) * self._block
 
     def write(self, rows: Ids, made: torch.Tensor) -> None:
@@ -57,7 +58,7 @@ class Embeddings:
         self._pages.index_copy_(0, ids, whole.view(len(rows), -1))
 
     def read(self, rows: Ids, begin: int, end: int) -> torch.Tensor:
-        """Return a copy of embeddings [begin, end) of the image with these pages."""
+        """Return a copy of the embeddings [begin, end) of the image in these pages."""
         first = begin // self.each
         some = rows[first : -(-end // self.each), 0].astype(np.int64)
         found = self._pages.index_select(0, upload(some, self._pages.device)).view(-1, self._hidden)

@@ -1,10 +1,11 @@
-"""Images in prompts: embeddings in place of placeholder tokens, rotary positions, and which tokens see each other.
+"""Images in prompts: embeddings that replace placeholder tokens, rotary positions, and masks between image tokens.
 
     prompt   | text | image tokens … | text |          `Vision.read_prompt` assigns them; the cache finds them by content
     a step          | a chunk of it  |                 `Vision.add_images` puts that chunk's embeddings into the batch
 
-The vision tower is Hugging Face's and runs once for each content: its embeddings stay in pages of the pool (`embeddings`)
-until evicted. A family is supported only if it does nothing else than merge embeddings; others are refused by name.
+The vision tower of Hugging Face runs once for each image content. Its embeddings stay in pages of the pool
+(`embeddings`) until they are evicted. A family is supported only if it merges embeddings and does nothing else. Other
+families are refused by name.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ VISION_FAMILIES: dict[str, bool] = {
     "qwen2_vl": False,
     "vipllava": False,
 }
-"""Supported families by model type, and whether an image's tokens see each other in both directions."""
+"""Supported families by model type, and whether the tokens of an image see each other in both directions."""
 
 GRID, SIZE = "image_grid_thw", "image_sizes"
-"""Inputs of an image besides its pixels: the number of patches, or the size of the image inside its padding."""
+"""Inputs of an image besides its pixels: the number of patches, or the size of the image without padding."""
 
 DIGEST_BYTES = 32
 
 
 class Vision:
-    """The image part of one model. Without `embeddings` pages, the tower runs whenever an embedding is needed."""
+    """The image part of one model. Without pages for `embeddings`, the tower runs whenever an embedding is needed."""
 
     embeddings: Embeddings | None = None
 
@@ -72,7 +73,7 @@ class Vision:
         self.token = int(config.image_token_id)
         self.bidirectional = VISION_FAMILIES[config.model_type]
         self.uses_mrope = hasattr(self._base, "get_rope_index")
-        """Whether rotary positions have three axes (M-RoPE), along which images extend."""
+        """Whether rotary positions have three axes (M-RoPE)."""
         weight = model.get_input_embeddings().weight
         self._device, self._dtype = weight.device, weight.dtype
         text = config.get_text_config()
@@ -85,7 +86,7 @@ class Vision:
 
     @staticmethod
     def refusal(model: Any) -> str | None:
-        """Return why a model supports no images, or None if it does."""
+        """Return the reason why a model supports no images, or None if it does."""
         kind = model.config.model_type
         if kind in VISION_FAMILIES and (
             hasattr(model, "get_image_features") or hasattr(model.base_model, "vision_model")
@@ -99,25 +100,24 @@ class Vision:
     def extend_layout(
         self, layers: Mapping[str, LayerSpec], layout: PoolLayout, granularity: int = 16
     ) -> PoolLayout:
-        """Return `layout`, of a model's `layers`, with pages for image embeddings. `granularity` divides the slab."""
+        """Return `layout` with additional pages for image embeddings. The slab size is a multiple of `granularity`."""
         return with_embeddings(layers, layout, granularity)
 
     def bind_pool(
         self, layout: PoolLayout, buffer: torch.Tensor, cross_views: Mapping[int, tuple[LayerView, int]]
     ) -> None:
-        """Store image embeddings in this pool from now on.
-
-        `cross_views`: the views of cross-attention layers, and their index among the page ids of an image."""
+        """Store image embeddings in this pool from now on. `cross_views` are the views of cross-attention layers,
+        with their column among the page ids of an image.
+        """
         width = self._model.get_input_embeddings().weight.shape[1]
         self.embeddings = Embeddings(layout, buffer, width, self._dtype)
 
     def read_prompt(self, prompt: Many[int], images: Many[Any], tenant: str = "") -> ImageInputs:
-        """Return the images of a prompt with placeholders. `images` are in order, each as the tensors of the model's
-        processor, or pixels.
-
-        Raises ValueError if prompt and images do not match. The first image of a shape is encoded here, because only
-        the tower determines its token count. Embeddings are stored per `tenant`, so no tenant can probe another's
-        images."""
+        """Return the images of a prompt with placeholders. `images` are in prompt order; each is the output of the
+        model's processor, or pixels. Raises ValueError if prompt and images do not match. The first image of each
+        shape is encoded here, because only the tower determines its token count. Embeddings are stored per `tenant`,
+        so that no tenant can find out whether another used an image.
+        """
         known = tuple(self._image(given, tenant) for given in images)
         bounds = np.cumsum([0, *(self._count(image) for image in known)])
         ids = np.asarray(prompt, dtype=np.int64)
@@ -138,7 +138,9 @@ class Vision:
         return ImageInputs(known, tuple(media), places, bounds, axes, shift, self.bidirectional)
 
     def add_images(self, batch: Batch, works: Many[Work]) -> Batch:
-        """Return the batch of `works` with its images' embeddings, positions and spans; unchanged if it has none."""
+        """Return the batch of `works` with the embeddings, positions and spans of its images. A batch without images
+        is returned unchanged.
+        """
         concerned = [
             i
             for i, work in enumerate(works)
@@ -171,7 +173,7 @@ class Vision:
         return replace(batch, embeds=embeds, spans=joined)
 
     def embed(self, image: Image) -> torch.Tensor:
-        """Run the tower; return an image's embeddings ([tokens, hidden])."""
+        """Run the vision tower. Return the embeddings of an image ([tokens, hidden])."""
         if self._last_encoded is not None and self._last_encoded[0] == image.digest:
             made, self._last_encoded = self._last_encoded[1], None
             return made
@@ -186,21 +188,22 @@ class Vision:
             return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]).to(self._dtype)
 
     def _part(self, work: Work, place: int, begin: int, end: int) -> torch.Tensor:
-        """Return some embeddings of an image from its pages. Encodes the image and fills the pages first if they are
-        empty."""
+        """Return some embeddings of an image from its pages. If the pages are empty, encode the image and fill them
+        first.
+        """
         image_inputs, sequence = work.images, work.sequence
         assert image_inputs is not None
         image, item = image_inputs.images[place], image_inputs.media[place]
         if self.embeddings is None or not item.tokens:
             return self.embed(image)[begin:end]
         rows = sequence.media_rows(item.digest)
-        # The first step of an image fills all its embeddings; a cache hit has them already.
+        # The first step of an image fills all its embeddings. After a cache hit they are already there.
         if not sequence.media_is_cached(item.digest) and sequence.length <= max(item.start, sequence.resumed):
             self.embeddings.write(rows, self.embed(image))
         return self.embeddings.read(rows, begin, end)
 
     def sample(self) -> Image:
-        """Return an image of zeros: of the config's size, or of 1024 tokens if any size is supported."""
+        """Return an image of zeros, with the size in the config, or with 1024 tokens if any size is supported."""
         config = self._model.config.vision_config
         channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
         if GRID in self.inputs:
@@ -260,7 +263,7 @@ class Vision:
         return Image(inputs, digest.digest())
 
     def _count(self, image: Image) -> int:
-        """Return an image's token count; it depends only on shapes and grids."""
+        """Return the token count of an image, which depends only on shapes and grids."""
         key = tuple(
             (name, *part.shape) if part.is_floating_point() else (name, *part.flatten().tolist())
             for name, part in image.inputs.items()
@@ -269,7 +272,10 @@ class Vision:
             shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in image.inputs.items())
             try:
                 made = self.embed(image)
-                count, self._last_encoded = len(made), (image.digest, made)  # the next `embed` may need it
+                count, self._last_encoded = (
+                    len(made),
+                    (image.digest, made),
+                )  # the next `embed` may need the result
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise ValueError(
                     f"{type(self._model).__name__} cannot take an image of {shapes}: {error}"
@@ -280,13 +286,13 @@ class Vision:
         return self._counts[key]
 
     def _digest_of_run(self, image: Image, ids: Ints) -> bytes:
-        """Return the digest of an image within its run of tokens, including separator tokens between its rows."""
+        """Return the digest of an image and of its range of tokens, including separator tokens between its rows."""
         if (ids == self.token).all():
             return image.digest
         return hashlib.blake2b(image.digest + ids.tobytes(), digest_size=DIGEST_BYTES).digest()
 
     def _check_runs(self, media: list[Media], bounds: Ints) -> None:
-        """Raise ValueError for images whose tokens are not one separate run."""
+        """Raise ValueError unless the tokens of each image are one separate contiguous range."""
         for item, count in zip(media, np.diff(bounds).tolist(), strict=True):
             if item.stop - item.start != count:
                 raise ValueError(f"the {count} tokens of the image at {item.start} must follow each other")
@@ -300,7 +306,9 @@ class Vision:
                 raise ValueError(f"two images are adjacent at token {one.stop}: put a token between them")
 
     def _rope_index(self, ids: Ints, images: tuple[Image, ...]) -> tuple[Ints, int]:
-        """Return positions on three axes up to the last image's end, and the shift of later positions, by the model's own code."""
+        """Return positions on three axes up to the end of the last image, and the shift of later positions. Calls the
+        model's own code.
+        """
         found, shift = self._base.get_rope_index(
             torch.from_numpy(ids)[None],
             mm_token_type_ids=torch.from_numpy((ids == self.token).astype(np.int32))[None],
@@ -310,7 +318,7 @@ class Vision:
 
     @staticmethod
     def _rope_positions(batch: Batch, works: Many[Work]) -> Ints:
-        """Return positions on three axes of all tokens of a step: [3, tokens]."""
+        """Return the positions of all tokens of a step on three axes: [3, tokens]."""
         parts = []
         for work, size in zip(works, batch.sizes, strict=True):
             start, image_inputs = size - len(work.tokens), work.images

@@ -1,4 +1,6 @@
-"""The pages of a disk tier's directory, for operators. Reads the files of a running server too; drops need its lock."""
+"""Lists the pages of a disk tier's directory for operators. Works on the directory of a running server; only drops
+need its lock.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ __all__ = ["DiskPages"]
 
 
 class _UnchangedFiles(SystemFiles):
-    """Files that are never created, removed or changed. The process that owns them may remove them at any time."""
+    """A read-only view of a directory. The process that owns the files may remove them at any time."""
 
     def remove(self, name: str) -> None:
         return
@@ -35,7 +37,7 @@ class _UnchangedFiles(SystemFiles):
 
 
 class DiskPages(StoredPages):
-    """Opening reads the heads of all pages. Raises TierError if there is no disk tier."""
+    """Opening reads the heads of all pages. Raises TierError if the directory has no disk tier."""
 
     def __init__(self, config: DiskConfig) -> None:
         self._config, self._notes = config, dict[str, None]()
@@ -85,14 +87,14 @@ class DiskPages(StoredPages):
             return Outcome.FAILED
         outcome = verify_page(record.head, body[:got])
         if outcome != Outcome.OK and not record.is_verified:
-            return Outcome.MISSING  # a process ended during its write, or is writing it
+            return Outcome.MISSING  # a process ended during this write, or is still writing
         return outcome
 
     def owner_of(self, tenant: str) -> bytes:
         return tenant_owner(tenant)
 
     def drop(self, pages: Iterable[StoredPage]) -> int:
-        """Removes pages. Files without pages are removed, too."""
+        """Removes pages, and files that have no pages left. Returns the number removed."""
         tier = DiskTier(self._config)
         try:
             dropped = tier.drop_stored([page.key for page in pages])

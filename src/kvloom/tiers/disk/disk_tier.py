@@ -1,10 +1,10 @@
-"""The disk tier: pages in segment files of one directory, available again after a restart or a crash.
+"""The disk tier: pages in segment files of one directory. They stay available after a restart or a crash.
 
     write -> sealing thread (checksums, compression) -> appending thread (one write per frame, shared syncs) -> OK
     read  -> reading threads, directly into aligned memory of the caller; each read is verified while others run
 
-`segment.py` defines the format, `segment_store.py` has index and eviction, `segment_writer.py` and
-`segment_reader.py` the transfers.
+`segment.py` defines the format. `segment_store.py` has the index and eviction. `segment_writer.py` and
+`segment_reader.py` run the transfers.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ log = logging.getLogger("kvloom.tiers")
 
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
-    """Settings of a disk tier. `durable="power"`: a stored page survives power loss (one sync for all queued pages);
-    `"process"`: it survives the end or crash of the process.
-
-    `segment_bytes=None` is a 64th of the capacity, but at least 64 MiB or a quarter of the capacity, whichever is
-    smaller. `pending_bytes` bounds bytes in flight, per direction; objects beyond it are BUSY. `copy_forward` keeps
-    pages that were read when their segment is evicted."""
+    """Settings of a disk tier. With `durable="power"` a stored page survives power loss; queued pages share one sync.
+    With `"process"` it survives the end or crash of the process. If `segment_bytes` is None, it is a 64th of the
+    capacity, but at least the smaller of 64 MiB and a quarter of the capacity. `pending_bytes` limits the bytes in
+    flight per direction; objects beyond the limit are BUSY. When a segment is evicted, `copy_forward` keeps its pages
+    that were read.
+    """
 
     directory: Path | str
     capacity: int
@@ -71,9 +71,9 @@ class DiskConfig:
     durable: Literal["power", "process"] = "power"
     compression: Compression = "none"
     keys: Path | str | None = (
-        None  # key file (encryption.py): pages are sealed, and their stored keys derived, with its keys
+        None  # key file (encryption.py): its keys seal pages and derive the keys under which they are stored
     )
-    protect: Protect | None = None  # with keys: "encrypt" by default
+    protect: Protect | None = None  # the default with keys is "encrypt"
     evict: Literal["oldest", "least-used"] = "least-used"
     copy_forward: bool = True
     direct: bool = True
@@ -111,15 +111,15 @@ class DiskConfig:
 class DiskTier(Tier):
     """Thread-safe. Opening locks the directory and reads the heads of all stored pages.
 
-    Raises TierError if the directory cannot be used: a wrong permission, another process. Afterwards nothing raises:
-    a full disk, a lost mount, a damaged file are outcomes.
+    Raises TierError if the directory has wrong permissions or another process uses it. After opening, faults such as
+    a full disk or a damaged file are outcomes of a transfer and never raise.
     """
 
     def __init__(self, config: DiskConfig, files: Callable[[int], Files] = SystemFiles) -> None:
         self._config = config
         self._keys = read_keys(config.keys, config.protect)
         self._make_codec = partial(make_codec, config.compression, self._keys)
-        self._make_codec()  # reports a missing package now
+        self._make_codec()  # raises now if a package is missing
         self._path = Path(config.directory)
         self._directory, self._lock_file = lock_directory(self._path)
         try:
@@ -148,7 +148,7 @@ class DiskTier(Tier):
         self._reader = SegmentReader(self.name, self._files, self._store, self._make_codec, config.readers)
 
     def _warn_if_disk_is_small(self) -> None:
-        """Logs at opening that the disk is smaller than the capacity: a full disk refuses pages later."""
+        """Logs a warning if the disk is smaller than the capacity, because a full disk would refuse pages later."""
         disk = os.fstatvfs(self._directory)
         space = disk.f_bavail * disk.f_frsize + self._store.file_bytes
         if space < self._config.capacity:
@@ -184,9 +184,10 @@ class DiskTier(Tier):
         return self._store.used_by(tenant)
 
     def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:
-        """Returns objects under their keys on disk; with `legacy`, an encrypted page of version 2 under its plain key.
+        """Returns the objects with the keys that they have on disk, which differ from `Objects.keys` if the tier has
+        a key file. Raises NoKeyError if the tenant has no key.
 
-        Raises NoKeyError if the tenant has no key.
+        `legacy` selects the plain keys, under which format version 2 stored encrypted pages.
         """
         if self._keys is None:
             return objects
@@ -250,7 +251,7 @@ class DiskTier(Tier):
             store.remove(record.head.key, record)
             transfer.settle(index, Outcome.UNTRUSTED, f"{self.name}: {describe_outcome(Outcome.UNTRUSTED)}")
         transfer.settle(busy, Outcome.BUSY, "too many reads are in flight")
-        with self._state_lock:  # close() ends the threads after the jobs submitted under this lock
+        with self._state_lock:  # close() ends the threads only after jobs submitted under this lock
             if not (closed := self._closed):
                 self._reader.submit(transfer, found, into, (start, stop), objects.tenant)
         if closed:
@@ -297,12 +298,14 @@ class DiskTier(Tier):
         return transfer
 
     def drop(self, objects: Objects) -> int:
-        """Removes objects from the index immediately, and on disk in the order of writes. Returns the number removed."""
+        """Removes objects from the index at once, and from disk in the order of writes. Returns the number removed."""
         try:
             stored = self._with_stored_keys(objects)
         except NoKeyError:
             return 0
-        legacy = objects.keys if self._keys is not None else []  # of version 2, or written without keys
+        legacy = (
+            objects.keys if self._keys is not None else []
+        )  # pages of format version 2, or written without keys
         dropped = self._store.remove_keys(stored.keys)
         dropped += self._store.remove_keys([key for key in legacy if key in self._store.index])
         if dropped:
@@ -310,7 +313,7 @@ class DiskTier(Tier):
         return len(dropped)
 
     def drop_stored(self, keys: Sequence[bytes]) -> int:
-        """Removes objects by their keys on disk; returns the number removed. For operators."""
+        """Removes objects by their keys on disk. Returns the number removed. For operators."""
         dropped = self._store.remove_keys(keys)
         if dropped:
             self._writer.submit_tombstones(dropped)
@@ -321,7 +324,7 @@ class DiskTier(Tier):
         self._store.remove_empty()
 
     def stats(self) -> TierStats:
-        """Returns stats: `bytes` is the size of the files, `notes` are messages for the operator."""
+        """Returns counts. `bytes` is the size of the files, and `notes` are messages for the operator."""
         with self._store.lock:
             objects, size = len(self._store.index), self._store.file_bytes
         notes = tuple(self._store.notes)
@@ -338,7 +341,7 @@ class DiskTier(Tier):
             pending = list(self._open_transfers)
         for transfer in pending:
             transfer.settle_pending(Outcome.FAILED, "the disk tier was closed")
-        if quiet:  # else a hung thread still uses the files: they close with the process
+        if quiet:  # otherwise a hung thread still uses the files, which are closed when the process ends
             self._store.close()
             self._unlock()
 
@@ -348,7 +351,7 @@ class DiskTier(Tier):
 
 
 def disk_config(options: Options, directory: str, capacity: int) -> DiskConfig:
-    """Reads the options of a disk tier from a URL. Raises ValueError."""
+    """Reads the options of a disk tier from a URL. Raises ValueError for a bad value."""
     durable: Any = options.text("durable", "power")
     evict: Any = options.text("evict", "least-used")
     return DiskConfig(
@@ -363,7 +366,7 @@ def disk_config(options: Options, directory: str, capacity: int) -> DiskConfig:
 
 
 def parse_url(url: str) -> Callable[[], DiskTier]:
-    """Parses `disk:/path:1TiB?durable=power&compression=lz4&…`; returns the opener."""
+    """Parses `disk:/path:1TiB?durable=power&compression=lz4&…`. Returns the function that opens the tier."""
     plain, _, query = url.partition("?")
     path, colon, size = plain.removeprefix("disk:").rpartition(":")
     if not colon or not path:

@@ -1,7 +1,7 @@
-"""The system calls of a disk tier, in one place, so tests can make any of them fail.
+"""All system calls of a disk tier, so that tests can make any of them fail.
 
-Uses O_DIRECT where the file system supports it: no second copy in the page cache, reads at device speed.
-Independent of formats.
+Uses O_DIRECT if the file system supports it. Reads then run at device speed, without a second copy in the page cache.
+Does not depend on formats.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ __all__ = [
 
 log = logging.getLogger("kvloom.tiers")
 _MAX_PIECES = 1024  # Linux's IOV_MAX
-_LOCK_BYTES = 32  # the lock file contains one process id
+_LOCK_BYTES = 32  # the lock file contains the id of the process that has the lock
 
 
 class Files:
-    """Files of one directory, by its open descriptor: a mount over its path does not redirect writes."""
+    """The files of one directory, accessed through its open descriptor. A later mount over the path does not redirect
+    writes.
+    """
 
     def __init__(self, directory: int) -> None:
         self.directory = directory
@@ -44,9 +46,8 @@ class Files:
         return os.stat(name, dir_fd=self.directory, follow_symlinks=False).st_size
 
     def open(self, name: str, create: bool, direct: bool) -> int:
-        """Opens a regular file of this user; `create` makes a new one with mode 0600. Follows no symbolic link.
-
-        Raises UntrustedFileError, with the file unchanged, for another file type or owner.
+        """Opens a regular file of this user. `create` makes a new file with mode 0600. Follows no symbolic link.
+        Raises UntrustedFileError for another file type or owner, and does not change such a file.
         """
         flags = os.O_CREAT | os.O_EXCL if create else 0
         flags |= getattr(os, "O_DIRECT", 0) if direct else 0
@@ -62,7 +63,7 @@ class Files:
         return os.fstat(fd).st_size
 
     def allocate(self, fd: int, size: int) -> None:
-        """Allocates disk space now, so a full disk is detected before any write."""
+        """Allocates disk space, so that a full disk is detected before any write."""
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
@@ -73,7 +74,7 @@ class Files:
         os.ftruncate(fd, size)
 
     def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
-        """Fills the pieces in order; returns the bytes read, fewer at the end of the file."""
+        """Fills the pieces in order. Returns the number of bytes read, which is smaller at the end of the file."""
         done = 0
         for at in range(0, len(into), _MAX_PIECES):
             pieces = into[at : at + _MAX_PIECES]
@@ -84,7 +85,7 @@ class Files:
         return done
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
-        """Fills one piece of whole runs step by step; returns the bytes read and the checksums of the runs.
+        """Fills `into` (whole runs) step by step. Returns the number of bytes read and the checksums of the runs.
 
         Checksums of runs that were not read are undefined.
         """
@@ -98,7 +99,7 @@ class Files:
         return done, b"".join(sums)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        """Writes all pieces, or raises OSError."""
+        """Writes all pieces. Raises OSError if it cannot."""
         done = 0
         for at in range(0, len(pieces), _MAX_PIECES):
             some = pieces[at : at + _MAX_PIECES]
@@ -116,21 +117,23 @@ class Files:
 
 
 class SystemFiles(Files):
-    """Files that read and check pages in one native call where available."""
+    """Files that read and verify a page in one native call, where native code is available."""
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
         return read_checked(fd, into, offset, run_bytes) or super().read_checked(fd, into, offset, run_bytes)
 
 
 class UntrustedFileError(OSError):
-    """A file in a tier's directory that is not a plain file of this user. The tier neither reads nor changes it."""
+    """A file in a tier's directory that is not a regular file of this user. The tier neither reads nor changes it."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(errno.EPERM, f"{name!r} {why}")
 
 
 def _owners_of(directory: int) -> frozenset[int]:
-    """Returns the users whose files a tier accepts in a directory: this user; for root also the directory's owner."""
+    """Returns the users whose files a tier accepts in a directory: this user and, for root, also the owner of the
+    directory.
+    """
     us = os.geteuid()
     return frozenset((us,) if us else (us, os.fstat(directory).st_uid))
 
@@ -140,7 +143,7 @@ def _belongs_to(owner: int) -> str:
 
 
 def _open_own(name: str, flags: int, directory: int) -> int:
-    """Opens a regular file for reading and writing and verifies it before any byte changes."""
+    """Opens a regular file for reading and writing. Verifies type and owner before any byte changes."""
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         fd = os.open(name, flags, 0o600, dir_fd=directory)
@@ -175,21 +178,21 @@ def _open_own(name: str, flags: int, directory: int) -> int:
 
 
 def _make_directory(path: Path) -> None:
-    """Creates a directory and its missing parents, each with mode 0700: pages reveal prompts."""
+    """Creates a directory and its missing parents, each with mode 0700, because pages reveal prompts."""
     missing = []
     for parent in (path, *path.parents):
         if parent.exists():
             break
         missing.append(parent)
     for parent in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # created by another process
+        with contextlib.suppress(FileExistsError):  # another process created it
             parent.mkdir(mode=0o700)
     if not path.is_dir():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
 def _check_directory(path: Path, directory: int) -> None:
-    """Raises TierError if another user can replace the tier's files; logs a warning if one might."""
+    """Raises TierError if another user can replace the tier's files. Logs a warning if another user might."""
     us, link, found = os.geteuid(), path.lstat(), os.fstat(directory)
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (us, 0):
         raise TierError(
@@ -209,7 +212,7 @@ def _check_directory(path: Path, directory: int) -> None:
 
 
 def lock_directory(path: Path) -> tuple[int, int]:
-    """Creates and locks a directory for one process; returns its descriptor and the lock's.
+    """Creates and locks a directory for one process. Returns the descriptors of directory and lock.
 
     The lock ends with the process, even after a crash.
     """
@@ -229,7 +232,7 @@ def lock_directory(path: Path) -> tuple[int, int]:
 
 
 def _lock(path: Path, directory: int) -> int:
-    """Locks a verified directory; returns the lock's descriptor."""
+    """Locks a verified directory. Returns the descriptor of the lock."""
     _check_directory(path, directory)
     try:
         lock = _open_own("lock", os.O_CREAT, directory)
@@ -257,5 +260,5 @@ def _lock(path: Path, directory: int) -> int:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     except OSError:
-        pass  # the disk is full: the lock holds, but does not name its process
+        pass  # the disk is full: the lock is taken, but the file does not contain the process id
     return lock

@@ -1,8 +1,8 @@
-"""The contents of a disk tier's directory at opening: its segments, and their records in order of writing.
+"""Reads the directory of a disk tier at opening: its segments, and their records in the order of writing.
 
-A killed process may leave partly written pages: in an unsealed segment and, after power loss, in the one before it.
-Their records are not `is_verified`: an older copy is preferred, and a write stores the page again.
-Independent of shares and the index.
+A killed process may leave partly written pages in an unsealed segment and, after power loss, in the segment before
+it. Their records are not `is_verified`: an older copy is preferred, and a new write stores the page again. Does not
+depend on shares or the index.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["RecoveredSegments", "recover"]
 
 @dataclass(slots=True)
 class RecoveredSegments:
-    """Result of recovery. `numbers` are those of this user's files. `foreign` are files of other versions or unreadable
-    files, with sizes. `unread` segments were read in part only.
-
-    `still_stored` keys were dropped, but their bytes are still on disk."""
+    """The result of recovery. `numbers` are the segment numbers of this user's files. `foreign` are unreadable files
+    and files of other versions, with their sizes. `unread` are segments that were read only in part. `still_stored`
+    are dropped keys whose bytes are still on disk.
+    """
 
     numbers: list[int] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -39,7 +39,8 @@ def recover(
     segments: dict[int, Segment],
     notes: dict[str, None],
 ) -> RecoveredSegments:
-    """Opens every segment, into `segments`, and reads its heads. `dead` has the last dropped position of each key.
+    """Opens every segment and reads its heads. Adds the segments to `segments`. `dead` is the last dropped position
+    of each key.
 
     Raises OSError if the directory cannot be read.
     """
@@ -48,7 +49,7 @@ def recover(
         int(s) for s in stems if s.isascii() and s.isdigit() and Segment.file_name(int(s)) == f"{s}.seg"
     )
     recovered = RecoveredSegments()
-    last: dict[bytes, list[Record]] = {}  # records of each owner's newest segment so far
+    last: dict[bytes, list[Record]] = {}  # records of the newest segment of each owner so far
     for number in numbers:
         if number >= MAX_SEGMENT_NUMBER:
             notes[f"a file was ignored: {number} is not the number of a segment"] = None
@@ -56,7 +57,7 @@ def recover(
         why = "segments of another version exist: they are not read and are evicted first"
         try:
             segment: Segment | Outcome = Segment.open(files, number, direct)
-        except UntrustedFileError as error:  # neither read nor remove it
+        except UntrustedFileError as error:  # the file is neither read nor removed
             notes[f"a file was ignored: {error.strerror}"] = None
             continue
         except OSError as error:
@@ -93,7 +94,7 @@ def _records(
                 records.append(record)
             else:
                 recovered.still_stored.add(key)
-    except OSError as error:  # a bad sector: serve the records before it, truncate nothing
+    except OSError as error:  # a bad sector: serve the records before it, and truncate nothing
         notes[f"a segment can be read in part only: {error.strerror}"] = None
         segment.end = segment.size
         recovered.unread.add(segment.number)

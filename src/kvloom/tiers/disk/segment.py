@@ -1,12 +1,14 @@
-"""A disk tier's file: a header, then frames, each with the heads of some objects and their bodies. Append-only.
+"""The file format of a disk tier: a header, then frames. A frame has the heads of some objects and their bodies.
+Append-only.
 
     block 0   "KVLSEG"  version u16  id 16  number u64  checksum u64     owner 16  checksum u64   (0: shared)
     frame     "KVLF"  version u16  0 u16  id 16  offset u64  records u32  heads u32  bodies u64
               heads (see codec)  checksum u64              of the frame's header and heads; heads take 32 MiB at most
               … from the next block on: bodies, each beginning on a block of 4096 bytes
 
-The frames are the index: opening a segment reads their heads. An unfinished frame has a wrong checksum, or its
-objects have. The id is random and in every frame, so page content is never taken for a frame. Independent of tiers.
+There is no separate index: opening a segment reads the heads of all frames. In an unfinished frame, its own checksum
+or those of its objects are wrong. Every frame repeats the segment's random id, so page content cannot look like a
+frame. Does not depend on tiers.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ _FRAME = struct.Struct("<4sHH16sQIIQ")
 _CHECK = struct.Struct("<Q")
 _SCAN_BYTES = 1 << 20
 _MAX_SCANS = 4
-"""Times that opening may read a file, besides 64 scans, to find frames after damaged ones."""
+"""To find frames after damaged ones, opening may do 64 scans and then read at most this many times the file size."""
 MAX_HEAD_BYTES = 32 << 20
-"""Bytes of heads in one frame. A reader allocates no more, whatever a frame states."""
+"""Largest number of bytes of heads in one frame. A reader never allocates more, even if a frame states more."""
 MAX_SEGMENT_NUMBER = 10**15
-"""Larger numbers are not ours: the next one must fit its field."""
+"""Largest valid segment number. A file with a larger number was not written by this tier."""
 SHARED_OWNER = bytes(16)
 """The owner id of segments with pages of several tenants."""
 _OWNER_AT = _HEADER.size + _CHECK.size
@@ -61,14 +63,14 @@ def tenant_owner(tenant: str) -> bytes:
 
 
 class Record:
-    """One object on disk: its head is in memory, its body at `offset` of its segment."""
+    """One object on disk. Its head is in memory; its body is at `offset` of its segment."""
 
     __slots__ = ("head", "is_verified", "offset", "reads", "segment")
 
     def __init__(self, segment: Segment, offset: int, head: Head) -> None:
         self.segment, self.offset, self.head = segment, offset, head
-        self.reads = 0  # since it was written here
-        self.is_verified = True  # False: a process may have crashed during its write
+        self.reads = 0  # since the page was written to this segment
+        self.is_verified = True  # False if a process may have crashed during the write
 
     @property
     def span(self) -> int:
@@ -76,10 +78,11 @@ class Record:
 
 
 class Frame:
-    """Heads and their bodies, of `size` bytes, each padded to whole blocks.
+    """The heads and bodies of some objects. Bodies have `size` bytes, each padded to whole blocks.
 
-    A frame is built before its position in the file is decided, and its records are built after the write. So the
-    writing thread has little to do."""
+    A frame is built before its position in the file is known, and its records after the write. The appending thread
+    therefore has little to do.
+    """
 
     __slots__ = ("_heads", "_offset", "_segment", "_used", "block", "bodies", "size")
 
@@ -94,11 +97,11 @@ class Frame:
 
     @property
     def span(self) -> int:
-        """Bytes on disk."""
+        """Bytes that the frame uses on disk."""
         return len(self.block) + self.size
 
     def place(self, segment: Segment, offset: int) -> None:
-        """Writes the position into the frame's header."""
+        """Writes the frame's position into its header."""
         end = self._used - _CHECK.size
         stated = (_FRAME_MAGIC, SEGMENT_VERSION, 0, segment.id, offset)
         _FRAME.pack_into(self.block, 0, *stated, len(self._heads), end - _FRAME.size, self.size)
@@ -116,7 +119,7 @@ class Frame:
 
 
 class Segment:
-    """One open file. `end` is the position of the next frame. Reads of a removed segment continue until it is closed."""
+    """One open file. `end` is the position of the next frame. A removed segment can be read until it is closed."""
 
     def __init__(
         self,
@@ -146,7 +149,7 @@ class Segment:
     def create(
         cls, files: Files, number: int, size: int, direct: bool, owner: bytes = SHARED_OWNER
     ) -> Segment:
-        """Creates a file of `size` bytes; buffered if O_DIRECT is refused. After an OSError no file remains."""
+        """Creates a file of `size` bytes. If O_DIRECT is refused, I/O is buffered. After an OSError no file remains."""
         name = cls.file_name(number)
         try:
             fd = files.open(name, create=True, direct=direct)
@@ -175,14 +178,13 @@ class Segment:
     @classmethod
     def _create_buffered(cls, files: Files, number: int, size: int, owner: bytes) -> Segment:
         with contextlib.suppress(FileNotFoundError):
-            files.remove(cls.file_name(number))  # some systems create the file before they refuse
+            files.remove(cls.file_name(number))  # some file systems create the file before they refuse
         return cls.create(files, number, size, False, owner)
 
     @classmethod
     def open(cls, files: Files, number: int, direct: bool) -> Segment | Outcome:
-        """Opens a segment; returns it, or what is wrong with its header. Raises OSError if it cannot be read.
-
-        Raises UntrustedFileError for a file of other content, which is not ours to remove.
+        """Opens a segment. Returns an Outcome if its header is invalid. Raises OSError if the file cannot be read,
+        and UntrustedFileError for a file that is no segment; such a file is not removed.
         """
         try:
             fd = files.open(cls.file_name(number), create=False, direct=direct)
@@ -197,7 +199,7 @@ class Segment:
             content = bytes(block[:got])
             if content.strip(b"\0") and not content.startswith(
                 _MAGIC[:got]
-            ):  # zeros: a crash before its header
+            ):  # only zeros: a crash before the header was written
                 raise UntrustedFileError(
                     cls.file_name(number), "is not a segment of a disk tier: move it to another directory"
                 )
@@ -220,10 +222,11 @@ class Segment:
         return outcome
 
     def records(self) -> Iterator[Record]:
-        """Yields every record in order of writing; leaves `end` after the last frame.
+        """Yields every record in the order of writing. Sets `end` to the end of the last frame. Costs a read of the
+        heads.
 
-        Costs a read of the heads. After a damaged frame it searches for the next, which costs a read of the bytes between.
-        Many damaged frames end the search: a file cannot make it read more than a few times its size.
+        After a damaged frame it searches for the next one, which costs a read of the bytes between. The search is
+        bounded: a damaged file is read at most a few times.
         """
         at, self._scanned = BLOCK, 0
         limit = _MAX_SCANS * self.size + 64 * _SCAN_BYTES
@@ -240,7 +243,9 @@ class Segment:
             self.end = min(stop, aligned(self.size))
 
     def _frame(self, at: int) -> tuple[list[Head], int, int] | None:
-        """Returns the heads of the frame at `at`, the start of its bodies and its end; None without a complete frame."""
+        """Returns the heads of the frame at `at`, the start of its bodies and its end. Returns None if no complete
+        frame is there.
+        """
         buffer = aligned_bytes(BLOCK)
         if self._files.read(self.fd, [buffer], at) < BLOCK:
             return None
@@ -268,14 +273,14 @@ class Segment:
         return heads, at + aligned(used), at + aligned(used) + bodies
 
     def _next_frame(self, at: int) -> int:
-        """Returns the next block after `at` that looks like a frame of this segment, or the end of the file."""
+        """Returns the next block after `at` that starts like a frame of this segment, or the end of the file."""
         buffer = aligned_bytes(_SCAN_BYTES)
         mark = _FRAME_MAGIC + struct.pack("<HH", SEGMENT_VERSION, 0) + self.id
         at += BLOCK
         while at < self.size:
             got = self._files.read(self.fd, [buffer], at)
             self._scanned += got
-            if got <= 0 or bytes(buffer[:got]).count(0) == got:  # a megabyte of zeros: never written
+            if got <= 0 or bytes(buffer[:got]).count(0) == got:  # a megabyte of zeros was never written
                 break
             for step in range(0, got - BLOCK + 1, BLOCK):
                 if bytes(buffer[step : step + len(mark)]) == mark:
@@ -284,7 +289,7 @@ class Segment:
         return self.size
 
     def append(self, frame: Frame) -> None:
-        """Writes a whole frame. After an OSError, later frames must go to another segment."""
+        """Writes a whole frame. After an OSError, later frames must go to a different segment."""
         frame.place(self, self.end)
         self._files.write(self.fd, [frame.block, *frame.bodies], self.end)
         self.end += frame.span
@@ -293,7 +298,7 @@ class Segment:
         return self.end + frame.span <= self.size
 
     def reopen(self, size: int) -> None:
-        """Extends the file for frames after the existing ones."""
+        """Extends the file, so that frames can follow the existing ones."""
         self._files.truncate(self.fd, self.end)
         self._files.allocate(self.fd, size)
         self.size = size
@@ -302,13 +307,13 @@ class Segment:
         self._files.sync(self.fd)
 
     def seal(self) -> None:
-        """Truncates the file to its frames."""
+        """Truncates the file to the end of its last frame."""
         if self.end < self.size:
             self._files.truncate(self.fd, self.end)
             self.size = self.end
 
     def remove(self) -> None:
-        """Removes the file from the directory; the descriptor stays open for readers."""
+        """Removes the file from the directory. The descriptor stays open for readers."""
         self._files.remove(self.file_name(self.number))
 
     def take_closable_fd(self) -> int:

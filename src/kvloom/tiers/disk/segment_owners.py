@@ -1,7 +1,7 @@
-"""Owners of a disk tier's segments: segment size, current segment and next victim per owner.
+"""The owners of a disk tier's segments: the segment size, current segment and next victim of each owner.
 
-Tenants without a share store pages in shared segments. A tenant with a share has its own segments: its limit is
-enforced by removing its own files. Used by the appending thread, except `used_bytes`.
+Tenants without a share store pages in shared segments. A tenant with a share has its own segments, so removing its
+files enforces its limit. Only the appending thread calls these methods, except `used_bytes`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from .segment import SHARED_OWNER, Segment, tenant_owner
 __all__ = ["SegmentOwner", "SegmentOwners"]
 
 _MAX_PIECES, _MIN_PIECES, _ALL_PIECES = 16, 4, 256
-"""Segments per share, and of all shares together: each is an open file."""
+"""Number of segments per share (at most, at least) and of all shares together. Each segment is an open file."""
 _PIECE_BYTES = 64 << 20
-"""A share's segments have at least this size if four of them fit."""
+"""Smallest segment size of a share, if four such segments fit."""
 
 
 class SegmentOwner(Account):
-    """`name` is the owner id in segment headers; `current` receives writes; `used` counts bytes of files."""
+    """`name` is the owner id in segment headers. `current` is the segment that receives writes. `used` is the size of
+    all files.
+    """
 
     __slots__ = ("current", "name", "segment_bytes")
 
@@ -33,7 +35,9 @@ class SegmentOwner(Account):
         self.current: Segment | None = None
 
     def check_limit(self, segment_bytes: int) -> None:
-        """Raises OSError unless the share fits three such segments: one to write, the next, one to read."""
+        """Raises OSError unless three such segments fit into the share: the current one, the next one, and one to
+        read.
+        """
         if 3 * segment_bytes > self.limit:
             raise OSError(
                 errno.EDQUOT, f"a share of {self.limit} bytes does not fit three segments of {segment_bytes}"
@@ -41,7 +45,7 @@ class SegmentOwner(Account):
 
 
 class SegmentOwners:
-    """`segments` is the segment store's own table, by number."""
+    """`segments` is the table of the segment store, by number."""
 
     def __init__(self, segments: Mapping[int, Segment], capacity: int, segment_bytes: int) -> None:
         self._segments, self._capacity, self._segment_bytes = segments, capacity, segment_bytes
@@ -53,7 +57,7 @@ class SegmentOwners:
         yield from self._own.values()
 
     def set_shares(self, shares: Shares) -> None:
-        """Creates an owner per share, with segments of a size that fits the share."""
+        """Creates one owner per share, with a segment size that fits the share."""
         pieces = max(_MIN_PIECES, min(_MAX_PIECES, _ALL_PIECES // max(1, len(shares))))
         for tenant, share in shares.items():
             owner = SegmentOwner(tenant_owner(tenant), share, self._capacity, self._segment_bytes)
@@ -72,7 +76,7 @@ class SegmentOwners:
         return self._own.get(segment.owner, self.shared)
 
     def used_bytes(self, owner: SegmentOwner) -> int:
-        """Returns the bytes of an owner's files. O(segments)."""
+        """Returns the size of an owner's files. O(segments)."""
         owner.used = sum(
             segment.size for segment in self._segments.values() if self.owner_of(segment) is owner
         )
@@ -86,9 +90,10 @@ class SegmentOwners:
     def victim(self, owner: SegmentOwner, own: bool, oldest: bool) -> Segment | None:
         """Returns the segment to evict so that `owner` gets space, or None. O(segments).
 
-        Candidates are segments of the owner and of owners above their guarantee; if there are none, all segments. The
-        oldest or the least recently used one is chosen. Current segments of other owners are chosen last, the owner's
-        own current segment never."""
+        Candidates are the segments of this owner and of owners above their guarantee. If there are none, all segments
+        are candidates. The oldest or least recently used candidate is chosen. Current segments of other owners come
+        last. The current segment of this owner is never chosen.
+        """
         evictable = {one.name for one in self if one is owner or self.used_bytes(one) > one.guaranteed}
 
         def order(segment: Segment) -> tuple[bool, bool, int]:

@@ -1,10 +1,10 @@
-"""Reads pages from disk with several threads, in steps of a quarter of a megabyte, each verified on arrival.
+"""Reads pages from disk with several threads. Each read is a quarter of a megabyte and is verified on arrival.
 
-    many pages     a job has whole pages; neighbours on disk are read in place together
+    many pages     a job has whole pages; one call reads pages that are adjacent on disk
     few pages      each page is split into several jobs, so all threads have work
 
-The caller only splits jobs; the reading thread computes the ranges, so the disk starts immediately. A page is OK when
-its last read is OK; one bad read decides its outcome.
+The caller only splits the work into jobs. The reading threads compute the ranges, so the disk starts at once. A page
+is OK after all its reads are OK. One bad read decides its outcome.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_JOB_BYTES = 2 << 20  # per job
 
 
 class SegmentReader:
-    """`pending` counts bytes of pages that are queued or being read."""
+    """`pending` counts the bytes of pages that are queued or being read."""
 
     def __init__(
         self, name: str, files: Files, store: SegmentStore, make_codec: Callable[[], Codec], readers: int
@@ -49,9 +49,8 @@ class SegmentReader:
         part: tuple[int, int],
         tenant: str,
     ) -> None:
-        """Reads bytes `part` of records of one form, each with its index in the transfer.
-
-        The segment store has counted a reader per record already; the job releases it.
+        """Reads bytes `part` of each record. All records have one form; each comes with its index in the transfer.
+        The caller has counted one reader per record in the segment store. The job releases them.
         """
         size = part[1] - part[0]
         with self._lock:
@@ -60,7 +59,7 @@ class SegmentReader:
         at, remaining = 0, len(found) * size
         step = read_step(found[0][1].head.run_bytes) if found else 1
         while at < len(found):
-            # Shrinking jobs, so all threads finish together.
+            # Jobs become smaller, so that all threads finish at the same time.
             share = max(1, min(remaining // (2 * self._readers), _MAX_JOB_BYTES) // step) * step
             if share < size and call.is_in_place(found[at][1]):
                 count, some = _PageReads(-(-size // share)), found[at : at + 1]
@@ -72,7 +71,7 @@ class SegmentReader:
             at, remaining = at + len(some), remaining - len(some) * size
 
     def close(self, timeout: float) -> bool:
-        """Ends after the submitted jobs; returns False if it has not within `timeout` seconds."""
+        """Ends the threads after the submitted jobs. Returns False if they still run after `timeout` seconds."""
         return self._workers.close(timeout)
 
     def _reader(self) -> Callable[[_Job], None]:
@@ -109,7 +108,7 @@ class SegmentReader:
         if offsets != sorted(offsets):
             found = sorted(found, key=_disk_order)
         pieces: list[_DiskRange] = []
-        segment, end = None, -1  # where an adjacent record would start
+        segment, end = None, -1  # where the next adjacent record would start
         for index, record in found:
             if record.offset == end and record.segment is segment and record.head.stored_lengths is None:
                 pieces[-1].items.append((index, record, starts[index]))
@@ -125,7 +124,7 @@ class SegmentReader:
         (start, stop), pages, items = job.part, job.call.view, piece.items
         size, run_bytes = stop - start, items[0][1].head.run_bytes
         low = items[0][2]
-        spans, end = [], low  # adjacent pages in the caller's memory
+        spans, end = [], low  # the pages are also adjacent in the caller's memory
         for _, _, at in items:
             if at != end:
                 spans.append((low, end))
@@ -152,12 +151,14 @@ class SegmentReader:
                     return
         if len(good) == len(items):
             job.mark_verified([record for _, record, _ in items])
-        job.call.transfer.settle(good, Outcome.OK)  # in one call: single calls cost as much as the checksums
+        job.call.transfer.settle(
+            good, Outcome.OK
+        )  # one call for all: single calls cost as much as the checksums
 
     def _settle_damaged(
         self, job: _Job, piece: _DiskRange, read_bytes: int, sums: bytes, wanted: slice
     ) -> list[int]:
-        """Settles the damaged pages of a read; returns the intact ones."""
+        """Settles the damaged pages of a read. Returns the intact pages."""
         size, each = job.part[1] - job.part[0], wanted.stop - wanted.start
         good = []
         for number, (index, record, _) in enumerate(piece.items):
@@ -196,7 +197,7 @@ def _disk_order(item: tuple[int, Record]) -> tuple[int, int]:
 
 
 class _PageReads:
-    """The reads of one page. The reader's lock guards it."""
+    """Counts the reads of one page. The reader's lock guards it."""
 
     __slots__ = ("_good", "_remaining")
 
@@ -204,18 +205,18 @@ class _PageReads:
         self._remaining = self._good = reads
 
     def succeed(self) -> bool:
-        """Counts a good read; returns whether all reads are good."""
+        """Counts a successful read. Returns whether all reads succeeded."""
         self._good -= 1
         return self._good == 0
 
     def finish(self) -> bool:
-        """Counts a finished read; returns whether all are finished."""
+        """Counts a finished read. Returns whether all reads are finished."""
         self._remaining -= 1
         return self._remaining == 0
 
 
 class _ReadCall:
-    """State shared by the jobs of one `submit`."""
+    """The state that the jobs of one `submit` share."""
 
     __slots__ = ("_aligned", "part", "starts", "tenant", "transfer", "view")
 
@@ -226,16 +227,16 @@ class _ReadCall:
         self._aligned = blocks and not ((into.starts + into.address) % BLOCK).any()
 
     def is_in_place(self, record: Record) -> bool:
-        """Whether a record can be read directly into its range. O_DIRECT needs whole blocks.
+        """Returns whether a record can be read directly into its range. O_DIRECT needs whole blocks.
 
-        The pages of a call are either all aligned or all treated as unaligned.
+        If one page of a call is unaligned, all its pages are treated as unaligned.
         """
         return record.head.stored_lengths is None and (self._aligned or not record.segment.direct)
 
 
 @dataclass(slots=True)
 class _Job:
-    """Bytes `part` of some records, each with its index in the transfer; `count` if a page has several jobs."""
+    """Bytes `part` of some records, each with its index in the transfer. `count` is set if a page has several jobs."""
 
     call: _ReadCall
     found: list[tuple[int, Record]]
@@ -243,7 +244,7 @@ class _Job:
     count: _PageReads | None = None
 
     def mark_verified(self, records: list[Record]) -> None:
-        """Marks records whose whole pages were read intact."""
+        """Marks records as verified after their whole pages were read intact."""
         size = self.call.part[1] - self.call.part[0]
         for record in records:
             if not record.is_verified:
@@ -252,7 +253,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _DiskRange:
-    """Adjacent records on disk, each with the start of its page in memory: read together."""
+    """Adjacent records on disk that one call reads, each with the start of its page in memory."""
 
     segment: Segment
     items: list[tuple[int, Record, int]]

@@ -1,8 +1,8 @@
-"""A disk tier's segments and the index over them: positions, recovery after a crash, eviction.
+"""The segments of a disk tier and their index: positions of pages, recovery after a crash, eviction.
 
-One thread appends (frames, new segments, eviction); any thread looks up. Space for the next segment is freed when
-one is started, so files never exceed the capacity. A tenant with a share has its own segments.
-Independent of transfers and callers.
+One thread appends frames, starts segments and evicts. Any thread may look up pages. Starting a segment frees the
+space for the next one, so files never exceed the capacity. A tenant with a share has its own segments. Does not
+depend on transfers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from .tombstones import DroppedRecords, Tombstones
 
 __all__ = ["SegmentStore", "SegmentStoreConfig"]
 
-_MAX_NAME_TRIES = 1024  # numbers tried for a new segment
+_MAX_NAME_TRIES = 1024  # number of file names tried for a new segment
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentStoreConfig:
-    """Settings of the store. `evict` selects the segment to evict.
-
-    `copy_forward` copies the segment's pages that were read since they were written to a new segment, up to half a
-    segment."""
+    """Settings of the store. `evict` selects the segment to evict. `copy_forward` copies pages that were read, up to
+    half a segment, from an evicted segment to a new one.
+    """
 
     capacity: int
     segment_bytes: int
@@ -44,25 +43,23 @@ class SegmentStoreConfig:
 
 
 class SegmentStore:
-    """`lock` guards the index and the segments' counts. Opening reads every head."""
+    """`lock` guards the index and the counts of the segments. Opening reads every head."""
 
     def __init__(self, files: Files, config: SegmentStoreConfig) -> None:
         self._files, self._config = files, config
         self.lock = threading.Lock()
         self.index: dict[bytes, Record] = {}
         self.evicted = 0
-        self.notes: dict[str, None] = {}  # messages for the operator, each once
+        self.notes: dict[str, None] = {}  # messages for the operator, each logged once
         self._segments: dict[int, Segment] = {}
         self._owners = SegmentOwners(self._segments, config.capacity, config.segment_bytes)
-        self._foreign: dict[int, int] = {}  # files of other versions: never read, evicted first
+        self._foreign: dict[int, int] = {}  # files of other versions are never read, and evicted first
         self._tombstones = Tombstones(files)
         self._dirty: set[Segment] = set()
         self._sync_error: OSError | None = (
-            None  # a sync that failed while copying pages forward; the next `sync` raises it
+            None  # the error of a sync during copy-forward; the next `sync` raises it
         )
-        self._evicted_for_space = (
-            False  # a segment was evicted for a full disk, and no new one was created since
-        )
+        self._evicted_for_space = False  # a full disk evicted a segment, and no segment was created since
         self._clock = 0
         self._next_number = 0
         try:
@@ -87,12 +84,12 @@ class SegmentStore:
         return self._owners.of_tenant(tenant).segment_bytes
 
     def used_by(self, tenant: str) -> int:
-        """Returns the bytes of the files with a tenant's pages."""
+        """Returns the size of the files with a tenant's pages."""
         with self.lock:
             return self._owners.used_bytes(self._owners.of_tenant(tenant))
 
     def begin_reads(self, records: Sequence[Record]) -> None:
-        """Counts readers of records. The caller holds the lock, and calls `release_readers` afterwards."""
+        """Counts a reader of each record. The caller holds the lock, and calls `release_readers` afterwards."""
         self._clock += 1
         for record in records:
             record.reads += 1
@@ -108,14 +105,14 @@ class SegmentStore:
             self._files.close(fd)
 
     def remove(self, key: bytes, record: Record) -> None:
-        """Removes this copy from the index."""
+        """Removes the record from the index, if the index still refers to it."""
         with self.lock:
             if self.index.get(key) is record:
                 del self.index[key]
                 record.segment.keys.discard(key)
 
     def remove_keys(self, keys: Iterable[bytes]) -> list[tuple[bytes, int, int]]:
-        """Removes keys; returns their positions, for `write_tombstones`."""
+        """Removes keys from the index. Returns their positions, for `write_tombstones`."""
         dropped = []
         with self.lock:
             for key in keys:
@@ -126,7 +123,7 @@ class SegmentStore:
         return dropped
 
     def publish(self, records: Iterable[Record]) -> None:
-        """Adds records to the index, unless their segment was evicted already."""
+        """Adds records to the index, unless their segment has been evicted."""
         with self.lock:
             for record in records:
                 if record.segment.removed:
@@ -143,7 +140,9 @@ class SegmentStore:
     # --- the appending thread
 
     def set_shares(self, shares: Shares) -> None:
-        """Gives every tenant with a share its own segments, including earlier ones. Call it before the first frame."""
+        """Gives every tenant with a share its own segments, including segments of an earlier run. Call it before the
+        first frame.
+        """
         self._owners.set_shares(shares)
         for owner in self._owners:
             if owner.current is None:
@@ -151,7 +150,7 @@ class SegmentStore:
             self._free_space(owner, copy_forward=False)
 
     def append(self, frame: Frame, tenant: str = "") -> None:
-        """Writes a frame. Its records are found after `publish`. After an OSError nothing was stored."""
+        """Writes a frame. Lookups find its records after `publish`. After an OSError nothing was stored."""
         need = frame.span
         if need > self._config.segment_bytes - BLOCK:
             raise OSError(
@@ -178,7 +177,9 @@ class SegmentStore:
         self._dirty.add(segment)
 
     def sync(self) -> None:
-        """Makes all appended frames survive power loss. After an OSError, frames since the last call may not."""
+        """Syncs all appended frames, so that they survive power loss. After an OSError, frames since the last sync
+        may be lost.
+        """
         error, self._sync_error = self._sync_error or self._sync(), None
         if error is not None:
             raise error
@@ -196,11 +197,11 @@ class SegmentStore:
         return None
 
     def write_tombstones(self, dropped: DroppedRecords) -> None:
-        """Keeps dropped objects from returning at the next opening."""
+        """Records dropped objects on disk, so that the next opening does not restore them."""
         self._tombstones.add(dropped)
 
     def remove_empty(self) -> None:
-        """Removes the files of segments without pages, the current ones too."""
+        """Removes the files of segments without pages, including current segments."""
         for segment in [one for one in self._segments.values() if not one.keys]:
             owner = self._owners.owner_of(segment)
             if owner.current is segment:
@@ -224,20 +225,22 @@ class SegmentStore:
 
     def _close_files(self) -> None:
         for segment in self._segments.values():
-            segment.removed = True  # for this process: the last reader closes it
+            segment.removed = True  # the last reader in this process closes the file
             self.release_readers(segment, 0)
 
     # --- freeing space
 
     def _grow_segments(self, owner: SegmentOwner, need: int) -> None:
-        """Enlarges an owner's segments for its largest page. Raises OSError if the share does not fit three."""
+        """Enlarges the segments of an owner to fit its largest page. Raises OSError if three of them do not fit into
+        the share.
+        """
         if need > owner.segment_bytes:
             owner.check_limit(need)
             owner.segment_bytes = need
             self._free_space(owner, copy_forward=False)
 
     def _start_segment(self, owner: SegmentOwner) -> None:
-        """Starts a new current segment and frees space for the one after it."""
+        """Starts a new current segment, and frees space for the segment after it."""
         owner.check_limit(owner.segment_bytes)
         before, owner.current = owner.current, None
         if before is not None:
@@ -246,7 +249,7 @@ class SegmentStore:
         try:
             segment = self._create(owner)
         except OSError as error:
-            # Another program filled the disk: evict one segment for the new one, but not all of them.
+            # Another program filled the disk. Evict one segment for the new one, but not all of them.
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not full or self._evicted_for_space or not self._evict_segment(owner, copy_forward=False):
                 raise
@@ -263,7 +266,7 @@ class SegmentStore:
         self._free_space(owner, self._config.copy_forward)
 
     def _free_space(self, owner: SegmentOwner, copy_forward: bool) -> None:
-        """Evicts until the next segment fits both the capacity and the owner's share."""
+        """Evicts segments until the next segment fits into the capacity and into the owner's share."""
         limit = self._config.capacity - self._config.segment_bytes
         while self.file_bytes > limit and self._evict_segment(owner, copy_forward):
             pass
@@ -291,7 +294,9 @@ class SegmentStore:
         return segment
 
     def _evict_segment(self, owner: SegmentOwner, copy_forward: bool, own: bool = False) -> bool:
-        """Evicts one file, the owner's `own` or that of an owner above its guarantee; returns False if there is none."""
+        """Evicts one segment: one of the owner's with `own`, else one of an owner above its guarantee. Returns False
+        if there is none.
+        """
         if self._foreign and not own:
             number = min(self._foreign)
             with self.lock:
@@ -326,7 +331,9 @@ class SegmentStore:
             self.release_readers(segment, 0)
 
     def _copy_forward(self, victim: Segment, victim_owner: SegmentOwner) -> None:
-        """Copies pages that were read to their owner's current segment, most read first. Other pages are evicted."""
+        """Copies the victim's pages that were read to the current segment of their owner, most read first. Other
+        pages are evicted.
+        """
         with self.lock:
             used = [record for key in victim.keys if (record := self.index[key]).reads]
         used.sort(key=lambda record: -record.reads)
@@ -342,7 +349,9 @@ class SegmentStore:
                 if self._files.read(victim.fd, frame.bodies, record.offset) == record.span:
                     self._append(victim_owner, current, frame)
                     moved += zip([record], frame.records(), strict=True)
-            self._sync_error = self._sync()  # before the file with the old copies is removed
+            self._sync_error = (
+                self._sync()
+            )  # the copies must be on disk before the file with the originals is removed
             if self._sync_error is not None:
                 raise self._sync_error
             self._publish_copies(moved)
@@ -350,7 +359,7 @@ class SegmentStore:
             self.notes[f"pages could not be copied forward: {error.strerror}"] = None
 
     def _publish_copies(self, moved: Sequence[tuple[Record, Record]]) -> None:
-        """Points the index to the new copies. An object dropped during the copy stays dropped."""
+        """Updates the index to the new copies. An object that was dropped during the copy stays dropped."""
         dropped = []
         with self.lock:
             for before, now in moved:
@@ -358,7 +367,9 @@ class SegmentStore:
                 if found is before:
                     before.segment.keys.discard(key)
                     now.is_verified = before.is_verified
-                    self.index[key] = now  # 0 reads: it must be read again to be copied again
+                    self.index[key] = (
+                        now  # the count restarts at 0: a page is copied again only if it is read again
+                    )
                     now.segment.keys.add(key)
                 elif found is None:
                     dropped.append((key, now.segment.number, now.offset))
@@ -375,7 +386,7 @@ class SegmentStore:
         }
         found = recover(self._files, self._config.direct, dead, self._segments, self.notes)
         self._foreign = found.foreign
-        # Never reuse a number, not even of a tombstone: a record written there would count as dropped.
+        # A number is never reused, not even that of a tombstone: a record there would count as dropped.
         self._next_number = self._clock = 1 + max(
             [-1, *found.numbers, *(number for number, _ in dead.values())]
         )
@@ -398,13 +409,13 @@ class SegmentStore:
         self._free_space(shared, copy_forward=False)
 
     def _reopen_last(self, owner: SegmentOwner) -> None:
-        """Continues an owner's newest segment if at least half of it is free."""
+        """Continues the newest segment of an owner if at least half of it is free."""
         last = self._owners.newest_segment(owner)
         if last is None or last.end >= owner.segment_bytes // 2:
             return
         try:
             last.reopen(owner.segment_bytes)
         except OSError:
-            last.seal()  # the disk is full: the segment stays readable
+            last.seal()  # the disk is full, but the segment can still be read
         else:
             owner.current = last

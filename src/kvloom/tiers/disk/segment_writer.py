@@ -1,7 +1,7 @@
-"""Writes pages to disk with three threads: one seals frames, one appends them, one publishes and settles.
+"""Writes pages to disk with three threads: one seals frames, one appends them, and one publishes and settles them.
 
-The disk waits neither for checksums nor for bookkeeping. Frames are appended in the order of the calls. With durable
-writes several queued frames share one sync; an object is OK, and found, only after it.
+The disk never waits for checksums or bookkeeping. Frames are appended in the order of the calls. With durable writes,
+queued frames share one sync. An object is OK, and lookups find it, only after this sync.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .tombstones import DroppedRecords
 
 __all__ = ["SegmentWriter"]
 
-_FRAME_BYTES = 16 << 20  # sealed while the previous one is written
-_FIRST_BYTES = 512 << 10  # of a call's first frame, so the disk starts early
-_GROWTH = 4  # sealing is this much faster than a disk, so frames may grow by this factor
+_FRAME_BYTES = 16 << 20  # size of a frame; the next frame is sealed while this one is written
+_FIRST_BYTES = 512 << 10  # size of a call's first frame, so that the disk starts early
+_GROWTH = 4  # frames may grow by this factor, because sealing is this much faster than a disk
 _FRAME_RECORDS = 512
 _SYNC_BYTES = 128 << 20
-_MAX_SEALED = 2  # sealed frames queued for the disk
+_MAX_SEALED = 2  # number of sealed frames queued for the disk
 
 
 @dataclass(slots=True)
@@ -45,7 +45,9 @@ class _WriteRequest:
 
 @dataclass(slots=True)
 class _SealedFrame:
-    """Objects `which` of a transfer in a frame; `scratch` has its bodies, unless they are in the caller's memory."""
+    """Objects `which` of a transfer, sealed in a frame. `scratch` has the bodies, unless they are in the caller's
+    memory.
+    """
 
     transfer: Transfer
     which: list[int]
@@ -56,7 +58,7 @@ class _SealedFrame:
 
 
 class SegmentWriter:
-    """Three daemon threads. `pending` counts bytes of pages that are queued or being written."""
+    """Runs three daemon threads. `pending` counts the bytes of pages that are queued or being written."""
 
     def __init__(self, store: SegmentStore, codec: Codec, sync: bool) -> None:
         self._store, self._sync = store, sync
@@ -71,7 +73,7 @@ class SegmentWriter:
         self._scratch: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._sync_bytes = min(
             _SYNC_BYTES, store.segment_bytes
-        )  # acknowledged before its segment can be evicted
+        )  # the page is acknowledged before its segment can be evicted
         self._threads = [
             threading.Thread(target=target, name=f"kvloom-disk-{name}", daemon=True)
             for name, target in (
@@ -93,7 +95,7 @@ class SegmentWriter:
         self._requests.put(dropped)
 
     def close(self, timeout: float) -> bool:
-        """Ends after the submitted writes; returns False if it has not within `timeout` seconds."""
+        """Ends the threads after the submitted writes. Returns False if they still run after `timeout` seconds."""
         self._requests.put(None)
         deadline = time.monotonic() + timeout
         for thread in self._threads:
@@ -116,7 +118,9 @@ class SegmentWriter:
             limit = min(limit, _FRAME_RECORDS, MAX_HEAD_BYTES // max_head_bytes(job.objects.form))
             at, step = 0, max(1, min(_FIRST_BYTES // page, limit))
             while at < len(job.which):
-                if len(job.which) - at < step + step // 4:  # a short last frame costs more than its bytes
+                if (
+                    len(job.which) - at < step + step // 4
+                ):  # a short last frame costs more than its bytes, so it is merged
                     step = len(job.which) - at
                 self._seal(job, job.which[at : at + step].tolist())
                 at, step = at + step, max(1, min(_GROWTH * step, limit))
@@ -136,7 +140,7 @@ class SegmentWriter:
         self._sealed.put(sealed)
 
     def _in_place(self, sealed: _SealedFrame, job: _WriteRequest) -> Frame | None:
-        """Returns a frame of the caller's memory; None if the disk cannot write from it."""
+        """Returns a frame over the caller's memory, or None if the disk cannot write from it."""
         keys, form, view = job.objects.keys, job.objects.form, job.source.view
         size, starts = form.page_bytes, job.source.starts[sealed.which]
         if not self._codec.is_plain or size % BLOCK or ((job.source.address + starts) % BLOCK).any():
@@ -164,7 +168,7 @@ class SegmentWriter:
                 scratch[end : end + len(piece)] = piece
                 end += len(piece)
             stop = begin + aligned(end - begin)
-            scratch[end:stop] = bytes(stop - end)  # no bytes of other pages in the padding
+            scratch[end:stop] = bytes(stop - end)  # the padding must not contain bytes of other pages
             end = stop
         return Frame(heads, [scratch[:end]], end)
 

@@ -1,7 +1,8 @@
-"""A disk tier's list of dropped objects: it keeps objects whose bytes are still in a segment from returning.
+"""The list of objects that a disk tier dropped. Without it, the next opening would restore objects whose bytes are
+still in a segment.
 
-Each line has a key, a segment, an offset and a checksum: copies of the key up to that position are dropped.
-Append-only; rewritten at opening if some of the copies are no longer on disk.
+Each line has a key, a segment, an offset and a checksum. Copies of the key up to that position are dropped. The file
+is append-only. Opening rewrites it if some of the copies are no longer on disk.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from .files import Files
 __all__ = ["DroppedRecords", "Tombstones"]
 
 DroppedRecords = Sequence[tuple[bytes, int, int]]
-"""Keys, and the segment and offset of each."""
+"""(key, segment, offset) of each dropped object."""
 _LINE = struct.Struct(f"<{KEY_BYTES}sQQQ")
 _NAME = "dropped"
-_READ_LINES = 16384  # read at once
+_READ_LINES = 16384  # bytes read at once
 
 
 class Tombstones:
-    """The file of one directory. Every call opens it and may raise OSError."""
+    """The tombstone file of one directory. Every call opens the file and may raise OSError."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -37,20 +38,24 @@ class Tombstones:
             lines.append(line + checksum(line).to_bytes(8, "little"))
         fd = self._open()
         try:
-            whole = self._files.size(fd) // _LINE.size * _LINE.size  # not after an incomplete line
+            whole = (
+                self._files.size(fd) // _LINE.size * _LINE.size
+            )  # so that it does not follow an incomplete line
             self._files.write(fd, [b"".join(lines)], whole)
             self._files.sync(fd)
         finally:
             self._files.close(fd)
 
     def read(self) -> dict[bytes, tuple[int, int]]:
-        """Returns key → the last position at which it was dropped."""
+        """Returns a dictionary from key to the last position at which it was dropped."""
         dead: dict[bytes, tuple[int, int]] = {}
         data, start = bytearray(_READ_LINES * _LINE.size), 0
         fd = self._open()
         try:
             while got := self._files.read(fd, [data], start):
-                if data.count(0, 0, got) == got:  # never written: a sparse file may have any size
+                if (
+                    data.count(0, 0, got) == got
+                ):  # a sparse file may have any size; the rest was never written
                     break
                 for at in range(0, got - _LINE.size + 1, _LINE.size):
                     key, number, offset, check = _LINE.unpack_from(data, at)
@@ -65,7 +70,7 @@ class Tombstones:
         """Replaces all tombstones."""
         fd = self._open()
         try:
-            # Truncate first: a crash here lets a dropped page return, never a wrong one.
+            # Truncate first: a crash here can restore a dropped page, but never a wrong one.
             self._files.truncate(fd, 0)
         finally:
             self._files.close(fd)

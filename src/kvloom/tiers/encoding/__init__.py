@@ -1,4 +1,4 @@
-"""Encodings of pages outside the pool. Independent of media.
+"""Encodings of pages outside the pool. They do not depend on the medium.
 
 codec.py          the stored format: head, checksums, compression
 checksums.py      xxh3 per run, also during copies and I/O

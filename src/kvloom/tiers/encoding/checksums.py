@@ -1,7 +1,8 @@
-"""Checksums (64-bit xxh3) of a page's runs: alone, or during a copy, read, send or receive.
+"""Checksums (64-bit xxh3) of the layer runs of a page. They are computed alone, or during a copy, read, send or
+receive.
 
-Native code where the package was built with a compiler: one call per page, without the interpreter lock.
-Otherwise the package xxhash, run by run, with equal results. Independent of formats.
+If the package was built with a compiler, native code does one call per page without the interpreter lock. Otherwise
+the package xxhash computes the same results run by run. Does not depend on formats.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
     "send_step",
 ]
 
-_SHORTEST_RUN = 241  # of the native loops
+_SHORTEST_RUN = 241  # size of one step of the native loops
 _COPY_BYTES = 256 << 10
 _READ_BYTES = 256 << 10
 _SEND_BYTES, _RECEIVE_BYTES = 512 << 10, 256 << 10  # the fastest of 64 KiB to 1 MiB
@@ -43,7 +44,7 @@ _xxh3: Callable[[Any], int] | None = None
 
 
 def checksum(data: memoryview | bytes) -> int:
-    """Returns the 64-bit xxh3 checksum. It is as fast as a memory copy; zlib's crc32 has a quarter of its speed."""
+    """Returns the 64-bit xxh3 checksum. It is as fast as a memory copy, and four times as fast as zlib's crc32."""
     if _native is not None:
         value: int = _native.checksum(data)
         return value
@@ -61,7 +62,9 @@ def checksum(data: memoryview | bytes) -> int:
 
 
 def run_checksums(page: memoryview, run_bytes: int) -> bytes:
-    """Returns the checksums of a page's runs, packed as in a head. The page must consist of whole runs."""
+    """Returns the checksums of a page's runs, packed as in a head. The size of the page must be a multiple of
+    `run_bytes`.
+    """
     if _native is not None and run_bytes >= _SHORTEST_RUN:
         found: bytes = _native.checksums(page, run_bytes)
         return found
@@ -70,9 +73,9 @@ def run_checksums(page: memoryview, run_bytes: int) -> bytes:
 
 
 def copy_checked(into: memoryview, page: memoryview, run_bytes: int, of_target: bool) -> bytes:
-    """Copies a page's runs and returns their checksums: of `into` if `of_target`, else of `page`.
+    """Copies the runs of a page and returns their checksums: those of `into` if `of_target`, else those of `page`.
 
-    Costs little more than the copy: each part is still in the processor's cache.
+    Costs little more than a copy, because each part is still in the processor's cache.
     """
     if _native is not None and run_bytes >= _SHORTEST_RUN:
         found: bytes = _native.copy(into, page, run_bytes, of_target)
@@ -86,7 +89,8 @@ def copy_checked(into: memoryview, page: memoryview, run_bytes: int, of_target: 
 
 
 def read_checked(fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes] | None:
-    """Fills `into`, whole runs, from `offset` of a file. Returns the bytes read and the checksums of the runs.
+    """Fills `into` (whole runs) from `offset` of a file. Returns the number of bytes read and the checksums of the
+    runs.
 
     Checksums of runs that were not read are undefined. Returns None if the native code does not support the run size.
     Raises OSError.
@@ -98,10 +102,9 @@ def read_checked(fd: int, into: memoryview, offset: int, run_bytes: int) -> tupl
 
 
 def send_checked(fd: int, data: memoryview, run_bytes: int, until: float) -> bytes | None:
-    """Sends whole runs on a connected socket; returns their checksums.
-
-    Returns None, with nothing sent, if the native code does not support the run size. Raises OSError, and
-    BlockingIOError after `until` (monotonic seconds).
+    """Sends whole runs on a connected socket. Returns their checksums. Sends nothing and returns None if the native
+    code does not support the run size. Raises OSError, and BlockingIOError after the time `until` (monotonic
+    seconds).
     """
     if _native is None or run_bytes < _SHORTEST_RUN:
         return None
@@ -110,9 +113,8 @@ def send_checked(fd: int, data: memoryview, run_bytes: int, until: float) -> byt
 
 
 def receive_checked(fd: int, into: memoryview, run_bytes: int, until: float) -> bytes | None:
-    """Receives whole runs from a connected socket; returns their checksums.
-
-    As `send_checked`; raises ConnectionError at the end of the stream.
+    """Receives whole runs from a connected socket. Returns their checksums. Returns None and raises like
+    `send_checked`. Raises ConnectionError at the end of the stream.
     """
     if _native is None or run_bytes < _SHORTEST_RUN:
         return None
@@ -121,17 +123,19 @@ def receive_checked(fd: int, into: memoryview, run_bytes: int, until: float) -> 
 
 
 def send_step(run_bytes: int) -> int:
-    """Returns the bytes to checksum and send together: whole runs that fit the processor's cache."""
+    """Returns the number of bytes to checksum and send in one step: whole runs that fit into the processor's cache."""
     return max(run_bytes, _SEND_BYTES // run_bytes * run_bytes)
 
 
 def receive_step(run_bytes: int) -> int:
-    """Returns the bytes to receive and checksum together: whole runs that fit the processor's cache."""
+    """Returns the number of bytes to receive and checksum in one step: whole runs that fit into the processor's
+    cache.
+    """
     return max(run_bytes, _RECEIVE_BYTES // run_bytes * run_bytes)
 
 
 def read_step(run_bytes: int) -> int:
-    """Returns the bytes of one disk read: whole runs and blocks, 256 KiB unless a run is longer.
+    """Returns the size of one disk read: whole runs and blocks, 256 KiB unless a run is longer.
 
     Several threads saturate a disk with reads of this size. Bytes are verified while still in the processor's cache.
     """

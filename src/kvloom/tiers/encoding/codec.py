@@ -9,10 +9,10 @@
            checksum u64                                    xxh3 of the head up to here
     body   the runs, one after the other: compressed unless that saves nothing, then sealed (16 bytes more)
 
-The cipher is 0 (plain), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher 1 is AES-256-GCM of version 2,
-under the object's plain key: such pages are read and no longer written. A codec with keys opens no plain page.
-
-A page that fails verification is an Outcome, never an exception and never bytes. Independent of files and stores.
+The cipher is 0 (plain), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher 1 is AES-256-GCM of format version
+2, whose pages are stored under their plain keys. Such pages are still read, but no longer written. A codec with keys
+does not open plain pages. A page that fails verification becomes an Outcome; it never raises and never returns bytes.
+Does not depend on files or stores.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 
 VERSION = 1
 LEGACY_CIPHER = 1
-"""The cipher of version 2, whose pages are stored under their plain keys."""
+"""The cipher of format version 2, whose pages are stored under their plain keys."""
 _MAX_PAGE_BYTES = 1 << 31
 _PROTECTS: dict[Protect, int] = {"encrypt": 2, "authenticate": 3}
 _VERSIONS = {0: VERSION, LEGACY_CIPHER: 2, **dict.fromkeys(_PROTECTS.values(), 3)}  # by cipher
@@ -57,14 +57,13 @@ _FIXED = struct.Struct(f"<4sHBB{KEY_BYTES}sIII")
 _CHECK = struct.Struct("<Q")
 Compression = Literal["none", "lz4", "zstd"]
 _METHODS: tuple[Compression, ...] = ("none", "lz4", "zstd")
-_MIN_WINDOW = 1 << 10  # the smallest window of zstd
+_MIN_WINDOW = 1 << 10  # the smallest window that zstd allows
 Bytes = memoryview | bytes
 
 
 class Head(NamedTuple):
-    """A parsed head. `stored_lengths` are the lengths of the runs in the body, None if they are unchanged.
-
-    `salt` and `cipher` are set if the runs are sealed.
+    """A parsed head. `stored_lengths` are the lengths of the runs in the body, or None if runs are stored unchanged.
+    `salt` and `cipher` are set if runs are sealed.
     """
 
     key: bytes
@@ -104,23 +103,23 @@ class Head(NamedTuple):
 
 
 def plain_head_bytes(form: Form) -> int:
-    """Returns the length of a head of unchanged runs."""
+    """Returns the length of the head of a plain page: neither compressed nor sealed."""
     return _FIXED.size + 8 * form.runs + _CHECK.size
 
 
 def max_head_bytes(form: Form) -> int:
-    """Returns the length of the longest head of a page of this form."""
+    """Returns the largest length of a head for pages of this form."""
     return _FIXED.size + 12 * form.runs + SALT_BYTES + _CHECK.size
 
 
 def max_sealed_bytes(form: Form) -> int:
-    """Returns the largest size of a sealed page, head included."""
+    """Returns the largest size of a sealed page, including its head."""
     # A run that compression does not shrink is stored unchanged.
     return max_head_bytes(form) + TAG_BYTES * form.runs + form.page_bytes
 
 
 def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
-    """Returns the head at the beginning of `data` and its length, or the outcome that states what is wrong."""
+    """Returns the head at the beginning of `data` and its length. Returns an Outcome if the head is invalid."""
     if len(data) < _FIXED.size:
         return Outcome.SHORT
     magic, version, method, cipher, key, runs, run_bytes, _ = _FIXED.unpack_from(data)
@@ -142,14 +141,13 @@ def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
     checks = bytes(data[_FIXED.size : lengths])
     stored = struct.unpack_from(f"<{runs}I", data, lengths) if salted > lengths else None
     if stored is not None and max(stored) > run_bytes + (TAG_BYTES if cipher else 0):
-        return Outcome.CORRUPT  # no writer stores a longer run: do not allocate memory for it
+        return Outcome.CORRUPT  # no writer stores a longer run, so allocate no memory for it
     return Head(key, method, run_bytes, checks, stored, bytes(data[salted:end]), cipher), end + _CHECK.size
 
 
 class Codec:
-    """Compresses and decompresses single runs. One instance per thread: the libraries' contexts are not thread-safe.
-
-    With `keys` every page is sealed, and no plain page opens.
+    """Compresses and decompresses single runs. Use one instance per thread, because the contexts of the compression
+    libraries are not thread-safe. With `keys` every page is sealed, and plain pages are refused.
     """
 
     def __init__(self, method: int, keys: Keyring | None = None) -> None:
@@ -159,11 +157,11 @@ class Codec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether bodies are the unchanged bytes of pages."""
+        """Whether the codec stores pages unchanged."""
         return self.method == 0 and self.keys is None
 
     def pack(self, run: memoryview) -> Bytes:
-        """Returns the compressed run, or the unchanged run if compression saves nothing."""
+        """Returns the compressed run, or the run itself if compression does not make it smaller."""
         if self.method == 0:
             return run
         if self.method == 1:
@@ -175,7 +173,7 @@ class Codec:
         return packed if len(packed) < len(run) else run
 
     def unpack(self, method: int, packed: memoryview, into: memoryview) -> bool:
-        """Decompresses exactly the bytes of `into`; returns False otherwise. Does not trust lengths in damaged bytes."""
+        """Decompresses exactly `len(into)` bytes. Returns False if the data is damaged or has another length."""
         try:
             if method == 1:
                 plain = _library("lz4.block").decompress(packed, uncompressed_size=len(into))
@@ -186,7 +184,7 @@ class Codec:
             zstd = _library("zstandard")
             frame = zstd.get_frame_parameters(packed)
             if frame.content_size != len(into) or frame.window_size > max(len(into), _MIN_WINDOW):
-                return False  # its window needs more memory than a run of this size
+                return False  # its window would need more memory than a run of this size
             if self._zstd_in is None:
                 self._zstd_in = zstd.ZstdDecompressor(max_window_size=_MAX_PAGE_BYTES)
             with self._zstd_in.stream_reader(packed) as reader:
@@ -204,7 +202,7 @@ class Codec:
 
 
 def _library(module: str) -> Any:
-    """Imports a package when needed: a tier without compression needs none."""
+    """Imports a compression package when it is needed."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -214,8 +212,8 @@ def _library(module: str) -> Any:
 
 
 def make_codec(compression: Compression = "none", keys: Keyring | None = None) -> Codec:
-    """Returns a codec that writes with `compression` and reads any; with `keys`, sealed. Raises TierError if a package
-    is missing.
+    """Returns a codec that writes with `compression` and reads every compression. With `keys` it seals pages. Raises
+    TierError if a package is missing.
     """
     if compression not in _METHODS:
         raise ValueError(f"compression={compression!r} is none of {_METHODS}")
@@ -226,7 +224,7 @@ def make_codec(compression: Compression = "none", keys: Keyring | None = None) -
 
 
 def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[Head]:
-    """Returns the heads of consecutive plain pages in one call. They equal those that `seal` returns page by page."""
+    """Returns the heads of consecutive plain pages in one call. They equal the heads that `seal` returns."""
     sums, each = run_checksums(pages, form.run_bytes), 8 * form.runs
     return [
         Head(key, 0, form.run_bytes, sums[number * each : (number + 1) * each])
@@ -237,9 +235,8 @@ def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[He
 def seal(
     key: bytes, form: Form, page: memoryview, codec: Codec, tenant: str = ""
 ) -> tuple[Head, list[Bytes]]:
-    """Returns the head of a page and its body in pieces. The piece of a plain codec is the caller's memory.
-
-    Raises NoKeyError if the codec seals and the tenant has no key.
+    """Returns the head of a page, and its body as a list of pieces. A plain codec returns the caller's memory as one
+    piece. Raises NoKeyError if the codec has keys but none for the tenant.
     """
     step = form.run_bytes
     if codec.is_plain:
@@ -257,9 +254,9 @@ def seal(
 
 
 def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) -> bytes:
-    """Returns the bytes that a sealed run is bound to, besides its number and its page's salt.
+    """Returns the data that authenticates a sealed run, besides its number and its page's salt.
 
-    The key contains the block hash and the layout's fingerprint.
+    `key` contains the block hash and the fingerprint of the layout, so a run cannot be used in another place.
     """
     bound = key + bytes([method]) + run_bytes.to_bytes(4, "little")
     return bound if cipher == LEGACY_CIPHER else bound + runs.to_bytes(4, "little") + bytes([cipher])
@@ -268,10 +265,9 @@ def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) ->
 def unseal(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str = ""
 ) -> Outcome:
-    """Verifies and decodes runs from `first` on, as many as fit `into`. `body` begins with the first of them.
-
-    `body` may be `into` itself if nothing is compressed. After any outcome but OK, `into` is undefined.
-    A plain page is UNTRUSTED if the codec has keys.
+    """Verifies runs from `first` on and decodes as many as fit into `into`. Returns the outcome. `body` begins with
+    run `first`, and may be `into` itself if nothing is compressed. Unless the outcome is OK, `into` is undefined. A
+    plain page is UNTRUSTED if the codec has keys.
     """
     step = head.run_bytes
     last = first + len(into) // step
@@ -307,8 +303,9 @@ def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bo
 def _unseal_protected(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str
 ) -> Outcome:
-    """`unseal` for sealed runs. Checksums cover the stored bytes, so damage (CORRUPT) is distinguished from a wrong key
-    (LOCKED)."""
+    """Opens sealed runs for `unseal`. Checksums cover the stored bytes, so damage (CORRUPT) differs from a wrong key
+    (LOCKED).
+    """
     assert head.stored_lengths is not None
     if codec.keys is None:
         return Outcome.LOCKED
@@ -318,7 +315,7 @@ def _unseal_protected(
     except NoKeyError:
         return Outcome.LOCKED
     except TierError:
-        return Outcome.VERSION  # an intact page, readable with the package installed
+        return Outcome.VERSION  # the page is intact, and readable once the package is installed
     context = _context(head.key, head.method, head.runs, head.run_bytes, head.cipher)
     at, step = 0, head.run_bytes
     for number in range(first, first + len(into) // step):

@@ -1,12 +1,12 @@
-"""Keys of a tier: encryption or authentication of single runs, and the keys under which pages are stored.
+"""Encryption or authentication of single layer runs, and the keys under which a tier stores pages.
 
     the file     {"acme": "64 hex digits", "*": "64 hex digits"}     "*": derives the key of every other tenant
     a page       key = BLAKE2b(tenant's key, salt of the page)       nonce = number of the run, never reused
     stored key   BLAKE2b(tenant's key, the object's key)             only a holder of the key can derive it
 
 `protect="encrypt"` is AES-256-GCM. `protect="authenticate"` leaves the bytes readable and adds 16 bytes of
-HMAC-SHA-256. A run under another key, at another position or under another object key does not open.
-Independent of formats and tiers.
+HMAC-SHA-256. A run is bound to its tenant's key, its position and its object: in another place it does not open. Does
+not depend on formats or tiers.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ _PERSON, _PERSON_MAC, _PERSON_NAME = b"kvloom.key", b"kvloom.mac", b"kvloom.name
 
 
 class NoKeyError(LookupError):
-    """A tenant has no key: its pages must not be stored in the clear, and none can be opened."""
+    """A tenant has no key. Its pages must not be stored in the clear, and stored pages cannot be opened."""
 
 
 class PageCipher(Protocol):
-    """Seals the runs of one page. Opening a run needs the same `context`."""
+    """Seals the runs of one page. A run opens only with the `context` with which it was sealed."""
 
     def encrypt(self, number: int, run: memoryview | bytes, context: bytes) -> bytes:
-        """Returns the run and its tag of TAG_BYTES."""
+        """Returns the sealed run, followed by its tag of TAG_BYTES."""
         ...
 
     def decrypt(self, number: int, sealed: memoryview, context: bytes) -> memoryview | None:
-        """Returns the run, or None if its tag does not match."""
+        """Returns the opened run, or None if its tag does not match."""
         ...
 
 
 class _Aes(PageCipher):
-    """AES-256-GCM. Each page has its own key, so the run number is the nonce."""
+    """AES-256-GCM. Each page has its own key, so the number of the run is a unique nonce."""
 
     def __init__(self, cipher: Any, invalid: type[Exception]) -> None:
         self._cipher, self._invalid = cipher, invalid
@@ -75,7 +75,7 @@ class _Aes(PageCipher):
 
 
 class _Mac(PageCipher):
-    """The unchanged run, and 16 bytes of HMAC-SHA-256 over context, number and run."""
+    """Authentication only: the unchanged run, followed by 16 bytes of HMAC-SHA-256 over context, number and run."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -118,7 +118,9 @@ class Keyring:
 
     @classmethod
     def read(cls, path: Path | str, protect: Protect = "encrypt") -> Keyring:
-        """Reads keys from a file that only its owner may read. The TierError never contains the file's content."""
+        """Reads keys from a file that only its owner may read. Raises TierError, whose message never contains the
+        file's content.
+        """
         path = Path(path)
         try:
             with path.open("rb") as file:
@@ -137,7 +139,9 @@ class Keyring:
             ) from None
 
     def page_cipher(self, tenant: str, salt: bytes, protect: Protect = "encrypt") -> PageCipher:
-        """Returns the cipher of one page. Raises NoKeyError without a key, TierError if its package is missing."""
+        """Returns the cipher of one page. Raises NoKeyError if the tenant has no key, and TierError if a package is
+        missing.
+        """
         key = self._tenant_key(tenant)
         if protect == "authenticate":
             return _Mac(_derive(salt, key, _PERSON_MAC))
@@ -146,7 +150,9 @@ class Keyring:
         return _Aes(self._aes(_derive(salt, key, _PERSON)), self._invalid)
 
     def with_stored_keys(self, objects: Objects) -> Objects:
-        """Returns the same objects under the keys that a tier stores. Raises NoKeyError if the tenant has no key."""
+        """Returns the objects with the keys under which a tier stores them. Raises NoKeyError if the tenant has no
+        key.
+        """
         key = self._tenant_key(objects.tenant)
         keyed = blake2b(digest_size=KEY_BYTES, key=key, person=_PERSON_NAME)
         stored = []
@@ -171,12 +177,12 @@ def _derive(text: bytes, key: bytes, person: bytes) -> bytes:
 
 
 def read_keys(path: Path | str | None, protect: Protect | None) -> Keyring | None:
-    """Returns the keys of a tier's settings, None without keys. Raises TierError if the file is unusable."""
+    """Returns the keys of a tier, or None if `path` is None. Raises TierError if the file is unusable."""
     return None if path is None else Keyring.read(path, protect or "encrypt")
 
 
 def check_protect(path: Path | str | None, protect: str | None) -> None:
-    """Raises ValueError for settings that would leave pages without the requested protection."""
+    """Raises ValueError for settings that ask for protection without a key file."""
     if path is not None and not str(path):
         raise ValueError("keys= has no file name: give keys=FILE, or omit it to store pages in the clear")
     if protect is not None and protect not in get_args(Protect):

@@ -1,4 +1,4 @@
-"""Conversion of pages: to and from the memory formats of other systems, and between block sizes. Byte for byte; numpy only.
+"""Converts pages to and from the memory formats of other systems, and between block sizes. Needs only numpy.
 
     a page of kvloom    [layer][field: keys, values, …][heads, tokens, dims]    order HND
                         [layer][field: keys, values, …][tokens, heads, dims]    order NHD
@@ -14,7 +14,7 @@ In HND, 8-bit values are [heads, dims, tokens] (`core.Field.axes`).
 | HND    | [layers, 2, heads, tokens, dims]    | FlashInfer and vLLM, head-major                        |
 | MLA    | [layers, tokens, dims]              | one latent per token (KV_MLA)                          |
 
-Values are copied, never converted: every element type of 1, 2, 4 or 8 bytes works. Independent of tiers.
+Only the order of values changes, so every element type of 1, 2, 4 or 8 bytes works. Does not depend on tiers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class PageFields:
-    """The fields of a page: `layers` layers of `layer_bytes`, then padding. `tokens` is 0 for a state."""
+    """The fields of a page: `layers` layers of `layer_bytes` each, then padding. `tokens` is 0 for a state."""
 
     fields: tuple[Field, ...]
     layers: int
@@ -58,7 +58,7 @@ class PageFields:
     order: Order = "HND"
 
     def views(self, page: Any) -> list[Array]:
-        """Returns a view of each field as [layers, tokens, *shape], independent of the order in memory."""
+        """Returns a view of each field as [layers, tokens, *shape], for any order in memory."""
         data = np.frombuffer(memoryview(page).cast("B"), np.uint8)
         if len(data) != self.page_bytes:
             raise ValueError(f"the page has {len(data)} bytes; {self} has {self.page_bytes}")
@@ -77,12 +77,12 @@ class PageFields:
 
 
 def split_units(page: Any, shape: PageFields, units: Sequence[Any], unit: PageFields) -> None:
-    """Copies the first tokens of a page to pages of fewer tokens. A state is copied whole, to one page."""
+    """Copies the first tokens of a page to pages of fewer tokens. A state is copied as a whole, to one page."""
     _copy_units(page, shape, units, unit, joined=False)
 
 
 def join_units(units: Sequence[Any], unit: PageFields, page: Any, shape: PageFields) -> None:
-    """Fills a page from pages of fewer tokens. Tokens after the last of them become 0."""
+    """Fills a page from pages of fewer tokens. The remaining tokens are set to 0."""
     _copy_units(page, shape, units, unit, joined=True)
 
 
@@ -101,7 +101,7 @@ def _copy_units(page: Any, shape: PageFields, units: Sequence[Any], unit: PageFi
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """Shape of a page of kvloom. `fields` is 2 for keys and values, 1 for a latent (MLA)."""
+    """The shape of a page in kvloom. `fields` is 2 for keys and values, and 1 for a latent (MLA)."""
 
     layers: int
     tokens: int
@@ -129,7 +129,7 @@ class PageShape:
         return self.layers * self.fields * self.tokens * self.heads * self.dims * self.element_bytes
 
     def views(self, page: Any) -> list[Array]:
-        """Returns a view of each field as [layers, tokens, heads, dims], independent of the page's order."""
+        """Returns a view of each field as [layers, tokens, heads, dims], for any order in memory."""
         dtype = _DTYPES[self.element_bytes]
         names = ("k", "v") if self.fields == 2 else ("latent",)
         fields = tuple(Field(name, (self.heads, self.dims), dtype, shard_axis=0) for name in names)
@@ -172,14 +172,14 @@ def _check(shape: PageShape, kind: Format) -> None:
 
 
 def to_format(page: Any, shape: PageShape, kind: Format) -> Array:
-    """Returns a page in another format: a new array of unsigned elements, to be viewed as their type."""
+    """Returns a page in another format, as a new array of unsigned elements. The caller views it as the element type."""
     _check(shape, kind)
     stacked = np.stack(shape.views(page), axis=1)
     return np.ascontiguousarray(stacked.transpose(_AXES[kind])).reshape(_block_shape(shape, kind))
 
 
 def from_format(block: Array, shape: PageShape, kind: Format, page: Any) -> None:
-    """Fills a page from a block of another format. Raises ValueError, before any write, if they do not match."""
+    """Fills a page from a block in another format. Raises ValueError, before any write, if the shapes do not match."""
     _check(shape, kind)
     if block.shape != _block_shape(shape, kind) or block.dtype.itemsize != shape.element_bytes:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Re-encoding of runs to int8 or fp8, with a float32 scale per 64 values.
+"""Re-encodes layer runs to int8 or fp8, with one float32 scale per 64 values.
 
     a run    values, 1 byte each | scales, float32, one per 64 values
 
@@ -26,7 +26,9 @@ Floats = npt.NDArray[np.float32]
 
 
 def lossy_form(form: Form, coding: Coding) -> Form:
-    """Returns the form under which a page of `form` is stored. Raises ValueError if its values cannot be re-encoded."""
+    """Returns the form under which a page of `form` is stored. Raises ValueError if its element type cannot be
+    re-encoded.
+    """
     if coding not in CODINGS:
         raise ValueError(f"coding={coding!r} is none of {', '.join(CODINGS)}")
     width = _WIDTH.get(form.dtype)
@@ -45,7 +47,7 @@ def lossy_form(form: Form, coding: Coding) -> Form:
 
 
 def encode(run: memoryview, dtype: str, coding: Coding, into: memoryview) -> None:
-    """Encodes one or several runs to values and scales. An infinite value becomes the largest one, NaN becomes 0."""
+    """Encodes one or several runs to values and scales. Infinity becomes the largest value, and NaN becomes 0."""
     floats = _floats(np.frombuffer(run, np.uint8), dtype).reshape(-1, BLOCK_VALUES)
     largest = _FP8_MAX if coding == "fp8" else 127.0
     floats = np.nan_to_num(floats, nan=0.0, posinf=3e38, neginf=-3e38)
@@ -61,7 +63,7 @@ def encode(run: memoryview, dtype: str, coding: Coding, into: memoryview) -> Non
 
 
 def decode(data: memoryview, dtype: str, coding: Coding, into: memoryview) -> None:
-    """Decodes values and scales to the page's own type."""
+    """Decodes values and scales to the page's element type."""
     values = len(into) // _WIDTH[dtype]
     coded = np.frombuffer(data, np.uint8, values)
     scales = np.frombuffer(data, np.float32, values // BLOCK_VALUES, values)
@@ -87,18 +89,18 @@ def _bytes(floats: Floats, dtype: str) -> npt.NDArray[np.uint8]:
 
 @cache
 def _fp8_values() -> Floats:
-    """Returns the values of the 256 codes of e4m3 (without infinities)."""
+    """Returns the values of the 256 codes of fp8 e4m3, which has no infinities."""
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
     values = np.where(codes & 128, -size, size).astype(np.float32)
-    values[[127, 255]] = 0.0  # NaN: never written
+    values[[127, 255]] = 0.0  # the code of NaN, which is never written
     return values
 
 
 @cache
 def _fp8_borders() -> Floats:
-    """Returns the midpoints between neighbours among the 127 values from 0 up."""
+    """Returns the midpoints between adjacent values among the 127 values that are not negative."""
     values = _fp8_values()[:127].astype(np.float64)
     return ((values[1:] + values[:-1]) / 2).astype(np.float32)
 

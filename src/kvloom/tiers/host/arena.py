@@ -2,8 +2,8 @@
 
     |slab 0: 64 KiB pages|slab 1: 2 MiB pages|slab 2: free|…
 
-While the arena fills, pages are allocated in ascending order, so a batch is a few long runs.
-Independent of objects and eviction. Not thread-safe: the host tier's lock guards it.
+While the arena fills, pages are allocated in ascending order, so a batch consists of a few long ranges. Does not
+depend on objects or eviction. Not thread-safe: the host tier's lock guards it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import numpy.typing as npt
 
 __all__ = ["Arena", "copy_pages"]
 
-_MIN_SHARED_BYTES = 4 << 20  # smaller batches do not pay for a second thread
+_MIN_SHARED_BYTES = 4 << 20  # for smaller batches a second thread is not worth its cost
 _PIECE_BYTES = 1 << 20
 _MAX_WAIT_RATIO, _PAUSE_SECONDS = 0.25, 2.0
 
 
 class Arena:
-    """`buffer` is memory of the caller (pinned, for example). Without one the arena maps memory, which the system
-    commits on first use.
+    """`buffer` is memory of the caller, for example pinned memory. Without a buffer the arena maps memory, which the
+    system allocates on first use.
     """
 
     def __init__(self, capacity: int, slab_bytes: int, buffer: Any = None) -> None:
@@ -57,8 +57,8 @@ class Arena:
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.view, np.uint8)
         if len(self.bytes) < size or not self.bytes.flags.writeable:
             raise ValueError(f"the buffer must be writable and have {size} bytes; it has {len(self.bytes)}")
-        self._free_slabs = list(range(self.slabs))  # a heap: the lowest first, for long runs
-        self._partial: dict[int, dict[int, None]] = {}  # page size -> its slabs with free pages
+        self._free_slabs = list(range(self.slabs))  # a heap: the lowest slab first, so that ranges are long
+        self._partial: dict[int, dict[int, None]] = {}  # page size -> slabs of this size with free pages
         self._free_pages: list[list[int]] = [[] for _ in range(self.slabs)]  # free pages by slab
         self._size = [0] * self.slabs  # page size by slab, 0 for a free slab
         self._used = [0] * self.slabs  # pages in use by slab
@@ -67,7 +67,7 @@ class Arena:
         return page_bytes <= self.slab_bytes
 
     def allocate(self, page_bytes: int, count: int) -> list[int]:
-        """Returns the offsets of up to `count` free pages; fewer if there are no more."""
+        """Returns the offsets of up to `count` free pages. Returns fewer if the arena is full."""
         partial = self._partial.setdefault(page_bytes, {})
         taken: list[int] = []
         while len(taken) < count:
@@ -78,7 +78,7 @@ class Arena:
                 self._size[slab] = page_bytes
                 base = slab * self.slab_bytes
                 pages = range(base, base + self.slab_bytes - page_bytes + 1, page_bytes)
-                if len(pages) <= count - len(taken):  # the whole slab at once
+                if len(pages) <= count - len(taken):  # take the whole slab at once
                     self._used[slab] = len(pages)
                     taken += pages
                     continue
@@ -95,7 +95,7 @@ class Arena:
         return taken
 
     def free(self, page_bytes: int, offset: int) -> None:
-        """Frees a page. A slab whose last page is freed can be cut into any page size again."""
+        """Frees a page. After its last page is freed, a slab can be cut into pages of any size."""
         slab = offset // self.slab_bytes
         self._used[slab] -= 1
         if self._used[slab]:
@@ -124,9 +124,11 @@ def copy_pages(
     at: npt.NDArray[np.int64],
     size: int,
 ) -> None:
-    """Copies `size` bytes from each of `at` to each of `to`: one copy per run that is contiguous in both.
+    """Copies `size` bytes from each offset in `at` to each offset in `to`. Ranges that are contiguous on both sides
+    are one copy.
 
-    A second thread takes half of a large batch if a core is free: one core does not saturate memory bandwidth.
+    If a core is free, a second thread copies half of a large batch, because one core does not saturate memory
+    bandwidth.
     """
     if not len(to):
         return
@@ -155,7 +157,7 @@ def _copy(
     take: Callable[[], _CopyRange],
     pieces: deque[_CopyRange],
 ) -> None:
-    """Copies ranges until none is left. Another thread may take some concurrently."""
+    """Copies ranges until none is left. Another thread may take ranges from the same list."""
     with contextlib.suppress(IndexError):
         while pieces:
             start, begin, length = take()
@@ -163,10 +165,11 @@ def _copy(
 
 
 class _CopyHelper:
-    """One thread that copies ranges from the other end of the list. A caller that finds it busy copies alone.
+    """A thread that copies ranges from the end of the caller's list. If it is busy, the caller copies alone.
 
-    A caller waits only for the range that the helper is copying. If that took long because no core was free, callers
-    copy alone for a while."""
+    The caller waits only for the range that the thread is copying. If this wait was long because no core was free,
+    callers copy alone for a while.
+    """
 
     def __init__(self) -> None:
         self._available = threading.Lock()

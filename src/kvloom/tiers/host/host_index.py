@@ -1,4 +1,4 @@
-"""The host tier's index: keys, slots and tenants' accounts, and which page is evicted for which.
+"""The index of the host tier: keys, slots, accounts of tenants, and the choice of pages to evict.
 
     key → slot → arena page     a slot belongs to one object until eviction; a replacement takes over the slot
     account → slots by use      the least recently used page is evicted first, within the shares
@@ -19,11 +19,11 @@ from .slots import Index, LruOrder, Slots
 
 __all__ = ["HostIndex"]
 
-_MAX_TRIES = 4096  # pages examined to free one, when many are in use
+_MAX_TRIES = 4096  # number of pages examined to free one, if many are in use
 
 
 class _Account(Account):
-    """A tenant's pages: their slots by last use."""
+    """The pages of one tenant: their slots, ordered by last use."""
 
     __slots__ = ("index", "order")
 
@@ -34,20 +34,20 @@ class _Account(Account):
 
 
 class HostIndex:
-    """All pages of one arena."""
+    """The index of all pages of one arena."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._capacity = arena.slabs * arena.slab_bytes
         self.entries: dict[bytes, int] = {}
-        """Key → slot."""
+        """Slot of each key."""
         self.slots = Slots()
         self._default = _Account(Share(), self._capacity, self.slots)
         self._by_tenant: dict[str, _Account] = {}
         self.accounts = [self._default]
         self._clock = 0
         self.loading = 0
-        """Number of entries whose bytes are not loaded yet."""
+        """Number of entries whose bytes are still being loaded."""
         self.evicted = 0
 
     def set_shares(self, shares: Shares) -> None:
@@ -64,22 +64,24 @@ class HostIndex:
     def used_by(self, tenant: str) -> int:
         return self._account_of(tenant).used
 
+    def limit_of(self, tenant: str) -> int:
+        return self._account_of(tenant).limit
+
     def _account_of(self, tenant: str) -> _Account:
         return self._by_tenant.get(tenant, self._default)
 
     def find(self, keys: list[bytes]) -> Index:
-        """Returns the slots of keys, -1 for a miss."""
+        """Returns the slots of keys, with -1 for a miss."""
         get = self.entries.get
         return np.array([get(key, -1) for key in keys], np.int64)
 
     def reserve(self, keys: list[bytes], size: int, tenant: str, limit: int | None = None) -> Index:
-        """Allocates pages of `size` bytes for new keys, at most `limit`, evicting others as needed.
-
-        Returns for each of `keys` the slot to fill; -1 for a key that has a page, gets none, or is a duplicate in the
-        batch."""
+        """Allocates up to `limit` pages of `size` bytes for new keys, and evicts pages if needed. Returns for each
+        key the slot to fill. The slot is -1 if the key is stored, is a duplicate in the batch, or no page is left.
+        """
         account, entries = self._account_of(tenant), self.entries
         fresh = keys if entries.keys().isdisjoint(keys) else [key for key in keys if key not in entries]
-        if len(fresh) < len(keys):  # used now, so evicted last
+        if len(fresh) < len(keys):  # marked as used, so that it is evicted last
             self.touch(np.array([entries[key] for key in keys if key in entries], np.int64))
         once = dict.fromkeys(fresh)
         given = self._allocate(size, account, len(once) if limit is None else min(limit, len(once)))
@@ -101,7 +103,7 @@ class HostIndex:
     def _insert(
         self, keys: list[bytes], fresh: dict[bytes, None], given: list[int], account: _Account
     ) -> Index:
-        """Assigns slots to the first of the `fresh` keys; returns slots as `reserve` does."""
+        """Assigns slots to the first of the `fresh` keys. Returns slots like `reserve`."""
         entered = fresh if len(given) == len(fresh) else list(islice(fresh, len(given)))
         self.entries.update(zip(entered, given, strict=True))
         slots = np.array(given, np.int64)
@@ -115,7 +117,7 @@ class HostIndex:
         return np.array([left.pop(key, -1) for key in keys], np.int64)
 
     def _allocate(self, size: int, account: _Account, count: int) -> list[int]:
-        """Returns up to `count` slots for pages of `account`: free ones, then evicted ones."""
+        """Returns up to `count` slots for pages of `account`: free pages first, then evicted ones."""
         slots: list[int] = []
         while (lacking := count - len(slots)) > 0:
             within = max(0, account.limit - account.used) // size
@@ -128,17 +130,16 @@ class HostIndex:
         return slots
 
     def _reuse_victims(self, size: int, account: _Account, limit: int) -> list[int]:
-        """Evicts up to `limit` pages of this size that are next in order and not in use, and returns their slots for
-        reuse.
-
-        This is the common case of eviction. Pages in use that come before them are marked as used now."""
+        """Evicts up to `limit` pages of this size, least recently used first, and returns their slots for reuse. This
+        is the common case of eviction. Pages in use are skipped and marked as recently used.
+        """
         source = self._victim(account, size)
         if source is None:
             return []
         turn = None
         if not self._evicts_only_own(
             account, size
-        ):  # until another account's page is older, or a limit is reached
+        ):  # stop at a page of another account that is older, or at the limit
             firsts = [
                 other.order.least_recent()
                 for other in self._evictable_accounts(account)
@@ -148,7 +149,7 @@ class HostIndex:
             limit = min(limit, (account.limit - account.used) // size)
             if source is not account:
                 limit = min(limit, -(-(source.used - source.guaranteed) // size))
-        for reach in (limit, max(limit, _MAX_TRIES)):  # search further if all of the first are in use
+        for reach in (limit, max(limit, _MAX_TRIES)):  # examine more pages if all the first ones are in use
             oldest = source.order.oldest(reach)
             other = self.slots.size[oldest] != size
             if turn is not None:
@@ -172,14 +173,14 @@ class HostIndex:
         return taken
 
     def _evict_for(self, size: int, account: _Account) -> list[int]:
-        """Returns one slot when no page is free and the next victim is in use or of another size.
-
-        Evicts the whole slab of the victim. An account at its limit evicts its own pages. Returns [] if none is evictable.
+        """Evicts the whole slab of the next victim and returns one slot for a page of `size` bytes, or [] if no page
+        is evictable. Called if no page is free and the next victim is in use or has another size. An account at its
+        limit evicts its own pages.
         """
         tries = min(len(self.entries), _MAX_TRIES)
         accounts = [account] if self._evicts_only_own(account, size) else self._evictable_accounts(account)
         if not any(self._has_evictable(one, tries) for one in accounts):
-            return []  # without examining them one by one
+            return []  # without an examination of every page
         for _ in range(tries):
             own = account.used + size > account.limit
             if not own and (taken := self._arena.allocate(size, 1)):
@@ -193,7 +194,7 @@ class HostIndex:
             alone = own or self.slots.size[slot] == size
             pages = {offset: self.slots.keys[slot]} if alone else self._pages_in_slab(offset)
             if not all(self._is_evictable(page, other, account) for page, other in pages.items()):
-                self.touch(np.array([slot]))  # in use now, so not least recently used
+                self.touch(np.array([slot]))  # the page is in use, so it counts as recently used
                 continue
             for other in pages.values():
                 self.remove(other, self.entries[other])
@@ -203,7 +204,9 @@ class HostIndex:
         )
 
     def _has_evictable(self, account: _Account, tries: int) -> bool:
-        """Marks the oldest pages in use as used now, `tries` at a time. Returns whether an evictable page remains."""
+        """Marks the oldest pages that are in use as recently used, `tries` at a time. Returns whether an evictable
+        page remains.
+        """
         for _ in range(0, len(self.entries), max(1, tries)):
             oldest = account.order.oldest(tries)
             if not self.slots.refs[oldest].all():
@@ -214,15 +217,16 @@ class HostIndex:
         return False
 
     def _pages_in_slab(self, offset: int) -> dict[int, bytes]:
-        """Returns offset → key of the allocated pages in the slab of `offset`."""
+        """Returns the keys of the allocated pages in the slab of `offset`, by offset."""
         at, keys = self.slots.slot_at, self.slots.keys
         return {page: keys[at[page]] for page in self._arena.slab_pages(offset) if page in at}
 
     def _victim(self, account: _Account, size: int) -> _Account | None:
-        """Returns the account from which the next page is evicted, to free `size` bytes for `account`. O(accounts).
+        """Returns the account that must evict its next page, so that `account` gets `size` bytes. O(accounts).
 
-        If `account` is at its limit, this is `account` itself. Otherwise it is the account with the least recently
-        used page, among `account` and those above their guarantee."""
+        An account at its limit evicts its own page. Otherwise the victim is the least recently used page of `account`
+        and of all accounts above their guarantee.
+        """
         if self._evicts_only_own(account, size):
             return account if size <= account.limit and account.order.least_recent() is not None else None
         best = None
@@ -239,13 +243,14 @@ class HostIndex:
         return [one for one in self.accounts if one is account or one.is_above_guarantee]
 
     def _evicts_only_own(self, account: _Account, size: int) -> bool:
-        """Whether a page of `account` can replace only its own pages."""
+        """Returns whether a page of `account` may replace only pages of the same account."""
         return len(self.accounts) == 1 or account.used + size > account.limit
 
     def _is_evictable(self, offset: int, key: bytes, account: _Account) -> bool:
-        """Whether the page has no references, and its owner is above its guarantee or must evict its own pages.
-
-        A page dropped while in use has no key, or its key has another slot."""
+        """Returns whether a page may be evicted for `account`. It must have no references, and its owner must be
+        `account` or above its guarantee. A page that was dropped while in use has no key, or its key has another
+        slot.
+        """
         slot = self.entries.get(key)
         if slot is None or self.slots.offset[slot] != offset or self.slots.refs[slot]:
             return False
@@ -257,7 +262,7 @@ class HostIndex:
         )
 
     def remove(self, key: bytes, slot: int) -> None:
-        """Removes an entry. Its page is freed now, or by the last release."""
+        """Removes an entry. Its page is freed at once, or by the last release."""
         del self.entries[key]
         self.slots.tick[slot] = -1
         if self.slots.refs[slot]:

@@ -1,8 +1,8 @@
 """The host tier: pages in this process's memory, evicted least recently used first, within tenants' shares.
 
-Reads and writes copy in the calling thread (large ones with a second thread) and are done on return.
-A device copies by itself: `acquire` and `reserve` lease arena pages for as long as its copies run.
-Independent of devices: pinned memory is passed in as the arena's buffer.
+Reads and writes copy in the calling thread and are done on return. Large copies use a second thread. For copies by a
+device, `acquire` and `reserve` lease arena pages until the copies are done. The caller may pass pinned memory as the
+arena's buffer. Does not depend on devices.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ _OK, _MISSING, _PENDING, _LAYOUT = (
     int(Outcome.MISSING),
     int(Outcome.PENDING),
     int(Outcome.LAYOUT),
-)  # numpy handles ints faster
+)  # numpy is faster with Python ints
 _ONE = np.int32(1)
 
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """`slab_bytes` is at least the largest page: use the pool layout's value.
-
-    `checked` stores and verifies checksums, for memory that is not trusted. It costs about as much as the copy.
+    """`slab_bytes` must be at least the largest page; use the pool layout's value. `checked` stores and verifies
+    checksums, for memory that is not trusted, and costs about as much as the copy.
     """
 
     capacity: int
@@ -71,17 +70,17 @@ class HostTier(Tier):
 
     @property
     def arena(self) -> npt.NDArray[np.uint8]:
-        """All of its memory; offsets of a Lease point into it."""
+        """The memory of the tier. The offsets of a Lease refer to it."""
         return self._arena.bytes
 
     @property
     def slab_bytes(self) -> int:
-        """The largest page size it accepts."""
+        """The largest page size that the tier accepts."""
         return self._arena.slab_bytes
 
     @property
     def is_empty(self) -> bool:
-        """Whether the tier contains no pages. Pages that are still loading count as contained."""
+        """Whether the tier has no pages. Pages that are still loading count as stored."""
         return not self.index.entries
 
     def set_shares(self, shares: Shares) -> None:
@@ -91,6 +90,10 @@ class HostTier(Tier):
     def used_by(self, tenant: str) -> int:
         with self._lock:
             return self.index.used_by(tenant)
+
+    def limit_of(self, tenant: str) -> int:
+        """Returns the most bytes that a tenant may use."""
+        return self.index.limit_of(tenant)
 
     def __contains__(self, key: bytes) -> bool:
         """Whether an object is stored or loading."""
@@ -105,7 +108,7 @@ class HostTier(Tier):
     def acquire(self, objects: Objects) -> Lease:
         """Leases the pages of stored objects for reading. Release the lease when the last copy is done.
 
-        The result is MISSING for an object that is not stored, LAYOUT for one with another page size.
+        The result of an object is MISSING if it is not stored, and LAYOUT if its page has another size.
         """
         form = objects.form
         with self._lock:
@@ -122,9 +125,8 @@ class HostTier(Tier):
         return Lease(self, objects, slots, offsets, results)
 
     def reserve(self, objects: Objects, writer: int = 0) -> Lease:
-        """Leases pages for new objects, evicting as needed: fill those whose result is PENDING, then release.
-
-        OK: the object is stored or loading. FULL: every evictable page is in use or in this batch.
+        """Leases pages for new objects, and evicts pages if needed. The caller fills the pages whose result is
+        PENDING, then releases the lease. OK: the object is already stored or loading. FULL: no page can be evicted.
         `writer` is the peer that may drop the objects.
         """
         size, keys = objects.form.page_bytes, objects.keys
@@ -193,7 +195,7 @@ class HostTier(Tier):
         return transfer
 
     def drop(self, objects: Objects, writer: int | None = None) -> int:
-        """Removes objects; with `writer` only those that this peer wrote. Returns the number removed."""
+        """Removes objects, with `writer` only those that this peer wrote. Returns the number removed."""
         with self._lock:
             dropped, table = 0, self._slots
             for key in objects.keys:
@@ -204,9 +206,9 @@ class HostTier(Tier):
             return dropped
 
     def drop_damaged(self, keys: Iterable[bytes], max_bytes: int) -> int:
-        """Removes objects whose bytes do not match their checksums; returns the number removed.
+        """Removes objects whose bytes do not match their checksums. Returns the number removed.
 
-        Reads at most `max_bytes`, but at least one page. A page without checksums stays.
+        Reads at most `max_bytes`, but at least one page. Pages without checksums are kept.
         """
         dropped = 0
         for key in keys:
@@ -237,7 +239,7 @@ class HostTier(Tier):
             )
 
     def close(self) -> None:
-        """Removes all pages. Leased pages stay readable until released; the memory is freed with the last view."""
+        """Removes all pages. Leased pages stay readable until released. The memory is freed with its last view."""
         with self._lock:
             self._closed = True
             for key, slot in list(self.index.entries.items()):
@@ -255,7 +257,7 @@ class HostTier(Tier):
             self._slots.checksums[slot] = data[number * size : (number + 1) * size]
 
     def release_slots(self, objects: Objects, slots: Index, written: bool | npt.NDArray[np.bool_]) -> None:
-        if not len(slots):  # released before
+        if not len(slots):  # the lease was released before
             return
         at = np.flatnonzero(slots >= 0)
         leased = slots if len(at) == len(slots) else slots[at]
@@ -265,13 +267,13 @@ class HostTier(Tier):
         if self._codec is not None:
             for slot in leased[
                 complete & ~self._slots.ready[leased]
-            ].tolist():  # no other thread has them yet
+            ].tolist():  # no other thread can use them yet
                 self._page_checksums(slot)
         with self._lock:
             table = self._slots
             np.subtract.at(table.refs, leased, _ONE)
             coming = ~table.ready[leased]
-            if coming.any():  # a lease of `reserve`, which has no duplicates
+            if coming.any():  # a lease of `reserve` has no duplicates
                 self.index.loading -= int(coming.sum())
                 table.ready[leased] |= complete
                 lost = coming & (~complete | self._closed)
@@ -282,9 +284,11 @@ class HostTier(Tier):
                 self.index.free(slot)
 
     def _finish_reserved(self, leased: Index) -> bool:
-        """Releases all pages of a `reserve` and marks them as ready: the common case of its release.
+        """Marks all pages of a `reserve` lease as ready and releases them, in a few array operations.
 
-        Returns False, with nothing changed, if the tier is closed or a page is ready already."""
+        Returns False and changes nothing if the tier is closed or a page is already ready; the caller then releases
+        page by page.
+        """
         with self._lock:
             table = self._slots
             if self._closed or table.ready[leased].any():
@@ -294,7 +298,9 @@ class HostTier(Tier):
             return True
 
     def _page_checksums(self, slot: int) -> bytes:
-        """Returns the checksums of a leased page that is ready or owned by its writer. Idempotent across threads."""
+        """Returns the checksums of a leased page, and computes them if needed. The page must be ready, or the caller
+        must be its writer. Threads may compute them at the same time, with equal results.
+        """
         table = self._slots
         checks = table.checksums.get(slot)
         if checks is None:
@@ -304,7 +310,7 @@ class HostTier(Tier):
         return checks
 
     def _verify(self, lease: Lease, objects: Objects, into: Ranges, start: int, stop: int) -> None:
-        """Compares the bytes read with the stored checksums; a page that differs is CORRUPT and removed."""
+        """Compares the bytes read with the stored checksums. A page that differs is CORRUPT and is removed."""
         assert self._codec is not None
         form, pages = objects.form, into.view
         for index, (at, slot) in enumerate(zip(into.starts.tolist(), lease.slots.tolist(), strict=True)):

@@ -1,4 +1,4 @@
-"""The URL of a host tier: `host:SIZE?checked=1&share=PORT&secret=FILE`. Parses; opens a tier without a server only."""
+"""The URL of a host tier: `host:SIZE?checked=1&share=PORT&secret=FILE`. Opens only tiers that are not shared."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["HostURL", "parse_url"]
 
 @dataclass(frozen=True, slots=True)
 class HostURL:
-    """A parsed URL: capacity in bytes, whether checksums are stored (`checked=1`), and the address for peers.
-
-    `share=PORT` listens on loopback, `share=HOST:PORT` on an address; `secret` is the file of their secret.
+    """A parsed URL: the capacity in bytes, whether checksums are stored (`checked=1`), and the address for peers.
+    `share=PORT` listens on loopback, `share=HOST:PORT` on that address. `secret` is the file with the secret of the
+    peers.
     """
 
     capacity: int
@@ -27,7 +27,7 @@ class HostURL:
 
     @classmethod
     def parse(cls, url: str) -> HostURL:
-        """Parses a URL without the option `write`. Raises ValueError for a bad one."""
+        """Parses a URL from which the option `write` was removed. Raises ValueError for a bad URL."""
         plain, _, query = url.partition("?")
         options = Options(url, query)
         checked, address = options.text("checked", "0"), options.optional_text("share")
@@ -47,7 +47,9 @@ class HostURL:
 
 
 def parse_url(url: str) -> Callable[[], HostTier]:
-    """Parses a URL and returns the opener. Opening a shared host tier raises ValueError: the engine serves it."""
+    """Parses a URL. Returns the function that opens the tier. Raises ValueError for a shared host tier, which only an
+    engine can serve.
+    """
     parsed = HostURL.parse(url)
 
     def open_host() -> HostTier:

@@ -1,6 +1,8 @@
-"""Memory that another process of this user on this host can map: peers read a host tier's arena without a copy.
+"""Memory that other processes of this user on this host can map. Peers read a host tier's arena through it, without a
+copy.
 
-It has no name in any directory, so nothing remains when a process ends. Linux only; elsewhere peers use TCP.
+The memory has no name in any directory, so nothing remains when a process ends. Linux only; on other systems peers
+use TCP.
 """
 
 from __future__ import annotations
@@ -25,9 +27,8 @@ _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_SHRIN
 
 
 class SharedMemory:
-    """`buffer` goes to a HostTier, the object to a PeerServer. With `read_only` other processes cannot write to it.
-
-    Raises OSError or AttributeError where the system does not support it.
+    """Pass `buffer` to a HostTier and the object to a PeerServer. With `read_only` other processes cannot write to
+    the memory. Raises OSError or AttributeError if the system does not support it.
     """
 
     def __init__(self, size: int, read_only: bool = False) -> None:
@@ -37,15 +38,15 @@ class SharedMemory:
         weakref.finalize(self, os.close, self._fd)  # an open descriptor keeps the memory allocated
         os.ftruncate(self._fd, size)
         self.buffer = mmap.mmap(self._fd, size)
-        # A peer that could truncate it would crash every process that maps it.
+        # If a peer could truncate the memory, every process that maps it would crash.
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _FIXED)
-        if read_only:  # existing mappings stay writable
+        if read_only:  # mappings that exist already stay writable
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
 
     @property
     def path(self) -> str:
-        """The path for other processes while this process lives."""
+        """The path by which other processes open the memory while this process runs."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
 
@@ -54,8 +55,8 @@ _lock = threading.Lock()
 
 
 def map_shared_memory(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None:
-    """Maps another process's shared memory, once per process. Returns None if it is unreachable (another host, user or
-    container).
+    """Maps the shared memory of another process, once per process. Returns None if it is on another host, or belongs
+    to another user or container.
     """
     with _lock:
         found = _mapped.get(token)
@@ -78,7 +79,7 @@ def _map(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None:
                 return None
             try:
                 mapped = mmap.mmap(fd, size)
-            except PermissionError:  # its owner allows reading only
+            except PermissionError:  # the owner allows only reading
                 mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
             return np.frombuffer(mapped, np.uint8)
         finally:

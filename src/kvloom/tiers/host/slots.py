@@ -1,7 +1,7 @@
-"""Per-page state of the host tier in arrays, one slot per page, so a batch costs a few array operations.
+"""The state of the host tier's pages, in arrays with one slot per page. A batch costs a few array operations.
 
-A slot represents an arena page from allocation until it is freed. An object that replaces another takes over its
-slot. `LruOrder` orders slots by last use. Independent of keys' meaning. Not thread-safe: the host tier's lock guards it.
+A slot stands for an arena page from allocation until it is freed. An object that replaces another object takes its
+slot. `LruOrder` orders slots by last use. Not thread-safe: the host tier's lock guards it.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ __all__ = ["Index", "LruOrder", "Slots"]
 Index = npt.NDArray[np.int64]
 _INITIAL_SLOTS = 1024
 _STALE_LIMIT = 4096
-"""Stale uses that may accumulate before they are removed."""
+"""Number of outdated entries that may accumulate before they are removed."""
 _PART_SLOTS = 256
-"""Slots of a batch that are checked together: removing one costs a check of this many."""
+"""Number of slots of a batch that are checked together. Removing one slot costs one check of this many."""
 
 
 class Slots:
-    """Arrays indexed by slot. Values of an unallocated slot are undefined."""
+    """Arrays indexed by slot. The values of an unallocated slot are undefined."""
 
     def __init__(self) -> None:
         self.offset: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         self.size: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         self.run: Index = np.zeros(_INITIAL_SLOTS, np.int64)
-        """Bytes of one layer run, as given by the writer."""
+        """Bytes of one layer run, as the writer stated."""
         self.writer: Index = np.zeros(_INITIAL_SLOTS, np.int64)
-        """Which peer wrote the page; 0 is this process."""
+        """The peer that wrote the page; 0 is this process."""
         self.tick: Index = np.zeros(_INITIAL_SLOTS, np.int64)
-        """Time of last use; -1 for a removed page."""
+        """Tick of the last use; -1 for a removed page."""
         self.account: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
         self.refs: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
-        """Reference count of leases: a page with references can be neither evicted nor reused."""
+        """Number of leases. A page with leases is neither evicted nor reused."""
         self.ready: npt.NDArray[np.bool_] = np.zeros(_INITIAL_SLOTS, np.bool_)
-        """The page's bytes are loaded."""
+        """Whether the bytes of the page are complete."""
         self.dropped: npt.NDArray[np.bool_] = np.zeros(_INITIAL_SLOTS, np.bool_)
-        """Removed while in use: the last release frees the page."""
+        """Whether the page was removed while in use. The last release frees it."""
         self.keys: list[bytes] = [b""] * _INITIAL_SLOTS
-        """The current, or last, object of the slot."""
+        """Key of the slot's current or last object."""
         self.slot_at: dict[int, int] = {}
-        """Arena offset → slot."""
+        """Slot of each arena offset."""
         self.checksums: dict[int, bytes] = {}
         """Checksums of the page, for slots that have them."""
         self._free = list(range(_INITIAL_SLOTS - 1, -1, -1))
 
     def allocate(self, offsets: list[int], size: int) -> list[int]:
-        """Returns a slot for each of these arena offsets."""
+        """Returns one slot for each of these arena offsets."""
         count = len(offsets)
         if not count:
             return []
@@ -82,17 +82,16 @@ class Slots:
         before = len(self.offset)
         for name in ("offset", "size", "run", "writer", "tick", "account", "refs", "ready", "dropped"):
             old: npt.NDArray[Any] = getattr(self, name)
-            # A new array: a thread that reads a leased slot without the lock may still use the old one.
+            # A new array, because a thread may still read a leased slot of the old one without the lock.
             setattr(self, name, np.concatenate((old, np.zeros_like(old))))
         self.keys += [b""] * before
         self._free[:0] = range(2 * before - 1, before - 1, -1)
 
 
 class LruOrder:
-    """Slots by last use, least recent first, stored as batches.
-
-    A slot that was used again or removed has another tick and is skipped. A batch costs one append; a lookup costs
-    O(1) per slot, amortised."""
+    """Slots ordered by last use, least recent first, stored as batches. A slot that was used again or removed has
+    another tick and is skipped. Adding a batch costs one append. A lookup costs amortised O(1) per slot.
+    """
 
     __slots__ = ("_batches", "_limit", "_queued", "_slots")
 
@@ -102,7 +101,7 @@ class LruOrder:
         self._queued, self._limit = 0, _STALE_LIMIT
 
     def touch(self, slots: Index, tick: int) -> None:
-        """Marks slots (each once) as used now. Every call needs a new tick."""
+        """Marks slots as used now. Each slot may occur once. Every call needs a new tick."""
         if not slots.size:
             return
         self._slots.tick[slots] = tick
@@ -119,7 +118,7 @@ class LruOrder:
             yield tick, slots[self._slots.tick[slots] == tick]
 
     def least_recent(self) -> int | None:
-        """Returns the least recently used slot, or None."""
+        """Returns the least recently used slot, or None if there is none."""
         while self._batches:
             tick, slots = self._batches[0]
             if slots.size and self._slots.tick[slots[0]] == tick:
@@ -134,7 +133,7 @@ class LruOrder:
     def oldest(self, limit: int) -> Index:
         """Returns up to `limit` slots, least recently used first."""
         found, count = list[Index](), 0
-        self.least_recent()  # removes stale slots at the front
+        self.least_recent()  # removes outdated entries at the front
         for _, live in self._live():
             found.append(live)
             count += len(live)

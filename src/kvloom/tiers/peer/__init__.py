@@ -1,4 +1,4 @@
-"""Host memory of another process, on this host or another.
+"""Tiers in the host memory of another process, on this or another host.
 
 peer_tier.py       the client: a tier over a PeerServer
 server.py          PeerServer: serves a host tier

@@ -1,10 +1,10 @@
-"""The connections of a PeerServer: admission, deadlines, and the bytes that all leases together may use.
+"""The connections of a PeerServer: admission, deadlines, and the memory budget of leases.
 
     connected -> pending (a hello has `handshake_seconds`) -> admitted (at most `max_connections`, half per origin)
 
-An origin is a user on this host or an address. If too many connections are pending, the oldest of the origin with the
-most is closed. So an unknown client closes its own connections first, and never an admitted one. Independent of
-tiers.
+An origin is a user on this host, or a network address. If too many connections are pending, the server closes the
+oldest one of the origin that has the most. A flood of connections therefore closes its own connections first, and
+never an admitted one. Does not depend on tiers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["LeaseBudget", "PeerClient", "PeerClients"]
 
 
 class PeerClient:
-    """One connection. The server ends it after `deadline`, in monotonic seconds."""
+    """One connection. The server closes it after `deadline` (monotonic seconds)."""
 
     def __init__(self, channel: Channel, origin: str, deadline: float) -> None:
         self.channel, self.origin, self.deadline = channel, origin, deadline
@@ -29,7 +29,7 @@ class PeerClient:
 
 
 class PeerClients:
-    """The table of connections. Thread-safe. Closes no connection: returns those to close."""
+    """The table of connections. Thread-safe. It returns the connections to close, and the caller closes them."""
 
     def __init__(self, pending: int, admitted: int, idle_seconds: float) -> None:
         self._max_pending, self._max_admitted, self._idle = pending, admitted, idle_seconds
@@ -40,7 +40,7 @@ class PeerClients:
         self._ended = False
 
     def add(self, client: PeerClient) -> list[PeerClient]:
-        """Adds a connection before its handshake; returns connections to close."""
+        """Adds a connection before its handshake. Returns the connections to close."""
         with self._lock:
             if self._ended:
                 return [client]
@@ -52,7 +52,9 @@ class PeerClients:
             return [oldest]
 
     def admit(self, client: PeerClient) -> tuple[bool, list[PeerClient]]:
-        """Returns whether an authenticated connection is admitted, and an idle connection to close for it."""
+        """Decides whether to admit an authenticated connection. Returns the decision, and the idle connections to
+        close for it.
+        """
         with self._lock:
             if client not in self._pending:
                 return False, []
@@ -84,14 +86,14 @@ class PeerClients:
             return [client for client in (*self._pending, *self._admitted) if client.deadline < now]
 
     def end(self) -> list[PeerClient]:
-        """Returns all connections; none is added from now on."""
+        """Returns all connections. No connection can be added afterwards."""
         with self._lock:
             self._ended = True
             return [*self._pending, *self._admitted]
 
 
 def _oldest(pending: Iterable[PeerClient]) -> PeerClient:
-    """Returns the oldest connection of the origin that has the most."""
+    """Returns the oldest connection of the origin with the most connections."""
     pending = list(pending)
     counts = Counter(client.origin for client in pending)
     largest = max(counts.values())
@@ -99,14 +101,14 @@ def _oldest(pending: Iterable[PeerClient]) -> PeerClient:
 
 
 class LeaseBudget:
-    """Bytes that leases of all connections may use together. Thread-safe."""
+    """Limits the bytes that the leases of all connections use together. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._free = limit
         self._lock = threading.Lock()
 
     def take(self, size: int, count: int) -> int:
-        """Takes up to `count` pages of `size` bytes; returns how many."""
+        """Takes up to `count` pages of `size` bytes from the budget. Returns the number of pages taken."""
         with self._lock:
             taken = min(count, self._free // size)
             self._free -= taken * size

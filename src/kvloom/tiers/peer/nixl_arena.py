@@ -1,7 +1,8 @@
-"""NIXL access to a peer's arena: RDMA between hosts if UCX finds it, otherwise shared memory or TCP.
+"""Access to a peer's arena by NIXL, which uses RDMA between hosts if UCX supports it, otherwise shared memory or TCP.
 
-The server registers its arena and publishes its address. The client reads and writes by itself, through a registered
-buffer, between `ACQUIRE` and `RELEASE` (or `RESERVE` and `COMMIT`). `peer_tier.py` manages leases.
+The server registers its arena and publishes the address. The client reads and writes the arena through a registered
+buffer. It does so only during a lease: between `ACQUIRE` and `RELEASE`, or `RESERVE` and `COMMIT`. `peer_tier.py`
+manages leases.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ __all__ = ["NixlArena", "NixlClient"]
 
 _BUFFER_BYTES = 8 << 20
 _BUSY_SECONDS, _IDLE_SECONDS = 50e-6, 0.02
-_ABANDONED: list[memoryview] = []  # buffers that an abandoned transfer may still write to
+_ABANDONED: list[memoryview] = []  # buffers to which an abandoned transfer may still write
 
 
 class NixlArena:
-    """The server's side: keeps the arena registered until `close`.
+    """The server's side. Keeps the arena registered until `close`.
 
-    Without RDMA a transfer needs progress on this side: a thread polls the agent, often during leases, rarely otherwise.
+    Without RDMA the server must make progress calls: a thread polls the agent, often during leases and rarely
+    otherwise.
     """
 
     def __init__(self, arena: npt.NDArray[np.uint8]) -> None:
@@ -45,7 +47,7 @@ class NixlArena:
         self._thread.start()
 
     def change_leases(self, change: int) -> None:
-        """Adds `change` to the number of active leases."""
+        """Adds `change` to the number of current leases."""
         with self._changed:
             self._leases += change
             self._changed.notify()
@@ -59,7 +61,7 @@ class NixlArena:
 
     def _progress(self, agent: Any, registered: Any) -> None:
         while not self._ended:
-            agent.get_new_notifs()  # there are none: this call makes the agent progress
+            agent.get_new_notifs()  # there are no notifications, but the call makes the agent progress
             if self._leases:
                 time.sleep(_BUSY_SECONDS)
                 continue
@@ -69,7 +71,7 @@ class NixlArena:
 
 
 class NixlClient:
-    """The client's side, one per connection. After any exception the connection is unusable."""
+    """The client's side, one instance per connection. After any exception the connection is unusable."""
 
     def __init__(self, about: dict[str, Any], timeout: float) -> None:
         self._agent, self._base, self._timeout = make_agent("UCX"), int(about["base"]), timeout
@@ -78,7 +80,7 @@ class NixlClient:
         self._registered: Any = None
 
     def prepare_buffer(self, page_bytes: int) -> int:
-        """Registers a buffer for pages of this size; returns how many pages fit, at least one."""
+        """Registers a buffer for pages of this size. Returns the number of pages that fit, at least one."""
         if len(self._buffer) < max(page_bytes, _BUFFER_BYTES):
             self._deregister()
             self._buffer = aligned_bytes(max(page_bytes, _BUFFER_BYTES))
@@ -91,7 +93,9 @@ class NixlClient:
         return self._buffer[number * page_bytes : (number + 1) * page_bytes]
 
     def transfer(self, verb: str, offsets: Sequence[int], page_bytes: int, start: int, stop: int) -> None:
-        """Reads or writes (READ, WRITE) bytes [start, stop) of arena pages, to or from the same bytes of the buffer's pages."""
+        """Transfers bytes [start, stop) of arena pages. READ copies them to the pages of the buffer, WRITE copies
+        them from there.
+        """
         base, size = address_of(np.frombuffer(self._buffer, np.uint8)), stop - start
         ours = [(base + number * page_bytes + start, size, 0) for number in range(len(offsets))]
         theirs = [(self._base + offset + start, size, 0) for offset in offsets]

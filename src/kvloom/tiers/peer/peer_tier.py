@@ -1,10 +1,10 @@
-"""Another process's host memory as a tier: `peer://host:port`, `peer:///path/of/socket`.
+"""The host memory of another process as a tier: `peer://host:port`, `peer:///path/of/socket`.
 
     shared       same host: acquire -> copy from the shared arena -> compare checksums -> release     no socket traffic
     nixl         acquire -> NIXL transfer (RDMA if available) -> compare checksums -> release
     connection   read -> bytes on the connection, directly into the caller's memory -> compare checksums
 
-The server is a `PeerServer`. Independent of stores.
+The other process runs a `PeerServer`.
 """
 
 from __future__ import annotations
@@ -36,17 +36,21 @@ from .unix_socket import UnixAddress, connect_loopback, connect_unix
 
 __all__ = ["PeerConnection", "TransferMethod", "open_peer", "parse_url"]
 
-_BATCH_BYTES = 32 << 20  # a connection waits for a reply between batches: fewer batches are faster
-_ABANDONED: list[Channel] = []  # connections that stay open because of their reserved pages
+_BATCH_BYTES = (
+    32 << 20
+)  # fewer, larger batches are faster, because a connection waits for a reply between batches
+_ABANDONED: list[Channel] = []  # open connections that keep reserved pages
 Address = tuple[str, int] | UnixAddress
 TransferMethod = Literal["auto", "shared", "nixl", "connection"]
 
 
 class PeerConnection(Connection):
-    """One connection to a PeerServer. `by="auto"` uses shared memory if reachable, else the connection.
+    """A client connection to a PeerServer. `by="auto"` uses shared memory if the server's memory can be mapped, else
+    the socket.
 
-    An empty `secret` selects this user's own; a server of this user on loopback is then reached by its Unix socket,
-    without a secret. Connections with the same `token` may drop each other's pages.
+    With an empty `secret`, a server of the same user on loopback is reached by its Unix socket, which needs no
+    secret; any other server gets the user's default secret. Connections with the same `token` may drop each other's
+    pages.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class PeerConnection(Connection):
         return self._write_shared(job, self.arena) if self.arena is not None else self._write(job)
 
     def _lease(self, verb: Verb, job: Job) -> tuple[Message, list[int], list[int], _ChecksumReader]:
-        """Sends ACQUIRE or RESERVE; returns the reply, with results, offsets and checksums."""
+        """Sends ACQUIRE or RESERVE. Returns the reply with its results, offsets and checksums."""
         form, count = job.objects.form, len(job.which)
         answer = self._ask(_keys_message(verb, job.keys(), form.page_bytes, form.run_bytes))
         results = np.frombuffer(answer.payload, np.uint8, count).tolist()
@@ -163,7 +167,7 @@ class PeerConnection(Connection):
                     "WRITE", [offsets[number] for number in some], form.page_bytes, 0, form.page_bytes
                 )
             except TimeoutError:
-                # The write may still arrive: the open connection keeps these pages reserved.
+                # The write may still arrive, so the connection stays open and keeps these pages reserved.
                 _ABANDONED.append(self._channel)
                 raise
         self._ask(Message(Verb.COMMIT, a=answer.a, b=1, payload=b"".join(checks)))
@@ -216,7 +220,7 @@ class PeerConnection(Connection):
                     raise StoreError(
                         f"the peer leased bytes {offset} to {offset + size} of an arena of {len(arena)}"
                     )
-                # Checksums of the source, not of the copy: they detect a faulty copy.
+                # The checksums are those of the source, so that they detect a faulty copy.
                 page = view[offset : offset + size]
                 checks.append(copy_checked(page, job.target(index), form.run_bytes, of_target=False))
                 outcomes[index] = Outcome.OK
@@ -241,7 +245,9 @@ class PeerConnection(Connection):
 def _connect(
     address: Address, secret: bytes, timeout: float, by: TransferMethod
 ) -> tuple[socket.socket, bool]:
-    """Returns a connection, and whether it needs a secret: on a Unix socket the kernel identifies the user."""
+    """Connects to a server. Returns the socket, and whether a secret is needed. On a Unix socket the kernel
+    identifies the user instead.
+    """
     try:
         if isinstance(address, UnixAddress):
             return connect_unix(address, timeout), False
@@ -259,13 +265,13 @@ def _address_text(address: Address) -> str:
 
 
 class _ChecksumReader:
-    """Reads the checksums of the hits from a payload, page by page, from byte `at` on."""
+    """Reads checksums from a payload, page by page, from byte `at` on. Only found pages have checksums."""
 
     def __init__(self, payload: bytes, at: int, runs: int) -> None:
         self._payload, self._at, self._size = payload, at, 8 * runs
 
     def next(self, part: tuple[int, int] | None = None, run_bytes: int = 1) -> bytes:
-        """Returns the checksums of the next page, or of a part of it."""
+        """Returns the checksums of the next page, or of part of it."""
         found = self._payload[self._at : self._at + self._size]
         if len(found) < self._size:
             raise StoreError("the peer's reply is too short")
@@ -298,9 +304,9 @@ class _Write(Job):
 def open_peer(
     address: Address, secret: bytes = b"", by: TransferMethod = "auto", config: RemoteConfig | None = None
 ) -> RemoteTier:
-    """Opens another process's host tier, with the peer's capacity. An empty `secret` selects this user's own.
-
-    Of `config` only timeout, threads and batch size apply. Raises TierError if the peer cannot be reached.
+    """Opens the host tier of another process. Its capacity is the peer's. An empty `secret` selects the user's
+    default secret. From `config`, only timeout, threads and batch size are used. Raises TierError if the peer cannot
+    be reached.
     """
     requested = config or RemoteConfig(capacity=1)
     if requested.compression != "none" or requested.keys is not None:
@@ -324,10 +330,9 @@ def open_peer(
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
-    """Parses `peer://host:port?secret=FILE&by=auto&readers=2&writers=2&timeout=2`; returns the opener.
-
-    `by` is auto, shared, nixl or connection. `peer:///path/of/socket?uid=1001` is a Unix socket, and the user that may
-    serve it besides this one and root.
+    """Parses `peer://host:port?secret=FILE&by=auto&readers=2&writers=2&timeout=2`; returns the function that opens
+    the tier. `by` is auto, shared, nixl or connection. `peer:///path/of/socket?uid=1001` is a Unix socket. Its server
+    must run as this user, as root, or as the user `uid`.
     """
     parts = urlsplit(url)
     options = Options(url, parts.query)

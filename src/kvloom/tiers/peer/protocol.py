@@ -1,12 +1,12 @@
-"""The wire protocol between peers: a fixed header, then the stated number of bytes.
+"""The wire protocol between peers. A message is a fixed header, then the number of bytes that it states.
 
     hello    server: "KVPEER" version u16, nonce 32       client: nonce 32, proof 32       server: verdict u8, proof 32
     message  "KVPM" verb u8 status u8 0 u16 count u32 page_bytes u32 run_bytes u32 a u64 b u64 payload u64, the payload, tag 16
 
-A proof is HMAC-SHA256 under the shared secret of both nonces: it proves the secret without sending it. A tag is keyed
-BLAKE2b of a message and its number, under a key per connection and direction: an attacker cannot add, change or
-repeat messages. Pages follow messages without a tag; nothing is encrypted. Lengths are checked before allocation.
-Independent of tiers.
+A proof is an HMAC-SHA256 of both nonces under the shared secret. It proves knowledge of the secret without sending
+it. A tag is a keyed BLAKE2b of the message and its number, with one key per connection and direction. An attacker
+therefore cannot add, change or repeat messages. Pages follow messages without a tag, and nothing is encrypted.
+Lengths are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 WIRE_VERSION = 4
 MAX_OBJECTS = 1 << 16
-_MAX_PAYLOAD = 64 << 20  # keys, offsets and checksums; pages are not payload
+_MAX_PAYLOAD = 64 << 20  # largest payload: keys, offsets and checksums, but not pages
 _HELLO = struct.Struct("<6sH32s")
 _HEADER = struct.Struct("<4sBBHIIIQQQ")
 _MAGIC, _HELLO_MAGIC = b"KVPM", b"KVPEER"
@@ -45,7 +45,7 @@ _TAG_BYTES = 16
 
 
 class PeerError(RuntimeError):
-    """The peer refused, or sent an invalid message. The connection is not used again."""
+    """The peer refused a request or sent an invalid message. The connection is not used again."""
 
 
 class Verdict(IntEnum):
@@ -91,9 +91,7 @@ class Message:
 
 
 class Channel:
-    """One connection, used by one thread at a time. `timeout` limits every exchange.
-
-    `begin` starts an exchange of `size` bytes."""
+    """One connection, used by one thread at a time. `timeout` limits every exchange, which `begin` starts."""
 
     def __init__(self, connected: socket.socket, timeout: float) -> None:
         self._stream = ByteStream(connected, timeout)
@@ -101,7 +99,7 @@ class Channel:
         self._sent = self._received = 0
 
     def set_keys(self, send_key: bytes, receive_key: bytes) -> None:
-        """Tags every message from now on."""
+        """Adds tags to every message from now on."""
         self._send_key, self._receive_key = send_key, receive_key
 
     def begin(self, size: int = 0) -> None:
@@ -111,7 +109,7 @@ class Channel:
         self._stream.close()
 
     def send(self, message: Message, pieces: Sequence[Any] = ()) -> None:
-        """Sends a message, and after it pieces of memory in place."""
+        """Sends a message, then the pieces from the caller's memory."""
         header = _HEADER.pack(
             _MAGIC,
             message.verb,
@@ -167,11 +165,11 @@ class Channel:
         self._stream.receive(into)
 
     def receive_checked(self, into: memoryview, run_bytes: int) -> bytes:
-        """Fills `into`, whole runs; returns their checksums."""
+        """Fills `into` (whole runs). Returns the checksums of the runs."""
         return self._stream.receive_checked(into, run_bytes)
 
     def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
-        """Sends whole runs; returns their checksums."""
+        """Sends whole runs. Returns their checksums."""
         return self._stream.send_checked(data, run_bytes)
 
 
@@ -183,14 +181,18 @@ def _tag(key: bytes, number: int, header: bytes, payload: bytes) -> bytes:
 
 
 def _proof(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
-    """Returns a value that requires the secret: an HMAC of a role, this version and both nonces."""
+    """Returns an HMAC of the role, the protocol version and both nonces. Only a process with the secret can compute
+    it.
+    """
     return hmac.digest(secret, b"kvloom peer %d %b:" % (WIRE_VERSION, role) + server + client, "sha256")
 
 
 def server_handshake(
     channel: Channel, secret: bytes, admit: Callable[[], Verdict] = lambda: Verdict.ACCEPTED
 ) -> Verdict:
-    """Runs the server's side of a hello; returns the verdict. `admit` decides about a client with the secret."""
+    """Runs the server's side of the handshake. Returns the verdict. `admit` decides about a client that has the
+    secret.
+    """
     ours = os.urandom(32)
     channel.send_bytes([_HELLO.pack(_HELLO_MAGIC, WIRE_VERSION, ours)])
     answer = bytes(channel.receive_bytes(64))
@@ -204,7 +206,7 @@ def server_handshake(
 
 
 def client_handshake(channel: Channel, secret: bytes) -> None:
-    """Runs the client's side of a hello. Raises PeerError with the reason."""
+    """Runs the client's side of the handshake. Raises PeerError with the reason of a refusal."""
     magic, version, theirs = _HELLO.unpack(bytes(channel.receive_bytes(_HELLO.size)))
     if magic != _HELLO_MAGIC:
         raise PeerError("the server is not a kvloom peer")

@@ -1,9 +1,8 @@
-"""The secret shared by peers, and this user's private directories, which hold the default one.
+"""The secret that peers share, and the private directories of this user, where the default secret is stored.
 
     $XDG_STATE_HOME/kvloom/peer-secret    or ~/.local/state/kvloom/peer-secret; mode 0600 in a directory of mode 0700
 
-`kvloom share` creates the default secret once; all processes of this user on this host use it.
-Independent of protocols.
+`kvloom share` creates the default secret once. All processes of this user on this host use it.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ def private_directories() -> list[Path]:
 
 
 def open_private_directory(path: Path, create: bool = False) -> int:
-    """Opens a directory that only this user may enter; returns its descriptor.
-
-    Raises OSError if it does not exist or another user owns it.
+    """Opens a directory that only this user may enter. Returns its descriptor. Raises OSError if it does not exist or
+    another user owns it.
     """
     if create:
         for parent in (*reversed(path.parents), path):
@@ -63,7 +61,9 @@ def open_private_directory(path: Path, create: bool = False) -> int:
 
 
 def read_secret(path: Path | str) -> bytes:
-    """Returns the secret in a file. Raises ValueError if it is unreadable, too short or readable by every user."""
+    """Returns the secret in a file. Raises ValueError if the file is unreadable, too short, or readable by every
+    user.
+    """
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -89,7 +89,9 @@ def read_secret(path: Path | str) -> bytes:
 
 
 def default_secret(create: bool = False) -> bytes:
-    """Returns this user's own secret; `create` writes it if missing. The ValueError states what to do."""
+    """Returns the default secret of this user. `create` writes it if it is missing. Raises ValueError with the
+    remedy.
+    """
     folders = private_directories()
     if not folders:
         raise ValueError(
@@ -119,7 +121,7 @@ def _absent(path: Path) -> str:
 
 
 def _create(directory: int) -> None:
-    """Writes a new secret unless one exists. Other processes see the complete file or none."""
+    """Writes a new secret unless one exists. Other processes see the complete file or no file."""
     try:
         os.stat(_NAME, dir_fd=directory)
         return
@@ -130,7 +132,7 @@ def _create(directory: int) -> None:
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(secrets.token_hex(32).encode() + b"\n")
-        with contextlib.suppress(FileExistsError):  # created by another process
+        with contextlib.suppress(FileExistsError):  # another process created it
             os.link(made, _NAME, src_dir_fd=directory, dst_dir_fd=directory)
     finally:
         os.unlink(made, dir_fd=directory)

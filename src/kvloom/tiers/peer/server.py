@@ -1,8 +1,10 @@
-"""Serves a host tier to other processes: one thread per connection, and leases that end with it or at a deadline.
+"""Serves a host tier to other processes, with one thread per connection. A lease ends with its connection or at a
+deadline.
 
-On one host a client maps the arena and copies by itself, between `ACQUIRE` and `RELEASE` (or `RESERVE` and
-`COMMIT`); otherwise pages move on the connection. The writer computes checksums, the reader compares them. Nothing
-is ever unpickled. A stored page is never overwritten, and only its writer drops it. Independent of engines.
+A client on the same host maps the arena and copies pages itself, between `ACQUIRE` and `RELEASE` or `RESERVE` and
+`COMMIT`. Other clients receive pages on the connection. The writer computes checksums, and the reader compares them.
+Nothing is ever unpickled. A stored page is never overwritten, and only its writer may drop it. Does not depend on
+engines.
 """
 
 from __future__ import annotations
@@ -40,21 +42,21 @@ _HASH_BYTES = 16
 _MAX_LEASES, _MAX_LEASED = (
     4,
     8192,
-)  # per connection, and their objects; our client has one lease of 4096 at most
+)  # leases per connection, and objects per lease; our client has one lease of at most 4096
 _MAX_LEASE_BYTES = 64 << 20
-_MIN_PAGE, _MIN_RUN = 512, 64  # smaller ones cost more in bookkeeping than in bytes
+_MIN_PAGE, _MIN_RUN = 512, 64  # smaller pages cost more in bookkeeping than in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """Where to listen, and limits of clients.
-
-    `port` 0 is any free one. An empty `secret` selects this user's own (secret.py), on loopback only; otherwise give
-    16 bytes or more. Clients of this user on loopback may also connect by a Unix socket. `unix_socket` is the path of
-    another one; `allowed_uids` may use it besides this user and root. `read_only`: clients cannot change anything.
-
-    A hello has `handshake_seconds`, a lease `lease_seconds`; then the connection is closed. One user or address may
-    have half of `max_connections`; beyond the limit a new connection replaces one that was idle for `idle_seconds`."""
+    """Where to listen, and the limits of clients. `port` 0 selects a free port. An empty `secret` selects this user's
+    default secret (secret.py) and works only on loopback; a given secret needs at least 16 bytes. Clients of this
+    user on loopback may also connect by a Unix socket. `unix_socket` is the path of a second Unix socket, which
+    `allowed_uids`, this user and root may use. With `read_only`, clients cannot change anything. The server closes a
+    connection whose handshake takes longer than `handshake_seconds`, or whose lease lasts longer than
+    `lease_seconds`. One user or address may have half of `max_connections`. Above the limit, a new connection
+    replaces one that was idle for `idle_seconds`.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -103,22 +105,23 @@ def _loopback(host: str) -> bool:
 
 
 def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int) -> Objects:
-    """Returns objects of which only the keys are known. Raises ValueError for keys of several groups or forms."""
+    """Returns Objects that have only keys, without block hashes. Raises ValueError for keys of several groups or
+    forms.
+    """
     tail = keys[0][_HASH_BYTES:] if keys else bytes(KEY_BYTES - _HASH_BYTES)
     if any(key[_HASH_BYTES:] != tail for key in keys):
         raise ValueError("a message contains keys of several groups or forms: send one message per form")
     form = Form("", "", page_bytes, run_bytes)
-    form.__dict__["fingerprint"] = tail[4:]  # as the client computed it
+    form.__dict__["fingerprint"] = tail[4:]  # the fingerprint that the client computed
     group = int.from_bytes(tail[:4], "little")
     objects = Objects([key[:_HASH_BYTES] for key in keys], group, form)
-    objects.__dict__["keys"] = keys  # computed already
+    objects.__dict__["keys"] = keys  # the keys exist already, so they are not computed
     return objects
 
 
 class PeerServer:
-    """Serves until `close`; does not own the tier. Raises OSError if the address is unavailable, ValueError without a secret.
-
-    `memory` is the arena if processes on this host may map it, `nixl` if NIXL may access it.
+    """Serves a tier until `close`. Does not close the tier. Raises OSError if the address is unavailable, and
+    ValueError without a secret. `memory` lets processes on this host map the arena. `nixl` lets NIXL access it.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class PeerServer:
         self._about["lease_bytes"] = self._limits.each
         if memory is not None:
             self._about |= {"path": memory.path, "token": memory.token, "size": memory.size}
-        self._memory, self._nixl = memory, nixl  # referenced while clients may use them
+        self._memory, self._nixl = memory, nixl  # keeps them alive while clients may use them
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         self._socket = socket.create_server((config.host, config.port), family=family, backlog=128)
         self._unix_listeners: list[UnixListener] = []
@@ -170,7 +173,7 @@ class PeerServer:
         return str(host), int(port)
 
     def close(self) -> None:
-        """Ends every connection. A client that reads from the arena gets an error and recomputes."""
+        """Closes every connection. A client that is reading from the arena gets an error and recomputes the pages."""
         self._ended.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -187,7 +190,7 @@ class PeerServer:
             try:
                 connected, where = listening.accept()
             except OSError:
-                # Closed, or out of descriptors: other connections continue.
+                # The listener is closed, or no descriptors are left. Other connections continue.
                 self._ended.wait(0.05)
                 continue
             try:
@@ -202,7 +205,7 @@ class PeerServer:
                 self._refuse(ended)
             try:
                 self._start(self._serve, client, is_unix, user)
-            except RuntimeError:  # the system's limit of threads
+            except RuntimeError:  # the system has no more threads
                 self._clients.remove(client)
                 self._refuse(client)
 
@@ -212,7 +215,7 @@ class PeerServer:
         client.channel.close()
 
     def _end_overdue(self) -> None:
-        """Ends connections whose hello or lease exceeds its deadline."""
+        """Closes connections whose handshake or lease has passed its deadline."""
         period = min(1.0, self._config.handshake_seconds / 4, self._config.lease_seconds / 4)
         while not self._ended.wait(period):
             for client in self._clients.overdue():
@@ -220,7 +223,7 @@ class PeerServer:
                 self._clients.remove(client)
 
     def _admit(self, client: PeerClient, allowed: bool) -> Verdict:
-        """Returns the verdict on a connection with the secret or by a Unix socket."""
+        """Returns the verdict on a connection that proved the secret or came through a Unix socket."""
         if not allowed:
             return Verdict.WRONG_USER
         admitted, idle = self._clients.admit(client)
@@ -239,7 +242,7 @@ class PeerServer:
         )
         try:
             allowed = not is_unix or user in self._uids
-            # On a Unix socket the kernel identifies the user: the hello proves nothing.
+            # On a Unix socket the kernel identifies the user, so the handshake proves nothing.
             if (
                 server_handshake(
                     channel, b"" if is_unix else self._secret, lambda: self._admit(client, allowed)
@@ -266,9 +269,10 @@ class PeerServer:
 
 
 class _LeaseLimits:
-    """Limits of leases for one connection and for all connections together, separate for reads and writes.
+    """Limits on leases, per connection and for all connections together, separately for reads and writes.
 
-    Without them, leased pages, or reserved pages that are never filled, could evict all other pages."""
+    Without limits, a client could lease so many pages that all other pages are evicted.
+    """
 
     def __init__(self, tier: HostTier, config: PeerConfig) -> None:
         self.seconds = config.lease_seconds
@@ -278,13 +282,13 @@ class _LeaseLimits:
         self._key = os.urandom(32)
 
     def writer(self, token: bytes) -> int:
-        """Returns a client's number, never 0, which other clients cannot guess."""
+        """Returns a client's number, never 0. Other clients cannot guess it."""
         return int.from_bytes(blake2b(token, digest_size=8, key=self._key).digest(), "little") >> 2 | 1
 
 
 @dataclass(slots=True)
 class _ActiveLease:
-    """A lease of a connection: its bytes, its budget, and its deadline."""
+    """A lease of one connection, with its bytes, its budget and its deadline."""
 
     lease: Lease
     budget: LeaseBudget
@@ -293,7 +297,7 @@ class _ActiveLease:
 
 
 class _RequestHandler:
-    """One connection's requests and leases."""
+    """Handles the requests and leases of one connection."""
 
     def __init__(
         self,
@@ -305,7 +309,7 @@ class _RequestHandler:
         limits: _LeaseLimits,
         maps: bool,
     ) -> None:
-        """`maps`: this client can read the whole arena anyway."""
+        """`maps` states that the client has mapped the arena, and so can read every page without a lease."""
         self._tier, self._client, self._channel, self._published = tier, client, client.channel, about
         self._read_only, self._nixl, self._limits, self._maps = read_only, nixl, limits, maps
         self._writer = limits.writer(os.urandom(16))
@@ -328,7 +332,7 @@ class _RequestHandler:
         self._verbs[message.verb](message)
 
     def release_leases(self) -> None:
-        """Releases all leases: reserved pages are removed, read pages become evictable."""
+        """Releases all leases. Reserved pages are removed, and read pages become evictable."""
         for number in list(self.leases):
             self._remove_lease(number).release(written=False)
 
@@ -348,15 +352,15 @@ class _RequestHandler:
         return [data[at : at + KEY_BYTES] for at in range(0, message.count * KEY_BYTES, KEY_BYTES)]
 
     def _objects(self, message: Message) -> Objects:
-        """Returns the objects whose keys are the payload."""
+        """Returns the objects whose keys are in the payload."""
         return objects_from_keys(self._keys(message), message.page_bytes, message.run_bytes)
 
     def _make_lease(
         self, message: Message, budget: LeaseBudget, take: Callable[[Objects], Lease]
     ) -> tuple[int, Lease, list[int]]:
-        """Leases as many objects as the limits allow.
-
-        Returns the number of the lease, the lease, and a BUSY result for each of the other objects."""
+        """Leases as many objects as the limits allow. Returns the lease's number, the lease, and BUSY results for the
+        remaining objects.
+        """
         objects = message.count + sum(len(active.lease.offsets) for active in self.leases.values())
         if objects > _MAX_LEASED:
             raise ValueError(
@@ -380,7 +384,7 @@ class _RequestHandler:
             budget.release(count * size)
             raise
         active = int((lease.offsets >= 0).sum())
-        budget.release((count - active) * size)  # misses are not leased
+        budget.release((count - active) * size)  # missing objects are not leased
         number, self._next = self._next, self._next + 1
         self.leases[number] = _ActiveLease(
             lease, budget, active * size, time.monotonic() + self._limits.seconds
@@ -426,7 +430,7 @@ class _RequestHandler:
             self._remove_lease(message.a).release(written=False)
 
     def _reserve_pages(self, objects: Objects) -> Lease:
-        """Reserves pages for a client; none if it may only read."""
+        """Reserves pages for a client. Reserves none if the client may only read."""
         form = objects.form
         if self._read_only:
             none = np.full(len(objects), -1, np.int64)
@@ -440,7 +444,7 @@ class _RequestHandler:
 
     def _reserve(self, message: Message) -> None:
         number, lease, busy = self._make_lease(message, self._limits.writing, self._reserve_pages)
-        if not self._maps:  # else a client that writes nothing could read bytes of an evicted page
+        if not self._maps:  # otherwise a client that writes nothing could read the bytes of an evicted page
             for at, stop in _merge_neighbours(lease.offsets[lease.offsets >= 0].tolist(), message.page_bytes):
                 self._tier.arena[at:stop] = 0
         payload = _results(lease, busy) + _offsets(lease, busy)
@@ -478,8 +482,9 @@ class _RequestHandler:
             self._remove_lease(number).release(written=False)
 
     def _write(self, message: Message) -> None:
-        """Replies which pages to send, then receives them. Checksums follow the pages, so they are computed during the
-        transfer."""
+        """Replies with the pages to send, then receives them. The checksums follow the pages, so the client computes
+        them during the transfer.
+        """
         size = message.page_bytes
         number, lease, busy = self._make_lease(message, self._limits.writing, self._reserve_pages)
         written = False
@@ -523,7 +528,7 @@ def _offsets(lease: Lease, busy: list[int]) -> bytes:
 
 
 def _merge_neighbours(offsets: Sequence[int], size: int) -> list[tuple[int, int]]:
-    """Returns the byte ranges of pages of `size` bytes, in that order, with adjacent ones merged."""
+    """Returns the byte ranges of pages of `size` bytes, in order. Adjacent pages are merged into one range."""
     spans: list[tuple[int, int]] = []
     for at in offsets:
         if spans and spans[-1][1] == at:

@@ -1,6 +1,7 @@
-"""`kvloom share`: host memory for the servers of a machine or a cluster. Pages remain when a server exits.
+"""`kvloom share`: host memory that several servers use as a tier. Its pages remain when a server exits.
 
-Servers use it with `--tier peer://HOST:PORT`; on this machine without socket traffic. Only parses arguments and serves.
+Servers use it with `--tier peer://HOST:PORT`. Servers on the same machine access the memory directly, without socket
+traffic.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"{args.size} of shared memory cannot be allocated: {error.strerror}; share less"
         ) from None
-    # Before other threads exist: one of them could receive the signal instead of the main thread.
+    # Before other threads exist, because one of them could receive the signal instead of the main thread.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
     try:
         _share(args, config, size, slab, memory)

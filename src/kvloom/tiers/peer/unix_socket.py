@@ -1,10 +1,9 @@
-"""Unix sockets between peers on one host: the kernel identifies the other user, so no secret is needed.
+"""Unix sockets between peers on one host. The kernel identifies the other user, so no secret is needed.
 
     PRIVATE/peer-PORT-HOST.sock    beside a TCP port on loopback; mode 0600 in a directory of mode 0700
     any path                       of `kvloom share --socket`, for users of --allow-uid
 
-HOST identifies this boot and network namespace: loopback of another container or host differs.
-Independent of protocols.
+HOST identifies this boot and network namespace, because another container has another loopback.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # the last one includes
 
 
 class UnixAddress:
-    """The path of a Unix socket, and the users that may serve it besides this one and root."""
+    """The path of a Unix socket, and the users that may serve it in addition to this user and root."""
 
     def __init__(self, path: str, uids: Iterable[int] = ()) -> None:
         self.path, self.uids = path, frozenset(uids)
@@ -64,7 +63,7 @@ class UnixListener:
 
 
 def peer_uid(connected: socket.socket) -> int:
-    """Returns the user id at the other end of a Unix socket, as reported by the kernel."""
+    """Returns the user id at the other end of a Unix socket, as the kernel reports it."""
     _, uid, _ = _CREDENTIALS.unpack(
         connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -72,7 +71,9 @@ def peer_uid(connected: socket.socket) -> int:
 
 
 def listen_loopback(host: str, port: int) -> UnixListener | None:
-    """Listens beside a TCP port on loopback, for this user. Returns None if system or directories do not allow it."""
+    """Listens on a Unix socket beside a loopback TCP port, for this user. Returns None if the system or the
+    directories do not allow it.
+    """
     if host not in _LOOPBACK_HOSTS or not hasattr(socket, "SO_PEERCRED"):
         return None
     for folder in private_directories():
@@ -84,7 +85,7 @@ def listen_loopback(host: str, port: int) -> UnixListener | None:
         try:
             with contextlib.suppress(
                 FileNotFoundError
-            ):  # this process has the port now, so the socket's creator has ended
+            ):  # this process has the port now, so the process that created the socket has ended
                 os.unlink(name, dir_fd=directory)
             return UnixListener(_listen(_fd_path(directory, name), 0o600), name, directory)
         except OSError:
@@ -93,7 +94,7 @@ def listen_loopback(host: str, port: int) -> UnixListener | None:
 
 
 def connect_loopback(host: str, port: int, timeout: float) -> socket.socket | None:
-    """Connects to this user's server on a loopback port by Unix socket. Returns None if it has no such socket."""
+    """Connects to this user's server on a loopback port by its Unix socket. Returns None if it has no such socket."""
     if host not in _LOOPBACK_HOSTS or not hasattr(socket, "SO_PEERCRED"):
         return None
     for folder in private_directories():
@@ -111,7 +112,7 @@ def connect_loopback(host: str, port: int, timeout: float) -> socket.socket | No
 
 
 def listen_unix(path: Path, mode: int) -> UnixListener:
-    """Listens at a path. Raises OSError if another file exists there or another process listens."""
+    """Listens at a path. Raises OSError if another file is there or another process listens."""
     if not hasattr(socket, "SO_PEERCRED"):
         raise OSError(95, "this system does not identify the user of a Unix socket: omit --socket")
     with contextlib.suppress(FileNotFoundError):
@@ -128,7 +129,7 @@ def listen_unix(path: Path, mode: int) -> UnixListener:
 
 
 def connect_unix(address: UnixAddress, timeout: float) -> socket.socket:
-    """Connects to a path. Raises OSError if no process listens, or another user does."""
+    """Connects to a path. Raises OSError if no process listens, or if another user's process does."""
     return _connect(address.path, timeout, address.uids)
 
 
@@ -145,7 +146,7 @@ def _listen(path: str, mode: int) -> socket.socket:
 
 
 def _set_mode(path: str, mode: int) -> None:
-    """Sets the mode of a socket, never of a file that another user put in its place."""
+    """Sets the mode of a socket. Never changes a file that another user put in its place."""
     fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):

@@ -1,7 +1,8 @@
-"""Timeouts for a client library that has none: calls run in a separate thread, and the caller stops waiting.
+"""Timeouts for client libraries that have none. A call runs in a separate thread, and the caller stops waiting after
+the timeout.
 
-An abandoned call continues in its thread, with the memory it was given: `StillRunningError` reports its end.
-Independent of stores.
+An abandoned call continues in its thread and may still use the caller's memory. `StillRunningError` reports when it
+ends.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ _MAX_STUCK = 16
 
 
 class StillRunningError(TimeoutError):
-    """A call was abandoned and still runs. With `uses_caller_memory` it may access the caller's memory until it ends."""
+    """A call was abandoned and still runs. If `uses_caller_memory`, it may access the caller's memory until it ends."""
 
     def __init__(self, text: str, pending: _PendingCall, uses_caller_memory: bool) -> None:
         super().__init__(text)
         self._pending, self.uses_caller_memory = pending, uses_caller_memory
 
     def on_finished(self, call: Callable[[], None]) -> None:
-        """Calls `call()` once when the abandoned call ends: immediately, or in its thread."""
+        """Calls `call()` once when the abandoned call ends. If the call has ended already, `call()` runs at once."""
         with BoundedCalls._lock:
             if not self._pending.finished.is_set():
                 self._pending.watchers.append(call)
@@ -33,9 +34,9 @@ class StillRunningError(TimeoutError):
 
 
 class BoundedCalls:
-    """One thread for the calls of one connection. Unusable after a TimeoutError."""
+    """One thread that runs the calls of one connection. Unusable after a TimeoutError."""
 
-    _stuck = 0  # threads of this process inside an abandoned call
+    _stuck = 0  # threads of this process that are inside an abandoned call
     _lock = threading.Lock()
 
     def __init__(self, timeout: float, what: str) -> None:
@@ -49,9 +50,9 @@ class BoundedCalls:
     def call(
         self, function: Callable[[], Any], timeout: float | None = None, uses_caller_memory: bool = False
     ) -> Any:
-        """Returns or raises the result of `function`; raises StillRunningError after the timeout.
+        """Runs `function` and returns its result or raises its exception. Raises StillRunningError after the timeout.
 
-        `uses_caller_memory`: the function accesses memory of the caller.
+        `uses_caller_memory` states that the function accesses memory of the caller.
         """
         if self._ended:
             raise TimeoutError(f"{self._what} did not answer an earlier call")

@@ -1,6 +1,7 @@
-"""Bytes over a connected socket: many pieces per call, long ones directly into the caller's memory, with timeouts.
+"""Sends and receives bytes over a connected socket, with timeouts. One call sends many pieces; long pieces go
+directly to or from the caller's memory.
 
-The kernel enforces the timeout of a call, so a call does not have to poll first. Independent of protocols.
+The kernel enforces the timeout of a call, so no call has to poll first.
 """
 
 from __future__ import annotations
@@ -19,23 +20,22 @@ from kvloom.tiers.encoding import receive_checked, receive_step, run_checksums, 
 
 __all__ = ["ByteStream"]
 
-_MAX_PIECES = 512  # per call; Linux allows 1024
-_BUFFER_BYTES = 4 << 20  # in flight on a fast network
-_MIN_BYTES_PER_SECOND = 16e6  # the slowest network that is tolerated
+_MAX_PIECES = 512  # pieces per call; Linux allows 1024
+_BUFFER_BYTES = 4 << 20  # bytes in flight on a fast network
+_MIN_BYTES_PER_SECOND = 16e6  # bytes per second of the slowest supported network
 _LOOPBACK_BUFFER_BYTES = (
     128 << 10
-)  # on one host nothing is in flight, and a small buffer stays in the processor's cache
+)  # on one host no bytes are in flight, and a small buffer stays in the processor's cache
 
 
 class ByteStream:
-    """For one thread at a time. `begin` starts an exchange, which has `timeout` seconds.
-
-    Many bytes add the time a slow network needs, up to one more timeout. Raises TimeoutError, ConnectionError or another
-    OSError; it is unusable afterwards. Any thread may call `close`.
+    """Used by one thread at a time. `begin` starts an exchange, which may take `timeout` seconds. Large exchanges get
+    more time, up to twice the timeout. A call may raise TimeoutError, ConnectionError or another OSError; the stream
+    is unusable afterwards. Any thread may call `close`.
     """
 
     def __init__(self, connected: socket.socket, timeout: float, receive_bytes: int = 0) -> None:
-        """`receive_bytes` is a minimum for the receive buffer."""
+        """`receive_bytes` is the smallest size of the receive buffer."""
         self.socket, self._timeout = connected, timeout
         self._plain = not isinstance(connected, ssl.SSLSocket)
         self._deadline = 0.0
@@ -62,7 +62,7 @@ class ByteStream:
     def close(self) -> None:
         """Ends a call that another thread makes, then closes the socket.
 
-        Closing it during the call would let the call continue with a new socket of the same descriptor.
+        If the socket were closed during the call, the call could continue on a new socket with the same descriptor.
         """
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
@@ -104,7 +104,7 @@ class ByteStream:
                 waiting[first] = waiting[first][sent:]
 
     def receive_some(self, into: memoryview) -> int:
-        """Receives the available bytes, at least one; returns their number."""
+        """Receives the available bytes, at least one. Returns their number."""
         return self._receive(into, 0)
 
     def receive(self, into: memoryview) -> None:
@@ -114,7 +114,9 @@ class ByteStream:
             done += self._receive(into[done:], flags)
 
     def receive_checked(self, into: memoryview, run_bytes: int) -> bytes:
-        """Fills `into`, whole runs; returns their checksums, each computed while in the processor's cache."""
+        """Fills `into` (whole runs). Returns the checksums of the runs, computed while they are in the processor's
+        cache.
+        """
         if self._plain:
             self._check()
             try:
@@ -131,7 +133,7 @@ class ByteStream:
         return b"".join(parts)
 
     def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
-        """Sends whole runs; returns their checksums."""
+        """Sends whole runs. Returns their checksums."""
         if self._plain:
             self._check()
             try:

@@ -1,9 +1,9 @@
 """Mooncake Store as a tier: `mooncake://master:50051?capacity=64GiB&segment=16GiB`.
 
-One client per tier (mooncake_client.py). Pages move directly between registered memory and the store. Heads, and
-short, compressed or encrypted values, pass through a registered buffer per thread. The store neither counts nor
-reports evictions, so `capacity` bounds the values of this process. An empty or negative reply is a miss; lengths
-are never trusted.
+A tier has one client (mooncake_client.py). Pages move directly between registered memory and the store. Heads, and
+short, compressed or encrypted values, pass through a registered buffer per thread. The store does not count values or
+report evictions, so `capacity` limits only the values of this process. An empty or negative reply is a miss. Lengths
+from the store are never trusted.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["MooncakeConfig", "MooncakeStore", "open_mooncake", "parse_url"]
 
 _NO_SPACE, _TOO_LONG, _ABSENT = -200, -600, -704
 _BATCH_BYTES = 16 << 20  # a tenth faster than 8 MiB, and as fast as 32 MiB
-_MIN_PIECE = 256 << 10  # a value in two regions is two requests: copying shorter pieces is faster
+_MIN_PIECE = 256 << 10  # a value in two regions needs two requests; for shorter pieces a copy is faster
 
 
 class MooncakeStore(Store):
-    """One thread's connection to the store: calls with a timeout, and a registered buffer."""
+    """The connection of one thread to the store: calls with a timeout, and a registered buffer."""
 
     def __init__(self, client: MooncakeClient, capacity: CapacityTracker, timeout: float, what: str) -> None:
         self._mooncake, self._client, self._capacity = client, client.get(), capacity
@@ -56,8 +56,9 @@ class MooncakeStore(Store):
             self._call(lambda: self._mooncake.register_memory(self._client, memory))
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values. A key that a batch contains twice is read only once, because the library would fill only one of
-        its destinations."""
+        """Reads values. A key that occurs twice in a batch is read only once, because the library would fill only one
+        of its destinations.
+        """
         self._capacity.touch(list(dict.fromkeys(wanted.key for wanted in ranges)))
         lengths = (
             self._get_direct(ranges, destination) if len(set(ranges)) == len(ranges) else [0] * len(ranges)
@@ -85,7 +86,7 @@ class MooncakeStore(Store):
     def _get_direct(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
         """Reads values of the expected length directly to their destination.
 
-        Returns their lengths, -1 for a miss, 0 for a value to be read through the buffer.
+        Returns their lengths, with -1 for a miss and 0 for a value that must be read through the buffer.
         """
         lengths = [0] * len(ranges)
         pieces = {
@@ -100,7 +101,7 @@ class MooncakeStore(Store):
         self._reserve_buffer(
             sum(aligned(size) for n in direct for address, size in targets[n] if not address)
         )
-        at, small = 0, []  # unregistered pieces are read through the buffer
+        at, small = 0, []  # unregistered memory is read through the buffer
         buffers: list[list[int]] = []
         for number in direct:
             buffers.append([])
@@ -128,7 +129,7 @@ class MooncakeStore(Store):
         return lengths
 
     def _addresses(self, pieces: Sequence[Any]) -> list[tuple[int, int]]:
-        """Returns address and length of each piece; address 0 if its memory is not registered."""
+        """Returns the address and length of each piece. The address is 0 if the memory is not registered."""
         views = [memoryview(piece) for piece in pieces]
         return [
             (self._mooncake.registered_address(view) if len(view) >= _MIN_PIECE else 0, len(view))
@@ -214,7 +215,9 @@ class MooncakeStore(Store):
             self._call(lambda: self._client.batch_remove(names, True))
 
     def _reserve_buffer(self, size: int) -> None:
-        """Registers a buffer of at least `size` bytes. A buffer of a hung call is never reused: its connection is closed."""
+        """Registers a buffer of at least `size` bytes. The buffer of a hung call is never reused, because its
+        connection is closed.
+        """
         if size <= len(self._buffer) and self._address:
             return
         buffer = aligned_bytes(max(size, 1 << 20))
@@ -227,7 +230,7 @@ class MooncakeStore(Store):
         self._buffer, self._address = buffer, address
 
     def _fetch(self, ranges: Sequence[ValueRange], begins: list[int], sizes: list[int]) -> list[int]:
-        """Reads each range into its position of the buffer; returns lengths, not positive for a miss."""
+        """Reads each range into its position of the buffer. Returns lengths; zero or a negative length is a miss."""
         lengths = [-1] * len(ranges)
         whole = [number for number, wanted in enumerate(ranges) if not wanted.stop]
         parts = [number for number, wanted in enumerate(ranges) if wanted.stop]
@@ -238,7 +241,7 @@ class MooncakeStore(Store):
             got = self._call(lambda: self._client.batch_get_into(names, pointers, spans))
             self._check_count(got, len(whole))
             for number, buffer, length in zip(whole, spans, got, strict=True):
-                # Longer than any valid value: reported as damaged.
+                # Longer than any valid value, so it is reported as damaged.
                 lengths[number] = buffer + 1 if length == _TOO_LONG else min(length, buffer + 1)
         for number in parts:
             wanted, size = ranges[number], sizes[number]
@@ -274,7 +277,9 @@ def open_mooncake(mooncake: MooncakeConfig, config: RemoteConfig) -> RemoteTier:
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
-    """Parses `mooncake://master:port?capacity=64GiB&segment=16GiB&local=10.0.0.7&protocol=rdma&devices=mlx5_0`."""
+    """Parses `mooncake://master:port?capacity=64GiB&segment=16GiB&local=10.0.0.7&protocol=rdma&devices=mlx5_0`.
+    Returns the function that opens the tier.
+    """
     parts = urlsplit(url)
     options = Options(url, parts.query)
     try:

@@ -1,6 +1,6 @@
-"""The client of Mooncake Store, one per tier: set-up, end, and the registered memory of callers.
+"""The client of Mooncake Store, one per tier: its start, its end, and the registered memory of callers.
 
-A client whose set-up failed is never called: that would crash the process. Independent of values and heads.
+A client whose start failed is never called, because that would crash the process.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["ABANDONED_MEMORY", "MooncakeClient", "MooncakeConfig", "load_library
 ABANDONED_MEMORY: list[Any] = []  # memory that a hung call may still access
 _ABANDONED_CLIENTS: list[
     Any
-] = []  # clients without set-up or with a hung call: ending them would crash the process
+] = []  # clients that did not start or have a hung call; ending them would crash the process
 _SETUP_SECONDS, _CLOSE_SECONDS = 20.0, 5.0
 _MIN_REGISTERED_BYTES = 1 << 20
-_MAX_REGISTERED = 8  # registered regions of callers' memory; other memory is copied through a buffer
+_MAX_REGISTERED = 8  # number of registered regions; other memory is copied through a buffer
 
 
 @dataclass(frozen=True, slots=True)
 class MooncakeConfig:
-    """`segment` is the memory this process contributes to the store, 0 for none. `local` is this host's address for other
-    clients; `protocol` is tcp or rdma.
+    """`segment` is the memory that this process contributes to the store, 0 for none. `local` is the address of this
+    host for other clients. `protocol` is tcp or rdma.
     """
 
     master: str
@@ -52,7 +52,7 @@ class MooncakeConfig:
 
 
 class MooncakeClient:
-    """The library's client, created once. It reconnects to a restarted master by itself."""
+    """The library's client, created once. It reconnects by itself when the master restarts."""
 
     def __init__(self, config: MooncakeConfig, timeout: float) -> None:
         self._config, self._timeout = config, timeout
@@ -61,11 +61,11 @@ class MooncakeClient:
         self._calls, self._ended = 0, False
         self._idle = threading.Condition()  # notified when a call ends
         self._turns = {"get": threading.Lock(), "put": threading.Lock()}
-        # Registered (address, bytes) -> the memory, referenced while registered.
+        # Registered (address, bytes) -> the memory, which this reference keeps alive.
         self._registered: dict[tuple[int, int], Any] = {}
 
     def should_register(self, memory: npt.NDArray[np.uint8]) -> bool:
-        """Whether memory is large enough to register, and not registered yet."""
+        """Returns whether memory is large enough to register and not yet registered."""
         region = (address_of(memory), len(memory))
         return (
             region[1] >= _MIN_REGISTERED_BYTES
@@ -74,16 +74,15 @@ class MooncakeClient:
         )
 
     def register_memory(self, client: Any, memory: npt.NDArray[np.uint8]) -> None:
-        """Registers memory once, until the tier is closed. May take long; the library may refuse it."""
+        """Registers memory until the tier is closed. May take long. The library may refuse it."""
         with self._register_lock:
             if self.should_register(memory) and client.register_buffer(address_of(memory), len(memory)) == 0:
                 self._registered = {**self._registered, (address_of(memory), len(memory)): memory}
 
     @contextmanager
     def one_at_a_time(self, verb: str) -> Iterator[None]:
-        """Serialises batches: one is verified while the next is in transfer, which is faster than two at once.
-
-        Raises TimeoutError after the timeout: the caller has stopped waiting by then.
+        """Lets one batch transfer at a time. The next batch transfers while this one is verified, which is faster
+        than two transfers at once. Raises TimeoutError after the timeout.
         """
         if not self._turns[verb].acquire(timeout=self._timeout):
             raise TimeoutError(f"{self._config}: another call did not end within {self._timeout} s")
@@ -93,13 +92,13 @@ class MooncakeClient:
             self._turns[verb].release()
 
     def registered_address(self, piece: memoryview) -> int:
-        """Returns the address of a piece in registered memory, else 0."""
+        """Returns the address of a piece, or 0 if its memory is not registered."""
         at = address_of(np.frombuffer(piece, np.uint8))
         is_registered = any(low <= at and at + len(piece) <= low + size for low, size in self._registered)
         return at if is_registered else 0
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Runs `call()` while the client is open: a call on an ended client would crash the process."""
+        """Runs `call()` while the client is open. A call on a closed client would crash the process."""
         with self._idle:
             if self._ended:
                 raise StoreError(f"{self._config} is closed")
@@ -121,7 +120,7 @@ class MooncakeClient:
     def _make(self) -> Any:
         host, _, port = self._config.master.rpartition(":")
         try:
-            # Checked first: without a master the set-up hangs.
+            # Checked first, because without a master the set-up hangs.
             socket.create_connection((host, int(port)), self._timeout).close()
         except OSError as error:
             raise StoreError(f"the master of {self._config} cannot be reached: {error}") from error
@@ -157,7 +156,9 @@ class MooncakeClient:
         return client
 
     def close(self) -> None:
-        """Releases the segment and the values in it. Raises TimeoutError if a call hangs: then everything stays allocated."""
+        """Releases the segment and the values in it. If a call hangs, raises TimeoutError and keeps everything
+        allocated.
+        """
         with self._idle:
             self._ended = True
             idle = self._idle.wait_for(lambda: not self._calls, max(self._timeout, _CLOSE_SECONDS))

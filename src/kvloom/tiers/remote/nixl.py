@@ -1,7 +1,7 @@
 """NIXL as the transport of a disk tier: `nixl:///nvme/kv?capacity=1TiB&backend=POSIX`.
 
-The tier is the disk tier: the same segments, index, checksums and crash safety. Only pages move by NIXL (POSIX, or
-GDS and GDS_MT if those plug-ins load); headers and the end of a file use plain calls. Independent of formats.
+This is the disk tier, with the same segments, index, checksums and crash safety. NIXL moves the pages, by POSIX or,
+if these plug-ins load, by GDS or GDS_MT. Headers and the end of a file use plain system calls.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from kvloom.tiers.tier import TierError
 __all__ = ["Backend", "NixlFiles", "make_agent", "open_nixl", "parse_url", "wait_each"]
 
 Backend = Literal["POSIX", "GDS", "GDS_MT"]
-_MIN_BYTES = 64 << 10  # a plain call is faster below this size
+_MIN_BYTES = 64 << 10  # for smaller sizes a plain call is faster
 _numbers = count()
 
 
 def make_agent(backend: str, parameters: dict[str, str] | None = None) -> Any:
     """Returns an agent with one backend, for one thread at a time. Raises TierError if NIXL or the plug-in is missing.
 
-    The agent has no progress thread, which would keep a core busy: transfers progress when they are polled.
+    The agent has no progress thread, which would keep a core busy. Transfers progress when they are polled.
     """
-    os.environ.setdefault("UCX_MODULES", "^ib")  # loaded but unused, it crashes the process at exit
+    os.environ.setdefault(
+        "UCX_MODULES", "^ib"
+    )  # a plug-in that is loaded but unused crashes the process at exit
     logging.getLogger("nixl").setLevel(logging.ERROR)
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     try:
@@ -58,14 +60,14 @@ def make_agent(backend: str, parameters: dict[str, str] | None = None) -> Any:
 
 
 class NixlFiles(Files):
-    """File calls that use NIXL for long transfers. Every thread has its own agent."""
+    """The file calls of a disk tier, with NIXL for long transfers. Every thread has its own agent."""
 
     def __init__(self, directory: int, backend: Backend = "POSIX") -> None:
         super().__init__(directory)
         self._backend = backend
         self._local = threading.local()
         self.moved = 0  # bytes transferred by NIXL
-        self._agent()  # reports a missing package now
+        self._agent()  # raises now if a package is missing
 
     def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
         size = sum(map(len, into))
@@ -75,7 +77,7 @@ class NixlFiles(Files):
         return size
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
-        """Reads in one call: describing several NIXL transfers costs more than early checks save."""
+        """Reads in one call. Several NIXL transfers would cost more than early verification saves."""
         return self.read(fd, [into], offset), run_checksums(into, run_bytes)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
@@ -90,7 +92,7 @@ class NixlFiles(Files):
         return self._local.agent
 
     def _move(self, verb: str, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        """Transfers all pieces, or raises OSError."""
+        """Transfers all pieces. Raises OSError if a transfer fails."""
         agent = self._agent()
         memory, positions, registered = [], [], []
         at = offset
@@ -123,13 +125,13 @@ class NixlFiles(Files):
 
 
 def _finish(agent: Any, handle: Any) -> None:
-    """Waits for a transfer; raises OSError if it fails."""
+    """Waits for a transfer. Raises OSError if it fails."""
     if not all(wait_each(agent, [handle])):
         raise OSError(errno.EIO, "NIXL: the transfer failed")
 
 
 def wait_each(agent: Any, handles: Sequence[Any]) -> list[bool]:
-    """Waits until every transfer ends; returns which succeeded.
+    """Waits until every transfer ends. Returns which succeeded.
 
     A backend may report failure of one part of a transfer while it still moves other parts.
     """
@@ -158,7 +160,9 @@ def open_nixl(config: DiskConfig, backend: Backend = "POSIX") -> DiskTier:
 
 
 def parse_url(url: str) -> Callable[[], DiskTier]:
-    """Parses `nixl:///path?capacity=1TiB&backend=POSIX&durable=process&compression=lz4&readers=4`; returns the opener."""
+    """Parses `nixl:///path?capacity=1TiB&backend=POSIX&durable=process&compression=lz4&readers=4`. Returns the
+    function that opens the tier.
+    """
     parts = urlsplit(url)
     options = Options(url, parts.query)
     path = unquote(parts.path)

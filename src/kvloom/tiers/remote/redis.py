@@ -3,8 +3,8 @@
     kvloom/1/KEY     the page: head and body                     kvloom/1:used    keys by last use (a sorted set)
     kvloom/1:sizes   bytes by key                                kvloom/1:counts  bytes, evicted, a clock of uses
 
-All clients of the database share the capacity. A write first creates an empty value and evicts for it, in one step
-on the server, and fills it only if it still exists. So every value is counted. Independent of pages.
+All clients of the database share the capacity. A write first creates an empty value and evicts others for it, in one
+step on the server. Then it fills the value, but only if the value still exists. Every value is therefore counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .store_tier import Destination, Store, ValueRange, store_tier
 __all__ = ["RedisAddress", "RedisStore", "open_redis", "parse_url"]
 
 _INDEX, _SIZES, _COUNTS = b"kvloom/1:used", b"kvloom/1:sizes", b"kvloom/1:counts"
-_BATCH_BYTES = 2 << 20  # fits the processor's cache: 8 MiB are up to twice slower
+_BATCH_BYTES = 2 << 20  # fits into the processor's cache; 8 MiB is up to twice as slow
 _MAX_COUNT = (1 << 63) - 1
 _MAX_TTL = 10 * 365 * 86400
 _INDEXES = (3, _INDEX, _SIZES, _COUNTS)
@@ -91,7 +91,7 @@ return there
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """Address and credentials of a server. `socket` is a path, instead of host and port."""
+    """The address and credentials of a server. `socket` is a path that replaces host and port."""
 
     host: str = "127.0.0.1"
     port: int = 6379
@@ -110,7 +110,7 @@ class RedisStore(Store):
     """One connection to a server."""
 
     def __init__(self, address: RedisAddress, capacity: int, timeout: float, ttl: float = 0) -> None:
-        """`ttl`: the server drops pages that were not read or written for so many seconds; 0: never."""
+        """`ttl`: the server drops pages that were not read or written for this many seconds. 0 means never."""
         self._capacity, self._ttl = capacity, int(ttl * 1000)
         tls = ssl.create_default_context() if address.tls else None
         try:
@@ -146,7 +146,7 @@ class RedisStore(Store):
             def destination_of(length: int, number: int = number) -> Sequence[memoryview] | None:
                 return destination(number, length) if length else ()
 
-            # An empty string is a miss, or a value that is not filled yet.
+            # An empty string is a miss, or a value that is not yet filled.
             lengths.append(self._connection.read_value_into(destination_of) or -1)
         self._replies(1)
         return lengths
@@ -163,7 +163,7 @@ class RedisStore(Store):
         for _ in items:
             answer = self._connection.read_reply()
             full = isinstance(answer, RedisReplyError) and answer.args[0].startswith("OOM")
-            # None: evicted by another client before it was filled.
+            # None: another client evicted the value before it was filled.
             outcomes.append(
                 Outcome.OK if answer == b"OK" else Outcome.FULL if full or answer is None else Outcome.FAILED
             )
@@ -179,13 +179,13 @@ class RedisStore(Store):
     def usage(self) -> Usage:
         self._connection.send([("HLEN", _SIZES), ("HMGET", _COUNTS, "bytes", "evicted")])
         objects, counts = self._replies(2)
-        # The server is not trusted: counts stay within the range of metrics.
+        # The server is not trusted, so counts are limited to the range of the metrics.
         return Usage(*(max(0, min(int(count or 0), _MAX_COUNT)) for count in (objects, *counts[:2])))
 
     # --- for operators
 
     def scan(self, prefix: bytes, count: int) -> Iterator[list[bytes]]:
-        """Yields all keys with a prefix, in batches of about `count`, each once."""
+        """Yields all keys with a prefix in batches of about `count`. Each key occurs once."""
         cursor, seen = b"0", set[bytes]()
         while True:
             cursor, keys = self._connection.call("SCAN", cursor, "MATCH", prefix + b"*", "COUNT", count)
@@ -197,16 +197,16 @@ class RedisStore(Store):
                 return
 
     def commands(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Returns the short replies of commands; an error is a RedisReplyError in its place."""
+        """Runs commands and returns their short replies. The reply of a failed command is a RedisReplyError."""
         self._connection.send(commands)
         return [self._connection.read_reply() for _ in commands]
 
     def sizes(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the counted bytes of values, without using them."""
+        """Returns the counted sizes of values. Does not count as a use."""
         return [int(size or 0) for size in self._connection.call("HMGET", _SIZES, *keys)]
 
     def value(self, key: bytes, most: int = 0) -> bytes:
-        """Returns a value, or its first `most` bytes; empty for a miss."""
+        """Returns a value or its first `most` bytes, and empty bytes for a miss."""
         self._connection.send([("GETRANGE", key, 0, most - 1) if most else ("GET", key)])
         memory = [bytearray()]
 
@@ -231,16 +231,16 @@ class RedisStore(Store):
 def open_redis(address: RedisAddress, config: RemoteConfig, ttl: float = 0) -> RemoteTier:
     """Opens the tier. Raises TierError if the server cannot be reached or refuses the connection.
 
-    With a `ttl`, the server drops pages that were not used for so many seconds.
+    With a `ttl`, the server drops pages that were not used for this many seconds.
     """
     config = replace(config, batch_bytes=min(config.batch_bytes, _BATCH_BYTES))
     return store_tier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout, ttl))
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
-    """Parses `redis://[user:password@]host[:port][/db]?capacity=64GiB&compression=lz4&…`; returns the opener.
-
-    `rediss://` uses TLS; `redis:///path/of/socket?capacity=…&db=0` a Unix socket. Options are those of RemoteConfig.
+    """Parses `redis://[user:password@]host[:port][/db]?capacity=64GiB&compression=lz4&…`; returns the function that
+    opens the tier. `rediss://` uses TLS. `redis:///path/of/socket?capacity=…&db=0` uses a Unix socket. The other
+    options are those of RemoteConfig.
     """
     parts = urlsplit(url)
     options = Options(url, parts.query)

@@ -1,4 +1,4 @@
-"""The pages of a Redis or Valkey database, for operators. Works while servers use it."""
+"""Lists the pages of a Redis or Valkey database for operators. Works while servers use the database."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RedisPages(StoredPages):
         return self._notes
 
     def pages(self, max_heads: int | None = None) -> Iterator[StoredPage]:
-        """Yields every page. A head that is read counts as a use of its page."""
+        """Yields every page. Reading a head counts as a use of its page."""
         heads = 0
         for keys in self._store.scan(PREFIX, _BATCH):
             idle = self._store.commands([("OBJECT", "IDLETIME", key) for key in keys])
@@ -62,7 +62,7 @@ class RedisPages(StoredPages):
 
     def verify(self, page: StoredPage) -> Outcome:
         value = self._store.value(PREFIX + page.key)
-        if not value:  # removed since, or reserved and not filled yet
+        if not value:  # removed in the meantime, or reserved and not yet filled
             return Outcome.MISSING
         parsed = parse_head(memoryview(value))
         if isinstance(parsed, Outcome):

@@ -1,4 +1,4 @@
-"""Base of all tiers behind a connection: threads with one connection each, batches, timeouts, reconnection.
+"""The base of all tiers behind a connection: threads with one connection each, batches, timeouts and reconnection.
 
     write -> writing threads \\                          lookup, drop, stats -> the caller's thread,
     read  -> reading threads  > one job per batch                             with a separate connection
@@ -47,7 +47,7 @@ _MAX_OBJECTS = 4096  # per call
 
 
 class StoreError(RuntimeError):
-    """The store reported an error or did not answer. Its connection is not used again."""
+    """The store reported an error or did not answer. The connection is not used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,14 @@ class Usage:
 
 
 class Connection(Protocol):
-    """Used by one thread at a time. Every call has a timeout; after any exception the connection is unusable."""
+    """A connection to a store, used by one thread at a time. Every call has a timeout. After any exception the
+    connection is unusable.
+    """
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]: ...
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Removes keys; returns the number removed."""
+        """Removes keys. Returns the number removed."""
         ...
 
     def usage(self) -> Usage: ...
@@ -73,11 +75,10 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """`capacity` bounds all clients of the store, or this process only if the store does not count.
-
-    `timeout` bounds each call to the store, so `lookup`, `drop` and `stats` wait no longer. After a failure no call is
-    made for a pause that doubles up to 10 s. `keys` is a key file (encryption.py): pages are sealed with its keys, by
-    default encrypted (`protect`), and their stored keys are derived with them.
+    """`capacity` limits the values of all clients, or only of this process if the store does not count values.
+    `timeout` limits each call to the store, and so the time that `lookup`, `drop` and `stats` take. After a failure
+    no call is made for a pause, which doubles up to 10 s. `keys` is a key file (encryption.py). Its keys encrypt
+    pages (`protect`) and derive the keys under which they are stored.
     """
 
     capacity: int
@@ -100,12 +101,12 @@ class RemoteConfig:
 
     @property
     def effective_batch_bytes(self) -> int:
-        """Bytes per call: all batches in flight fit the store together."""
+        """Bytes per call. All batches in flight together fit into the store."""
         return min(self.batch_bytes, self.capacity // (2 * self.writers))
 
 
 def remote_config(options: Options) -> RemoteConfig:
-    """Reads the options of a store from a URL and rejects all others. Raises ValueError."""
+    """Reads the options of a store from a URL, and rejects unknown options. Raises ValueError."""
     defaults = RemoteConfig(capacity=options.size("capacity"))
     config = replace(
         defaults,
@@ -122,9 +123,8 @@ def remote_config(options: Options) -> RemoteConfig:
 
 
 class Link:
-    """A connection that opens when needed and reopens after a failure, with a pause between attempts.
-
-    Used by one thread at a time.
+    """A connection that opens when needed and reopens after a failure, with a pause between attempts. Used by one
+    thread at a time.
     """
 
     def __init__(self, connect: Callable[[], Connection]) -> None:
@@ -135,7 +135,7 @@ class Link:
         self._reason = ""
 
     def call(self, verb: Callable[[Any], Any]) -> Any:
-        """Calls `verb(connection)`. Raises StoreError, with the store's message, for any failure."""
+        """Calls `verb(connection)`. Any failure raises StoreError with the store's message."""
         if self._closed:
             raise StoreError("the tier is closed")
         if self._store is None and time.monotonic() < self._retry_at:
@@ -167,9 +167,8 @@ class Link:
 
 
 class RemoteTier(Tier):
-    """Thread-safe. Raises TierError if the store cannot be reached at opening; afterwards nothing raises.
-
-    `jobs` are the job types of reads and writes; `max_page_bytes` includes the head.
+    """Thread-safe. Raises TierError if the store cannot be reached at opening; later faults never raise. `jobs` are
+    the job classes of reads and writes. `max_page_bytes` includes the head.
     """
 
     def __init__(
@@ -186,7 +185,7 @@ class RemoteTier(Tier):
         self._max_page_bytes = max_page_bytes or config.capacity // (2 * config.writers)
         self._keys = read_keys(config.keys, config.protect)
         self._make_codec = partial(make_codec, config.compression, self._keys)
-        self._make_codec()  # reports a missing package now
+        self._make_codec()  # raises now if a package is missing
         self._connect = connect
         self._control, self._control_lock = Link(connect), threading.Lock()
         try:
@@ -214,14 +213,18 @@ class RemoteTier(Tier):
         return self._config.capacity
 
     def set_shares(self, shares: Shares) -> None:
-        """Limits what this process stores for each tenant. A guaranteed part is not enforced: the store evicts."""
+        """Limits the bytes that this process stores for each tenant. Guaranteed parts are not enforced, because the
+        store evicts.
+        """
         self._limits.set_shares(shares)
 
     def used_by(self, tenant: str) -> int:
         return self._limits.used_by(tenant)
 
     def _with_stored_keys(self, objects: Objects) -> Objects:
-        """Returns objects under their keys in the store. Raises NoKeyError if the tenant has no key."""
+        """Returns the objects with the keys that they have in the store, which differ from `Objects.keys` if the tier
+        has a key file. Raises NoKeyError if the tenant has no key.
+        """
         return objects if self._keys is None else self._keys.with_stored_keys(objects)
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
@@ -269,7 +272,7 @@ class RemoteTier(Tier):
         return int(self._call_control(lambda store: store.remove(keys), 0)) if keys else 0
 
     def stats(self) -> TierStats:
-        """Returns the store's own counts; the last known ones while it does not answer."""
+        """Returns the store's counts, or the last known counts while the store does not answer."""
         self._usage = usage = self._call_control(lambda store: store.usage(), self._usage)
         evicted = max(0, usage.evicted - self._evicted_before)
         return self._transfer_counts.stats(usage.objects, usage.bytes, self.capacity, evicted)
@@ -327,7 +330,7 @@ class RemoteTier(Tier):
                 taken = min(len(objects), free_objects)
                 self._open_transfers.add(transfer)
                 self._inflight_bytes[verb] += taken * size
-                # All threads share a small batch, too.
+                # Even a small batch is divided among all threads.
                 step = max(1, min(config.effective_batch_bytes // size, _MAX_OBJECTS, -(-taken // threads)))
                 for at in range(0, taken, step):
                     which = list(range(at, min(at + step, taken)))
@@ -364,7 +367,7 @@ class RemoteTier(Tier):
         return run
 
     def _apply_limit(self, job: Job, link: Link) -> None:
-        """Counts the pages of a finished job for their tenant, and removes its oldest pages above its limit."""
+        """Counts the pages of a finished job for their tenant. Removes the tenant's oldest pages above its limit."""
         tenant, results = job.objects.tenant, job.transfer.results
         done = [job.objects.keys[index] for index in job.which if results[index] == Outcome.OK]
         if job.verb == "read":
@@ -380,7 +383,7 @@ class RemoteTier(Tier):
 
 @dataclass(slots=True)
 class Job(ABC):
-    """One batch: objects `which` of a transfer, bytes `part` of each."""
+    """One batch: objects `which` of a transfer, and bytes `part` of each."""
 
     tier: str
     verb: str
@@ -392,7 +395,9 @@ class Job(ABC):
 
     @abstractmethod
     def run(self, link: Link, tools: Tools) -> None:
-        """Runs the batch and settles every object. An exception fails the objects that are still pending."""
+        """Runs the batch and sets the outcome of every object. After an exception, the objects without an outcome
+        fail.
+        """
 
     def keys(self) -> list[bytes]:
         keys = self.objects.keys
@@ -404,7 +409,7 @@ class Job(ABC):
         return self.ranges.view[at + self.part[0] : at + self.part[1]]
 
     def spans(self, which: Sequence[int]) -> list[memoryview]:
-        """Returns the memory of objects' parts, in that order, with adjacent parts merged."""
+        """Returns the memory of the objects' parts, in order. Adjacent parts are merged."""
         low, high = self.part
         starts = self.ranges.starts[np.asarray(which, np.int64)].tolist()
         edges: list[list[int]] = []
@@ -417,7 +422,7 @@ class Job(ABC):
         return [view[first:last] for first, last in edges]
 
     def settle(self, outcomes: dict[int, Outcome]) -> None:
-        """Settles objects by `outcomes`."""
+        """Sets the outcomes of objects."""
         for outcome in set(outcomes.values()):
             which = [index for index, got in outcomes.items() if got == outcome]
             quiet = outcome in (Outcome.OK, Outcome.MISSING)

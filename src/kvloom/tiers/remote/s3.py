@@ -1,8 +1,8 @@
 """An S3 bucket as a tier: `s3://bucket/prefix?capacity=1TiB&endpoint=http://host:9000&region=eu-central-1`.
 
-NIXL's object backend transfers values; boto3 provides lengths and deletions, which NIXL lacks. Credentials come from
-the environment, as for any S3 client. The store does not count, so `capacity` bounds the values of this process:
-give a shared bucket a lifecycle rule.
+NIXL's object backend transfers values. boto3 provides lengths and deletions, which NIXL lacks. Credentials come from
+the environment, as for any S3 client. The store does not count values, so `capacity` limits only the values of this
+process. A shared bucket needs a lifecycle rule.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from .store_tier import CapacityTracker, Destination, Store, ValueRange, store_t
 
 __all__ = ["S3Bucket", "S3Store", "open_s3", "parse_url"]
 
-_CONCURRENT = 8  # per kind of request
+_CONCURRENT = 8  # number of tries per kind of request
 _MAX_DELETED = 1000  # per call
-_MARK_BYTES = 8  # bytes after a value that show whether it continues
-_MAX_REPLY_BYTES = 4 << 20  # of the store to boto3: errors of _MAX_DELETED deletions
-_RECENT_SECONDS = 1.0  # a store without contact for this long may be unreachable
+_MARK_BYTES = 8  # bytes after a value that show whether the value continues
+_MAX_REPLY_BYTES = 4 << 20  # largest reply of the store to boto3: the errors of _MAX_DELETED deletions
+_RECENT_SECONDS = 1.0  # after this many seconds without contact, a store may be unreachable
 
 
 @dataclass(frozen=True, slots=True)
 class S3Bucket:
-    """Address of a bucket; without an `endpoint`, at Amazon."""
+    """The address of a bucket. Without an `endpoint` it is at Amazon."""
 
     name: str
     prefix: str = ""
@@ -53,13 +53,13 @@ class S3Bucket:
 
 
 class _LastContact:
-    """When any connection last received a reply of the store."""
+    """The time of the last reply that any connection received from the store."""
 
     at = float("-inf")
 
 
 class S3Store(Store):
-    """One thread's connection to a bucket: calls with a timeout, and a buffer registered with NIXL."""
+    """The connection of one thread to a bucket: calls with a timeout, and a buffer registered with NIXL."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class S3Store(Store):
         return f"{self._bucket.prefix}{key.hex()}"
 
     def _lengths(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the length of each value, -1 for a miss."""
+        """Returns the length of each value, with -1 for a miss."""
         missing = self._client.exceptions.ClientError
 
         def ask(key: bytes) -> int:
@@ -181,11 +181,12 @@ class S3Store(Store):
         return [lengths[number] for number in range(len(ranges))]
 
     def _get_expected(self, ranges: Sequence[ValueRange], destination: Destination) -> dict[int, int]:
-        """Reads values of their expected length without requesting lengths first.
+        """Reads values that probably have their expected length, without a request for their lengths.
 
-        NIXL does not report how many bytes it read. So the last expected byte and some bytes after it are marked first: the
-        value has this length if that byte changed and the others did not. (An equal byte by chance leads to a second
-        request.) Returns {} if the store may be unreachable: NIXL would retry for long.
+        NIXL does not report how many bytes it read. The last expected byte and some bytes after it are therefore set
+        to known values first. The length is right if that byte changed and the bytes after it did not. If the value
+        happens to contain the known byte, a second request follows. Returns {} if the store may be unreachable,
+        because NIXL would retry for a long time.
         """
         if time.monotonic() - self._last_contact.at > _RECENT_SECONDS:
             return {}
@@ -230,16 +231,16 @@ class S3Store(Store):
             self._client.delete_objects(Bucket=self._bucket.name, Delete={"Objects": named, "Quiet": True})
 
     def _transfer(self, verb: str, parts: Sequence[tuple[bytes, int, int]]) -> list[int]:
-        """Moves parts (key, offset, length) to or from the buffer; returns the start of each in it."""
+        """Transfers parts (key, offset, length) to or from the buffer. Returns the start of each part in the buffer."""
         begins = self._try_transfer(verb, parts)
         if -1 in begins:
             raise StoreError(f"{self._bucket}: NIXL: {begins.count(-1)} of {len(begins)} transfers failed")
         return begins
 
     def _try_transfer(self, verb: str, parts: Sequence[tuple[bytes, int, int]]) -> list[int]:
-        """`_transfer`, with -1 for failed parts. Each part is a separate transfer.
-
-        For a single transfer of all parts NIXL would report the first failure while it still writes to the buffer."""
+        """Transfers parts like `_transfer`, but returns -1 for a failed part. Each part is a separate transfer. If
+        all parts were one transfer, NIXL would report the first failure while it still writes to the buffer.
+        """
         if not parts:
             return []
         begins = _begins([length for _, _, length in parts])
@@ -284,7 +285,7 @@ def _begins(sizes: Any) -> list[int]:
 
 
 def _make_client(bucket: S3Bucket, timeout: float) -> tuple[Any, Any]:
-    """Returns a client for all threads, and the credentials it found."""
+    """Returns a client for all threads, and the credentials that it found."""
     try:
         boto3, config = import_module("boto3"), import_module("botocore.config")
     except ImportError as error:
@@ -300,13 +301,13 @@ def _make_client(bucket: S3Bucket, timeout: float) -> tuple[Any, Any]:
     client = session.client(
         "s3", endpoint_url=bucket.endpoint or None, region_name=bucket.region, config=settings
     )
-    # boto3 reads replies of any length, and an abandoned call would continue to.
+    # boto3 reads replies of any length, and an abandoned call would not stop.
     client.meta.events.register("before-send.s3", partial(_send, client._endpoint.http_session))
     return client, session.get_credentials()
 
 
 def _send(session: Any, request: Any, **_: Any) -> Any:
-    """Sends a request of boto3; returns the response, whose body is read later and bounded."""
+    """Sends a request of boto3. Returns the response; its body is read later, up to a limit."""
     request.stream_output = True
     response = session.send(request)
     response.raw = _BoundedBody(response.raw)
@@ -314,7 +315,7 @@ def _send(session: Any, request: Any, **_: Any) -> Any:
 
 
 class _BoundedBody:
-    """The body of a reply. `stream` raises StoreError if it is longer than the limit."""
+    """The body of a reply. `stream` raises StoreError if the body is longer than the limit."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -340,7 +341,9 @@ def open_s3(bucket: S3Bucket, config: RemoteConfig) -> RemoteTier:
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
-    """Parses `s3://bucket/prefix?capacity=1TiB&endpoint=http://host:9000&region=…`; other options are RemoteConfig's."""
+    """Parses `s3://bucket/prefix?capacity=1TiB&endpoint=http://host:9000&region=…`. The other options are those of
+    RemoteConfig. Returns the function that opens the tier.
+    """
     parts = urlsplit(url)
     options = Options(url, parts.query)
     if not parts.netloc:

@@ -1,10 +1,10 @@
-"""A tier over a key-value store: the value of an object's key is a head and a body (codec.py).
+"""A tier over a key-value store. Each value is the head and body of one page (codec.py).
 
     write -> seal (checksums, compression, encryption) -> one `put` per batch
     read  -> one `get` per batch, directly into the caller's memory if bodies are plain -> checksums
 
-A key in the store begins with the format's version, so versions never mix. Each store's own file implements
-its connection and its capacity.
+A key in the store begins with the version of the format, so versions never mix. The file of each store implements its
+connection and its capacity.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from .remote_tier import Connection, Job, Link, RemoteConfig, RemoteTier, Usage
 __all__ = ["PREFIX", "CapacityTracker", "Destination", "Store", "ValueRange", "store_tier"]
 
 PREFIX = b"kvloom/1/"
-_FORGET = (Outcome.CORRUPT, Outcome.SHORT)  # a retry cannot succeed; frees space for a good copy
+_FORGET = (Outcome.CORRUPT, Outcome.SHORT)  # a retry cannot succeed, and the space is needed for a good copy
 _FORGET_KEYED = (*_FORGET, Outcome.LAYOUT, Outcome.LOCKED, Outcome.UNTRUSTED)
-"""With keys a stored key is derived from tenant, block hash and layout: a mismatching page is useless to every reader."""
+"""Outcomes after which a page is removed from a tier with keys. A stored key is derived from tenant, block hash and
+layout, so no reader can use a page that does not match.
+"""
 
 Destination = Callable[[int, int], Sequence[memoryview] | None]
-"""(index, length) -> memory for that many bytes, in order; None: not wanted."""
+"""Called with (index, length). Returns memory for that many bytes, in order, or None if the value is not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """Bytes [start, stop) of a value; `stop` 0 is the whole value. A shorter value yields fewer bytes.
-
-    A whole value has at most `max_bytes`, and probably `expected_bytes`.
+    """Bytes [start, stop) of a value. With `stop` 0 it is the whole value. A shorter value returns fewer bytes. A
+    whole value has at most `max_bytes` bytes, and probably `expected_bytes`.
     """
 
     key: bytes
@@ -50,25 +51,27 @@ class Store(Connection, Protocol):
     """A connection to a key-value store."""
 
     def register_memory(self, memory: Any) -> None:
-        """Announces memory of pages, so a store that accesses it directly can register it. Most stores need nothing."""
+        """Announces memory that contains pages, so that a store can register it for direct access. Most stores do
+        nothing.
+        """
         return
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values into the memory that `destination` returns. Returns the length of each, -1 for a miss.
-
-        It may request the expected length first, and again if the length differs.
+        """Reads values into the memory that `destination` returns. Returns the length of each value, or -1 for a
+        miss. A store may first request the expected length, and repeat the request if the length differs.
         """
         ...
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
-        """Stores values given in pieces. Returns OK, FULL or FAILED for each; a stored value is OK."""
+        """Stores values that are given in pieces. Returns OK, FULL or FAILED for each. A value that is already stored
+        is OK.
+        """
         ...
 
 
 class CapacityTracker:
-    """Sizes of the values this process put into a store that does not count, least recently used first.
-
-    Thread-safe; shared by all connections of a tier.
+    """The sizes of the values that this process put into a store without counts, least recently used first.
+    Thread-safe; all connections of a tier share it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -78,7 +81,7 @@ class CapacityTracker:
         self._bytes = self._evicted = 0
 
     def reserve(self, sizes: dict[bytes, int]) -> list[bytes]:
-        """Counts values that are about to be put; returns the keys to evict for them."""
+        """Counts values that are about to be put. Returns the keys to evict for them."""
         with self._lock:
             for key, size in sizes.items():
                 self._bytes += size - self._sizes.pop(key, 0)
@@ -110,12 +113,12 @@ class CapacityTracker:
 def store_tier(
     name: str, config: RemoteConfig, connect: Callable[[], Store], on_close: Callable[[], None] | None = None
 ) -> RemoteTier:
-    """Opens a tier over a store; closing it calls `on_close`. Raises TierError if the store cannot be reached."""
+    """Opens a tier over a store. Closing the tier calls `on_close`. Raises TierError if the store cannot be reached."""
     return RemoteTier(name, config, lambda: _PrefixedStore(connect()), (_Read, _Write), on_close=on_close)
 
 
 class _PrefixedStore(Connection):
-    """A store that prefixes objects' keys."""
+    """A store that adds a prefix to the keys of objects."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -192,9 +195,8 @@ class _Read(Job):
         tools: Tools,
         in_place: bool = False,
     ) -> Outcome:
-        """Returns the outcome of one object. `body` begins with the part's runs, which may be `in_place` already.
-
-        None for `body`: it follows the head in `head_data`.
+        """Verifies one object and returns its outcome. `body` begins with the requested runs; `in_place` states that
+        they are already in their range. If `body` is None, it follows the head in `head_data`.
         """
         form, parsed = self.objects.form, parse_head(head_data)
         if isinstance(parsed, Outcome):
@@ -213,7 +215,9 @@ class _Read(Job):
         return unseal(head, body, first, target, tools.codec, self.objects.tenant)
 
     def _whole(self, link: Link, tools: Tools) -> dict[int, Outcome]:
-        """One round trip. A plain body goes directly to its page; any other through scratch memory."""
+        """Reads whole objects in one round trip. A plain body goes directly to its page, any other body to scratch
+        memory.
+        """
         form = self.objects.form
         plain, max_bytes = plain_head_bytes(form), max_sealed_bytes(form)
         expected = 0
@@ -247,12 +251,12 @@ class _Read(Job):
                 head, page = heads[number * plain : (number + 1) * plain], self.target(index)
                 if _is_plain(head):
                     outcomes[index] = self._open(index, head, page, tools, in_place=True)
-                else:  # compressed to exactly this length: rare, but valid
+                else:  # a compressed page that has exactly this length: rare, but valid
                     outcomes[index] = self._open(index, memoryview(bytes(head) + bytes(page)), None, tools)
         return outcomes
 
     def _plain_parts(self, link: Link, tools: Tools) -> dict[int, Outcome]:
-        """One round trip: the heads, and the runs directly to their ranges."""
+        """Reads parts of plain objects in one round trip: the heads, and the runs directly into their ranges."""
         start, stop = self.part
         plain = plain_head_bytes(self.objects.form)
         heads = memoryview(bytearray(plain * len(self.which)))
@@ -276,7 +280,7 @@ class _Read(Job):
             head = heads[number * plain : number * plain + max(0, got)]
             if got < 0:
                 outcomes[index] = Outcome.MISSING
-            elif not _is_plain(head):  # another process compresses or encrypts
+            elif not _is_plain(head):  # another process compressed or encrypted this page
                 outcomes |= self._parts(link, tools, [index])
             else:
                 body_read = self.target(index)[: max(0, body)]
@@ -284,7 +288,9 @@ class _Read(Job):
         return outcomes
 
     def _parts(self, link: Link, tools: Tools, which: list[int]) -> dict[int, Outcome]:
-        """Two round trips: the heads, which contain the positions of the runs, and the runs."""
+        """Reads parts of any objects in two round trips: first the heads, which contain the positions of the runs,
+        then the runs.
+        """
         form, (start, stop) = self.objects.form, self.part
         max_bytes = max_sealed_bytes(form) - form.page_bytes
         heads = [memoryview(bytearray(max_bytes)) for _ in which]
@@ -320,7 +326,7 @@ class _Read(Job):
 
 
 def _is_plain(head: memoryview) -> bool:
-    """Whether this is a head of unchanged runs. A damaged head counts as plain: `_open` reports it later."""
+    """Returns whether this is the head of a plain page. A damaged head counts as plain, and `_open` reports it later."""
     parsed = parse_head(head)
     if isinstance(parsed, Outcome):
         return parsed != Outcome.SHORT

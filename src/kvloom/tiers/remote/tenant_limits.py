@@ -1,6 +1,6 @@
-"""Bounds what each tenant stores in a remote tier by its share, as far as this process knows. Thread-safe.
+"""Limits the bytes that each tenant stores in a remote tier through this process. Thread-safe.
 
-A store evicts without regard to tenants, so a guaranteed part is not enforced, and pages of other processes do not
+The store evicts without regard to tenants, so guaranteed parts are not enforced. Pages of other processes do not
 count. Sizes are those of plain pages.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["TenantLimits"]
 
 
 class _Account(Account):
-    """A tenant's pages by last use."""
+    """The pages of one tenant, ordered by last use."""
 
     __slots__ = ("sizes",)
 
@@ -48,9 +48,9 @@ class TenantLimits:
             return 0 if account is None else account.used
 
     def add(self, tenant: str, keys: Iterable[bytes], size: int) -> dict[bytes, int]:
-        """Counts stored pages; returns the sizes of the tenant's oldest pages by key, which its limit excludes now.
-
-        The caller removes them from the store."""
+        """Counts stored pages. Returns the keys and sizes of the tenant's oldest pages that now exceed its limit. The
+        caller removes them from the store.
+        """
         with self._lock:
             account = self._accounts.get(tenant)
             excess: dict[bytes, int] = {}
@@ -67,7 +67,7 @@ class TenantLimits:
             return excess
 
     def restore(self, tenant: str, sizes: Mapping[bytes, int]) -> None:
-        """Counts pages again that could not be removed. They are removed first next time."""
+        """Counts pages again that could not be removed. The next call of `add` returns them first."""
         with self._lock:
             account = self._accounts.get(tenant)
             for key, size in reversed(list(sizes.items())) if account is not None else ():

@@ -66,7 +66,7 @@ def objects(numbers: range | list[int], form: Form = FORM, group: int = 0) -> Ob
 
 
 def memory(pages: int, size: int = PAGE, shift: int = 0) -> Ranges:
-    """Returns ranges for pages; `shift` makes them unaligned."""
+    """Returns ranges for pages. `shift` makes them unaligned."""
     whole = np.frombuffer(aligned_bytes(pages * size + shift), np.uint8)
     return Ranges(whole[shift:], np.arange(pages) * size)
 
@@ -85,7 +85,7 @@ def put(tier: Tier, numbers: range | list[int], form: Form = FORM) -> Transfer:
 
 
 def check_bytes(transfer: Transfer, numbers: range | list[int], got: Ranges, size: int = PAGE) -> int:
-    """Asserts that every object that is OK has its own bytes; returns how many are."""
+    """Asserts that every object with outcome OK has the right bytes. Returns their number."""
     for at, number, ok in zip(got.starts.tolist(), numbers, transfer.ok.tolist(), strict=True):
         if ok:
             assert np.array_equal(got.bytes[at : at + size], page(number, size)), f"wrong bytes for {number}"
@@ -93,7 +93,7 @@ def check_bytes(transfer: Transfer, numbers: range | list[int], got: Ranges, siz
 
 
 def get(tier: Tier, numbers: range | list[int], form: Form = FORM) -> Transfer:
-    """Reads pages and asserts the bytes of every object that is OK."""
+    """Reads pages. Asserts the bytes of every object with outcome OK."""
     got = memory(len(numbers), form.page_bytes)
     transfer = tier.read(objects(numbers, form), got)
     assert transfer.wait(20)
@@ -112,16 +112,16 @@ def open_files(word: str) -> int:
 
 @dataclass
 class Harness:
-    """A tier of 4 MiB or more for pages up to 256 KiB, and methods that damage its stored bytes."""
+    """A tier of at least 4 MiB for pages up to 256 KiB, and methods that damage its stored bytes."""
 
     tier: Any
 
     def flip(self, wanted: Objects) -> None:
-        """Flips a bit of each of these objects that the tier has stored."""
+        """Flips one bit of each of these objects in the tier's medium."""
         raise NotImplementedError
 
     def swap(self, first: Objects, second: Objects) -> None:
-        """Exchanges the stored bytes of two objects."""
+        """Exchanges the stored bytes of two objects in the tier's medium."""
         raise NotImplementedError
 
 

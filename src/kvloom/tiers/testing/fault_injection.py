@@ -1,7 +1,7 @@
 """Tiers and files that fail on purpose, for tests of code that uses tiers.
 
-`FaultyTier` wraps any tier: slow, failing, full, hung, or with a damaged medium (flipped bits, another page's
-bytes). `FaultyFiles` replaces the system calls of a disk tier. Not for serving.
+`FaultyTier` makes any tier slow, failing, full or hung, or damages its medium. `FaultyFiles` replaces the system
+calls of a disk tier.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["Faults", "FaultyFiles", "FaultyTier"]
 
 @dataclass
 class Faults:
-    """The faults to inject; change them while running. `hung` calls wait for `release()`.
-
-    Before every read, `tamper` is called with its objects, to damage the medium. `calls` are the file operations
-    concerned (`FaultyFiles`); `error` is their errno. `rate` limits reads to this many bytes per second, except the
-    next `burst` bytes. `hung_calls` counts calls that hang now."""
+    """The faults to inject. They can be changed at any time. With `hung`, calls wait for `release()`. Before every
+    read, `tamper` is called with the objects and may damage the medium. `calls` are the file operations that fail in
+    `FaultyFiles`, with errno `error`. `rate` limits reads to this many bytes per second, except for the next `burst`
+    bytes. `hung_calls` is the number of calls that hang now.
+    """
 
     slow: float = 0.0
     rate: float = 0.0
@@ -50,7 +50,7 @@ class Faults:
     _due: float = 0.0
 
     def release(self) -> None:
-        """Ends all hangs."""
+        """Releases all hung calls."""
         self.hung = False
         self._released.set()
 
@@ -65,7 +65,7 @@ class Faults:
                 self.hung_calls -= 1
 
     def throttle(self, size: int) -> None:
-        """Waits as long as a medium of `rate` needs for these bytes, after earlier requests."""
+        """Waits as long as a medium with throughput `rate` needs for these bytes, after all earlier requests."""
         if not self.rate:
             return
         with self._lock:
@@ -76,7 +76,9 @@ class Faults:
 
 
 class FaultyTier(Tier):
-    """`inner` with `faults`. Reads and writes run in its own threads, so a slow one does not block the caller."""
+    """Wraps the tier `inner` and injects `faults`. Reads and writes run in its own threads, so a slow one does not
+    block the caller.
+    """
 
     def __init__(self, inner: Tier, faults: Faults) -> None:
         self.inner, self.faults = inner, faults
@@ -139,7 +141,7 @@ class FaultyTier(Tier):
         return self.inner.drop(objects)
 
     def stats(self) -> TierStats:
-        """Returns the inner tier's contents, with counts of this tier."""
+        """Returns the contents of the inner tier, with the transfer counts of this tier."""
         inner = self.inner.stats()
         return self._transfer_counts.stats(
             inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes
@@ -152,7 +154,7 @@ class FaultyTier(Tier):
 
 
 class FaultyFiles(Files):
-    """File operations with `faults`; reads may also flip a bit or return fewer bytes."""
+    """File operations that inject `faults`. Reads may also flip a bit or return fewer bytes."""
 
     def __init__(self, directory: int, faults: Faults) -> None:
         super().__init__(directory)

@@ -1,4 +1,4 @@
-"""A circuit breaker that stops requests to a failing tier and probes it; and a log of faults, one line per burst.
+"""A circuit breaker, which stops requests to a failing tier and probes it; and a fault log with one line per burst.
 
     closed ── failures in a row ──> open ── after a pause ──> one probe ── ok ──> closed
                                      ^                          │
@@ -21,8 +21,8 @@ log = logging.getLogger("kvloom.tiers")
 
 @dataclass(frozen=True, slots=True)
 class CircuitBreakerConfig:
-    """Opens after `max_failures` in a row, for `first_pause` seconds. Each failed probe doubles the pause, up to
-    `max_pause`. A probe without a result within `probe_seconds` has failed.
+    """The breaker opens after `max_failures` failures in a row, for `first_pause` seconds. Each failed probe doubles
+    the pause, up to `max_pause`. A probe that has no result after `probe_seconds` has failed.
     """
 
     max_failures: int = 3
@@ -32,7 +32,7 @@ class CircuitBreakerConfig:
 
 
 class CircuitBreaker:
-    """See the module."""
+    """Decides whether a tier gets requests. See the figure above."""
 
     def __init__(self, config: CircuitBreakerConfig) -> None:
         self._config = config
@@ -42,7 +42,7 @@ class CircuitBreaker:
         self._probing_since: float | None = None  # start of the running probe
         self._pause = config.first_pause
         self.times_opened = 0
-        """How often it opened, or stayed open after a probe."""
+        """How often the breaker opened, including failed probes."""
 
     @property
     def is_closed(self) -> bool:
@@ -50,14 +50,16 @@ class CircuitBreaker:
 
     @property
     def state(self) -> str:
-        """For display: closed, open, or half-open while a probe runs."""
+        """The state for display: closed, open, or half-open while a probe runs."""
         with self._lock:
             return (
                 "closed" if self._probe_at is None else "open" if self._probing_since is None else "half-open"
             )
 
     def allow_request(self, now: float) -> bool:
-        """Returns whether to send a request now. If it is the probe, returns False until the probe's result is recorded."""
+        """Returns whether the caller may send a request now. A request after the pause is the probe; further requests
+        are refused until its result is recorded.
+        """
         with self._lock:
             if self._probe_at is None:
                 return True
@@ -77,7 +79,7 @@ class CircuitBreaker:
             self._pause = self._config.first_pause
 
     def record_inconclusive(self) -> None:
-        """Records a probe that showed neither success nor failure: another may follow immediately."""
+        """Records that a probe showed neither success nor failure. Another probe may follow at once."""
         with self._lock:
             self._probing_since = None
 
@@ -97,10 +99,10 @@ class CircuitBreaker:
 
 
 class FaultLog:
-    """Counts faults by (tier, operation, outcome). Logs the first fault of a burst and counts the rest."""
+    """Counts faults by (tier, operation, outcome). Logs the first fault of a burst, and only counts the others."""
 
     BURST_GAP = 30.0
-    """Seconds without a fault that end a burst."""
+    """A burst ends after this many seconds without a fault."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

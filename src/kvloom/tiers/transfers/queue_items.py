@@ -1,7 +1,4 @@
-"""Items of a tier queue: lookups, loads, and the transfer batches that loads and stores are split into.
-
-Data only; computes nothing.
-"""
+"""The items of a tier queue: lookups, loads, and the transfer batches of loads and stores. Data only."""
 
 from __future__ import annotations
 
@@ -20,7 +17,9 @@ Mask = npt.NDArray[np.bool_]
 
 
 class QueuedLookup:
-    """Which of many objects a tier has: `found`, valid when `done`. Objects without an answer in time are misses."""
+    """A lookup of many objects in one tier. `found` is valid once `done`. An object without an answer in time is a
+    miss.
+    """
 
     def __init__(self, objects: list[Objects]) -> None:
         self.objects = objects
@@ -29,7 +28,7 @@ class QueuedLookup:
 
 
 class QueuedLoad:
-    """A load of objects of one form into host memory: `loaded`, valid when `done`."""
+    """A load of objects of one form into host memory. `loaded` is valid once `done`."""
 
     def __init__(self, objects: Objects, deadline: float) -> None:
         self.objects, self.deadline = objects, deadline
@@ -44,12 +43,12 @@ class QueuedLoad:
 
 @dataclass(slots=True, eq=False)
 class TransferBatch:
-    """Part of a load or of a store, with its lease of the arena while it is in flight."""
+    """Part of a load or store. While it is in flight it holds a lease of arena pages."""
 
     objects: Objects
     size: int
     load: QueuedLoad | None
-    positions: npt.NDArray[np.int64] | None = None  # its objects' positions in the load
+    positions: npt.NDArray[np.int64] | None = None  # indices of its objects in the load
     lease: Lease | None = None
     requested: npt.NDArray[np.int64] | None = None  # which of its objects the tier transfers
     transfer: Transfer | None = None

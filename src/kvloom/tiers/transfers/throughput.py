@@ -1,4 +1,4 @@
-"""Measured read throughput of a tier. Arithmetic of bytes and seconds; does not read a clock."""
+"""The measured read throughput of a tier. Does not read a clock."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import math
 __all__ = ["Throughput"]
 
 WINDOW_SECONDS = 0.25
-"""Seconds of loading over which throughput is measured."""
+"""Length in seconds of the window over which throughput is measured."""
 
 
 class Throughput:
-    """A decaying average. Bytes and the seconds they took decay together, so transfers that end together are one
-    sample and one hang is forgotten soon.
-    """
+    """A decaying average of throughput. Bytes and seconds decay together, so a single hang soon loses its weight."""
 
     def __init__(self) -> None:
         self.bytes_per_second = 0.0
-        """0 while nothing was measured."""
+        """0 before the first measurement."""
         self.last_end = 0.0
-        """Time when a transfer last ended."""
+        """Time at which a transfer last ended."""
         self._bytes = self._seconds = 0.0
 
     def record(self, size: int, began: float, now: float) -> None:
@@ -34,8 +32,8 @@ class Throughput:
         self.bytes_per_second = self._bytes / self._seconds
 
     def raise_estimate(self) -> None:
-        """Raises the estimate by a tenth. Call it when a load is skipped because the tier is slow.
-
-        So the estimate recovers until the tier is tried again."""
+        """Raises the estimate by a tenth. Call it when a load is skipped because the tier is slow: the estimate then
+        recovers until the tier is tried again.
+        """
         self._bytes *= 1.1
         self.bytes_per_second *= 1.1

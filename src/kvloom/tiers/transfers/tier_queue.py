@@ -1,11 +1,11 @@
-"""One tier's queue: lookups, then loads by deadline, then stores, within a budget of bytes in flight.
+"""The queue of one tier: lookups first, then loads by deadline, then stores. A budget limits the bytes in flight.
 
     lookups ─┐
     loads   ─┼─> thread ─> tier.read/write ─> in flight (≤ budget, stores ≤ a quarter) ─> released ─> settled
     stores  ─┘
 
-Every transfer reads or writes the host tier's arena, so a hung tier blocks host pages and never device pages. A load
-has a deadline; pages of a cancelled load are freed when the tier releases them.
+Every transfer reads or writes the arena of the host tier. A hung tier therefore blocks host pages, but never device
+pages. A load has a deadline. Pages of a cancelled load are freed when the tier releases them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class _StatsRequest:
 
 @dataclass(frozen=True, slots=True)
 class TierQueueConfig:
-    """`max_inflight_bytes` bounds bytes in flight; a batch has at most `batch_bytes`.
-
-    A store may take `store_seconds`. Queued stores beyond `max_queued_bytes` are discarded, oldest first.
+    """`max_inflight_bytes` limits the bytes in flight, and `batch_bytes` the size of a batch. A store is late after
+    `store_seconds`. If queued stores exceed `max_queued_bytes`, the oldest are discarded.
     """
 
     max_inflight_bytes: int = 256 << 20
@@ -55,7 +54,7 @@ class TierQueueConfig:
 
 
 class TierQueue:
-    """The queue of one tier other than host memory. It calls `changed`, from any thread, after each completed item."""
+    """The queue of one tier other than host memory. After each completed item it calls `changed`, from any thread."""
 
     def __init__(
         self,
@@ -74,17 +73,17 @@ class TierQueue:
         self._loads: list[tuple[float, int, TransferBatch]] = []
         self._stores: deque[TransferBatch] = deque()
         self._inflight: list[TransferBatch] = []
-        self._cancelled: list[TransferBatch] = []  # late, but the tier still accesses their pages
-        self._inflight_bytes = {"load": 0, "store": 0}  # of batches in flight
+        self._cancelled: list[TransferBatch] = []  # late batches whose pages the tier still accesses
+        self._inflight_bytes = {"load": 0, "store": 0}  # bytes of batches in flight
         self._queued_bytes = {"load": 0, "store": 0}
         self._sequence = count()
-        self._busy_since: float | None = None  # set while the thread is inside a call of the tier
+        self._busy_since: float | None = None  # set while the thread is in a call of the tier
         self._closed = False
         self.skipped_stores = 0
-        """Objects not stored: the queue was full, or they were evicted from host memory first."""
+        """Number of objects not stored, because the queue was full or host memory evicted them first."""
         self.lookup_latency = 0.001
         self.throughput = Throughput()
-        """Of loads."""
+        """Throughput of loads."""
         self._thread = threading.Thread(target=self._run, name=f"kvloom-queue-{tier.name}", daemon=True)
         self._thread.start()
 
@@ -104,7 +103,7 @@ class TierQueue:
             return self._stats
 
     def queue_lookup(self, lookup: QueuedLookup) -> bool:
-        """Queues a lookup; returns False if the circuit breaker or a stuck call refuses it."""
+        """Queues a lookup. Returns False if the circuit breaker is open or the tier is stuck."""
         with self._condition:
             if self._closed or self.is_stuck or not self.breaker.allow_request(time.monotonic()):
                 lookup.done = True
@@ -114,7 +113,7 @@ class TierQueue:
         return True
 
     def queue_load(self, load: QueuedLoad) -> None:
-        """Queues a load in batches, earliest deadline first."""
+        """Queues a load as batches, ordered by deadline."""
         size = load.objects.form.page_bytes
         each = max(1, self.config.batch_bytes // size)
         with self._condition:
@@ -127,7 +126,9 @@ class TierQueue:
             self._condition.notify()
 
     def queue_store(self, objects: Objects) -> None:
-        """Queues a store of objects in host memory. Never waits: a full queue discards its oldest stores."""
+        """Queues a store of objects that are in host memory. Never waits. If the queue is full, its oldest stores are
+        discarded.
+        """
         size = objects.form.page_bytes
         each = max(1, self.config.batch_bytes // size)
         with self._condition:
@@ -150,7 +151,7 @@ class TierQueue:
             self._condition.notify()
 
     def bytes_ahead(self, deadline: float) -> int:
-        """Returns the bytes of loads that run before, or together with, a new load of that deadline."""
+        """Returns the bytes of loads that run before or together with a new load that has this deadline."""
         with self._condition:
             queued = sum(
                 batch.size for ends, _, batch in self._loads if ends <= deadline and not batch.is_cancelled
@@ -163,7 +164,7 @@ class TierQueue:
         return self._queued_bytes["store"] + self._inflight_bytes["store"]
 
     def record_timeout(self, verb: str) -> None:
-        """Records a lookup without an answer in time."""
+        """Records that a lookup had no answer in time."""
         now = time.monotonic()
         self._fault_log.add(self.tier.name, verb, "late", 1, "no answer before the deadline", now)
         self.breaker.record_failure(now)
@@ -197,7 +198,7 @@ class TierQueue:
             try:
                 self._busy_since = time.monotonic()
                 if isinstance(job, _StatsRequest):
-                    with suppress(Exception):  # the last stats stay
+                    with suppress(Exception):  # the previous stats stay valid
                         self._stats = self.tier.stats()
                 elif isinstance(job, QueuedLookup):
                     self._run_lookup(job)
@@ -240,7 +241,7 @@ class TierQueue:
         return sum(self._inflight_bytes.values()) + batch.size <= budget
 
     def _wait_seconds(self) -> float | None:
-        """Returns the seconds until the next deadline; None without one."""
+        """Returns the seconds until the next deadline, or None if there is none."""
         if self._cancelled:
             return 0.05
         ends = [self._deadline_of(batch) for batch in self._inflight]
@@ -343,7 +344,7 @@ class TierQueue:
             amount = int((results == outcome).sum())
             name = Outcome(outcome).name.lower()
             if outcome == Outcome.LATE and batch.load is not None:
-                if not batch.load.is_cancelled:  # else the caller cancelled it
+                if not batch.load.is_cancelled:  # otherwise the caller cancelled it
                     self._record_late(batch, amount, now)
             elif outcome in _HARMLESS:
                 self._fault_log.add(self.tier.name, verb, name, amount, transfer.reason, now)
@@ -359,7 +360,7 @@ class TierQueue:
         self._finish(batch, ok)
 
     def _finish(self, batch: TransferBatch, ok: Mask) -> None:
-        """Releases a batch's lease and reports its outcome."""
+        """Releases the lease of a batch and reports its outcome."""
         assert batch.lease is not None and batch.requested is not None
         loaded = batch.lease.results == Outcome.OK
         loaded[batch.requested] = ok

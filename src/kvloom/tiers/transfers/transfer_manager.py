@@ -1,11 +1,12 @@
-"""The transfer manager: transfers between host memory and the other tiers, with one queue per tier, fastest first.
+"""The transfer manager: moves pages between host memory and the other tiers. Each tier has one queue; the fastest
+tier is first.
 
     lookup(objects)           which objects host memory or a tier has     (bounded time)
     fetch(objects)            load objects from tiers into host memory    (earliest deadline first)
     write_to_tiers(objects)   write pages of host memory to tiers, by their write policies
 
-A caller polls the results and never waits for a tier; `wait` sleeps until a queue has made progress. A failed, late
-or hung tier is a miss, counted in `fault_log`.
+The caller polls the results and never waits for a tier. `wait` sleeps until a queue has made progress. If a tier
+fails, is late or hangs, its objects are misses, counted in `fault_log`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """A lookup may take `lookup_seconds`. Tiers with write policy "back" get the oldest pages when host memory is fuller
-    than `write_back_threshold`.
+    """A lookup may take `lookup_seconds`. If host memory is fuller than `write_back_threshold`, its oldest pages are
+    written to tiers with write policy "back".
     """
 
     lookup_seconds: float = 0.25
@@ -44,14 +45,14 @@ class TransferConfig:
 
 
 class TierLookup:
-    """The location of many objects; `found` (in host memory or a tier) is valid once `done`."""
+    """The location of many objects. `found` is valid once `done`: whether host memory or a tier has the object."""
 
     def __init__(self, manager: TransferManager, objects: Sequence[Objects]) -> None:
         self.objects = list(objects)
         self.in_host: list[Mask] = [manager.host.lookup(o) for o in self.objects]
         self.found: list[Mask] = [mask.copy() for mask in self.in_host]
         self.queue_of: dict[bytes, int] = {}
-        """Key → index of the queue whose tier has it, for objects that are not in host memory."""
+        """For objects that are not in host memory: the index of the queue whose tier has the key."""
         self._manager = manager
         self._deadline = time.monotonic() + manager.config.lookup_seconds
         self._pending: list[tuple[int, list[npt.NDArray[np.int64]], QueuedLookup]] = []
@@ -89,7 +90,7 @@ class TierLookup:
 
 
 class FetchJob:
-    """A load of objects into host memory. `loaded` counts them; valid when `done`."""
+    """A load of objects into host memory. `loaded` is valid once `done`."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class FetchJob:
 
     @property
     def done(self) -> bool:
-        """Whether all loads have ended. Cancels late ones."""
+        """Whether all loads have ended. Cancels loads that are late."""
         if all(load.done for _, load in self._loads):
             return True
         if time.monotonic() < self.deadline:
@@ -141,9 +142,9 @@ class FetchJob:
 
 
 class TransferManager:
-    """`host` is the memory of all transfers; `tiers` are the others, fastest first.
-
-    One thread calls the manager; each queue has its own."""
+    """`host` is the memory of all transfers. `tiers` are the other tiers, fastest first. One thread calls the
+    manager, and each queue has its own thread.
+    """
 
     def __init__(
         self, host: HostTier, tiers: Sequence[OpenTier], config: TransferConfig | None = None
@@ -159,15 +160,19 @@ class TransferManager:
         self._last_check = 0.0
 
     def lookup(self, objects: Sequence[Objects]) -> TierLookup:
-        """Looks up objects, in host memory immediately and in tiers asynchronously."""
+        """Looks up objects: at once in host memory, asynchronously in the other tiers."""
         return TierLookup(self, objects)
 
     def fetch(self, objects: Sequence[Objects], queue_of: dict[bytes, int], deadline: float) -> FetchJob:
-        """Loads objects into host memory from the queues in `queue_of` (of a TierLookup), until `deadline`."""
+        """Loads objects into host memory until `deadline`. `queue_of` (of a TierLookup) states which tier has each
+        object.
+        """
         return FetchJob(self, objects, queue_of, deadline)
 
     def write_to_tiers(self, objects: Objects, used: bool) -> None:
-        """Queues writes of objects in host memory, by the write policy of each tier. `used`: they were reused before."""
+        """Queues writes of objects that are in host memory, by the write policy of each tier. `used` states that they
+        were reused before.
+        """
         for opened, queue, dirty in zip(self.tiers, self.queues, self._dirty, strict=True):
             if opened.is_lossy and objects.form.exact:
                 continue  # a lossy tier never serves exact pages

@@ -1,6 +1,5 @@
-"""A stand-in for a tier that could not be opened: it retries with growing pauses and delegates once the tier opens.
-
-Until then it is empty, and every operation fails immediately with the reason.
+"""Replaces a tier that could not be opened. It tries again after growing pauses, and forwards all calls once the tier
+is open. Until then every lookup is a miss, and every other operation fails at once with the reason.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ __all__ = ["UnavailableTier"]
 
 log = logging.getLogger("kvloom.tiers")
 FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
-"""Seconds before a retry; each failed retry doubles them."""
+"""Seconds before the next try, first and largest. Each failure doubles the pause."""
 
 
 class UnavailableTier(Tier):
-    """`open_tier` opens the tier or raises TierError; `reason` is the message of the first failure."""
+    """`open_tier` opens the tier or raises TierError. `reason` is the message of the first failure."""
 
     def __init__(self, name: str, open_tier: Callable[[], Tier], reason: str) -> None:
         self._name, self._open, self._reason = name, open_tier, reason
@@ -56,7 +55,7 @@ class UnavailableTier(Tier):
         return self._transfer_counts.stats(0, 0, 0, 0) if self._inner is None else self._inner.stats()
 
     def close(self) -> None:
-        with self._lock:  # else a concurrent retry could open it and leave it open
+        with self._lock:  # otherwise a concurrent try could open the tier and leave it open
             self._closed.set()
         if self._inner is not None:
             self._inner.close()

@@ -1,0 +1,99 @@
+"""Cold blocks: the oldest blocks of a running sequence, whose full-attention pages are in host memory.
+
+    block      0 … cold - 1         cold … blocks - 1
+    pages      in host memory       in the pool            groups with full attention
+               none                 inside the window      groups with a window: they drop pages by themselves
+
+Attention reads both parts and joins them. The sequence owns its cold runs: closing it releases them. A sequence with
+cold blocks leaves the radix tree, because a path of the tree has no gaps: its next blocks are not published.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from kvloom.core.pool.page_pool import Ids
+from kvloom.core.state import CacheState
+
+from .sequence import ColdRun, Sequence, ensure_open, mark_special
+
+__all__ = ["add_cold_run", "coldable_pages", "open_cold"]
+
+
+def coldable_pages(state: CacheState, seq: Sequence, most: int) -> Ids:
+    """Return the page ids of up to `most` next blocks that can become cold, [blocks, columns]; 0 in columns of windows.
+
+    These are full and computed. Pending copies may still write to them: make those first."""
+    ensure_open(state, seq)
+    table, first = state.block_tables, seq.cold_blocks
+    last = min(first + most, table.length.item(seq.row) // state.block_tokens)
+    rows = np.zeros((max(0, last - first), state.pages.width), np.int32)
+    rows[:, state.full_columns] = table.tables[state.full_columns, seq.row, first : first + len(rows)].T
+    return rows
+
+
+def add_cold_run(state: CacheState, seq: Sequence, run: ColdRun) -> None:
+    """Make the next blocks of a sequence cold: `run` has their bytes. Releases their pages in the pool."""
+    rows = coldable_pages(state, seq, len(run.pages))
+    if len(rows) < len(run.pages):
+        raise ValueError(
+            f"{len(run.pages)} blocks cannot become cold: only {len(rows)} are full and computed"
+        )
+    _leave_tree(state, seq)
+    state.release(seq.root.account, state.pages, rows)
+    first = seq.cold_blocks
+    state.block_tables.tables[state.full_columns, seq.row, first : first + len(rows)] = 0
+    seq.cold_runs.append(run)
+    seq.cold_blocks += len(rows)
+
+
+def open_cold(state: CacheState, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:
+    """Start an empty sequence at `position`, behind the cold blocks of `run`, which are all full blocks before it.
+
+    Allocates the other pages that a query there sees (windows, a partial block, whose tokens are `tail`) and the live
+    states: the caller fills them. Returns False, and changes nothing, if the pool lacks pages."""
+    ensure_open(state, seq)
+    table, row, block = state.block_tables, seq.row, state.block_tokens
+    if table.blocks.item(row) or len(run.pages) != position // block or len(tail) != position % block:
+        raise ValueError(
+            f"{seq!r} cannot start at {position} behind {len(run.pages)} cold blocks and {len(tail)} tokens"
+        )
+    rows = state.tree.visible_rows(np.ones((-(-position // block), state.pages.width), np.int32), position)
+    rows[: len(run.pages), state.full_columns] = 0
+    needs = state.needs(0, int(state.has_states), 0)
+    for cls, wanted in state.pages.by_class(rows):
+        needs[cls] += int(wanted.sum())
+    if state.take(seq.root.account, needs):
+        return False
+    for cls in state.pages.classes:
+        at = state.pages.columns_of(cls)
+        part = rows[:, at]
+        ids = state.pool.allocate(cls, int(part.sum()))
+        assert ids is not None
+        part[part > 0] = ids
+        rows[:, at] = part
+    if state.has_states:
+        table.states[:, row] = state.states.allocate(1)[0]
+    _leave_tree(state, seq)
+    table.tables[:, row, : len(rows)] = rows.T
+    table.blocks[row] = len(rows)
+    table.length[row] = table.state_length[row] = seq.resumed = position
+    table.tail[row, : len(tail)] = tail
+    seq.published = position - len(tail)
+    seq.cold_runs, seq.cold_blocks = [run], len(run.pages)
+    state.set_window_edges(row, position)
+    table.mark_changed(row, 0)
+    mark_special(state, seq)
+    return True
+
+
+def _leave_tree(state: CacheState, seq: Sequence) -> None:
+    """Publish no more blocks of a sequence, and unlock its path."""
+    if seq.control.store:
+        seq.control = replace(seq.control, store=False)
+    if seq.node is not seq.root:
+        state.tree.lock(seq.root)
+        state.tree.unlock(seq.node, state.clock.now())
+        seq.node = seq.root

@@ -1,0 +1,68 @@
+"""Speculative decoding: propose draft tokens, verify them in one step, decide how many pay.
+
+    proposer.py      Proposer: the interface of everything that proposes drafts
+    draft_model.py   DraftModelProposer: drafts from a small model that shares the pool
+    lookup.py        NGramProposer, SuffixProposer: drafts from earlier tokens, without weights
+    token_index.py   TokenIndex: where n-grams occur in a growing list of tokens
+    verifier.py      Draft, draft_positions, accepted_places: which draft tokens the sampler would have chosen, too
+    controller.py    Controller: how many draft tokens a request gets, and when speculation is off
+    speculation.py   Speculation: the engine's entry; counters
+
+A step computes k draft tokens after each request's last token and samples at all k + 1 positions. Tokens are accepted
+while the sample equals the draft. The sampler's noise depends on the seed and the position only, so the tokens are the
+same as without speculation, greedy or sampled. See docs/speculation.md.
+
+Names are imported on first use: settings are read without loading torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .controller import Acceptance, Controller, StepCosts
+    from .draft_model import DraftModelProposer, load_draft
+    from .lookup import NGramProposer, SuffixProposer
+    from .proposer import DraftedRequest, DraftRunner, Proposer
+    from .speculation import Speculation, SpeculationStats
+    from .token_index import TokenIndex
+    from .verifier import NO_DRAFT, Draft, DraftPosition, accepted_places, draft_positions
+
+__all__ = [
+    "NO_DRAFT",
+    "Acceptance",
+    "Controller",
+    "Draft",
+    "DraftModelProposer",
+    "DraftPosition",
+    "DraftRunner",
+    "DraftedRequest",
+    "NGramProposer",
+    "Proposer",
+    "Speculation",
+    "SpeculationStats",
+    "StepCosts",
+    "SuffixProposer",
+    "TokenIndex",
+    "accepted_places",
+    "draft_positions",
+    "load_draft",
+]
+
+_MODULES = {
+    "controller": ("Acceptance", "Controller", "StepCosts"),
+    "draft_model": ("DraftModelProposer", "load_draft"),
+    "lookup": ("NGramProposer", "SuffixProposer"),
+    "proposer": ("DraftRunner", "DraftedRequest", "Proposer"),
+    "speculation": ("Speculation", "SpeculationStats"),
+    "token_index": ("TokenIndex",),
+    "verifier": ("NO_DRAFT", "Draft", "DraftPosition", "accepted_places", "draft_positions"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)

@@ -1,0 +1,69 @@
+"""The interface of proposers: everything that guesses the next tokens of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from kvloom.core import CacheControl, Sequence as PageSequence
+from kvloom.engine.sampling import Finish, SamplingRequest
+from kvloom.models.paged import Work
+
+from .token_index import TokenIndex
+
+__all__ = ["DraftRunner", "DraftedRequest", "Proposer"]
+
+
+class DraftedRequest(SamplingRequest, Protocol):
+    """The part of a request that speculation reads and writes."""
+
+    control: CacheControl
+    sequence: PageSequence | None
+    limit: int
+    inflight_tokens: int
+    computed: int
+    finish_reason: Finish | None
+    token_index: TokenIndex | None
+    draft_tokens: int
+    accepted_tokens: int
+    draft_missing: int | None
+    acceptance: dict[str, float]
+
+    @property
+    def output_count(self) -> int: ...
+    @property
+    def pending(self) -> int: ...
+    @property
+    def mask_pending(self) -> bool: ...
+
+
+class DraftRunner(Protocol):
+    """The part of a model runner that runs a draft model."""
+
+    chosen: torch.Tensor
+
+    def run(self, works: Sequence[Work], wanted: Sequence[int] | None = None) -> torch.Tensor: ...
+
+
+class Proposer(Protocol):
+    """Proposes draft tokens. Wrong drafts cost time, never correctness."""
+
+    name: str
+
+    def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
+        """Return up to `counts[i]` tokens that may follow all tokens of `requests[i]`; an empty list if it has no guess."""
+        ...
+
+    def request_finished(self, request: DraftedRequest) -> None:
+        """Learn from a finished request, and drop what was kept for it."""
+        ...
+
+    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
+        """Follow a step that the target has launched and the cache has not committed, without its own drafts."""
+        ...
+
+    def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
+        """Learn how many tokens of a request's draft were accepted; `own`: this proposer made the draft."""
+        ...

@@ -1,0 +1,214 @@
+"""Speculation of one engine: asks the proposer for drafts, and counts what became of them.
+
+A step with drafts is finished before the next is scheduled: the next input of such a request is known only then. The
+same rule holds for grammars and penalties.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvloom.engine.sampling import collect
+from kvloom.models.paged import Work
+
+from .controller import Controller
+from .proposer import DraftedRequest, Proposer
+from .verifier import Draft
+
+__all__ = ["Speculation", "SpeculationStats"]
+
+DRAFT_TOKENS = {"draft": 4, "ngram": 16, "suffix": 16}
+"""Default draft tokens at most, by proposer."""
+MASK_SECONDS = 0.01
+"""Longest wait for the grammar masks of drafts. A draft whose masks are late is dropped."""
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """What became of drafts. `proposed` and `accepted` count draft tokens by position in the draft."""
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    proposed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    proposing_seconds: float = 0.0
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Count one verified draft."""
+        while len(self.proposed) < drafted:
+            self.proposed.append(0)
+            self.accepted.append(0)
+        for i in range(drafted):
+            self.proposed[i] += 1
+            self.accepted[i] += i < accepted
+        self.rows += 1
+        self.tokens += accepted + 1
+
+
+class Speculation:
+    """Proposes drafts for the running requests. A request gets the draft of the first proposer that has one for it.
+
+    `rows` limits the positions at which a step samples, `draft_tokens` the length of a draft."""
+
+    def __init__(
+        self, proposers: Sequence[Proposer], draft_tokens: int | None, ends: Iterable[int], rows: int
+    ) -> None:
+        self.proposers, self.rows = list(proposers), rows
+        self.draft_tokens = draft_tokens
+        self.ends = frozenset(ends)
+        self.stats = SpeculationStats()
+        self.controller: Controller | None = Controller()
+        """Decides the length of drafts; None: always the longest."""
+        self._proposing = 0.0  # seconds of proposers since the last finished step
+        self._proposed_by: dict[int, Proposer] = {}  # of the drafts in the last step, by request
+
+    def waits_for(self, requests: Iterable[DraftedRequest]) -> bool:
+        """Whether the tokens of `requests` must be on the host before the next step is scheduled."""
+        if self.controller is not None and not self.controller.wants_drafts:
+            return False
+        return any(refusal(request) is None for request in requests)
+
+    def propose(self, running: Sequence[DraftedRequest]) -> dict[int, Draft]:
+        """Return the drafts of the next step by request (`id`). A draft never exceeds `max_tokens` or the step's rows."""
+        if self.controller is not None:
+            self.controller.step_begins()
+            if not self.controller.wants_drafts:
+                return {}
+        left, drafts = self.rows - len(running), {}
+        waiting = [(request, most) for request in running if (most := self._most(request)) > 0]
+        self._proposed_by = {}
+        others = sum(1 for request in running if request.pending == 1) - len(waiting)
+        for proposer in self.proposers:
+            if not waiting or left < 1:
+                break
+            made = self._ask(proposer, waiting, left, others)
+            for request, tokens in made:
+                if (draft := self._checked(request, tokens)).tokens:
+                    drafts[id(request)] = draft
+                    self._proposed_by[id(request)] = proposer
+                    left -= len(draft.tokens)
+            others += len(drafts)
+            waiting = [one for one in waiting if id(one[0]) not in drafts]
+        self._await_masks(list(drafts.values()))
+        return {key: draft for key, draft in drafts.items() if draft.tokens}
+
+    def _ask(
+        self, proposer: Proposer, waiting: list[tuple[DraftedRequest, int]], left: int, others: int
+    ) -> list[tuple[DraftedRequest, list[int]]]:
+        """Return the drafts of one proposer, of lengths that pay."""
+        longest = self.draft_tokens or DRAFT_TOKENS.get(proposer.name, 8)
+        most, controller = [min(longest, n) for _, n in waiting], self.controller
+        if controller is None:
+            lengths = Controller.share(most, left)
+        else:
+            chances = [controller.acceptance.of(request.acceptance, proposer.name) for request, _ in waiting]
+            lengths = controller.lengths(proposer.name, chances, most, left, others)
+        asked = [(request, n) for (request, _), n in zip(waiting, lengths, strict=True) if n]
+        if not asked:
+            return []
+        started = time.perf_counter()
+        made = proposer.propose([request for request, _ in asked], [n for _, n in asked])
+        if controller is not None:
+            taken = time.perf_counter() - started
+            self._proposing += taken
+            controller.observe_proposal(proposer.name, max(map(len, made)), taken)
+            self.stats.proposing_seconds += taken
+        return [(request, tokens) for (request, _), tokens in zip(asked, made, strict=True)]
+
+    def _most(self, request: DraftedRequest) -> int:
+        """Return the longest draft that a request may get now; 0 if it gets none."""
+        sequence = request.sequence
+        if sequence is None or request.inflight_tokens or request.pending != 1 or not request.output_count:
+            return 0
+        if request.mask_pending or refusal(request) is not None:
+            return 0
+        most = request.limit - len(request.tokens) - 1
+        if sequence.cache.has_states and most > 0:
+            # A snapshot needs the states at exactly its position: a step whose certain tokens end there.
+            ahead = [request.limit - 1]
+            if (position := sequence.next_checkpoint) is not None:
+                ahead.append(position)
+            certain = sequence.length + 1
+            most = min([most, *(position - certain - 1 for position in ahead if position > certain)])
+        return most
+
+    def _checked(self, request: DraftedRequest, tokens: list[int]) -> Draft:
+        """Return a draft without tokens after an end of the output, and start its way through the grammar."""
+        params, structure = request.params, request.structure
+        ends = self.ends | set(params.stop_token_ids)
+        end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+        if structure is None:
+            return Draft(tokens[: end + 1])
+        states = structure.follow(tokens[:end])
+        return Draft(tokens[: len(states)], states)
+
+    @staticmethod
+    def _await_masks(drafts: Sequence[Draft]) -> None:
+        """Wait a short time for the masks of drafts; cut each draft at the first token that its grammar refuses."""
+        states = [state for draft in drafts for state in draft.structures]
+        if not states:
+            return
+        collect(states, MASK_SECONDS)
+        for draft in drafts:
+            good = 0
+            for state in draft.structures:
+                if state.pending or state.done:
+                    break
+                good += 1
+            if draft.structures:
+                del draft.tokens[good:], draft.structures[good:]
+
+    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
+        """Let the proposers follow a launched step, before its tokens are committed."""
+        for proposer in self.proposers:
+            proposer.step_computed(
+                [
+                    one
+                    for one in work
+                    if self._proposed_by.get(id(one[0])) is not proposer or not one[1].drafts
+                ]
+            )
+
+    def observe_step(self, work: Sequence[tuple[DraftedRequest, Work]], seconds: float) -> None:
+        """Learn the time of a finished step if it had no prompts. `seconds` include those of the proposers."""
+        seconds, self._proposing = seconds - self._proposing, 0.0
+        if self.controller is not None and all(part.new_tokens == 1 for _, part in work):
+            self.controller.observe_step(sum(len(part.tokens) for _, part in work), seconds)
+
+    def step_verified(
+        self, requests: Sequence[DraftedRequest], before: Sequence[int], drafts: Sequence[Draft]
+    ) -> None:
+        """Count the drafts of a finished step, and learn from finished requests.
+
+        `before` are the tokens of each request before the step; `drafts` is empty for a step without drafts."""
+        self.stats.steps += bool(drafts)
+        for place, draft in enumerate(drafts):
+            request, drafted = requests[place], len(draft.tokens)
+            added = len(request.tokens) - before[place]
+            if drafted and added:
+                accepted = added - 1
+                self.stats.count(drafted, accepted)
+                request.draft_tokens += drafted
+                request.accepted_tokens += accepted
+                proposer = self._proposed_by[id(request)]
+                if self.controller is not None:
+                    self.controller.acceptance.observe(request.acceptance, proposer.name, drafted, accepted)
+                if request.finish_reason is None:
+                    for one in self.proposers:
+                        one.draft_verified(request, drafted, accepted, one is proposer)
+        for request in requests:
+            if request.finish_reason is not None:
+                for one in self.proposers:
+                    one.request_finished(request)
+
+
+def refusal(request: DraftedRequest) -> str | None:
+    """Return why a request is never speculated for; None if it may be."""
+    if request.params.beam_width > 1:
+        return "beam search chooses among beams, not along one"
+    if request.params.pooling is not None:
+        return "an embedding has no output"
+    return None

@@ -1,0 +1,119 @@
+"""Attention over cold pages, which are in host memory, added to the attention over the pages in the pool.
+
+    out, lse  over the pool   ──┐
+    out, lse  over piece 0    ──┼──▶  out = Σ outᵢ · exp(lseᵢ) / Σ exp(lseᵢ)         (log-sum-exp merge, in float32)
+    out, lse  over piece 1 …  ──┘
+
+Every query sees every cold token: cold tokens precede all queries of their sequence. On a CPU a piece is gathered from
+host memory where it is; for a GPU it is gathered on the host and copied to the device. Sinks are part of the attention
+over the pool. Does not depend on the cache.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kvloom.kernels.dtypes import accumulator_dtype
+
+from .dense import attend_dense
+from .prefill_backends import GATHERED_DIMS, HALF_DTYPES
+
+__all__ = ["KVPages", "add_cold_attention"]
+
+PIECE_BYTES = 32 << 20
+"""Bytes of one piece: its gathered keys and values, and its scores where they are stored."""
+
+
+class KVPages(NamedTuple):
+    """One layer's pages in host memory, as `reference.attend` gets pages of the pool; scales may be on the device."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+def add_cold_attention(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    pages: KVPages,
+    ids: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> None:
+    """Add attention of one sequence's queries q [queries, heads, dim] over its cold pages `ids` (on the host) to `out`.
+
+    `out` [queries, heads, dim of v] and its natural log-sum-exp `lse` [queries, heads] are changed in place."""
+    kind = accumulator_dtype(q)
+    total, log = out.to(kind), lse.to(kind)
+    for piece in torch.split(ids, _piece_pages(q, pages)):
+        part, part_log = _attend_piece(q, pages, piece, scale, softcap)
+        total = torch.lerp(total, part.to(kind), torch.sigmoid(part_log.to(kind) - log)[..., None])
+        log = torch.logaddexp(log, part_log.to(kind))
+    out.copy_(total)
+    lse.copy_(log)
+
+
+def _piece_pages(q: torch.Tensor, pages: KVPages) -> int:
+    """Return the number of pages of one piece."""
+    _, block, kv_heads, dim = pages.k.shape
+    size = accumulator_dtype(q).itemsize
+    token_bytes = size * kv_heads * (dim + pages.v.shape[3]) + size * q.shape[0] * q.shape[1]
+    return max(1, PIECE_BYTES // (block * token_bytes))
+
+
+def _attend_piece(
+    q: torch.Tensor, pages: KVPages, ids: torch.Tensor, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return outputs and log-sum-exps of all queries over all tokens of some pages."""
+    dense = (
+        q.is_cuda
+        and softcap is None
+        and q.dtype in HALF_DTYPES
+        and (q.shape[2], pages.v.shape[3]) in GATHERED_DIMS
+    )
+    kind = q.dtype if dense else accumulator_dtype(q)
+    k = _tokens(pages.k, pages.k_scale, ids, q.device, kind)
+    is_latent = pages.k.data_ptr() == pages.v.data_ptr() and pages.k.stride() == pages.v.stride()
+    v = k[..., : pages.v.shape[3]] if is_latent else _tokens(pages.v, pages.v_scale, ids, q.device, kind)
+    if dense:
+        return attend_dense(q, k, v, [0, len(q)], [0, len(k)], causal=False, scale=scale)
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    asked = q.to(kind).view(len(q), kv_heads, group, -1).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = torch.bmm(asked * scale, k.permute(1, 2, 0))  # [kv heads, group * queries, tokens]
+    if softcap is not None:
+        scores = (scores / softcap).tanh_().mul_(softcap)
+    log = scores.logsumexp(2)
+    mixed = torch.bmm(scores.sub_(log[..., None]).exp_(), v.transpose(0, 1))
+
+    def by_query(found: torch.Tensor) -> torch.Tensor:
+        shaped = found.view(kv_heads, group, len(q), *found.shape[2:])
+        return shaped.permute(2, 0, 1, *range(3, shaped.dim())).flatten(1, 2)
+
+    return by_query(mixed), by_query(log)
+
+
+def _tokens(
+    pages: torch.Tensor,
+    scales: torch.Tensor | None,
+    ids: torch.Tensor,
+    device: torch.device,
+    kind: torch.dtype,
+) -> torch.Tensor:
+    """Return the tokens of some pages on a device, times their scales: [tokens, kv heads, dim]."""
+    found = _gather(pages, ids).to(device).to(kind).flatten(0, 1)
+    if scales is None:
+        return found
+    if scales.dim() < 3:  # one for each head
+        return found.mul_(scales.to(device, kind).view(-1, 1))
+    return found.mul_(_gather(scales, ids).to(device).to(kind).flatten(0, 1)[..., None])
+
+
+def _gather(pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return a copy of some pages. Copied as bytes if the dtype is fp8, which indexing may not support."""
+    if pages.dtype == torch.float8_e4m3fn:
+        return pages.view(torch.uint8).index_select(0, ids).view(pages.dtype)
+    return pages.index_select(0, ids)
