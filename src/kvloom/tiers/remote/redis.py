@@ -28,7 +28,6 @@ __all__ = ["RedisAddress", "RedisStore", "open_redis", "parse_url"]
 _INDEX, _SIZES, _COUNTS = b"kvloom/1:used", b"kvloom/1:sizes", b"kvloom/1:counts"
 _BATCH_BYTES = 2 << 20  # fits into the processor's cache; 8 MiB is up to twice as slow
 _MAX_COUNT = (1 << 63) - 1
-_MAX_TTL = 10 * 365 * 86400
 _INDEXES = (3, _INDEX, _SIZES, _COUNTS)
 
 _RESERVE = """
@@ -228,12 +227,12 @@ class RedisStore(Store):
         return answers
 
 
-def open_redis(address: RedisAddress, config: RemoteConfig, ttl: float = 0) -> RemoteTier:
+def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
     """Opens the tier. Raises TierError if the server cannot be reached or refuses the connection.
 
     With a `ttl`, the server drops pages that were not used for this many seconds.
     """
-    config = replace(config, batch_bytes=min(config.batch_bytes, _BATCH_BYTES))
+    ttl, config = config.ttl, replace(config, batch_bytes=min(config.batch_bytes, _BATCH_BYTES), ttl=0)
     return store_tier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout, ttl))
 
 
@@ -257,7 +256,4 @@ def parse_url(url: str) -> Callable[[], RemoteTier]:
             address = replace(address, host=parts.hostname, port=parts.port or 6379, database=int(database))
     except ValueError as error:
         raise ValueError(f"{options.url}: {error}; write redis://host:port/db?capacity=64GiB") from None
-    ttl = options.seconds("ttl", 0)
-    if not 0 <= ttl <= _MAX_TTL:
-        raise ValueError(f"{options.url}: ttl={ttl:g} is not a number of seconds from 0 to {_MAX_TTL}")
-    return partial(open_redis, address, remote_config(options), ttl=ttl)
+    return partial(open_redis, address, remote_config(options))

@@ -15,8 +15,18 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
 
-from kvloom.tiers.encoding import NoKeyError, max_sealed_bytes, parse_head, plain_head_bytes, seal, unseal
+from kvloom.tiers.encoding import (
+    FIXED_HEAD_BYTES,
+    NoKeyError,
+    max_sealed_bytes,
+    parse_head,
+    plain_head_bytes,
+    seal,
+    stored_time,
+    unseal,
+)
 from kvloom.tiers.transfer import Outcome
+from kvloom.tiers.ttl import Expiry
 from kvloom.tiers.workers import Tools
 
 from .remote_tier import Connection, Job, Link, RemoteConfig, RemoteTier, Usage
@@ -114,17 +124,40 @@ def store_tier(
     name: str, config: RemoteConfig, connect: Callable[[], Store], on_close: Callable[[], None] | None = None
 ) -> RemoteTier:
     """Opens a tier over a store. Closing the tier calls `on_close`. Raises TierError if the store cannot be reached."""
-    return RemoteTier(name, config, lambda: _PrefixedStore(connect()), (_Read, _Write), on_close=on_close)
+    expiry = Expiry(config.ttl)
+    return RemoteTier(
+        name,
+        config,
+        lambda: _PrefixedStore(connect(), expiry),
+        (_Read, _Write),
+        on_close=on_close,
+        expiry=expiry,
+    )
 
 
 class _PrefixedStore(Connection):
-    """A store that adds a prefix to the keys of objects."""
+    """A store that adds a prefix to the keys of objects. With a TTL, `exists` removes expired pages; this costs a read
+    of their first bytes.
+    """
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, expiry: Expiry) -> None:
+        self.store, self.expiry = store, expiry
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        return self.store.exists([PREFIX + key for key in keys])
+        found = self.store.exists([PREFIX + key for key in keys])
+        if not self.expiry.ttl or not any(found):
+            return found
+        stored = list(dict.fromkeys(key for key, is_stored in zip(keys, found, strict=True) if is_stored))
+        size = FIXED_HEAD_BYTES
+        heads = [memoryview(bytearray(size)) for _ in stored]
+        ranges = [ValueRange(PREFIX + key, 0, size) for key in stored]
+        self.store.get(ranges, lambda number, length: (heads[number][:length],))
+        expired = {
+            key for key, head in zip(stored, heads, strict=True) if self.expiry.is_expired(stored_time(head))
+        }
+        if expired:
+            self.remove(list(expired))
+        return [is_stored and key not in expired for key, is_stored in zip(keys, found, strict=True)]
 
     def remove(self, keys: Sequence[bytes]) -> int:
         return self.store.remove([PREFIX + key for key in keys])
@@ -167,9 +200,10 @@ class _Write(Job):
 
 
 class _Read(Job):
-    __slots__ = ()
+    __slots__ = ("expired",)
 
     def run(self, link: Link, tools: Tools) -> None:
+        self.expired: list[bytes] = []
         if self.part == (0, self.objects.form.page_bytes):
             outcomes = self._whole(link, tools)
         elif tools.codec.is_plain:
@@ -178,6 +212,7 @@ class _Read(Job):
             outcomes = self._parts(link, tools, self.which)
         forget = _FORGET if tools.codec.keys is None else _FORGET_KEYED
         bad = [self.objects.keys[index] for index, got in outcomes.items() if got in forget]
+        bad += self.expired
         if bad:
             link.call(lambda store: store.remove(bad))
         self.settle(outcomes)
@@ -206,6 +241,9 @@ class _Read(Job):
             return Outcome.CORRUPT
         if (head.runs, head.run_bytes) != (form.runs, form.run_bytes):
             return Outcome.LAYOUT
+        if tools.expiry.is_expired(head.stored_at):
+            self.expired.append(head.key)
+            return Outcome.MISSING
         first = self.part[0] // form.run_bytes
         if body is None:
             body = head_data[length + head.span(first, first + 1)[0] :]
