@@ -30,7 +30,7 @@ class MemoryStore(Store):
                 at += len(piece)
         return lengths
 
-    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
+    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
         for key, pieces in items:
             self.values[key] = b"".join(bytes(piece) for piece in pieces)
         return [Outcome.OK] * len(items)

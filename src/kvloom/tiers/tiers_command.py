@@ -47,9 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument(
         "--sample", type=int, metavar="N", help="check at most N pages of each tier (default: all)"
     )
-    purge.add_argument(
-        "--tenant", metavar="T", help="only pages of this tenant; for a disk tier whose tenants have shares"
-    )
+    purge.add_argument("--tenant", metavar="T", help="only pages of this tenant, if it has a share")
     purge.add_argument(
         "--older-than",
         type=float,

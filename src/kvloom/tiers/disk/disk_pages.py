@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from kvloom.tiers.aligned_memory import aligned_bytes
+from kvloom.tiers.shares import SHARED_OWNER, tenant_owner
 from kvloom.tiers.stored_page import StoredPage, StoredPages, verify_page
 from kvloom.tiers.tier import TierError
 from kvloom.tiers.transfer import Outcome
@@ -19,7 +20,7 @@ from kvloom.tiers.ttl import expiry_cutoff
 from .disk_tier import DiskConfig, DiskTier
 from .files import SystemFiles
 from .recovery import recover
-from .segment import SEGMENT_VERSION, SHARED_OWNER, Record, Segment, tenant_owner
+from .segment import SEGMENT_VERSION, Record, Segment
 from .tombstones import Tombstones
 
 __all__ = ["DiskPages"]

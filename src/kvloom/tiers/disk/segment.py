@@ -18,11 +18,11 @@ import errno
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from hashlib import blake2b
 from typing import Any
 
 from kvloom.tiers.aligned_memory import BLOCK, aligned, aligned_bytes
 from kvloom.tiers.encoding import Head, checksum, parse_head
+from kvloom.tiers.shares import SHARED_OWNER
 from kvloom.tiers.transfer import Outcome
 
 from .files import Files, UntrustedFileError
@@ -31,11 +31,9 @@ __all__ = [
     "MAX_HEAD_BYTES",
     "MAX_SEGMENT_NUMBER",
     "SEGMENT_VERSION",
-    "SHARED_OWNER",
     "Frame",
     "Record",
     "Segment",
-    "tenant_owner",
 ]
 
 SEGMENT_VERSION = 1
@@ -50,16 +48,7 @@ MAX_HEAD_BYTES = 32 << 20
 """Largest number of bytes of heads in one frame. A reader never allocates more, even if a frame states more."""
 MAX_SEGMENT_NUMBER = 10**15
 """Largest valid segment number. A file with a larger number was not written by this tier."""
-SHARED_OWNER = bytes(16)
-"""The owner id of segments with pages of several tenants."""
 _OWNER_AT = _HEADER.size + _CHECK.size
-
-
-def tenant_owner(tenant: str) -> bytes:
-    """Returns the owner id of a tenant's segments."""
-    return (
-        blake2b(tenant.encode(), digest_size=16, person=b"kvloom.owner").digest() if tenant else SHARED_OWNER
-    )
 
 
 class Record:

@@ -185,10 +185,11 @@ class RemoteTier(Tier):
         max_page_bytes: int | None = None,
         on_close: Callable[[], None] | None = None,
         expiry: Expiry | None = None,
+        on_shares: Callable[[Shares], None] | None = None,
     ) -> None:
         self._name, self._config, self._on_close = name, config, on_close
         self._read_job, self._write_job = jobs
-        self._expiry = expiry
+        self._expiry, self._on_shares = expiry, on_shares
         self._max_page_bytes = max_page_bytes or config.capacity // (2 * config.writers)
         self._keys = read_keys(config.keys, config.protect)
         self._make_codec = partial(make_codec, config.compression, self._keys)
@@ -220,12 +221,14 @@ class RemoteTier(Tier):
         return self._config.capacity
 
     def set_shares(self, shares: Shares) -> None:
-        """Limits the bytes that this process stores for each tenant. Guaranteed parts are not enforced, because the
-        store evicts.
+        """Limits the bytes of each tenant. If the store counts tenants, limits and guaranteed parts apply to all its
+        clients. Otherwise limits apply to what this process stores, and guaranteed parts are not enforced.
         """
-        self._limits.set_shares(shares)
+        (self._on_shares or self._limits.set_shares)(shares)
 
     def used_by(self, tenant: str) -> int:
+        if self._on_shares is not None:
+            return int(self._call_control(lambda store: store.used_by(tenant), 0))
         return self._limits.used_by(tenant)
 
     def _with_stored_keys(self, objects: Objects) -> Objects:

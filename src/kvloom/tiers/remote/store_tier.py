@@ -25,6 +25,7 @@ from kvloom.tiers.encoding import (
     stored_time,
     unseal,
 )
+from kvloom.tiers.shares import Shares
 from kvloom.tiers.transfer import Outcome
 from kvloom.tiers.ttl import Expiry
 from kvloom.tiers.workers import Tools
@@ -72,9 +73,13 @@ class Store(Connection, Protocol):
         """
         ...
 
-    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
+    def used_by(self, tenant: str) -> int:
+        """Returns the bytes of a tenant in the whole store, or 0 if the store does not count tenants."""
+        return 0
+
+    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
         """Stores values that are given in pieces. Returns OK, FULL or FAILED for each. A value that is already stored
-        is OK.
+        is OK. A store that counts tenants applies the share of `tenant`.
         """
         ...
 
@@ -121,9 +126,15 @@ class CapacityTracker:
 
 
 def store_tier(
-    name: str, config: RemoteConfig, connect: Callable[[], Store], on_close: Callable[[], None] | None = None
+    name: str,
+    config: RemoteConfig,
+    connect: Callable[[], Store],
+    on_close: Callable[[], None] | None = None,
+    on_shares: Callable[[Shares], None] | None = None,
 ) -> RemoteTier:
-    """Opens a tier over a store. Closing the tier calls `on_close`. Raises TierError if the store cannot be reached."""
+    """Opens a tier over a store. Closing the tier calls `on_close`. If the store counts tenants, `on_shares` receives
+    their shares; otherwise this process counts what it stores. Raises TierError if the store cannot be reached.
+    """
     expiry = Expiry(config.ttl)
     return RemoteTier(
         name,
@@ -132,6 +143,7 @@ def store_tier(
         (_Read, _Write),
         on_close=on_close,
         expiry=expiry,
+        on_shares=on_shares,
     )
 
 
@@ -165,6 +177,9 @@ class _PrefixedStore(Connection):
     def usage(self) -> Usage:
         return self.store.usage()
 
+    def used_by(self, tenant: str) -> int:
+        return self.store.used_by(tenant)
+
     def close(self) -> None:
         self.store.close()
 
@@ -194,8 +209,11 @@ class _Write(Job):
                 continue
             items.append((PREFIX + key, [head.pack(), *body]))
             sealed.append(index)
+        tenant = self.objects.tenant
         if items:
-            outcomes |= zip(sealed, link.call(lambda prefixed: prefixed.store.put(items)), strict=True)
+            outcomes |= zip(
+                sealed, link.call(lambda prefixed: prefixed.store.put(items, tenant)), strict=True
+            )
         self.settle(outcomes)
 
 
