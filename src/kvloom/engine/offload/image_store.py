@@ -74,7 +74,10 @@ class ImageStore:
             self._transfers.write_to_tiers(objects, used=False)
 
     def _load(self, image: Image) -> torch.Tensor | None:
-        first = self._read(self._objects(image, 0, 1))
+        config = self._config()
+        wait = config.deadline_seconds[1] if config.load == "always" else _WAIT_SECONDS
+        deadline = time.monotonic() + wait
+        first = self._read(self._objects(image, 0, 1), deadline)
         if first is None:
             return None
         tokens = int.from_bytes(first[0, :8].tobytes(), "little")
@@ -82,19 +85,16 @@ class ImageStore:
             return None
         count = -(-tokens // _TOKENS)
         if count > 1:
-            rest = self._read(self._objects(image, 1, count))
+            rest = self._read(self._objects(image, 1, count), deadline)
             if rest is None:
                 return None
             first = np.concatenate((first, rest))
         values = torch.from_numpy(np.ascontiguousarray(first[:, _HEAD_BYTES:])).view(self._dtype)
         return values.view(-1, self._hidden)[:tokens]
 
-    def _read(self, objects: Objects) -> npt.NDArray[np.uint8] | None:
+    def _read(self, objects: Objects, deadline: float) -> npt.NDArray[np.uint8] | None:
         """Return the pages of objects, or None unless all of them are loaded into host memory in time."""
         transfers = self._transfers
-        config = self._config()
-        wait = config.deadline_seconds[1] if config.load == "always" else _WAIT_SECONDS
-        deadline = time.monotonic() + wait
         lookup = transfers.lookup([objects])
         while not lookup.done:  # bounded by the lookup's own deadline
             transfers.wait(0.005)
