@@ -7,6 +7,7 @@ begin with text can be compared, too; prompts that begin with an image are compa
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,18 @@ def test_an_image_is_written_once_for_each_content_whatever_stands_before_it() -
     assert engine.vision.encoder_runs == 2, "its pages are found by what it shows"
     ask(engine, prompt, [picture(1)], control=CacheControl(tenant="another"))
     assert engine.vision.encoder_runs == 3, "tenants share nothing"
+
+
+def test_after_a_restart_the_states_of_an_image_are_loaded(tmp_path: Path) -> None:
+    model, runs = causal(crossing()), []
+    for seed in (1, 8):
+        prompt = [*words(seed, 24), IMAGE, *words(2, 9)]
+        engine = engine_of(tiers=[f"disk:{tmp_path}:16MiB"], offload=OffloadConfig("always"))
+        assert ask(engine, prompt, [picture(1)]).tokens == expected(model, prompt, [picture(1)])
+        assert engine.vision is not None
+        runs.append(engine.vision.encoder_runs)
+        engine.close()
+    assert runs == [1, 0]
 
 
 def test_answers_share_the_image() -> None:

@@ -495,7 +495,8 @@ def test_a_prompt_with_an_image_hits_a_disk_tier_after_a_restart(family: str, tm
     prompt, beside = (prompt_of(family, words(1, 15), one, words(2, 40)) for one in (image, other))
     wanted = [expected(family, model, ids, [one], NEW) for ids, one in ((prompt, image), (beside, other))]
     block = 16
-    found = []
+    found: list[int] = []
+    runs: list[int] = []
     for ids, given in ((prompt, image), (prompt, image), (beside, other)):
         tiers, rule = [f"disk:{tmp_path}:16MiB"], OffloadConfig("always")
         llm = LLM(model, pool_bytes=8 << 20, tiers=tiers, offload=rule)
@@ -503,7 +504,45 @@ def test_a_prompt_with_an_image_hits_a_disk_tier_after_a_restart(family: str, tm
         assert [*ids, *result.outputs[0].token_ids] == wanted[given is other]
         found.append(result.num_cached_tokens)
         assert llm.engine.vision is not None
-        assert llm.engine.vision.encoder_runs == 1  # at least to count the tokens of an unknown shape
+        runs.append(llm.engine.vision.encoder_runs)
+        assert llm.engine.offload is not None
+        assert llm.engine.offload.stats.loaded_images == 1 - runs[-1]
         llm.close()
+    assert runs == [1, 0, 1], "its embeddings are loaded, even to count the tokens of an unknown shape"
     before = beside.index(IMAGE)  # text that both prompts share
     assert found == [0, (len(prompt) - 1) // block * block, before // block * block]
+
+
+@pytest.mark.parametrize("family", MAIN)
+def test_embeddings_are_loaded_for_another_prompt_and_damaged_ones_encoded_again(
+    family: str, tmp_path: Path
+) -> None:
+    """The text before the image differs, so no page of the first prompt is found, only its embeddings."""
+    model, image = vision_model(family), image_of(family, 1)
+    prompts = [prompt_of(family, words(n, 15), image, words(2, 20)) for n in range(5)]
+    wanted = [expected(family, model, ids, [image], NEW) for ids in prompts]
+
+    def run(number: int, tenant: str = "", store: bool = True) -> tuple[int, int]:
+        llm = LLM(
+            model, pool_bytes=8 << 20, tiers=[f"disk:{tmp_path}:16MiB"], offload=OffloadConfig("always")
+        )
+        control = CacheControl(tenant=tenant, store=store)
+        [result] = llm.generate({"prompt": prompts[number], "images": [image]}, GREEDY, control=control)
+        assert [*prompts[number], *result.outputs[0].token_ids] == wanted[number]
+        assert llm.engine.vision is not None
+        assert llm.engine.offload is not None
+        found = llm.engine.vision.encoder_runs, llm.engine.offload.stats.loaded_images
+        llm.close()
+        return found
+
+    assert run(0, store=False) == (1, 0)
+    assert run(1) == (1, 0), "a request that stores nothing stored no embeddings"
+    assert run(2) == (0, 1)
+    assert run(3, "another") == (1, 0), "tenants share nothing"
+    for segment in tmp_path.glob("*.seg"):
+        data = bytearray(segment.read_bytes())
+        for at in range(4096, len(data)):
+            if at % 4096 >= 2048:  # heads stay, bodies are damaged
+                data[at] ^= 255
+        segment.write_bytes(data)
+    assert run(4) == (1, 0)

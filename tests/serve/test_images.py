@@ -322,3 +322,19 @@ def test_tenants_take_turns_at_the_decoder_and_a_cancelled_request_is_dropped(
     [(refused, why)] = taken(prompts, 1)
     assert refused.id == 5
     assert "3 prompt tokens, with those of the images, exceed the limit of 2" in str(why)
+
+
+def test_a_restarted_server_loads_embeddings_from_disk(made: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    """Other words stand before the image, so its pages are not found: only its embeddings are."""
+    more = ("--pool", "16MiB", "--load", "always", "--tier", f"disk:{tmp_path}:64MiB")
+    counts = []
+    for words in ("First look at ", "Then look at "):
+        content = [text(words), part(url(picture(1))), text(" and describe it")]
+        with running(made[0], "--name", "tiny-llava", *more) as server:
+            status, answer = ask(server, content)
+            assert status == 200
+            found = server.metrics()
+            counts.append((found["kvloom_encoded_images_total"], found["kvloom_loaded_images_total"]))
+    assert counts == [(1, 0), (0, 1)]
+    with running(made[0], "--name", "tiny-llava", "--pool", "16MiB") as server:
+        assert ask(server, content)[1]["choices"] == answer["choices"]

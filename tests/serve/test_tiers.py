@@ -39,6 +39,29 @@ def test_a_restarted_server_hits_pages_on_disk(folder: Path, tmp_path: Path) -> 
         assert 0 < cached < len(PROMPT)  # on a busy machine it computes the head while the tail loads
 
 
+def test_a_restarted_server_does_not_load_expired_pages(folder: Path, tmp_path: Path) -> None:
+    def tiers(ttl: float) -> tuple[str, ...]:
+        return (
+            "--pool",
+            "16MiB",
+            "--tier",
+            f"host:8MiB?ttl={ttl}",
+            "--tier",
+            f"disk:{tmp_path}:256MiB?ttl={ttl}",
+        )
+
+    with running(folder, *tiers(3600)) as server:
+        first = server.complete(**ASKED)
+    with running(folder, *tiers(3600)) as server:
+        again = server.complete(**ASKED)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    time.sleep(1.1)
+    with running(folder, *tiers(0.1)) as server:
+        late = server.complete(**ASKED)
+        assert late["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert first["choices"] == again["choices"] == late["choices"]
+
+
 @pytest.mark.slow
 def test_a_partial_hit_from_a_tier_is_explained_with_one_account(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -95,7 +95,13 @@ def test_the_stored_format_is_pinned() -> None:
     assert form.fingerprint.hex() == "933875c6a8abd71f1436fae568e6954d"
     key = bytes(range(16)) + (3).to_bytes(4, "little") + form.fingerprint
     head, _ = seal(key, form, memoryview(b"0123456789abcdef"), make_codec())
-    assert head.pack().hex() == (
+    assert head.stored_at > 1_700_000_000
+    assert parse_head(memoryview(head.pack())) == (head, len(head.pack()))
+    packed = head._replace(stored_at=0x12345678).pack()
+    assert packed[44:56].hex() == "020000000800000078563412", (
+        "the time is where earlier releases read nothing"
+    )
+    assert head._replace(stored_at=0).pack().hex() == (
         "4b564c5001000000000102030405060708090a0b0c0d0e0f03000000"
         + form.fingerprint.hex()
         + "02000000080000000000000046f623670de4081813aa4e189c9c373c1eecd159f9b458fe"

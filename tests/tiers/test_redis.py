@@ -12,7 +12,7 @@ import pytest
 
 from kvloom.tiers import Form, Objects, Outcome, Ranges, TierError, open_tier
 from kvloom.tiers.remote import RedisAddress, RemoteConfig, RemoteTier, open_redis
-from kvloom.tiers.remote.redis import RedisStore
+from kvloom.tiers.remote.redis import _INDEXES, RedisStore
 from kvloom.tiers.remote.redis_protocol import RedisReplyError, RespConnection
 from kvloom.tiers.remote.store_tier import PREFIX
 from kvloom.tiers.testing.conformance import (
@@ -160,9 +160,7 @@ def test_a_reserved_value_that_was_never_filled_is_a_miss_and_can_be_written(
 ) -> None:
     store = RedisStore(RedisAddress(port=port), CAPACITY, 2.0)
     key = PREFIX + objects([1]).keys[0]
-    store._connection.call(
-        "EVALSHA", store._reserve, 3, "kvloom/1:used", "kvloom/1:sizes", "kvloom/1:counts", CAPACITY, key, 100
-    )
+    store._connection.call("EVALSHA", store._reserve, *_INDEXES, CAPACITY, "", 0, 0, key, 100)
     assert store._connection.call("EXISTS", key) == 1
     assert not tier.lookup(objects([1])).any()
     assert get(tier, [1]).results.tolist() == [Outcome.MISSING]

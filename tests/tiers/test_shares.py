@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ from kvloom.tiers import (
 from kvloom.tiers.disk import Files
 from kvloom.tiers.host import SharedMemory
 from kvloom.tiers.peer import PeerConfig, PeerServer
+from kvloom.tiers.remote.redis_protocol import RespConnection
+from kvloom.tiers.remote.store_tier import PREFIX
 from kvloom.tiers.testing import Faults, FaultyFiles
 
 from .servers import redis_server
@@ -295,10 +299,91 @@ def test_a_tenant_stores_no_more_than_its_limit_in_a_store(url_of: Any, tmp_path
         for first in range(0, 2 * pages, 16):
             assert put(tier, of("a", range(first, first + 16))) == [Outcome.OK] * 16
             assert tier.used_by("a") <= limit
-        assert there(tier, of("a", range(2 * pages))) == pages
-        assert there(tier, of("a", range(pages, 2 * pages))) == pages, "its newest pages remain"
+        kept = limit // (tier.used_by("a") // there(tier, of("a", range(2 * pages))))
+        assert pages - 2 <= kept <= pages, "Redis also counts heads"
+        assert there(tier, of("a", range(2 * pages))) == kept
+        newest = there(tier, of("a", range(2 * pages - kept, 2 * pages)))
+        assert newest >= kept - 16, "its newest pages remain; two threads write each batch"
         assert there(tier, of("b", range(64))) == 64, "no other tenant lost a page"
-        tier.drop(of("a", range(pages, pages + 8)))
-        assert tier.used_by("a") == limit - 8 * PAGE
+        before = tier.used_by("a")
+        tier.drop(of("a", range(2 * pages - 8, 2 * pages)))
+        assert tier.used_by("a") == before - before // kept * 8
         assert tier.used_by("b") == 0, "tenants without a limit are not counted"
+        tier.close()
+
+
+WRITER = """
+import sys
+from kvloom.tiers import Share, open_with_policy
+from tests.tiers.test_shares import of, put
+url, first = sys.argv[1], int(sys.argv[2])
+tier = open_with_policy(url, {"a": Share(0.25)}).tier
+for at in range(first, first + 512, 8):
+    put(tier, of("a", range(at, at + 8)))
+    print(tier.used_by("a"), flush=True)
+tier.close()
+"""
+
+
+@pytest.mark.server
+def test_processes_that_share_a_redis_server_share_a_quota(tmp_path: Path) -> None:
+    """Each process stores more than the quota, at the same time."""
+    limit = CAPACITY // 4
+    with redis_url(tmp_path) as url:
+        tier = open_with_policy(url, {"a": Share(0.25)}).tier
+        assert isinstance(tier, SupportsShares)
+        put(tier, of("b", range(32)))
+        writers = [
+            subprocess.Popen(
+                [sys.executable, "-c", WRITER, url, str(first)], stdout=subprocess.PIPE, text=True
+            )
+            for first in (0, 1000)
+        ]
+        seen = [int(line) for writer in writers for line in writer.communicate(timeout=120)[0].split()]
+        assert [writer.returncode for writer in writers] == [0, 0]
+        assert len(seen) == 2 * 512 // 8
+        assert limit // 2 < max(seen) <= limit
+        stored = [there(tier, of("a", range(first, first + 512))) for first in (0, 1000)]
+        assert sum(stored) * PAGE <= limit < (sum(stored) + 4) * PAGE
+        assert there(tier, of("b", range(32))) == 32, "no other tenant lost a page"
+        tier.close()
+
+
+@pytest.mark.server
+def test_a_redis_server_guarantees_a_tenants_part(tmp_path: Path) -> None:
+    shares = {"sure": Share(guaranteed=0.25)}
+    with redis_url(tmp_path) as url:
+        tier, other = open_with_policy(url, shares).tier, open_with_policy(url).tier
+        assert isinstance(tier, SupportsShares)
+        pages = CAPACITY // PAGE
+        for at in range(0, pages // 2, 16):
+            put(tier, of("sure", range(at, at + 16)))
+        for at in range(0, 2 * pages, 16):  # a server without shares honours them, too
+            assert put(other, of("flood", range(at, at + 16))) == [Outcome.OK] * 16
+        kept = there(tier, of("sure", range(pages // 2)))
+        assert pages // 4 - 2 <= kept <= pages // 4, "what is above the guarantee was evicted"
+        assert there(tier, of("flood", range(2 * pages - 64, 2 * pages))) == 64
+        assert tier.stats().bytes <= CAPACITY
+        tier.drop(of("sure", range(pages // 2)))
+        assert tier.used_by("sure") == 0
+        tier.close()
+        other.close()
+
+
+@pytest.mark.server
+def test_a_redis_server_with_clients_of_an_earlier_release_stays_consistent(tmp_path: Path) -> None:
+    """Such a client evicts pages without counting them for their tenant."""
+    with redis_server(tmp_path) as (port, _):
+        tier = open_with_policy(f"redis://127.0.0.1:{port}/0?capacity=8MiB", {"a": Share(0.25)}).tier
+        assert isinstance(tier, SupportsShares)
+        put(tier, of("a", range(8)))
+        put(tier, of("a", range(8, 16)))
+        client = RespConnection(("127.0.0.1", port), 5)
+        for key in of("a", range(8)).keys:
+            assert client.call("UNLINK", PREFIX + key) == 1
+            client.call("ZREM", "kvloom/1:used", PREFIX + key)
+        before = tier.used_by("a")
+        put(tier, of("a", range(100, 101)))
+        assert tier.used_by("a") == before // 16 * 9
+        client.close()
         tier.close()

@@ -152,7 +152,11 @@ def test_a_redis_server_is_listed_checked_and_purged(
         assert called(capsys, "purge", url, "--yes")[1]["dropped"] == 8
         assert not tier.lookup(objects).any()
         assert tier.stats().bytes == 0
-        assert main(["tiers", "purge", url, "--tenant", "a"]) == 2
-        assert "do not name their tenant" in capsys.readouterr().err
+        shares = {"a": Share(0.5)}
+        stored(url, "a", 5, shares)
+        stored(url, "b", 3, shares)
+        assert sorted(called(capsys, "ls", url)[1]["tenants"].values()) == [3, 5]
+        assert called(capsys, "purge", url, "--tenant", "a", "--yes")[1]["dropped"] == 5
+        assert list(called(capsys, "ls", url)[1]["tenants"]) == ["without a share"]
         client.close()
         tier.close()

@@ -124,6 +124,8 @@ class Engine:
                 config.tiers, self.cache, self.buffer, self._apply_copies, config.offload
             )
             self.runner.pages.set_host_memory(torch.from_numpy(self.offload.host.arena))
+            if self.vision is not None:
+                self.vision.store = self.offload.image_store(*self.vision.embedding_shape)
             if memory.batch_invariant:
                 self.offload.cold = None
                 self.offload.cold_refusal = refused("batch_invariant, cold pages")
@@ -228,7 +230,7 @@ class Engine:
             control = replace(
                 control, lossy=False
             )  # no tier re-encodes pages, so all requests can share pages
-        image_inputs = self._prepare_images(tokens, images, control.tenant) if len(images) else None
+        image_inputs = self._prepare_images(tokens, images, control) if len(images) else None
         prompt_array = ids.astype(np.int32, copy=False)
         request = Request(
             self._request_count,
@@ -573,10 +575,12 @@ class Engine:
             self._grammars = Grammars(self.tokenizer, self.eos, self.config.grammar_limits)
         return self._grammars
 
-    def _prepare_images(self, tokens: tuple[int, ...], images: Many[Any], tenant: str) -> ImageInputs:
+    def _prepare_images(
+        self, tokens: tuple[int, ...], images: Many[Any], control: CacheControl
+    ) -> ImageInputs:
         if self.vision is None:
             raise ValueError(Vision.refusal(self.model))
-        return self.vision.read_prompt(tokens, images, tenant)
+        return self.vision.read_prompt(tokens, images, control.tenant, control.read, control.store)
 
     def _validate(self, ids: npt.NDArray[Any], params: SamplingParams, text: bool) -> None:
         """Raise ValueError for a prompt or parameters that can never run."""

@@ -12,6 +12,7 @@ from urllib.parse import parse_qsl
 from kvloom.core import parse_size
 
 from .encoding import Compression
+from .ttl import check_ttl
 
 __all__ = ["Options", "redact_url", "url_label"]
 
@@ -52,6 +53,15 @@ class Options:
 
     def seconds(self, name: str, default: float) -> float:
         return float(self._parse(name, default, float))
+
+    def ttl(self) -> float:
+        """Returns the time to live of pages in seconds; 0 means that they never expire."""
+        ttl = self.seconds("ttl", 0)
+        try:
+            check_ttl(ttl)
+        except ValueError as error:
+            raise ValueError(f"{self.url}: {error}") from None
+        return ttl
 
     def size(self, name: str, default: int | None = None) -> int:
         """Returns a size in bytes. Without `default` the option is required."""

@@ -9,11 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
 from kvloom.core import Tenant
 
-__all__ = ["Account", "Share", "Shares", "SupportsShares", "tenant_shares"]
+__all__ = ["SHARED_OWNER", "Account", "Share", "Shares", "SupportsShares", "tenant_owner", "tenant_shares"]
+
+SHARED_OWNER = bytes(16)
+"""The owner id of pages that are not counted for a single tenant."""
+
+
+def tenant_owner(tenant: str) -> bytes:
+    """Returns the owner id of a tenant in stored data: a digest of its name."""
+    if not tenant:
+        return SHARED_OWNER
+    return blake2b(tenant.encode(), digest_size=len(SHARED_OWNER), person=b"kvloom.owner").digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ class StoredPage:
     """One stored page. `head` is None if it was not read. `tenant` is a digest of the tenant's name if the tier
     separates tenants.
 
-    `idle_seconds` is the time since the last use, or since the file was written.
+    `idle_seconds` is the time since the last use, or since the file was written. An expired page is older than the
+    TTL of the tier's URL.
     """
 
     key: bytes
@@ -32,6 +33,7 @@ class StoredPage:
     head: Head | None = None
     tenant: bytes = b""
     idle_seconds: float = 0.0
+    is_expired: bool = False
 
     @property
     def format(self) -> str:

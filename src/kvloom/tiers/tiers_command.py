@@ -47,14 +47,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument(
         "--sample", type=int, metavar="N", help="check at most N pages of each tier (default: all)"
     )
-    purge.add_argument(
-        "--tenant", metavar="T", help="only pages of this tenant; for a disk tier whose tenants have shares"
-    )
+    purge.add_argument("--tenant", metavar="T", help="only pages of this tenant, if it has a share")
     purge.add_argument(
         "--older-than",
         type=float,
         metavar="S",
         help="only pages not used for S seconds (Redis), or whose file was not written for S seconds (disk)",
+    )
+    purge.add_argument(
+        "--expired", action="store_true", help="only pages older than the ttl of the URL (disk:…?ttl=3600)"
     )
     purge.add_argument("--yes", action="store_true", help="drop the pages")
     for verb in (ls, check, purge):
@@ -138,14 +139,16 @@ def _ls(url: str, args: argparse.Namespace) -> dict[str, Any]:
     try:
         formats: Counter[str] = Counter()
         tenants: Counter[str] = Counter()
-        objects = size = 0
+        objects = size = expired = 0
         for page in pages.pages(_HEADS):
             objects, size = objects + 1, size + page.stored_bytes
+            expired += page.is_expired
             formats[page.format] += 1
             tenants[page.tenant.hex() or "without a share"] += 1
         return {
             "tier": label,
             "objects": objects,
+            "expired": expired,
             "bytes": size,
             "capacity": pages.capacity,
             "version": pages.version,
@@ -179,6 +182,7 @@ def _check(url: str, args: argparse.Namespace) -> dict[str, Any]:
             "checked": len(todo),
             "intact": counts[Outcome.OK],
             "incomplete": counts[Outcome.MISSING],
+            "expired": sum(page.is_expired for page in todo),
             "damaged": len(damaged),
             "damaged_pages": damaged,
             "notes": pages.notes,
@@ -195,6 +199,7 @@ def _purge(url: str, args: argparse.Namespace) -> dict[str, Any]:
             page
             for page in pages.pages(0)
             if (owner is None or page.tenant == owner)
+            and (page.is_expired or not args.expired)
             and (args.older_than is None or page.idle_seconds >= args.older_than)
         ]
         report = {"tier": url_label(url), "chosen": len(chosen), "bytes": sum(p.stored_bytes for p in chosen)}

@@ -14,15 +14,16 @@ from typing import Generic, TypeVar
 from kvloom.tiers.aligned_memory import aligned_bytes
 
 from .encoding import Codec
+from .ttl import Expiry
 
 __all__ = ["Tools", "Workers"]
 
 
 class Tools:
-    """The scratch memory and codec of one thread."""
+    """The scratch memory and codec of one thread, and the expiry of its tier."""
 
-    def __init__(self, codec: Codec) -> None:
-        self.codec = codec
+    def __init__(self, codec: Codec, expiry: Expiry | None = None) -> None:
+        self.codec, self.expiry = codec, expiry or Expiry()
         self._scratch = aligned_bytes(0)
 
     def scratch(self, size: int) -> memoryview:

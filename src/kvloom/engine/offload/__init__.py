@@ -10,6 +10,7 @@
     load_or_recompute.py  LoadOrRecompute: how far a request computes while its pages load
     throughput.py         TimeModel: measured seconds per amount
     host_pages.py         HostPages: copies between pool and host memory, on a GPU by streams
+    image_store.py        ImageStore: embeddings of images in tiers
     open_tiers.py         open_offload, opened_tiers: opens configured tiers
     session_history.py    SessionHistory: tokens of past sessions, for prefetches
     stats.py              OffloadStats: counters

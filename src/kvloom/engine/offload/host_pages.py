@@ -70,7 +70,12 @@ def _page_fields(group: PageGroup) -> PageFields:
 
 
 def open_host(
-    layout: PoolLayout, capacity: int, checked: bool, device: torch.device, shared: bool = False
+    layout: PoolLayout,
+    capacity: int,
+    checked: bool,
+    device: torch.device,
+    shared: bool = False,
+    ttl: float = 0,
 ) -> tuple[HostTier, SharedMemory | None]:
     """Open a host tier with the slab size of the pool. For a GPU its memory is pinned. With `shared`, other processes
     on this host may map the memory and read it. Returns the tier and the shared memory, which is None if the system
@@ -82,7 +87,7 @@ def open_host(
     if shared:
         with contextlib.suppress(OSError, AttributeError):
             memory = SharedMemory(capacity // slab * slab, read_only=True)
-    tier = HostTier(HostConfig(capacity, slab, checked), None if memory is None else memory.buffer)
+    tier = HostTier(HostConfig(capacity, slab, checked, ttl), None if memory is None else memory.buffer)
     if device.type == "cuda":
         arena = tier.arena
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]

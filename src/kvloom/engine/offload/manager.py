@@ -25,6 +25,7 @@ from kvloom.tiers.transfers import TransferManager
 from .cold_pages import ColdPages
 from .decision import Action, Decision
 from .host_pages import HostPages
+from .image_store import ImageStore
 from .load_job import LoadJob, Phase
 from .pool_loader import CopyStart, PoolLoader
 from .stats import OffloadStats
@@ -113,6 +114,10 @@ class OffloadManager:
         self._tiers.config = config
 
     # -- the scheduler's interface ----------------------------------------------------------------
+
+    def image_store(self, hidden: int, dtype: torch.dtype) -> ImageStore:
+        """Return the store of image embeddings with `hidden` numbers each."""
+        return ImageStore(self.cache, self.transfers, lambda: self.config, self.stats, hidden, dtype)
 
     def prefetch(self, request: Request, find_match: Callable[[Request], Match], can_wait: bool) -> None:
         """Start to load the pages of a queued request from tiers into host memory. Does not change the pool.

@@ -104,7 +104,12 @@ def open_offload(
         host_text = HostURL.parse(plain)
     server_config = _server_config(host_text)
     host, memory = open_host(
-        layout, host_text.capacity, host_text.checked, device, shared=server_config is not None
+        layout,
+        host_text.capacity,
+        host_text.checked,
+        device,
+        shared=server_config is not None,
+        ttl=host_text.ttl,
     )
     tenants = (account.tenant for account in cache.inspect.accounts.values())
     shares = tenant_shares(tenants, cache.usable_slabs * layout.slab_bytes)

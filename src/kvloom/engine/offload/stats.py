@@ -23,6 +23,10 @@ class OffloadStats:
     no_free_pages: int = 0
     """Loads postponed because the pool had no free pages."""
     prefetched_sessions: int = 0
+    loaded_images: int = 0
+    """Images whose embeddings were loaded from tiers."""
+    encoded_images: int = 0
+    """Images that no tier had in time, so the vision tower ran."""
     offloaded_pages: int = 0
     """Pages copied to host memory."""
     offloaded_bytes: int = 0

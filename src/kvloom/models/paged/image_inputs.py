@@ -20,10 +20,15 @@ EMBEDDINGS = "vision.embeddings"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """The model inputs of one image, and the digest of its content."""
+    """The model inputs of one image, and the digest of its content. `read` and `store` state whether its embeddings
+    may be loaded from tiers and stored there, for `tenant`.
+    """
 
     inputs: Mapping[str, torch.Tensor]
     digest: bytes
+    tenant: str = ""
+    read: bool = True
+    store: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -70,8 +70,10 @@ class CrossVision(Vision):
             if getattr(module, "layer_idx", None) in cross_views and hasattr(module, "k_proj")
         ]
 
-    def read_prompt(self, prompt: Many[int], images: Many[Any], tenant: str = "") -> ImageInputs:
-        known = tuple(self._image(given, tenant) for given in images)
+    def read_prompt(
+        self, prompt: Many[int], images: Many[Any], tenant: str = "", read: bool = True, store: bool = True
+    ) -> ImageInputs:
+        known = tuple(replace(self._image(given, tenant), read=read, store=store) for given in images)
         places = np.flatnonzero(np.asarray(prompt, dtype=np.int64) == self.token)
         if len(places) != len(known):
             raise ValueError(
@@ -106,7 +108,7 @@ class CrossVision(Vision):
             earlier = any(other.digest == item.digest for other in image_inputs.media[:place])
             if not start <= item.start < stop or earlier or sequence.media_is_cached(item.digest):
                 continue
-            states = self.embed(image_inputs.images[place])
+            states = self.find_embeddings(image_inputs.images[place])
             rows, tokens = sequence.media_rows(item.digest), np.arange(len(states))
             with torch.inference_mode():
                 for module, view, column in self._layers:

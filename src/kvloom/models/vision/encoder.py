@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Mapping, Sequence as Many
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from kvloom.models.paged import Batch, Image, ImageInputs, Work
 
 from .embeddings import Embeddings, with_embeddings
 
-__all__ = ["VISION_FAMILIES", "Vision"]
+__all__ = ["VISION_FAMILIES", "EmbeddingStore", "Vision"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -53,10 +53,21 @@ GRID, SIZE = "image_grid_thw", "image_sizes"
 DIGEST_BYTES = 32
 
 
+class EmbeddingStore(Protocol):
+    """Stores embeddings outside the pool."""
+
+    def load(self, image: Image) -> torch.Tensor | None: ...
+
+    def save(self, image: Image, made: torch.Tensor) -> None: ...
+
+
 class Vision:
     """The image part of one model. Without pages for `embeddings`, the tower runs whenever an embedding is needed."""
 
     embeddings: Embeddings | None = None
+    store: EmbeddingStore | None = None
+    """Embeddings in tiers; None without tiers."""
+    _last_encoded: tuple[bytes, torch.Tensor] | None = None
 
     def __init__(self, model: Any) -> None:
         reason = self.refusal(model)
@@ -82,7 +93,6 @@ class Vision:
         self.encoder_runs = 0
         """Number of times the tower ran."""
         self._counts: dict[object, int] = {}
-        self._last_encoded: tuple[bytes, torch.Tensor] | None = None
 
     @staticmethod
     def refusal(model: Any) -> str | None:
@@ -103,6 +113,11 @@ class Vision:
         """Return `layout` with additional pages for image embeddings. The slab size is a multiple of `granularity`."""
         return with_embeddings(layers, layout, granularity)
 
+    @property
+    def embedding_shape(self) -> tuple[int, torch.dtype]:
+        """The length and dtype of one embedding."""
+        return int(self._model.get_input_embeddings().weight.shape[1]), self._dtype
+
     def bind_pool(
         self, layout: PoolLayout, buffer: torch.Tensor, cross_views: Mapping[int, tuple[LayerView, int]]
     ) -> None:
@@ -112,13 +127,15 @@ class Vision:
         width = self._model.get_input_embeddings().weight.shape[1]
         self.embeddings = Embeddings(layout, buffer, width, self._dtype)
 
-    def read_prompt(self, prompt: Many[int], images: Many[Any], tenant: str = "") -> ImageInputs:
+    def read_prompt(
+        self, prompt: Many[int], images: Many[Any], tenant: str = "", read: bool = True, store: bool = True
+    ) -> ImageInputs:
         """Return the images of a prompt with placeholders. `images` are in prompt order; each is the output of the
         model's processor, or pixels. Raises ValueError if prompt and images do not match. The first image of each
         shape is encoded here, because only the tower determines its token count. Embeddings are stored per `tenant`,
-        so that no tenant can find out whether another used an image.
+        so that no tenant can find out whether another used an image. `read` and `store` apply to tiers.
         """
-        known = tuple(self._image(given, tenant) for given in images)
+        known = tuple(replace(self._image(given, tenant), read=read, store=store) for given in images)
         bounds = np.cumsum([0, *(self._count(image) for image in known)])
         ids = np.asarray(prompt, dtype=np.int64)
         places = np.flatnonzero(ids == self.token)
@@ -172,11 +189,22 @@ class Vision:
         joined = upload(spans, self._device) if self.bidirectional else None
         return replace(batch, embeds=embeds, spans=joined)
 
-    def embed(self, image: Image) -> torch.Tensor:
-        """Run the vision tower. Return the embeddings of an image ([tokens, hidden])."""
+    def find_embeddings(self, image: Image) -> torch.Tensor:
+        """Return the embeddings of an image ([tokens, hidden]) from a tier, or run the vision tower and store them."""
         if self._last_encoded is not None and self._last_encoded[0] == image.digest:
             made, self._last_encoded = self._last_encoded[1], None
             return made
+        if self.store is None:
+            return self.embed(image)
+        found = self.store.load(image)
+        if found is not None:
+            return found.to(self._device)
+        made = self.embed(image)
+        self.store.save(image, made)
+        return made
+
+    def embed(self, image: Image) -> torch.Tensor:
+        """Run the vision tower. Return the embeddings of an image ([tokens, hidden])."""
         inputs = {
             name: part.to(self._device, self._dtype if part.is_floating_point() else None)
             for name, part in image.inputs.items()
@@ -195,11 +223,11 @@ class Vision:
         assert image_inputs is not None
         image, item = image_inputs.images[place], image_inputs.media[place]
         if self.embeddings is None or not item.tokens:
-            return self.embed(image)[begin:end]
+            return self.find_embeddings(image)[begin:end]
         rows = sequence.media_rows(item.digest)
         # The first step of an image fills all its embeddings. After a cache hit they are already there.
         if not sequence.media_is_cached(item.digest) and sequence.length <= max(item.start, sequence.resumed):
-            self.embeddings.write(rows, self.embed(image))
+            self.embeddings.write(rows, self.find_embeddings(image))
         return self.embeddings.read(rows, begin, end)
 
     def sample(self) -> Image:
@@ -260,7 +288,7 @@ class Vision:
             host = part.detach().cpu().contiguous()
             digest.update(f"{name} {host.dtype} {tuple(host.shape)} ".encode())
             digest.update(host.reshape(-1).view(torch.uint8).numpy().data)
-        return Image(inputs, digest.digest())
+        return Image(inputs, digest.digest(), tenant)
 
     def _count(self, image: Image) -> int:
         """Return the token count of an image, which depends only on shapes and grids."""
@@ -271,7 +299,7 @@ class Vision:
         if key not in self._counts:
             shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in image.inputs.items())
             try:
-                made = self.embed(image)
+                made = self.find_embeddings(image)
                 count, self._last_encoded = (
                     len(made),
                     (image.digest, made),

@@ -196,6 +196,8 @@ def tier_series(stats: EngineStats) -> list[Series]:
         Series("kvloom_loaded_tokens", "counter", "Prompt tokens loaded from tiers", offload.get("loaded_tokens", 0), aliases=("kvloom_landed_tokens",)),
         Series("kvloom_loaded_bytes", "counter", "Bytes loaded from tiers", offload.get("loaded_bytes", 0), aliases=("kvloom_landed_bytes",)),
         Series("kvloom_load_failed_pages", "counter", "Pages that host memory evicted before they were loaded", offload.get("failed_pages", 0), aliases=("kvloom_missed_pages",)),
+        Series("kvloom_loaded_images", "counter", "Images whose embeddings were loaded from tiers", offload.get("loaded_images", 0)),
+        Series("kvloom_encoded_images", "counter", "Images that no tier had in time, so the vision encoder ran", offload.get("encoded_images", 0)),
         Series("kvloom_offloaded_pages", "counter", "Pages copied to host memory", offload.get("offloaded_pages", 0), aliases=("kvloom_kept_pages",)),
         Series("kvloom_cold_pages", "counter", "Pages of running requests that became cold: the pool is too small for them", offload.get("cold_pages", 0)),
         Series("kvloom_loads_slower_than_recompute", "counter", "Loads skipped because recomputing is faster", offload.get("not_worth_loading", 0), aliases=("kvloom_loads_not_worth",)),

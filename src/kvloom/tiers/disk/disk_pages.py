@@ -8,16 +8,19 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from kvloom.tiers.aligned_memory import aligned_bytes
+from kvloom.tiers.shares import SHARED_OWNER, tenant_owner
 from kvloom.tiers.stored_page import StoredPage, StoredPages, verify_page
 from kvloom.tiers.tier import TierError
 from kvloom.tiers.transfer import Outcome
+from kvloom.tiers.ttl import expiry_cutoff
 
 from .disk_tier import DiskConfig, DiskTier
 from .files import SystemFiles
 from .recovery import recover
-from .segment import SEGMENT_VERSION, SHARED_OWNER, Record, Segment, tenant_owner
+from .segment import SEGMENT_VERSION, Record, Segment
 from .tombstones import Tombstones
 
 __all__ = ["DiskPages"]
@@ -71,12 +74,13 @@ class DiskPages(StoredPages):
         return list(self._notes)
 
     def pages(self, max_heads: int | None = None) -> Iterator[StoredPage]:
-        now = time.time()
+        now, cutoff = time.time(), expiry_cutoff(self._config.ttl)
         ages = {number: now - os.fstat(segment.fd).st_mtime for number, segment in self._segments.items()}
         for key, record in self._records.items():
             owner = record.segment.owner
             tenant = b"" if owner == SHARED_OWNER else owner
-            yield StoredPage(key, record.span, record.head, tenant, max(0.0, ages[record.segment.number]))
+            idle, is_expired = max(0.0, ages[record.segment.number]), record.head.stored_at < cutoff
+            yield StoredPage(key, record.span, record.head, tenant, idle, is_expired)
 
     def verify(self, page: StoredPage) -> Outcome:
         record = self._records[page.key]
@@ -95,12 +99,13 @@ class DiskPages(StoredPages):
 
     def drop(self, pages: Iterable[StoredPage]) -> int:
         """Removes pages, and files that have no pages left. Returns the number removed."""
-        tier = DiskTier(self._config)
+        config = replace(self._config, ttl=0)  # opening would remove expired pages uncounted
+        tier = DiskTier(config)
         try:
             dropped = tier.drop_stored([page.key for page in pages])
         finally:
             tier.close()
-        tier = DiskTier(self._config)
+        tier = DiskTier(config)
         try:
             tier.remove_empty_files()
         finally:

@@ -45,6 +45,7 @@ from kvloom.tiers.transfer import (
     describe_outcome,
     failed_transfer,
 )
+from kvloom.tiers.ttl import check_ttl
 
 from .files import Files, SystemFiles, lock_directory
 from .segment_reader import SegmentReader
@@ -62,7 +63,7 @@ class DiskConfig:
     With `"process"` it survives the end or crash of the process. If `segment_bytes` is None, it is a 64th of the
     capacity, but at least the smaller of 64 MiB and a quarter of the capacity. `pending_bytes` limits the bytes in
     flight per direction; objects beyond the limit are BUSY. When a segment is evicted, `copy_forward` keeps its pages
-    that were read.
+    that were read. `ttl` is the number of seconds after which a page is a miss; 0 means never.
     """
 
     directory: Path | str
@@ -80,6 +81,7 @@ class DiskConfig:
     readers: int = 16
     pending_bytes: int = 1 << 30
     close_seconds: float = 10.0
+    ttl: float = 0
 
     def __post_init__(self) -> None:
         for field, allowed in (
@@ -90,6 +92,7 @@ class DiskConfig:
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r} is none of {', '.join(allowed)}")
         check_protect(self.keys, self.protect)
+        check_ttl(self.ttl)
         if self.readers < 1 or self.pending_bytes < 1:
             raise ValueError(
                 f"readers={self.readers} and pending_bytes={self.pending_bytes} must be positive"
@@ -132,6 +135,7 @@ class DiskTier(Tier):
                     config.direct,
                     config.evict,
                     config.copy_forward,
+                    config.ttl,
                 ),
             )
         except BaseException as error:
@@ -206,8 +210,8 @@ class DiskTier(Tier):
         except NoKeyError:
             return np.zeros(len(objects), np.bool_)
         with self._store.lock:
-            index = self._store.index
-            return np.array([key in index for key in objects.keys], np.bool_)
+            get = self._store.getter()
+            return np.array([get(key) is not None for key in objects.keys], np.bool_)
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         into.check(objects, writable=True)
@@ -230,7 +234,7 @@ class DiskTier(Tier):
         checks, run_bytes = 8 * objects.form.runs, objects.form.run_bytes
         space = max(0, self._config.pending_bytes - self._reader.pending)
         with store.lock:
-            get = store.index.get
+            get = store.getter()
             for index, key in enumerate(objects.keys):
                 record = get(key)
                 if record is None:
@@ -278,7 +282,7 @@ class DiskTier(Tier):
             return failed_transfer(len(objects), self._transfer_counts, "write", Outcome.FAILED, reason)
         transfer = Transfer(len(objects), self._transfer_counts, "write", size)
         with self._store.lock:
-            get = self._store.index.get
+            get = self._store.getter()
             stored = np.array(
                 [(record := get(key)) is not None and record.is_verified for key in objects.keys], bool
             )
@@ -362,6 +366,7 @@ def disk_config(options: Options, directory: str, capacity: int) -> DiskConfig:
         keys=options.optional_text("keys"),
         protect=options.optional_text("protect"),
         evict=evict,
+        ttl=options.ttl(),
     )
 
 

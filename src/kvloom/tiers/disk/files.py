@@ -62,6 +62,10 @@ class Files:
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
+    def modified_at(self, fd: int) -> int:
+        """Returns the time of the last write, in seconds since 1970."""
+        return int(os.fstat(fd).st_mtime)
+
     def allocate(self, fd: int, size: int) -> None:
         """Allocates disk space, so that a full disk is detected before any write."""
         try:

@@ -18,11 +18,11 @@ import errno
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from hashlib import blake2b
 from typing import Any
 
 from kvloom.tiers.aligned_memory import BLOCK, aligned, aligned_bytes
 from kvloom.tiers.encoding import Head, checksum, parse_head
+from kvloom.tiers.shares import SHARED_OWNER
 from kvloom.tiers.transfer import Outcome
 
 from .files import Files, UntrustedFileError
@@ -31,11 +31,9 @@ __all__ = [
     "MAX_HEAD_BYTES",
     "MAX_SEGMENT_NUMBER",
     "SEGMENT_VERSION",
-    "SHARED_OWNER",
     "Frame",
     "Record",
     "Segment",
-    "tenant_owner",
 ]
 
 SEGMENT_VERSION = 1
@@ -50,16 +48,7 @@ MAX_HEAD_BYTES = 32 << 20
 """Largest number of bytes of heads in one frame. A reader never allocates more, even if a frame states more."""
 MAX_SEGMENT_NUMBER = 10**15
 """Largest valid segment number. A file with a larger number was not written by this tier."""
-SHARED_OWNER = bytes(16)
-"""The owner id of segments with pages of several tenants."""
 _OWNER_AT = _HEADER.size + _CHECK.size
-
-
-def tenant_owner(tenant: str) -> bytes:
-    """Returns the owner id of a tenant's segments."""
-    return (
-        blake2b(tenant.encode(), digest_size=16, person=b"kvloom.owner").digest() if tenant else SHARED_OWNER
-    )
 
 
 class Record:
@@ -84,11 +73,11 @@ class Frame:
     therefore has little to do.
     """
 
-    __slots__ = ("_heads", "_offset", "_segment", "_used", "block", "bodies", "size")
+    __slots__ = ("_offset", "_segment", "_used", "block", "bodies", "heads", "size")
 
     def __init__(self, heads: Sequence[Head], bodies: Sequence[Any], size: int) -> None:
         packed = b"".join([head.pack() for head in heads])
-        self._heads, self.bodies, self.size = heads, bodies, size
+        self.heads, self.bodies, self.size = heads, bodies, size
         self._used = _FRAME.size + len(packed) + _CHECK.size
         self.block = aligned_bytes(self._used)
         self.block[_FRAME.size : _FRAME.size + len(packed)] = packed
@@ -104,7 +93,7 @@ class Frame:
         """Writes the frame's position into its header."""
         end = self._used - _CHECK.size
         stated = (_FRAME_MAGIC, SEGMENT_VERSION, 0, segment.id, offset)
-        _FRAME.pack_into(self.block, 0, *stated, len(self._heads), end - _FRAME.size, self.size)
+        _FRAME.pack_into(self.block, 0, *stated, len(self.heads), end - _FRAME.size, self.size)
         _CHECK.pack_into(self.block, end, checksum(self.block[:end]))
         self._segment, self._offset = segment, offset
 
@@ -112,7 +101,7 @@ class Frame:
         """Returns the records of a written frame."""
         assert self._segment is not None
         records, at = [], self._offset + len(self.block)
-        for head in self._heads:
+        for head in self.heads:
             records.append(Record(self._segment, at, head))
             at += aligned(head.body_bytes)
         return records
@@ -139,6 +128,9 @@ class Segment:
         self.keys: set[bytes] = set()  # keys whose newest copy is in this segment
         self.readers = 0
         self.removed = False
+        self.oldest = self.newest = 0  # times of the first and last stored page; 0 without pages
+        self.modified_at = 0  # for pages of an earlier release, which have no time of their own
+        self.has_undated = False
         self._scanned = 0  # bytes read to find frames
 
     @staticmethod
@@ -214,7 +206,9 @@ class Segment:
                     owner = bytes(block[_OWNER_AT : _OWNER_AT + len(SHARED_OWNER)])
                     (check,) = _CHECK.unpack_from(block, _OWNER_AT + len(owner))
                     owner = owner if check == checksum(owner) else SHARED_OWNER
-                    return cls(files, number, fd, identity, direct, files.size(fd), owner)
+                    found = cls(files, number, fd, identity, direct, files.size(fd), owner)
+                    found.modified_at = files.modified_at(fd)
+                    return found
         except OSError:
             files.close(fd)
             raise
@@ -236,11 +230,23 @@ class Segment:
                 at = self._next_frame(at)
                 continue
             heads, body, stop = frame
-            for head in heads:
+            for head in self._dated(heads):
                 yield Record(self, body, head)
                 body += aligned(head.body_bytes)
             at = stop
             self.end = min(stop, aligned(self.size))
+
+    def _dated(self, heads: Sequence[Head]) -> list[Head]:
+        """Returns heads with their times. A page of an earlier release gets the time of the file's last write."""
+        self.has_undated |= any(not head.stored_at for head in heads)
+        heads = [head if head.stored_at else head._replace(stored_at=self.modified_at) for head in heads]
+        self._count_times(heads)
+        return heads
+
+    def _count_times(self, heads: Sequence[Head]) -> None:
+        times = [head.stored_at for head in heads]
+        self.oldest = min([*times, self.oldest] if self.oldest else times, default=0)
+        self.newest = max([*times, self.newest])
 
     def _frame(self, at: int) -> tuple[list[Head], int, int] | None:
         """Returns the heads of the frame at `at`, the start of its bodies and its end. Returns None if no complete
@@ -293,6 +299,7 @@ class Segment:
         frame.place(self, self.end)
         self._files.write(self.fd, [frame.block, *frame.bodies], self.end)
         self.end += frame.span
+        self._count_times(frame.heads)
 
     def fits(self, frame: Frame) -> bool:
         return self.end + frame.span <= self.size

@@ -10,9 +10,9 @@ import errno
 from collections.abc import Iterator, Mapping
 
 from kvloom.tiers.aligned_memory import BLOCK
-from kvloom.tiers.shares import Account, Share, Shares
+from kvloom.tiers.shares import SHARED_OWNER, Account, Share, Shares, tenant_owner
 
-from .segment import SHARED_OWNER, Segment, tenant_owner
+from .segment import Segment
 
 __all__ = ["SegmentOwner", "SegmentOwners"]
 

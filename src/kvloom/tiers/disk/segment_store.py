@@ -11,12 +11,13 @@ import contextlib
 import errno
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from kvloom.tiers.aligned_memory import BLOCK, aligned_bytes
 from kvloom.tiers.shares import Shares
+from kvloom.tiers.ttl import expiry_cutoff
 
 from .files import Files
 from .recovery import recover
@@ -32,7 +33,8 @@ _MAX_NAME_TRIES = 1024  # number of file names tried for a new segment
 @dataclass(frozen=True, slots=True)
 class SegmentStoreConfig:
     """Settings of the store. `evict` selects the segment to evict. `copy_forward` copies pages that were read, up to
-    half a segment, from an evicted segment to a new one.
+    half a segment, from an evicted segment to a new one. `ttl` is the number of seconds after which a page expires; 0
+    means never.
     """
 
     capacity: int
@@ -40,6 +42,7 @@ class SegmentStoreConfig:
     direct: bool = True
     evict: Literal["oldest", "least-used"] = "least-used"
     copy_forward: bool = True
+    ttl: float = 0
 
 
 class SegmentStore:
@@ -78,6 +81,25 @@ class SegmentStore:
     def file_bytes(self) -> int:
         """Bytes of all files."""
         return sum(segment.size for segment in self._segments.values()) + sum(self._foreign.values())
+
+    @property
+    def sweep_seconds(self) -> float | None:
+        """Time between two calls of `remove_expired`, or None if pages never expire."""
+        return min(60.0, max(1.0, self._config.ttl / 4)) if self._config.ttl else None
+
+    def getter(self) -> Callable[[bytes], Record | None]:
+        """Returns the function that finds the record of a key. It does not find expired pages. The caller holds the
+        lock.
+        """
+        get, cutoff = self.index.get, expiry_cutoff(self._config.ttl)
+        if not cutoff:
+            return get
+
+        def get_unexpired(key: bytes) -> Record | None:
+            record = get(key)
+            return None if record is None or record.head.stored_at < cutoff else record
+
+        return get_unexpired
 
     def segment_bytes_for(self, tenant: str) -> int:
         """Returns the segment size for a tenant's pages."""
@@ -158,7 +180,8 @@ class SegmentStore:
                 f"a frame of {need} bytes does not fit a segment of {self._config.segment_bytes} bytes",
             )
         owner = self._owners.of_tenant(tenant)
-        if owner.current is None or not owner.current.fits(frame):
+        current = owner.current
+        if current is None or not current.fits(frame) or self._is_old(current):
             self._grow_segments(owner, need + BLOCK)
             self._start_segment(owner)
         segment = owner.current
@@ -199,6 +222,21 @@ class SegmentStore:
     def write_tombstones(self, dropped: DroppedRecords) -> None:
         """Records dropped objects on disk, so that the next opening does not restore them."""
         self._tombstones.add(dropped)
+
+    def remove_expired(self) -> None:
+        """Removes segments of which all pages have expired. Does nothing without a TTL."""
+        cutoff = expiry_cutoff(self._config.ttl)
+        for segment in [one for one in self._segments.values() if 0 < one.newest < cutoff]:
+            owner = self._owners.owner_of(segment)
+            if owner.current is segment:
+                owner.current = None
+            self._drop_segment(segment)
+
+    def _is_old(self, segment: Segment) -> bool:
+        """Returns whether a segment has an expired page. Later pages go to another segment, so that its file can be
+        removed.
+        """
+        return 0 < segment.oldest < expiry_cutoff(self._config.ttl)
 
     def remove_empty(self) -> None:
         """Removes the files of segments without pages, including current segments."""
@@ -266,7 +304,10 @@ class SegmentStore:
         self._free_space(owner, self._config.copy_forward)
 
     def _free_space(self, owner: SegmentOwner, copy_forward: bool) -> None:
-        """Evicts segments until the next segment fits into the capacity and into the owner's share."""
+        """Removes expired segments. Then evicts segments until the next segment fits into the capacity and into the
+        owner's share.
+        """
+        self.remove_expired()
         limit = self._config.capacity - self._config.segment_bytes
         while self.file_bytes > limit and self._evict_segment(owner, copy_forward):
             pass
@@ -311,6 +352,11 @@ class SegmentStore:
             victim_owner.current = None
         elif copy_forward:
             self._copy_forward(victim, victim_owner)
+        self._drop_segment(victim)
+        return True
+
+    def _drop_segment(self, victim: Segment) -> None:
+        """Removes a segment with its pages."""
         with self.lock:
             for key in victim.keys:
                 del self.index[key]
@@ -320,7 +366,6 @@ class SegmentStore:
             del self._segments[victim.number]
         self._dirty.discard(victim)
         self._remove(victim)
-        return True
 
     def _remove(self, segment: Segment) -> None:
         """Removes the file of a segment without index entries."""
@@ -335,7 +380,8 @@ class SegmentStore:
         pages are evicted.
         """
         with self.lock:
-            used = [record for key in victim.keys if (record := self.index[key]).reads]
+            get = self.getter()
+            used = [record for key in victim.keys if (record := get(key)) is not None and record.reads]
         used.sort(key=lambda record: -record.reads)
         remaining = victim_owner.segment_bytes // 2
         moved: list[tuple[Record, Record]] = []
@@ -409,9 +455,11 @@ class SegmentStore:
         self._free_space(shared, copy_forward=False)
 
     def _reopen_last(self, owner: SegmentOwner) -> None:
-        """Continues the newest segment of an owner if at least half of it is free."""
+        """Continues the newest segment of an owner if at least half of it is free. A write would change the time of
+        pages of an earlier release, so their segment is not continued.
+        """
         last = self._owners.newest_segment(owner)
-        if last is None or last.end >= owner.segment_bytes // 2:
+        if last is None or last.end >= owner.segment_bytes // 2 or last.has_undated or self._is_old(last):
             return
         try:
             last.reopen(owner.segment_bytes)

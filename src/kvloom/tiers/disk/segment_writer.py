@@ -188,8 +188,10 @@ class SegmentWriter:
         unsynced = 0
         while True:
             try:
-                job = self._sealed.get(block=not written)
+                job = self._sealed.get(block=not written, timeout=self._store.sweep_seconds)
             except queue.Empty:
+                if not written:
+                    self._sweep()
                 self._acknowledge(written)
                 written, unsynced = [], 0
                 continue
@@ -222,6 +224,12 @@ class SegmentWriter:
         except Exception as error:  # noqa: BLE001
             outcome, reason = _outcome_of(error)
         self._finished.put((written, outcome, reason))
+
+    def _sweep(self) -> None:
+        try:
+            self._store.remove_expired()
+        except OSError as error:
+            self._store.notes[f"expired segments could not be removed: {error.strerror}"] = None
 
     def _drop(self, dropped: DroppedRecords) -> None:
         try:

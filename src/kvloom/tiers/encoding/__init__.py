@@ -19,6 +19,7 @@ from .checksums import (
     send_step,
 )
 from .codec import (
+    FIXED_HEAD_BYTES,
     LEGACY_CIPHER,
     Codec,
     Compression,
@@ -30,6 +31,7 @@ from .codec import (
     plain_head_bytes,
     plain_heads,
     seal,
+    stored_time,
     unseal,
 )
 from .encryption import Keyring, NoKeyError, Protect, check_protect, read_keys
@@ -38,6 +40,7 @@ from .quantisation import CODINGS, Coding, decode, encode, lossy_form
 
 __all__ = [
     "CODINGS",
+    "FIXED_HEAD_BYTES",
     "LEGACY_CIPHER",
     "Codec",
     "Coding",
@@ -73,6 +76,7 @@ __all__ = [
     "send_checked",
     "send_step",
     "split_units",
+    "stored_time",
     "to_format",
     "unseal",
 ]

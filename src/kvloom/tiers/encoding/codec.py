@@ -2,7 +2,7 @@
 
     head   "KVLP"  version u16  method u8  cipher u8       little endian; version 1 plain, 3 sealed with a key, 2 legacy sealed
            block hash 16  group u32  form 16
-           runs u32  run_bytes u32  0 u32
+           runs u32  run_bytes u32  stored at u32          seconds since 1970; 0: written by an earlier release
            runs x checksum u64                             xxh3 of the run as in the pool; sealed: as stored
            runs x stored length u32                        only if compressed or sealed
            salt 16                                         only if sealed
@@ -26,11 +26,13 @@ from typing import Any, Literal, NamedTuple
 
 from kvloom.tiers.tier import KEY_BYTES, MAX_RUNS, Form, TierError
 from kvloom.tiers.transfer import Outcome
+from kvloom.tiers.ttl import now
 
 from .checksums import checksum, copy_checked, run_checksums
 from .encryption import SALT_BYTES, TAG_BYTES, Keyring, NoKeyError, Protect
 
 __all__ = [
+    "FIXED_HEAD_BYTES",
     "LEGACY_CIPHER",
     "VERSION",
     "Codec",
@@ -43,6 +45,7 @@ __all__ = [
     "plain_head_bytes",
     "plain_heads",
     "seal",
+    "stored_time",
     "unseal",
 ]
 
@@ -54,6 +57,7 @@ _PROTECTS: dict[Protect, int] = {"encrypt": 2, "authenticate": 3}
 _VERSIONS = {0: VERSION, LEGACY_CIPHER: 2, **dict.fromkeys(_PROTECTS.values(), 3)}  # by cipher
 _MAGIC = b"KVLP"
 _FIXED = struct.Struct(f"<4sHBB{KEY_BYTES}sIII")
+FIXED_HEAD_BYTES = _FIXED.size
 _CHECK = struct.Struct("<Q")
 Compression = Literal["none", "lz4", "zstd"]
 _METHODS: tuple[Compression, ...] = ("none", "lz4", "zstd")
@@ -63,7 +67,7 @@ Bytes = memoryview | bytes
 
 class Head(NamedTuple):
     """A parsed head. `stored_lengths` are the lengths of the runs in the body, or None if runs are stored unchanged.
-    `salt` and `cipher` are set if runs are sealed.
+    `salt` and `cipher` are set if runs are sealed. `stored_at` is the time of the write, or 0 if it is not known.
     """
 
     key: bytes
@@ -73,6 +77,7 @@ class Head(NamedTuple):
     stored_lengths: tuple[int, ...] | None = None
     salt: bytes = b""
     cipher: int = 0
+    stored_at: int = 0
 
     @property
     def runs(self) -> int:
@@ -95,7 +100,9 @@ class Head(NamedTuple):
 
     def pack(self) -> bytes:
         version, runs = _VERSIONS[self.cipher], len(self.checksums) // 8
-        fixed = _FIXED.pack(_MAGIC, version, self.method, self.cipher, self.key, runs, self.run_bytes, 0)
+        fixed = _FIXED.pack(
+            _MAGIC, version, self.method, self.cipher, self.key, runs, self.run_bytes, self.stored_at
+        )
         head = fixed + self.checksums
         if self.stored_lengths is not None:
             head += struct.pack(f"<{len(self.stored_lengths)}I", *self.stored_lengths) + self.salt
@@ -122,7 +129,7 @@ def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
     """Returns the head at the beginning of `data` and its length. Returns an Outcome if the head is invalid."""
     if len(data) < _FIXED.size:
         return Outcome.SHORT
-    magic, version, method, cipher, key, runs, run_bytes, _ = _FIXED.unpack_from(data)
+    magic, version, method, cipher, key, runs, run_bytes, stored_at = _FIXED.unpack_from(data)
     if magic != _MAGIC:
         return Outcome.CORRUPT
     if version not in _VERSIONS.values():
@@ -142,7 +149,15 @@ def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
     stored = struct.unpack_from(f"<{runs}I", data, lengths) if salted > lengths else None
     if stored is not None and max(stored) > run_bytes + (TAG_BYTES if cipher else 0):
         return Outcome.CORRUPT  # no writer stores a longer run, so allocate no memory for it
-    return Head(key, method, run_bytes, checks, stored, bytes(data[salted:end]), cipher), end + _CHECK.size
+    salt = bytes(data[salted:end])
+    return Head(key, method, run_bytes, checks, stored, salt, cipher, stored_at), end + _CHECK.size
+
+
+def stored_time(data: memoryview) -> int:
+    """Returns the time in the first FIXED_HEAD_BYTES bytes of a head, without a check. 0 means that it is not known."""
+    if len(data) < _FIXED.size or bytes(data[:4]) != _MAGIC:
+        return 0
+    return int(_FIXED.unpack_from(data)[-1])
 
 
 class Codec:
@@ -225,9 +240,9 @@ def make_codec(compression: Compression = "none", keys: Keyring | None = None) -
 
 def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[Head]:
     """Returns the heads of consecutive plain pages in one call. They equal the heads that `seal` returns."""
-    sums, each = run_checksums(pages, form.run_bytes), 8 * form.runs
+    sums, each, stored_at = run_checksums(pages, form.run_bytes), 8 * form.runs, now()
     return [
-        Head(key, 0, form.run_bytes, sums[number * each : (number + 1) * each])
+        Head(key, 0, form.run_bytes, sums[number * each : (number + 1) * each], stored_at=stored_at)
         for number, key in enumerate(keys)
     ]
 
@@ -238,19 +253,22 @@ def seal(
     """Returns the head of a page, and its body as a list of pieces. A plain codec returns the caller's memory as one
     piece. Raises NoKeyError if the codec has keys but none for the tenant.
     """
-    step = form.run_bytes
+    step, stored_at = form.run_bytes, now()
     if codec.is_plain:
-        return Head(key, 0, step, run_checksums(page, step)), [page]
+        return Head(key, 0, step, run_checksums(page, step), stored_at=stored_at), [page]
     pieces = [codec.pack(page[at : at + step]) for at in range(0, form.page_bytes, step)]
     if codec.keys is None:
-        return Head(key, codec.method, step, run_checksums(page, step), tuple(map(len, pieces))), pieces
+        lengths = tuple(map(len, pieces))
+        head = Head(key, codec.method, step, run_checksums(page, step), lengths, stored_at=stored_at)
+        return head, pieces
     salt = os.urandom(SALT_BYTES)
     kind, number = codec.keys.protect, _PROTECTS[codec.keys.protect]
     cipher = codec.keys.page_cipher(tenant, salt, kind)
     context = _context(key, codec.method, form.runs, step, number)
     sealed = [cipher.encrypt(at, piece, context) for at, piece in enumerate(pieces)]
     checks = struct.pack(f"<{len(sealed)}Q", *map(checksum, sealed))
-    return Head(key, codec.method, step, checks, tuple(map(len, sealed)), salt, number), list(sealed)
+    lengths = tuple(map(len, sealed))
+    return Head(key, codec.method, step, checks, lengths, salt, number, stored_at), list(sealed)
 
 
 def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) -> bytes:

@@ -19,6 +19,7 @@ from kvloom.tiers.encoding import Head, make_codec, run_checksums, unseal
 from kvloom.tiers.shares import Shares
 from kvloom.tiers.tier import Objects, Ranges, Tier, part_range
 from kvloom.tiers.transfer import Outcome, TierStats, Transfer, TransferCounts, failed_transfer
+from kvloom.tiers.ttl import check_ttl, expiry_cutoff, now
 
 from .arena import Arena, copy_pages
 from .host_index import HostIndex
@@ -39,12 +40,17 @@ _ONE = np.int32(1)
 @dataclass(frozen=True, slots=True)
 class HostConfig:
     """`slab_bytes` must be at least the largest page; use the pool layout's value. `checked` stores and verifies
-    checksums, for memory that is not trusted, and costs about as much as the copy.
+    checksums, for memory that is not trusted, and costs about as much as the copy. `ttl` is the number of seconds
+    after which a page is a miss; 0 means never.
     """
 
     capacity: int
     slab_bytes: int = 8 << 20
     checked: bool = False
+    ttl: float = 0
+
+    def __post_init__(self) -> None:
+        check_ttl(self.ttl)
 
 
 class HostTier(Tier):
@@ -97,10 +103,14 @@ class HostTier(Tier):
 
     def __contains__(self, key: bytes) -> bool:
         """Whether an object is stored or loading."""
-        return key in self.index.entries
+        slot = self.index.entries.get(key)
+        if slot is None:
+            return False
+        return bool(self._slots.stored_at[slot] >= expiry_cutoff(self._config.ttl))
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         with self._lock:
+            self._expire(objects.keys)
             slots = self.index.find(objects.keys)
             stored: npt.NDArray[np.bool_] = (slots >= 0) & self._slots.ready[slots]
             return stored
@@ -112,6 +122,7 @@ class HostTier(Tier):
         """
         form = objects.form
         with self._lock:
+            self._expire(objects.keys)
             slots, table = self.index.find(objects.keys), self._slots
             found = (slots >= 0) & table.ready[slots]
             stored = found & (table.size[slots] == form.page_bytes) & (table.run[slots] == form.run_bytes)
@@ -135,10 +146,12 @@ class HostTier(Tier):
                 f"a page of {size} bytes does not fit a slab of {self._arena.slab_bytes} bytes: raise HostConfig.slab_bytes"
             )
         with self._lock:
+            self._expire(keys)
             slots = self.index.reserve(keys, size, objects.tenant, 0 if self._closed else None)
             leased = slots >= 0
             fresh = slots if leased.all() else slots[leased]
             self._slots.run[fresh], self._slots.writer[fresh] = objects.form.run_bytes, writer
+            self._slots.stored_at[fresh] = now()
             offsets = self._slots.offset[slots]
             results = np.full(len(keys), _PENDING, np.uint8)
             if not leased.all():
@@ -282,6 +295,16 @@ class HostTier(Tier):
                 leased = leased[~lost]
             for slot in set(leased[table.dropped[leased] & (table.refs[leased] == 0)].tolist()):
                 self.index.free(slot)
+
+    def _expire(self, keys: list[bytes]) -> None:
+        """Removes those of `keys` that have expired. The caller holds the lock."""
+        if not self._config.ttl:
+            return
+        cutoff, slots = expiry_cutoff(self._config.ttl), self.index.find(keys)
+        is_expired = (slots >= 0) & self._slots.ready[slots] & (self._slots.stored_at[slots] < cutoff)
+        for key in {keys[index] for index in np.flatnonzero(is_expired).tolist()}:
+            self.index.remove(key, self.index.entries[key])
+            self.index.evicted += 1
 
     def _finish_reserved(self, leased: Index) -> bool:
         """Marks all pages of a `reserve` lease as ready and releases them, in a few array operations.

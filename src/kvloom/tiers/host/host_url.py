@@ -1,4 +1,4 @@
-"""The URL of a host tier: `host:SIZE?checked=1&share=PORT&secret=FILE`. Opens only tiers that are not shared."""
+"""The URL of a host tier: `host:SIZE?checked=1&ttl=SECONDS&share=PORT&secret=FILE`. Opens only tiers that are not shared."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ __all__ = ["HostURL", "parse_url"]
 class HostURL:
     """A parsed URL: the capacity in bytes, whether checksums are stored (`checked=1`), and the address for peers.
     `share=PORT` listens on loopback, `share=HOST:PORT` on that address. `secret` is the file with the secret of the
-    peers.
+    peers. `ttl` is the number of seconds after which a page expires.
     """
 
     capacity: int
     checked: bool = False
     share: tuple[str, int] | None = None
     secret: str = ""
+    ttl: float = 0
 
     @classmethod
     def parse(cls, url: str) -> HostURL:
@@ -31,7 +32,7 @@ class HostURL:
         plain, _, query = url.partition("?")
         options = Options(url, query)
         checked, address = options.text("checked", "0"), options.optional_text("share")
-        secret = options.text("secret", "")
+        secret, ttl = options.text("secret", ""), options.ttl()
         options.reject_unknown()
         if checked not in ("0", "1"):
             raise ValueError(f"{options.url}: checked={checked!r} must be 0 or 1")
@@ -43,7 +44,7 @@ class HostURL:
             share = (host.strip("[]") or "127.0.0.1", int(port))
         elif secret:
             raise ValueError(f"{options.url}: secret= has no effect without share=; give share=PORT")
-        return cls(parse_size(plain.removeprefix("host:")), checked == "1", share, secret)
+        return cls(parse_size(plain.removeprefix("host:")), checked == "1", share, secret, ttl)
 
 
 def parse_url(url: str) -> Callable[[], HostTier]:
@@ -57,6 +58,6 @@ def parse_url(url: str) -> Callable[[], HostTier]:
             raise ValueError(
                 f"tier {url!r}: only an engine can share its host tier; use `kvloom share SIZE` to share memory alone"
             )
-        return HostTier(HostConfig(parsed.capacity, checked=parsed.checked))
+        return HostTier(HostConfig(parsed.capacity, checked=parsed.checked, ttl=parsed.ttl))
 
     return open_host

@@ -33,6 +33,8 @@ class Slots:
         """Bytes of one layer run, as the writer stated."""
         self.writer: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         """The peer that wrote the page; 0 is this process."""
+        self.stored_at: Index = np.zeros(_INITIAL_SLOTS, np.int64)
+        """Time at which the page was reserved, in seconds since 1970."""
         self.tick: Index = np.zeros(_INITIAL_SLOTS, np.int64)
         """Tick of the last use; -1 for a removed page."""
         self.account: npt.NDArray[np.int32] = np.zeros(_INITIAL_SLOTS, np.int32)
@@ -80,7 +82,18 @@ class Slots:
 
     def _grow(self) -> None:
         before = len(self.offset)
-        for name in ("offset", "size", "run", "writer", "tick", "account", "refs", "ready", "dropped"):
+        for name in (
+            "offset",
+            "size",
+            "run",
+            "writer",
+            "stored_at",
+            "tick",
+            "account",
+            "refs",
+            "ready",
+            "dropped",
+        ):
             old: npt.NDArray[Any] = getattr(self, name)
             # A new array, because a thread may still read a leased slot of the old one without the lock.
             setattr(self, name, np.concatenate((old, np.zeros_like(old))))

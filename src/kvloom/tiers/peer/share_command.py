@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvloom.core import format_bytes, parse_size
 from kvloom.tiers.host import HostConfig, HostTier, SharedMemory
+from kvloom.tiers.ttl import check_ttl
 
 from .nixl_arena import NixlArena
 from .secret import read_secret
@@ -48,6 +49,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="user allowed on --socket besides this user and root; repeatable",
     )
     add("--slab", default="8MiB", metavar="SIZE", help="largest page size (default: 8MiB)")
+    add(
+        "--ttl",
+        type=float,
+        default=0,
+        metavar="S",
+        help="drop pages S seconds after they were stored (default: never)",
+    )
     add("--nixl", action="store_true", help="also allow access by NIXL, for `peer://HOST:PORT?by=nixl`")
     add("--json", action="store_true", help="print the address as JSON")
 
@@ -57,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     host, colon, port = args.listen.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"--listen {args.listen!r}: write HOST:PORT, like 127.0.0.1:7373")
+    check_ttl(args.ttl)
     secret = read_secret(args.secret) if args.secret is not None else b""
     slab = parse_size(args.slab)
     size = parse_size(args.size) // slab * slab
@@ -87,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _share(args: argparse.Namespace, config: PeerConfig, size: int, slab: int, memory: SharedMemory) -> None:
-    tier = HostTier(HostConfig(size, slab), buffer=memory.buffer)
+    tier = HostTier(HostConfig(size, slab, ttl=args.ttl), buffer=memory.buffer)
     nixl = NixlArena(tier.arena) if args.nixl else None
     try:
         server = PeerServer(tier, config, memory, nixl)

@@ -136,7 +136,7 @@ class MooncakeStore(Store):
             for view in views
         ]
 
-    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
+    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
         values = dict(items)
         addresses = {key: self._addresses(pieces) for key, pieces in items}
         sizes = {key: sum(size for _, size in parts) for key, parts in addresses.items()}

@@ -2,13 +2,16 @@
 
     kvloom/1/KEY     the page: head and body                     kvloom/1:used    keys by last use (a sorted set)
     kvloom/1:sizes   bytes by key                                kvloom/1:counts  bytes, evicted, a clock of uses
+    kvloom/1:owners  tenant and bytes by key                     kvloom/1:tenant:ID  keys of a tenant by last use
+    kvloom/1:tenants bytes by tenant                             kvloom/1:shares     guaranteed bytes by tenant
 
-All clients of the database share the capacity. A write first creates an empty value and evicts others for it, in one
+All clients of the database share the capacity and the shares of tenants. A write first creates an empty value and evicts others for it, in one
 step on the server. Then it fills the value, but only if the value still exists. Every value is therefore counted.
 """
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +20,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvloom.tiers.options import Options
+from kvloom.tiers.shares import Account, Shares, tenant_owner
 from kvloom.tiers.transfer import Outcome
 
 from .redis_protocol import RedisReplyError, RespConnection
@@ -26,67 +30,149 @@ from .store_tier import Destination, Store, ValueRange, store_tier
 __all__ = ["RedisAddress", "RedisStore", "open_redis", "parse_url"]
 
 _INDEX, _SIZES, _COUNTS = b"kvloom/1:used", b"kvloom/1:sizes", b"kvloom/1:counts"
+_OWNERS, _TENANTS, _SHARES = b"kvloom/1:owners", b"kvloom/1:tenants", b"kvloom/1:shares"
 _BATCH_BYTES = 2 << 20  # fits into the processor's cache; 8 MiB is up to twice as slow
 _MAX_COUNT = (1 << 63) - 1
-_MAX_TTL = 10 * 365 * 86400
-_INDEXES = (3, _INDEX, _SIZES, _COUNTS)
+_INDEXES = (6, _INDEX, _SIZES, _COUNTS, _OWNERS, _TENANTS, _SHARES)
 
-_RESERVE = """
-local used, sizes, counts = KEYS[1], KEYS[2], KEYS[3]
+_COMMON = """
+local used, sizes, counts, owners, tenants, shares = unpack(KEYS)
+local function order_of(id) return 'kvloom/1:tenant:' .. id end
+local function owner_of(key)
+  local owned = redis.call('HGET', owners, key)
+  if owned then return string.match(owned, '^(%x+) (%d+)$') end
+end
+local function forget(key)
+  local size = tonumber(redis.call('HGET', sizes, key) or '0')
+  redis.call('ZREM', used, key)
+  redis.call('HDEL', sizes, key)
+  local id, bytes = owner_of(key)
+  if id then
+    redis.call('HDEL', owners, key)
+    redis.call('ZREM', order_of(id), key)
+    if redis.call('HINCRBY', tenants, id, -tonumber(bytes)) <= 0 then
+      redis.call('HDEL', tenants, id)
+      redis.call('HDEL', shares, id)
+    end
+  end
+  return size
+end
+"""
+"""`forget` removes a key from all counts and returns its size. Clients of earlier releases do not count tenants, so a
+key of a tenant may be gone or be counted with its earlier size.
+"""
+
+_RESERVE = (
+    _COMMON
+    + """
+local capacity, id, limit, guaranteed = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local total = tonumber(redis.call('HGET', counts, 'bytes') or '0')
 local now = redis.call('HINCRBY', counts, 'clock', 1)
-for i = 1, 10000 do
-  local gone = redis.call('ZRANGE', used, 0, 0)[1]
-  if not gone or redis.call('EXISTS', gone) == 1 then break end
-  total = total - tonumber(redis.call('HGET', sizes, gone) or '0')
-  redis.call('ZREM', used, gone)
-  redis.call('HDEL', sizes, gone)
+local function forget_gone(order)
+  for i = 1, 10000 do
+    local gone = redis.call('ZRANGE', order, 0, 0)[1]
+    if not gone or redis.call('EXISTS', gone) == 1 then break end
+    total = total - forget(gone)
+    redis.call('ZREM', order, gone)
+  end
 end
-for i = 2, #ARGV, 2 do
+forget_gone(used)
+if id ~= '' then forget_gone(order_of(id)) end
+for i = 5, #ARGV, 2 do
   local key, size = ARGV[i], tonumber(ARGV[i + 1])
-  total = total + size - tonumber(redis.call('HGET', sizes, key) or '0')
+  total = total + size - forget(key)
   redis.call('HSET', sizes, key, size)
   redis.call('ZADD', used, now, key)
   redis.call('SETNX', key, '')
+  if id ~= '' then
+    redis.call('HSET', owners, key, id .. ' ' .. size)
+    redis.call('HINCRBY', tenants, id, size)
+    redis.call('ZADD', order_of(id), now, key)
+  end
 end
 local evicted = 0
-while total > tonumber(ARGV[1]) do
-  local oldest = redis.call('ZPOPMIN', used)[1]
-  if not oldest then total = 0 break end
-  total = total - tonumber(redis.call('HGET', sizes, oldest) or '0')
-  redis.call('HDEL', sizes, oldest)
-  redis.call('UNLINK', oldest)
+local function evict(key)
+  total = total - forget(key)
+  redis.call('UNLINK', key)
   evicted = evicted + 1
+end
+if id ~= '' then
+  if guaranteed > 0 then redis.call('HSET', shares, id, guaranteed) else redis.call('HDEL', shares, id) end
+  while tonumber(redis.call('HGET', tenants, id) or '0') > limit do
+    local oldest = redis.call('ZRANGE', order_of(id), 0, 0)[1]
+    if not oldest then redis.call('HDEL', tenants, id) break end
+    evict(oldest)
+    redis.call('ZREM', order_of(id), oldest)
+  end
+end
+local passed = 0
+while total > capacity do
+  local oldest = redis.call('ZRANGE', used, 0, 0)[1]
+  if not oldest then total = 0 break end
+  local other = passed < 1000 and owner_of(oldest)
+  local reserved = other and other ~= id and tonumber(redis.call('HGET', shares, other) or '0')
+  if reserved and tonumber(redis.call('HGET', tenants, other) or '0') <= reserved then
+    redis.call('ZADD', used, now, oldest)
+    passed = passed + 1
+  else
+    evict(oldest)
+  end
 end
 redis.call('HSET', counts, 'bytes', total)
 redis.call('HINCRBY', counts, 'evicted', evicted)
 return evicted
 """
+)
 
-_TOUCH = """
-local now = redis.call('HINCRBY', KEYS[3], 'clock', 1)
+_TOUCH = (
+    _COMMON
+    + """
+local now = redis.call('HINCRBY', counts, 'clock', 1)
+local counted = redis.call('EXISTS', owners) == 1
 for i = 2, #ARGV do
-  redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i])
+  redis.call('ZADD', used, 'XX', now, ARGV[i])
+  local id = counted and owner_of(ARGV[i])
+  if id then redis.call('ZADD', order_of(id), 'XX', now, ARGV[i]) end
   if tonumber(ARGV[1]) > 0 then redis.call('PEXPIRE', ARGV[i], ARGV[1]) end
 end
 return 0
 """
+)
 
-_REMOVE = """
+_REMOVE = (
+    _COMMON
+    + """
 local there = 0
 for i = 1, #ARGV do
-  local key = ARGV[i]
-  if redis.call('STRLEN', key) > 0 then there = there + 1 end
-  redis.call('UNLINK', key)
-  redis.call('ZREM', KEYS[1], key)
-  local size = redis.call('HGET', KEYS[2], key)
-  if size then
-    redis.call('HDEL', KEYS[2], key)
-    redis.call('HINCRBY', KEYS[3], 'bytes', -tonumber(size))
-  end
+  if redis.call('STRLEN', ARGV[i]) > 0 then there = there + 1 end
+  redis.call('UNLINK', ARGV[i])
+  local size = forget(ARGV[i])
+  if size > 0 then redis.call('HINCRBY', counts, 'bytes', -size) end
 end
 return there
 """
+)
+
+
+class TenantAccounts:
+    """The shares of tenants, for all connections of a tier. The server counts the bytes of each tenant."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._accounts: dict[str, Account] = {}
+
+    def set_shares(self, shares: Shares) -> None:
+        self._accounts = {tenant: Account(share, self._capacity) for tenant, share in shares.items()}
+
+    def arguments(self, tenant: str) -> tuple[str, int, int]:
+        """Returns the tenant's id in the store, its limit and its guaranteed bytes. The id is empty without a share."""
+        account = self._accounts.get(tenant)
+        return ("", 0, 0) if account is None else (tenant_id(tenant), account.limit, account.guaranteed)
+
+
+def tenant_id(tenant: str) -> str:
+    """Returns the id under which the store counts a tenant: a digest of its name."""
+    return tenant_owner(tenant).hex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +195,17 @@ class RedisAddress:
 class RedisStore(Store):
     """One connection to a server."""
 
-    def __init__(self, address: RedisAddress, capacity: int, timeout: float, ttl: float = 0) -> None:
+    def __init__(
+        self,
+        address: RedisAddress,
+        capacity: int,
+        timeout: float,
+        ttl: float = 0,
+        accounts: TenantAccounts | None = None,
+    ) -> None:
         """`ttl`: the server drops pages that were not read or written for this many seconds. 0 means never."""
         self._capacity, self._ttl = capacity, int(ttl * 1000)
+        self._accounts = accounts or TenantAccounts(capacity)
         tls = ssl.create_default_context() if address.tls else None
         try:
             self._connection = RespConnection(address.socket or (address.host, address.port), timeout, tls)
@@ -151,9 +245,10 @@ class RedisStore(Store):
         self._replies(1)
         return lengths
 
-    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
+    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
         sizes = [value for key, pieces in items for value in (key, sum(map(len, pieces)))]
-        reserve = ("EVALSHA", self._reserve, *_INDEXES, self._capacity, *sizes)
+        account = self._accounts.arguments(tenant)
+        reserve = ("EVALSHA", self._reserve, *_INDEXES, self._capacity, *account, *sizes)
         expire = ("PX", self._ttl) if self._ttl else ()
         self._connection.send(
             [reserve, *(("SET", key, list(pieces), "XX", *expire) for key, pieces in items)]
@@ -182,7 +277,16 @@ class RedisStore(Store):
         # The server is not trusted, so counts are limited to the range of the metrics.
         return Usage(*(max(0, min(int(count or 0), _MAX_COUNT)) for count in (objects, *counts[:2])))
 
+    def used_by(self, tenant: str) -> int:
+        return max(0, min(int(self._connection.call("HGET", _TENANTS, tenant_id(tenant)) or 0), _MAX_COUNT))
+
     # --- for operators
+
+    def owners(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Returns the ids of the tenants of values. An id is empty if the tenant has no share."""
+        found = self._connection.call("HMGET", _OWNERS, *keys)
+        ids = ((owned or b"").partition(b" ")[0].decode(errors="replace") for owned in found)
+        return [bytes.fromhex(each) if re.fullmatch("[0-9a-f]{32}", each) else b"" for each in ids]
 
     def scan(self, prefix: bytes, count: int) -> Iterator[list[bytes]]:
         """Yields all keys with a prefix in batches of about `count`. Each key occurs once."""
@@ -228,13 +332,19 @@ class RedisStore(Store):
         return answers
 
 
-def open_redis(address: RedisAddress, config: RemoteConfig, ttl: float = 0) -> RemoteTier:
+def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
     """Opens the tier. Raises TierError if the server cannot be reached or refuses the connection.
 
     With a `ttl`, the server drops pages that were not used for this many seconds.
     """
-    config = replace(config, batch_bytes=min(config.batch_bytes, _BATCH_BYTES))
-    return store_tier(str(address), config, lambda: RedisStore(address, config.capacity, config.timeout, ttl))
+    ttl, config = config.ttl, replace(config, batch_bytes=min(config.batch_bytes, _BATCH_BYTES), ttl=0)
+    accounts = TenantAccounts(config.capacity)
+    return store_tier(
+        str(address),
+        config,
+        lambda: RedisStore(address, config.capacity, config.timeout, ttl, accounts),
+        on_shares=accounts.set_shares,
+    )
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
@@ -257,7 +367,4 @@ def parse_url(url: str) -> Callable[[], RemoteTier]:
             address = replace(address, host=parts.hostname, port=parts.port or 6379, database=int(database))
     except ValueError as error:
         raise ValueError(f"{options.url}: {error}; write redis://host:port/db?capacity=64GiB") from None
-    ttl = options.seconds("ttl", 0)
-    if not 0 <= ttl <= _MAX_TTL:
-        raise ValueError(f"{options.url}: ttl={ttl:g} is not a number of seconds from 0 to {_MAX_TTL}")
-    return partial(open_redis, address, remote_config(options), ttl=ttl)
+    return partial(open_redis, address, remote_config(options))

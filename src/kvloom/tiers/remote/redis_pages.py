@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvloom.tiers.encoding import parse_head
+from kvloom.tiers.shares import tenant_owner
 from kvloom.tiers.stored_page import StoredPage, StoredPages, verify_page
 from kvloom.tiers.tier import TierError
 from kvloom.tiers.transfer import Outcome
@@ -48,17 +49,17 @@ class RedisPages(StoredPages):
         heads = 0
         for keys in self._store.scan(PREFIX, _BATCH):
             idle = self._store.commands([("OBJECT", "IDLETIME", key) for key in keys])
-            sizes = self._store.sizes(keys)
+            sizes, owners = self._store.sizes(keys), self._store.owners(keys)
             count = len(keys) if max_heads is None else max(0, min(len(keys), max_heads - heads))
             heads += count
             starts: list[Any] = [None] * len(keys)
             for number in range(count):
                 starts[number] = self._store.value(keys[number], _HEAD_BYTES)
-            for key, age, size, start in zip(keys, idle, sizes, starts, strict=True):
+            for key, age, size, owner, start in zip(keys, idle, sizes, owners, starts, strict=True):
                 parsed = None if start is None else parse_head(memoryview(start))
                 head = parsed[0] if isinstance(parsed, tuple) else None
                 seconds = float(age) if isinstance(age, int) else 0.0
-                yield StoredPage(key[len(PREFIX) :], size, head, idle_seconds=seconds)
+                yield StoredPage(key[len(PREFIX) :], size, head, owner, seconds)
 
     def verify(self, page: StoredPage) -> Outcome:
         value = self._store.value(PREFIX + page.key)
@@ -71,7 +72,7 @@ class RedisPages(StoredPages):
         return Outcome.CORRUPT if head.key != page.key else verify_page(head, memoryview(value)[length:])
 
     def owner_of(self, tenant: str) -> bytes:
-        raise ValueError("Redis pages do not name their tenant; purge a tenant's pages with a disk tier only")
+        return tenant_owner(tenant)
 
     def drop(self, pages: Iterable[StoredPage]) -> int:
         keys = [PREFIX + page.key for page in pages]

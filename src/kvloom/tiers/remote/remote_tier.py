@@ -35,6 +35,7 @@ from kvloom.tiers.transfer import (
     describe_outcome,
     failed_transfer,
 )
+from kvloom.tiers.ttl import Expiry, check_ttl
 from kvloom.tiers.workers import Tools, Workers
 
 from .bounded_calls import StillRunningError
@@ -78,7 +79,8 @@ class RemoteConfig:
     """`capacity` limits the values of all clients, or only of this process if the store does not count values.
     `timeout` limits each call to the store, and so the time that `lookup`, `drop` and `stats` take. After a failure
     no call is made for a pause, which doubles up to 10 s. `keys` is a key file (encryption.py). Its keys encrypt
-    pages (`protect`) and derive the keys under which they are stored.
+    pages (`protect`) and derive the keys under which they are stored. `ttl` is the number of seconds after which a
+    page is a miss; 0 means never.
     """
 
     capacity: int
@@ -90,6 +92,7 @@ class RemoteConfig:
     timeout: float = 2.0
     batch_bytes: int = 8 << 20
     pending_bytes: int = 1 << 30
+    ttl: float = 0
 
     def __post_init__(self) -> None:
         for field in ("capacity", "readers", "writers", "timeout", "batch_bytes", "pending_bytes"):
@@ -98,6 +101,7 @@ class RemoteConfig:
         if not self.timeout <= _MAX_TIMEOUT:
             raise ValueError(f"timeout={self.timeout} is not a number of seconds up to {_MAX_TIMEOUT}")
         check_protect(self.keys, self.protect)
+        check_ttl(self.ttl)
 
     @property
     def effective_batch_bytes(self) -> int:
@@ -117,6 +121,7 @@ def remote_config(options: Options) -> RemoteConfig:
         writers=options.integer("writers", defaults.writers),
         timeout=options.seconds("timeout", defaults.timeout),
         pending_bytes=options.size("pending", defaults.pending_bytes),
+        ttl=options.ttl(),
     )
     options.reject_unknown()
     return config
@@ -179,9 +184,12 @@ class RemoteTier(Tier):
         jobs: tuple[type[Job], type[Job]],
         max_page_bytes: int | None = None,
         on_close: Callable[[], None] | None = None,
+        expiry: Expiry | None = None,
+        on_shares: Callable[[Shares], None] | None = None,
     ) -> None:
         self._name, self._config, self._on_close = name, config, on_close
         self._read_job, self._write_job = jobs
+        self._expiry, self._on_shares = expiry, on_shares
         self._max_page_bytes = max_page_bytes or config.capacity // (2 * config.writers)
         self._keys = read_keys(config.keys, config.protect)
         self._make_codec = partial(make_codec, config.compression, self._keys)
@@ -213,12 +221,14 @@ class RemoteTier(Tier):
         return self._config.capacity
 
     def set_shares(self, shares: Shares) -> None:
-        """Limits the bytes that this process stores for each tenant. Guaranteed parts are not enforced, because the
-        store evicts.
+        """Limits the bytes of each tenant. If the store counts tenants, limits and guaranteed parts apply to all its
+        clients. Otherwise limits apply to what this process stores, and guaranteed parts are not enforced.
         """
-        self._limits.set_shares(shares)
+        (self._on_shares or self._limits.set_shares)(shares)
 
     def used_by(self, tenant: str) -> int:
+        if self._on_shares is not None:
+            return int(self._call_control(lambda store: store.used_by(tenant), 0))
         return self._limits.used_by(tenant)
 
     def _with_stored_keys(self, objects: Objects) -> Objects:
@@ -344,7 +354,7 @@ class RemoteTier(Tier):
         )
 
     def _worker(self) -> Callable[[Job], None]:
-        tools, link = Tools(self._make_codec()), Link(self._connect)
+        tools, link = Tools(self._make_codec(), self._expiry), Link(self._connect)
         self._links.append(link)
 
         def run(job: Job) -> None:

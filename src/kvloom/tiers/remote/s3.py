@@ -85,7 +85,7 @@ class S3Store(Store):
         self._capacity.touch(list(dict.fromkeys(wanted.key for wanted in ranges)))
         return list(self._call(lambda: self._get(ranges, destination), uses_caller_memory=True))
 
-    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
+    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
         sizes = {key: sum(map(len, pieces)) for key, pieces in items}
         evicted = self._capacity.reserve(sizes)
         try:

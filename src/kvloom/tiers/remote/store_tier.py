@@ -15,8 +15,19 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
 
-from kvloom.tiers.encoding import NoKeyError, max_sealed_bytes, parse_head, plain_head_bytes, seal, unseal
+from kvloom.tiers.encoding import (
+    FIXED_HEAD_BYTES,
+    NoKeyError,
+    max_sealed_bytes,
+    parse_head,
+    plain_head_bytes,
+    seal,
+    stored_time,
+    unseal,
+)
+from kvloom.tiers.shares import Shares
 from kvloom.tiers.transfer import Outcome
+from kvloom.tiers.ttl import Expiry
 from kvloom.tiers.workers import Tools
 
 from .remote_tier import Connection, Job, Link, RemoteConfig, RemoteTier, Usage
@@ -62,9 +73,13 @@ class Store(Connection, Protocol):
         """
         ...
 
-    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]]) -> list[Outcome]:
+    def used_by(self, tenant: str) -> int:
+        """Returns the bytes of a tenant in the whole store, or 0 if the store does not count tenants."""
+        return 0
+
+    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
         """Stores values that are given in pieces. Returns OK, FULL or FAILED for each. A value that is already stored
-        is OK.
+        is OK. A store that counts tenants applies the share of `tenant`.
         """
         ...
 
@@ -111,26 +126,59 @@ class CapacityTracker:
 
 
 def store_tier(
-    name: str, config: RemoteConfig, connect: Callable[[], Store], on_close: Callable[[], None] | None = None
+    name: str,
+    config: RemoteConfig,
+    connect: Callable[[], Store],
+    on_close: Callable[[], None] | None = None,
+    on_shares: Callable[[Shares], None] | None = None,
 ) -> RemoteTier:
-    """Opens a tier over a store. Closing the tier calls `on_close`. Raises TierError if the store cannot be reached."""
-    return RemoteTier(name, config, lambda: _PrefixedStore(connect()), (_Read, _Write), on_close=on_close)
+    """Opens a tier over a store. Closing the tier calls `on_close`. If the store counts tenants, `on_shares` receives
+    their shares; otherwise this process counts what it stores. Raises TierError if the store cannot be reached.
+    """
+    expiry = Expiry(config.ttl)
+    return RemoteTier(
+        name,
+        config,
+        lambda: _PrefixedStore(connect(), expiry),
+        (_Read, _Write),
+        on_close=on_close,
+        expiry=expiry,
+        on_shares=on_shares,
+    )
 
 
 class _PrefixedStore(Connection):
-    """A store that adds a prefix to the keys of objects."""
+    """A store that adds a prefix to the keys of objects. With a TTL, `exists` removes expired pages; this costs a read
+    of their first bytes.
+    """
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, expiry: Expiry) -> None:
+        self.store, self.expiry = store, expiry
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        return self.store.exists([PREFIX + key for key in keys])
+        found = self.store.exists([PREFIX + key for key in keys])
+        if not self.expiry.ttl or not any(found):
+            return found
+        stored = list(dict.fromkeys(key for key, is_stored in zip(keys, found, strict=True) if is_stored))
+        size = FIXED_HEAD_BYTES
+        heads = [memoryview(bytearray(size)) for _ in stored]
+        ranges = [ValueRange(PREFIX + key, 0, size) for key in stored]
+        self.store.get(ranges, lambda number, length: (heads[number][:length],))
+        expired = {
+            key for key, head in zip(stored, heads, strict=True) if self.expiry.is_expired(stored_time(head))
+        }
+        if expired:
+            self.remove(list(expired))
+        return [is_stored and key not in expired for key, is_stored in zip(keys, found, strict=True)]
 
     def remove(self, keys: Sequence[bytes]) -> int:
         return self.store.remove([PREFIX + key for key in keys])
 
     def usage(self) -> Usage:
         return self.store.usage()
+
+    def used_by(self, tenant: str) -> int:
+        return self.store.used_by(tenant)
 
     def close(self) -> None:
         self.store.close()
@@ -161,15 +209,19 @@ class _Write(Job):
                 continue
             items.append((PREFIX + key, [head.pack(), *body]))
             sealed.append(index)
+        tenant = self.objects.tenant
         if items:
-            outcomes |= zip(sealed, link.call(lambda prefixed: prefixed.store.put(items)), strict=True)
+            outcomes |= zip(
+                sealed, link.call(lambda prefixed: prefixed.store.put(items, tenant)), strict=True
+            )
         self.settle(outcomes)
 
 
 class _Read(Job):
-    __slots__ = ()
+    __slots__ = ("expired",)
 
     def run(self, link: Link, tools: Tools) -> None:
+        self.expired: list[bytes] = []
         if self.part == (0, self.objects.form.page_bytes):
             outcomes = self._whole(link, tools)
         elif tools.codec.is_plain:
@@ -178,6 +230,7 @@ class _Read(Job):
             outcomes = self._parts(link, tools, self.which)
         forget = _FORGET if tools.codec.keys is None else _FORGET_KEYED
         bad = [self.objects.keys[index] for index, got in outcomes.items() if got in forget]
+        bad += self.expired
         if bad:
             link.call(lambda store: store.remove(bad))
         self.settle(outcomes)
@@ -206,6 +259,9 @@ class _Read(Job):
             return Outcome.CORRUPT
         if (head.runs, head.run_bytes) != (form.runs, form.run_bytes):
             return Outcome.LAYOUT
+        if tools.expiry.is_expired(head.stored_at):
+            self.expired.append(head.key)
+            return Outcome.MISSING
         first = self.part[0] // form.run_bytes
         if body is None:
             body = head_data[length + head.span(first, first + 1)[0] :]

@@ -1,6 +1,6 @@
 """Limits the bytes that each tenant stores in a remote tier through this process. Thread-safe.
 
-The store evicts without regard to tenants, so guaranteed parts are not enforced. Pages of other processes do not
+For stores that cannot count tenants. The store evicts without regard to tenants, so guaranteed parts are not enforced. Pages of other processes do not
 count. Sizes are those of plain pages.
 """
 
