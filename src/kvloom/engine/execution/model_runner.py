@@ -170,7 +170,7 @@ class ModelRunner:
             self.piecewise is not None
             and not has_cold_blocks
             and not (whole or pooled)
-            and not any(work.drafts or _has_images(work) for work in works)
+            and not any(work.replayed or work.skipped or _has_images(work) for work in works)
         ):
             size = self.piecewise.size_for(works)
             if size:

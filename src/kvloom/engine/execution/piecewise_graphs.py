@@ -89,7 +89,11 @@ class PiecewiseGraphs:
         return piece_sizes(self._most)
 
     def size_for(self, works: Many[Work]) -> int:
-        """Return the smallest captured size for a step, or 0 if there is none."""
+        """Return the smallest captured size for a step, or 0 if there is none. Draft tokens need logits, too, and a
+        graph computes at most as many as there are rows.
+        """
+        if sum(work.drafts + 1 for work in works) > len(self._last):
+            return 0
         at = bisect_left(self._captured, sum(len(work.tokens) for work in works))
         return self._captured[at] if at < len(self._captured) else 0
 
@@ -100,9 +104,9 @@ class PiecewiseGraphs:
         bounds = np.concatenate(([0], counts.cumsum()))
         rows = [work.sequence.row for work in works]
         lengths = self._stage.cache.lengths[rows] + counts
-        ends = bounds[1:] - 1
-        if wanted is not None:
-            ends = ends[list(wanted)]
+        chosen = range(len(works)) if wanted is None else wanted
+        each = [np.arange(bounds[i + 1] - 1 - works[i].drafts, bounds[i + 1]) for i in chosen]
+        ends = np.concatenate([np.zeros(0, np.int64), *each])
         last = np.zeros(len(self._last), np.int64)  # clears the entries of a larger size
         last[: len(ends)] = ends
         self._stage.send(works, self._stage.rows + 1, size)
