@@ -42,6 +42,8 @@ class OffloadConfig:
     """
     wait_share: float = 0.04
     """Longest time that a request may lose by waiting for pages, as a fraction of the time to compute its prompt."""
+    hand_over_seconds: float = 10.0
+    """Longest time without a new page from a prefill worker, in seconds. Afterwards the rest is computed here."""
     transfers: TransferConfig = field(default_factory=TransferConfig)
 
     def __post_init__(self) -> None:

@@ -163,12 +163,16 @@ class Engine:
         text: bool = False,
         images: Many[Any] = (),
         grammar: Grammar | None = None,
+        offers_pages: bool = False,
+        awaits_peer: str | None = None,
     ) -> Request:
         """Queue a request and return it. Raises ValueError for a request that can never run.
 
         `text` decodes tokens as they arrive (about 20 µs each), so that the text can be streamed. `images` are in the
         order of their placeholders; each is the output of the model's processor (a mapping of tensors, or pixels).
         `grammar` is the compiled result of `begin_grammar`. Without it, this call waits for the compilation.
+        `offers_pages` offloads the pages of each computed chunk at once, for another worker. `awaits_peer` (host:port of
+        a peer tier) waits for pages that the other worker computes now. Without tiers both have no effect.
         """
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
@@ -188,6 +192,8 @@ class Engine:
             priority,
             images=image_inputs,
             prompt_array=prompt_array,
+            offers_pages=offers_pages,
+            awaits_peer=awaits_peer,
         )
         request.children = [
             Request(

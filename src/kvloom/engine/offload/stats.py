@@ -23,6 +23,12 @@ class OffloadStats:
     no_room: int = 0
     """Loads postponed because the pool had no free pages."""
     prefetched_sessions: int = 0
+    hand_overs: int = 0
+    """Prompts whose pages a prefill worker computed, and that ended with all of them."""
+    cut_hand_overs: int = 0
+    """Prompts whose prefill worker or pages were lost or late. The rest was computed here."""
+    handed_over_pages: int = 0
+    """Pages pulled from prefill workers while they computed."""
     offloaded_pages: int = 0
     """Pages copied to host memory."""
     offloaded_bytes: int = 0
