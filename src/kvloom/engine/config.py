@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvloom.core import Tenant
 from kvloom.events_wire import EventSettings
@@ -21,11 +21,12 @@ from kvloom.tiers.transfers import TransferConfig
 
 from .sampling import GrammarLimits
 
-__all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "engine_config"]
+__all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "Role", "engine_config"]
 
 SPECULATE = ("off", "ngram", "suffix")
 MOST_DRAFT_TOKENS = 64
 LoadRule = Literal["auto", "always", "never"]
+Role = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,8 @@ class EngineConfig:
     """Tiers, fastest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """How pages are loaded from the tiers."""
+    role: Role = "both"
+    """What a worker does: "prefill" offers the pages of every prompt, "decode" computes prompts in short steps."""
     kv_events: str | None = None
     """ZMQ address on which block events are published, such as `tcp://127.0.0.1:5557`; None: they are not."""
     kv_events_replay: str | None = None
@@ -121,6 +124,8 @@ class EngineConfig:
             raise ValueError(
                 f"pool sizes {given} must not decrease from min_pool_bytes over pool_bytes to max_pool_bytes"
             )
+        if self.role not in get_args(Role):
+            raise ValueError(f"role {self.role!r} is not one of {', '.join(get_args(Role))}")
         if self.speculate not in SPECULATE:
             raise ValueError(f"speculate {self.speculate!r} is not one of {', '.join(SPECULATE)}")
         if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
@@ -142,6 +147,7 @@ class EngineConfig:
 def engine_config(
     *,
     load: LoadRule = "auto",
+    hand_over_seconds: float = 10.0,
     grammar_seconds: float = 2.0,
     grammar_memory: int = 256 << 20,
     **settings: Any,
@@ -154,9 +160,11 @@ def engine_config(
     names = [one.name for one in fields(EngineConfig)]
     for name in settings:
         if name not in names:
-            close = get_close_matches(name, [*names, "load", "grammar_seconds", "grammar_memory"], n=1)
+            close = get_close_matches(
+                name, [*names, "load", "hand_over_seconds", "grammar_seconds", "grammar_memory"], n=1
+            )
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"the engine has no setting {name!r}{hint}")
-    settings.setdefault("offload", OffloadConfig(load))
+    settings.setdefault("offload", OffloadConfig(load, hand_over_seconds=hand_over_seconds))
     settings.setdefault("grammar_limits", GrammarLimits(grammar_seconds, grammar_memory))
     return EngineConfig(**settings)

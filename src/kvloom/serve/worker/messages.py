@@ -1,6 +1,7 @@
 """Messages between the API process and the engine process, and their encoding.
 
-    API    ──▶ engine    Start (once, first), Add, Cancel, ExpectSession, EndSession, SnapshotRequest, ResizePool
+    API    ──▶ engine    Start (once, first), Add, Cancel, ExpectSession, EndSession, SnapshotRequest, ResizePool,
+                         SetRole
     engine ──▶ API       Ready or StartFailed (once), then Outputs (one per step); Heartbeat, every second
 
 A message is msgpack with a four-byte length before it. Log-probabilities are triples of token, value and rank.
@@ -33,6 +34,7 @@ __all__ = [
     "Rejected",
     "RequestProgress",
     "ResizePool",
+    "SetRole",
     "SnapshotRequest",
     "Start",
     "StartFailed",
@@ -118,7 +120,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
     Pages computed under a `salt` match only requests with the same salt. `ends_session`: this is the session's last
     request. `lossy`: the request accepts pages that a tier re-encoded. `retain`: priorities of token ranges.
-    `image_prompt` replaces `prompt`."""
+    `image_prompt` replaces `prompt`. `offers_pages`, `awaits_peer`: hand-over, see `Engine.add`."""
 
     id: int
     prompt: list[int]
@@ -135,6 +137,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     lossy: bool = False
     retain: list[TokenRange] = []
     image_prompt: ImagePrompt | None = None
+    offers_pages: bool = False
+    awaits_peer: str | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -169,6 +173,12 @@ class ResizePool(msgspec.Struct, frozen=True, tag=True):
     pool_bytes: int
     number: int = 0
     share_bytes: int | None = None
+
+
+class SetRole(msgspec.Struct, frozen=True, tag=True):
+    """Change the role of the worker."""
+
+    role: Literal["both", "prefill", "decode"]
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -277,6 +287,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     | `hit_pages`                 | pages found, by kind of layer                                              |
     | `eviction_age`, `reuse_age` | seconds since the last use, of evicted and of hit entries                  |
     | `offload`                   | counters of the offload manager                                            |
+    | `role`                      | both, prefill or decode                                                    |
     | `tier_faults`               | failures: tier, operation, outcome, count                                  |
     """
 
@@ -307,6 +318,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     tenants: dict[str, TenantUsage] = {}
     tiers: list[TierUsage] = []
     offload: dict[str, int] = {}
+    role: str = "both"
     tier_faults: list[tuple[str, str, str, int]] = []
 
 
@@ -346,7 +358,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     limit for tenants with a quota. `tiers` lists name, capacity and stored pages; `unavailable_tiers` lists name and
     reason. `pool_limits` are the fewest and most bytes of an elastic pool. `image_refusal`: why the model accepts no
     images; "" if it does. `hash_model` is the model's part of block hashes; `groups` are its layer groups on the text
-    axis."""
+    axis. `peer_address`: where other workers read its host memory; None if it is not shared."""
 
     device: str
     dtype: str
@@ -365,6 +377,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     image_refusal: str = ""
     hash_model: str = ""
     groups: list[GroupInfo] = []
+    peer_address: tuple[str, int] | None = None
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
@@ -379,7 +392,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     step: int = 0
 
 
-ToEngine = Start | Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool
+ToEngine = Start | Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole
 FromEngine = Ready | StartFailed | Outputs | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()

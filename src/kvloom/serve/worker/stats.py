@@ -74,6 +74,7 @@ def engine_stats(
         eviction_age=_counts(inspect.idle_seconds),
         reuse_age=_counts(inspect.reuse_seconds),
         tenants=tenants,
+        role=engine.role,
         **({} if engine.offload is None else _offload_stats(engine.offload)),
     )
 
