@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "kvloom"
 PINS = Path(__file__).parent / "public_names.json"
 
 LINE = [
-    "core",
+    "core combinations",
     "arguments config_file tiers kernels events_wire",
     "models",
     "engine",

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("kvloom.serve.chat_command", "Chat in the terminal with a local model or a server."),
     "calibrate": ("kvloom.engine.calibrate_command", "Compute static scales for a quantised KV cache."),
     "serve": ("kvloom.serve.serve_command", "Start an OpenAI-compatible server."),
+    "route": ("kvloom.cluster.router.command", "Start a router: one endpoint over many workers."),
     "explain": ("kvloom.serve.explain_command", "Explain why a request hit or missed the cache."),
     "top": (
         "kvloom.serve.dashboard.command",

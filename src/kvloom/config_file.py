@@ -24,7 +24,7 @@ from typing import Any
 
 __all__ = ["CONFIGURABLE", "Source", "add_config_argument", "apply_configuration"]
 
-CONFIGURABLE = ("serve", "generate", "chat")
+CONFIGURABLE = ("serve", "generate", "chat", "route")
 """Commands that read configuration files and environment variables."""
 SHARED = "engine"
 """The table of the file that all commands read."""

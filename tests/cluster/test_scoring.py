@@ -8,7 +8,17 @@ import pytest
 pytest.importorskip("msgspec")
 
 from kvloom.cluster.router import FleetIndex, Group, Scorer, ScoringOptions, SpeedModel, WorkerLoad
-from kvloom.core import hash_chain, root_hash, token_bytes
+from kvloom.cluster.router.fleet import Fleet, Offer
+from kvloom.core import (
+    CacheControl,
+    KVCache,
+    LayerSpec,
+    PoolLayout,
+    attention_fields,
+    hash_chain,
+    root_hash,
+    token_bytes,
+)
 from kvloom.events_wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, wire_hashes
 
 TOKENS = list(range(1, 161))
@@ -177,3 +187,11 @@ def test_the_speed_is_learned() -> None:
 
 def test_no_candidate_no_choice() -> None:
     assert scorer_of("a").choose(10, {}, [], 0.0) is None
+
+
+def test_the_router_computes_the_root_hash_of_a_worker() -> None:
+    layout = PoolLayout.build({"0": LayerSpec("token", attention_fields(2, 16, "fp32"))})
+    cache, offer = KVCache(layout, slabs=4, model="m"), Offer(hash_model="m")
+    for tenant, salt, lossy in (("", "", False), ("red", "", False), ("red", "s", False), ("", "s", True)):
+        control = CacheControl(tenant=tenant, salt=salt, lossy=lossy)
+        assert Fleet.root("m", offer, tenant, salt, lossy) == cache.root_hash(control)

@@ -113,6 +113,8 @@ def test_model_tenant_and_adapter_have_their_own_hashes() -> None:
             ("m", "", "t"),
             ("mt",),
             ("m", "t", "a"),
+            ("m", "t", "", "a"),
+            ("m", "", "", "t"),
             ("m", "ta"),
             ("", "m", "t"),
             ("n",),

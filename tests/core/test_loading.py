@@ -324,10 +324,10 @@ def test_pages_that_a_reservation_shares_may_move_while_it_evicts(
     rng = random.Random(kind)
     world = World(kind, slabs=60)
     cache = world.cache
-    make, moved = cache.state.allocator.make_room, 0
+    make, moved = cache.state.allocator.free_pages, 0
 
     def making(account: Account, needs: list[int]) -> int:
-        """Like `make_room` when slabs are missing, but moves exactly the pages that the prompt hit."""
+        """Like `free_pages` when slabs are missing, but moves exactly the pages that the prompt hit."""
         nonlocal moved
         for cls, ids in cache.state.pages.by_class(cache.state.tree.rows(match.path, match.matched)):
             of = cache.state.pool.classes[cls]
@@ -343,7 +343,7 @@ def test_pages_that_a_reservation_shares_may_move_while_it_evicts(
         prompt = text[: rng.randrange(1, len(text) + 1)]
         world.settle()
         with monkeypatch.context() as patched:
-            patched.setattr(cache.state.allocator, "make_room", making)
+            patched.setattr(cache.state.allocator, "free_pages", making)
             match = cache.match(prompt)
             world.load(match, rng)  # (checks the cache while pages are on their way)
         sequence = cache.open(cache.match(prompt))

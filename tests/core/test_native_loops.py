@@ -139,3 +139,16 @@ def test_native_and_plain_loops_find_the_same_wrong_row(rows: list[int], is_open
     assert flags.tolist() == is_open
     ids = np.array(rows, "<i4").tobytes()
     assert native.any_negative(ids) == counts.any_negative(ids)
+
+
+@pytest.mark.parametrize("places", [0, 1, 7, 63, 64])
+def test_leading_masks_are_counted_alike(places: int) -> None:
+    from kvloom.core.pool import counts, loops
+
+    rng = np.random.default_rng(places)
+    for _ in range(20):
+        lengths = rng.integers(0, 40, places).tolist()
+        masks = [sum(1 << p for p, n in enumerate(lengths) if i < n or rng.random() < 0.1) for i in range(40)]
+        expected = [next((i for i, m in enumerate(masks) if not m >> p & 1), 40) for p in range(places)]
+        assert counts.leading(masks, places) == expected
+        assert loops.leading(masks, places) == expected

@@ -32,6 +32,7 @@ controls = st.builds(
     CacheControl,
     tenant=tenants,
     adapter=st.sampled_from(["", "", "lora"]),
+    salt=st.sampled_from(["", "", "lora"]),
     store=st.sampled_from([True, True, True, False]),
     read=st.sampled_from([True, True, True, False]),
     session=st.sampled_from([None, "s1", "s2"]),

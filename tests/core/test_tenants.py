@@ -39,6 +39,8 @@ def test_a_prompt_of_another_tenant_is_never_hit(kind: str) -> None:
         CacheControl(),
         CacheControl(tenant="gold", adapter="lora"),
         CacheControl(adapter="gold"),
+        CacheControl(tenant="gold", salt="lora"),
+        CacheControl(salt="gold"),
     ):
         match = world.cache.match(prompt_of(80), other)
         assert (match.matched, match.resume) == (0, 0)

@@ -22,7 +22,7 @@ from kvloom.core import (
     attention_fields,
 )
 from kvloom.engine import Engine, SamplingParams, engine as engine_module
-from kvloom.engine.offload import HostPages, HostStore, form_of, manager as offload_manager, open_host
+from kvloom.engine.offload import HostPages, PageOffloader, form_of, manager as offload_manager, open_host
 from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers.host import copy_pages
 from kvloom.tiers.transfers import TransferManager
@@ -70,7 +70,9 @@ class Desk:
         host, _ = open_host(layout, 4 << 20, False, buffer.device)
         forms = {g.index: [form_of(g, run) for run in range(g.runs)] for g in layout.groups}
         self.pages = Told(layout, buffer, host)
-        self.keeping = HostStore(self.cache, self.pages, TransferManager(host, ()), forms, forms, {writes})
+        self.keeping = PageOffloader(
+            self.cache, self.pages, TransferManager(host, ()), forms, forms, {writes}
+        )
 
     def computed(self, first: int) -> Sequence:
         """Compute three blocks of a prompt of four."""

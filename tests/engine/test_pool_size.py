@@ -88,7 +88,7 @@ def test_a_full_pool_grows_and_an_idle_one_gives_memory_back() -> None:
         engine.step()
         largest = max(largest, engine.cache.usable_slabs)
     assert largest > start
-    assert not engine.cache.make_room(16 * 90)  # evicts nearly everything
+    assert not engine.cache.free_pages(16 * 90)  # evicts nearly everything
     engine._pool_rule._next = 0.0
     engine.adjust_pool()
     assert engine.cache.usable_slabs == start

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kvloom.engine import Engine, OffloadConfig, SamplingParams
-from kvloom.engine.speculation import DraftedRequest, TokenIndex
+from kvloom.engine.speculation import Controller, DraftedRequest, TokenIndex
+from kvloom.models.paged import Work
 from kvloom.tiers.transfers import TransferConfig
 from tests.engine.made_tokenizers import byte_level
 from tests.engines import make_engine
@@ -51,13 +52,26 @@ class Oracle:
     def request_finished(self, request: DraftedRequest) -> None:
         pass
 
+    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
+        pass
+
+    def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
+        pass
+
 
 def speculating(
     model: Any, pool: int, answers: dict[tuple[int, ...], list[int]], chance: float = 0.7, **settings: Any
 ) -> Engine:
     engine = make_engine(model, pool, speculate="ngram", draft_tokens=5, **settings)
     assert engine.speculation is not None
-    engine.speculation.proposer = Oracle(answers, chance)
+    engine.speculation.proposers, engine.speculation.controller = [Oracle(answers, chance)], None
+    return engine
+
+
+def fixed(engine: Engine) -> Engine:
+    """Let every draft have its full length, whatever it costs."""
+    assert engine.speculation is not None
+    engine.speculation.controller = None
     return engine
 
 
@@ -92,7 +106,7 @@ def test_lookup_proposes_what_followed(how: str) -> None:
     model.set_attn_implementation("eager")
     prompt = [5, 9, 11, 13, 17] * 6
     (wanted,) = expected(model, [prompt], 60)
-    engine = make_engine(model, 1 << 22, speculate=how)
+    engine = fixed(make_engine(model, 1 << 22, speculate=how))
     assert engine.speculation is not None
     request = engine.add(prompt, SamplingParams(max_tokens=60, temperature=0))
     engine.run()
@@ -194,7 +208,7 @@ def test_random_requests_are_the_same_with_and_without_speculation(family: str, 
     oracle = SeedOracle({}, 0.8)
     oracle.by_seed = {(one.prompt, one.seed): one.tokens for request in wanted for one in request.family}
     assert engine.speculation is not None
-    engine.speculation.proposer = oracle
+    engine.speculation.proposers, engine.speculation.controller = [oracle], None
     requests = []
     for prompt, params in zip(prompts, every, strict=True):
         requests.append(engine.add(prompt, params))
@@ -296,7 +310,7 @@ def test_hits_from_tiers_are_the_same(family: str, tmp_path: Path) -> None:
         tiers = [f"disk:{tmp_path / how}:64MiB"]
         engine = make_engine(model, 1 << 22, tiers=["host:8MiB", *tiers], **settings)
         if engine.speculation is not None:
-            engine.speculation.proposer = Oracle(answers, 0.8)
+            engine.speculation.proposers, engine.speculation.controller = [Oracle(answers, 0.8)], None
         first = [engine.add(prompt, params) for prompt in prompts]
         engine.run()
         answers |= {one.prompt: one.tokens for one in first}
@@ -378,3 +392,125 @@ def test_sampled_tokens_follow_the_target_distribution() -> None:
     assert degrees >= 3
     assert chi < degrees + 4 * (2 * degrees) ** 0.5 + 4  # about 1 in 10,000
     assert sum(request.accepted_tokens for request in requests) > 100
+
+
+def save_draft(path: Path, family: str = "llama", **changes: Any) -> str:
+    """Save a tiny draft model and return the setting that loads it."""
+    tiny(family, **changes).save_pretrained(path)
+    return f"draft={path}"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "bamba", "qwen3_next", "mamba"])
+@pytest.mark.few(4)
+def test_draft_model_beside_every_kind_of_target(family: str, ahead: bool, tmp_path: Path) -> None:
+    """The draft shares no weight with most targets: drafts are wrong, tokens are not. Preemption and cancel, too."""
+    rng = random.Random(family)
+    model = tiny(family)
+    model.set_attn_implementation("eager")
+    prompts = [[rng.randrange(3, 64) for _ in range(rng.randrange(1, 40))] for _ in range(8)]
+    wanted = expected(model, prompts, 20)
+    how = save_draft(tmp_path, "gemma3_text" if family == "llama" else "llama")
+    engine = fixed(make_engine(model, 1 << 22, speculate=how, token_budget=24, max_running=6, ahead=ahead))
+    requests = []
+    for prompt in prompts:
+        requests.append(engine.add(prompt, SamplingParams(max_tokens=20, temperature=0)))
+        engine.step()
+    while engine.busy:
+        engine.step()
+        engine.cache.check()
+    assert [request.tokens for request in requests] == wanted
+    assert all(request.draft_tokens for request in requests)
+    engine.cache.take_copies()
+    assert engine.cache.stats()["in_use_pages"] == 0
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}]
+)
+def test_a_draft_model_equal_to_the_target_is_always_accepted(params: dict[str, Any], tmp_path: Path) -> None:
+    """Only if its pages are right: after prompts in chunks, hits, accepted drafts and samples with shared pages."""
+    model = tiny("llama")
+    engine = fixed(make_engine(model, 1 << 24, speculate=save_draft(tmp_path), token_budget=16))
+    plain = make_engine(model, 1 << 24)
+    prompts = [list(range(3, 40)), [*range(3, 36), 9, 9], list(range(3, 40))]
+    samples = 2 if params["temperature"] else 1
+    for seed, prompt in enumerate(prompts):
+        asked = SamplingParams(max_tokens=30, seed=seed, n=samples, **params)
+        one, other = engine.add(prompt, asked), plain.add(prompt, asked)
+        engine.run()
+        plain.run()
+        assert results([one]) == results([other])
+        for sample in one.family:
+            assert sample.accepted_tokens == sample.draft_tokens > 20
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_acceptance_after_a_hit_from_a_tier_equals_that_after_computing(tier: str, tmp_path: Path) -> None:
+    model, how = tiny("llama"), save_draft(tmp_path / "draft")
+    patient = OffloadConfig(
+        "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
+    )
+    url = "host:16MiB" if tier == "host" else f"disk:{tmp_path / 'disk'}:64MiB"
+    room = 2 * make_engine(model, 1 << 22, speculate=how).layout.slab_bytes_for(128)
+    engine = fixed(make_engine(model, room, speculate=how, tiers=[url], offload=patient))
+    prompt, params = list(range(3, 40)), SamplingParams(max_tokens=40, temperature=0)
+    first = engine.add(prompt, params)
+    engine.run()
+    if tier == "disk":
+        engine.close()
+        engine = fixed(make_engine(model, room, speculate=how, tiers=[url], offload=patient))
+    else:
+        for i in range(8):  # other prompts evict its pages
+            engine.add([10 + i, *range(3, 60), *range(3, 50)], SamplingParams(max_tokens=1))
+            engine.run()
+    again = engine.add([*first.tokens, 5], params)
+    engine.run()
+    assert again.hits.get(tier, 0) >= 64
+    assert again.accepted_tokens == again.draft_tokens > 20
+    engine.close()
+
+
+def test_draft_models_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="recurrent layers"):
+        make_engine(model, 1 << 22, speculate=save_draft(tmp_path / "a", "mamba"))
+    with pytest.raises(ValueError, match="32 tokens in its vocabulary, the target 64"):
+        make_engine(model, 1 << 22, speculate=save_draft(tmp_path / "b", vocab_size=32))
+    with pytest.raises(ValueError, match="speculate 'sometimes' is not off, auto"):
+        make_engine(model, 1 << 22, speculate="sometimes")
+
+
+def decided(slope: float, chance: float, requests: int, steps: int = 400) -> tuple[Controller, float, int]:
+    """Return a controller, the drafts per request and the steps with drafts, after steps that take 1 + slope * tokens ms."""
+    rng, controller = random.Random(1), Controller()
+    known: list[dict[str, float]] = [{} for _ in range(requests)]
+    drafts = with_drafts = 0
+    for _ in range(steps):
+        controller.step_begins()
+        lengths = [0] * requests
+        if controller.wants_drafts:
+            chances = [controller.acceptance.of(one, "x") for one in known]
+            lengths = controller.lengths("x", chances, [16] * requests, 512, 0)
+        for one, length in zip(known, lengths, strict=True):
+            accepted = next((i for i in range(length) if rng.random() > chance), length)
+            if length:
+                controller.acceptance.observe(one, "x", length, accepted)
+        controller.observe_step(requests + sum(lengths), 1e-3 * (1 + slope * (requests + sum(lengths))))
+        drafts += sum(lengths)
+        with_drafts += any(lengths)
+    return controller, drafts / (steps * requests), with_drafts
+
+
+def test_the_controller_follows_acceptance_and_cost() -> None:
+    cheap, many, _ = decided(slope=0.02, chance=0.95, requests=1)
+    assert many > 8
+    assert cheap.reasons["x"].startswith("on: ")
+    _, few, _ = decided(slope=0.02, chance=0.5, requests=1)
+    assert 0.5 < few < many / 2
+    saturated, _, tried = decided(slope=1.0, chance=0.6, requests=64)
+    assert saturated.reasons["x"].startswith("off: 64 requests")
+    assert tried < 15
+    useless, _, tried = decided(slope=0.3, chance=0.02, requests=4)
+    assert useless.reasons["x"].startswith("off: ")
+    assert tried < 40

@@ -208,9 +208,9 @@ def test_arguments_of_a_batch_of_copies() -> None:
 )
 def test_rows_side_by_side_are_one_copy(rows: list[int], runs: list[tuple[int, int, int]]) -> None:
     host = torch.zeros(10, 32, dtype=torch.uint8)
-    assert copy._runs(np.array(rows), host) == runs
+    assert copy._contiguous_ranges(np.array(rows), host) == runs
     apart = [(at, row, 1) for at, row in enumerate(rows)]
-    assert copy._runs(np.array(rows), host[:, :16]) == apart
+    assert copy._contiguous_ranges(np.array(rows), host[:, :16]) == apart
 
 
 # -- staging, in any order that its events allow -------------------------------------------------------

@@ -376,5 +376,5 @@ def test_a_captured_graph_outlives_a_remapping() -> None:
 
 
 def test_runs() -> None:
-    assert list(memory._runs(np.array([1, 2, 3, 7, 9, 10]))) == [(1, 3), (7, 1), (9, 2)]
-    assert list(memory._runs(np.array([], np.int64))) == []
+    assert list(memory._contiguous_ranges(np.array([1, 2, 3, 7, 9, 10]))) == [(1, 3), (7, 1), (9, 2)]
+    assert list(memory._contiguous_ranges(np.array([], np.int64))) == []

@@ -95,3 +95,29 @@ def test_retained_token_ranges_outlive_others(folder: Path) -> None:
             )
             assert status == 400, bad
             assert said in error["error"]["message"]
+
+
+def test_pinned_prompts_stay_until_their_session_ends(folder: Path) -> None:
+    with running(folder, "--pool", "1MiB") as server:
+
+        def cached(letter: str, **fields: object) -> int:
+            found = server.complete(prompt=letter * 600, max_tokens=1, temperature=0, **fields)
+            return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert cached("a", cache={"pin": 600}, session_id="s") == 0
+        for letter in "bcdefghij":
+            cached(letter)
+        assert cached("a", cache={"store": False}) > 500
+        fields = {"model": "tiny", "prompt": "z" * 900, "max_tokens": 1, "cache": {"pin": 60}}
+        status, _, error = server.send("POST", "/v1/completions", fields)
+        assert status == 400
+        assert "pins use" in error["error"]["message"]
+        longest = server.send("GET", "/v1/models/tiny")[2]["max_model_len"]
+        server.complete(prompt=[7] * (longest - 1), max_tokens=1)  # needs the pinned pages
+        assert cached("a", cache={"pin": 600, "store": True}, session_id="s") == 0
+        assert server.send("DELETE", "/v1/sessions/s")[0] == 200
+        for letter in "bcdefghij":
+            cached(letter)
+        assert cached("a") == 0
+        fields["cache"] = {"pin": -1}
+        assert server.send("POST", "/v1/completions", fields)[0] == 400

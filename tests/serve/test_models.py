@@ -261,9 +261,8 @@ def test_the_death_of_one_engine_leaves_the_other_serving(both: Running, expecte
 @pytest.mark.slow
 def test_the_last_model_stays(folder: Path, shelf: Path) -> None:
     """Without --model-dir nothing is loaded; without --memory each pool keeps its size."""
-    with running(
-        folder, str(shelf / OTHER), "--pool", "8MiB" if ON_GPU else "1MiB", "--name", "a", "--name", "b"
-    ) as server:
+    names = ("--name", "a", "--name", "b", "--alias", "x", "--alias", "y=b")
+    with running(folder, str(shelf / OTHER), "--pool", "8MiB" if ON_GPU else "1MiB", *names) as server:
         assert [one["id"] for one in server.send("GET", "/v1/models")[2]["data"]] == ["a", "b", "x", "y"]
         for alias, name in (("x", "a"), ("y", "b")):
             asked = {"model": alias, "prompt": "abc", "max_tokens": 2}

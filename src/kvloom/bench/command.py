@@ -20,7 +20,10 @@ BENCHMARKS = {
     "metrics": "cost of the server's metrics (both)",
     "quality": "perplexity under quantised KV (both)",
     "tiers": "throughput of tiers and their media, compared with LMCache (CPU)",
+    "router": "cost of the router: events, scoring, added latency (CPU)",
+    "routing": "hits and time to first token of agent sessions over four workers, by router (CPU)",
     "offload": "an engine with tiers: time to first token, hits, cost (both)",
+    "speculation": "tokens per second with and without drafts (both)",
 }
 
 

@@ -135,7 +135,7 @@ def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
             t0 = time.perf_counter()
             match = cache.match(prompt)
             t1 = time.perf_counter()
-            cache.make_room(tokens - shared)
+            cache.free_pages(tokens - shared)
             t2 = time.perf_counter()
             seq = cache.open(match)
             seq.extend(tokens - seq.length)

@@ -6,6 +6,7 @@
 | workloads         | W1 to W6 with and without the host tier, in the same pool                                      |
 | hits              | W6 with a pool for all its pages, and with a tenth of it and the host tier                     |
 | layers            | pages copied and read whole, and layer by layer                                                |
+| long              | one request in a pool that holds it, and in a quarter of it with cold pages in host memory     |
 | offload-cost      | CPU time of the engine thread to offload the pages of many finished sequences                  |
 | load-or-recompute | a prompt computed while it loads from a disk of any speed, on a simulated device               |
 
@@ -38,6 +39,7 @@ from .engine import log
 from .engine_runners import Kvloom, Options
 from .layerwise_copy import measure_layerwise_copy
 from .load_or_recompute import measure_load_or_recompute
+from .long_requests import SHARE, measure_long_request
 from .offload_cost import measure_offload_cost
 from .page_placement import evict_host, evict_pool, wait_until_stored
 from .shapes import SHAPES, build, hf_config
@@ -45,7 +47,7 @@ from .workloads import Workload, select_workloads
 
 __all__ = ["main"]
 
-PARTS = ("ttft", "workloads", "hits", "layers", "offload-cost", "load-or-recompute")
+PARTS = ("ttft", "workloads", "hits", "layers", "long", "offload-cost", "load-or-recompute")
 RENAMED = {"keep": "offload-cost", "race": "load-or-recompute"}
 """Former names of parts, accepted for one version."""
 MIN_CONVERSATIONS = 32
@@ -145,6 +147,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         if "layers" in args.only:
             with tempfile.TemporaryDirectory() as pages:
                 report["layers"] = measure_layerwise_copy(pages, rounds=args.rounds)
+        if "long" in args.only:
+            report["long"] = measure_long_request(args.shape, device, args.host, args.prompt, args.rounds)
         if "offload-cost" in args.only:
             report["offload_cost"] = measure_offload_cost(
                 args.shape, device, scale, args.rounds, pool, args.host
@@ -373,6 +377,14 @@ def _show(report: dict[str, Any]) -> None:
                 if part["capacity_share"] < 1
                 else ""
             )
+        )
+    if "long" in report:
+        part = report["long"]
+        small, large, ratio = part["quarter"], part["whole"], part["ratio"]
+        print(
+            f"{part['prompt']:,} tokens in 1/{SHARE} of the pool that they need: first token {small['first_s'] * 1e3:.1f} ms, "
+            f"{ratio['first_s']:.2f} times {large['first_s'] * 1e3:.1f} ms; further tokens {small['token_s'] * 1e3:.2f} ms each, "
+            f"{ratio['token_s']:.2f} times {large['token_s'] * 1e3:.2f} ms; tokens {'equal' if part['same_tokens'] else 'DIFFER'}"
         )
     for row in report.get("offload_cost", ()):
         each = row["us_per_page"]

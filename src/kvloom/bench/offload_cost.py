@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kvloom.core import KVCache, PoolLayout
-from kvloom.engine.offload import Event, HostPages, HostStore, Ids, form_of, open_host
+from kvloom.engine.offload import Event, HostPages, Ids, PageOffloader, form_of, open_host
 from kvloom.models.specs import model_spec
 from kvloom.tiers.transfers import TransferManager
 
@@ -66,7 +66,7 @@ def _measure(layout: PoolLayout, device: str, sequences: int, rounds: int, full:
     host, _ = open_host(layout, capacity, False, buffer.device)
     forms = {g.index: [form_of(g, run) for run in range(g.runs)] for g in layout.groups}
     pages, transfers = _TimedHostPages(layout, buffer, host), TransferManager(host, ())
-    store = HostStore(cache, pages, transfers, forms, forms, {"through"})
+    store = PageOffloader(cache, pages, transfers, forms, forms, {"through"})
     rng = np.random.default_rng(0)
     found: dict[str, list[float]] = {"close": [], "offload": [], "copy": []}
     for round_ in range(rounds + 1):  # the first warms up and fills the tier
@@ -103,7 +103,7 @@ def _measure(layout: PoolLayout, device: str, sequences: int, rounds: int, full:
     }  # fmt: skip
 
 
-def _finish(store: HostStore) -> float:
+def _finish(store: PageOffloader) -> float:
     """Wait for pending copies; return the seconds spent polling."""
     spent = 0.0
     while store.busy:

@@ -358,7 +358,44 @@ static PyObject *wrong_row(PyObject *self, PyObject *args)
     return PyLong_FromSsize_t(i < n ? i : -1);
 }
 
+/* -- masks: how long each bit stays set ---------------------------------------------------------- */
+
+static PyObject *leading(PyObject *self, PyObject *args)
+{
+    PyObject *masks, *counts;
+    int places;
+    if (!PyArg_ParseTuple(args, "Oi", &masks, &places))
+        return NULL;
+    if (!PyList_CheckExact(masks) || places < 0 || places > 64) {
+        PyErr_SetString(PyExc_ValueError, "masks must be a list, and places 0 to 64");
+        return NULL;
+    }
+    Py_ssize_t size = PyList_Size(masks), count[64];
+    uint64_t alive = places == 64 ? ~(uint64_t)0 : ((uint64_t)1 << places) - 1;
+    for (int p = 0; p < places; p++)
+        count[p] = size;
+    for (Py_ssize_t i = 0; i < size && alive; i++) {
+        uint64_t mask = PyLong_AsUnsignedLongLong(PyList_GetItem(masks, i));
+        if (mask == ~(uint64_t)0 && PyErr_Occurred())
+            return NULL;
+        for (uint64_t gone = alive & ~mask; gone; gone &= gone - 1)
+            count[__builtin_ctzll(gone)] = i;
+        alive &= mask;
+    }
+    if ((counts = PyList_New(places)) == NULL)
+        return NULL;
+    for (int p = 0; p < places; p++) {
+        PyObject *one = PyLong_FromSsize_t(count[p]);
+        if (one == NULL || PyList_SetItem(counts, p, one) < 0) {
+            Py_DECREF(counts);
+            return NULL;
+        }
+    }
+    return counts;
+}
+
 static PyMethodDef methods[] = {
+    {"leading", leading, METH_VARARGS, "leading(masks, places) -> for each bit, the leading masks that have it"},
     {"wrong_row", wrong_row, METH_VARARGS, "wrong_row(rows, open) -> place of the first bad row, or -1"},
     {"plain_ids", plain_ids, METH_O,
      "plain_ids(given) -> int32s of a list or tuple of plain ints from 0 on, or None for anything else"},

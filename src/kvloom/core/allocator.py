@@ -73,7 +73,7 @@ class Allocator:
             size += needs[cls] * page_bytes
         return size
 
-    def make_room(self, account: Account, needs: Sequence[int]) -> int:
+    def free_pages(self, account: Account, needs: Sequence[int]) -> int:
         """Evict and compact until `account` can allocate `needs[c]` pages of each size class. Returns the number of
         missing pages.
 

@@ -31,12 +31,13 @@ class RetainRange:
 class CacheControl:
     """Caching options of one request.
 
-    `tenant` and `adapter` salt the block hashes. `store` publishes computed blocks; `read` looks up cached blocks.
+    `tenant`, `adapter` and `salt` are part of the root of the block hashes. `store` publishes computed blocks; `read` looks up cached blocks.
     `lossy` accepts pages that a tier re-encoded to int8 or fp8. Lossy requests share blocks only with lossy requests.
     """
 
     tenant: str = ""
     adapter: str = ""
+    salt: str = ""
     store: bool = True
     read: bool = True
     session: str | None = None

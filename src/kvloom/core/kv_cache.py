@@ -30,6 +30,7 @@ from .prefix import (
     QueuedPrefix,
     hash_chain,
     root_hash,
+    tail_hash,
     token_bytes,
 )
 from .sequences import (
@@ -119,21 +120,21 @@ class KVCache:
         """Size class of each group."""
         self.loading = Loading(state)
         self.inspect = Inspector(state)
-        self._root_hashes: dict[tuple[str, str, bool], bytes] = {}
+        self._root_hashes: dict[tuple[str, str, str, bool], bytes] = {}
 
     # -- lookup ---------------------------------------------------------------------------------
 
     def root_hash(self, control: CacheControl) -> bytes:
-        """Return the root of a request's block hashes. It depends on model, tenant and adapter. Lossy requests have a
-        root of their own.
+        """Return the root of a request's block hashes. It depends on model, tenant, adapter and salt. Lossy
+        requests have a root of their own.
         """
-        key = (control.tenant, control.adapter, control.lossy)
+        key = (control.tenant, control.adapter, control.salt, control.lossy)
         found = self._root_hashes.get(key)
         if found is None:
             if len(self._root_hashes) > _MOST_ROOT_HASHES:
                 self._root_hashes.clear()
             model = f"{self.model}, near" if control.lossy else self.model
-            found = self._root_hashes[key] = root_hash(model, control.tenant, control.adapter)
+            found = self._root_hashes[key] = root_hash(model, control.tenant, control.adapter, control.salt)
         return found
 
     def match(
@@ -262,9 +263,13 @@ class KVCache:
         From now on the sequence publishes no blocks, and attention must read the cold blocks from host memory."""
         add_cold_run(self.state, seq, run)
 
-    def open_cold(self, seq: Sequence, run: ColdRun) -> None:
-        """Start an empty sequence behind cold blocks that host memory has. Only for models without windows and states."""
-        open_cold(self.state, seq, run)
+    def open_cold(self, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:
+        """Start an empty sequence at `position`, behind cold blocks. `run` has all full blocks before it; `tail` are the
+        tokens after them.
+
+        Allocates the other pages that are visible there, and the live states: fill those of the block table and the states
+        before the next step. Returns False, and changes nothing, if the pool lacks pages."""
+        return open_cold(self.state, seq, run, position, tail)
 
     def block_hashes(
         self,
@@ -272,17 +277,21 @@ class KVCache:
         control: CacheControl,
         media: Many[Media] = (),
         first: int = 0,
-        last: int | None = None,
+        end: int | None = None,
         parent: bytes | None = None,
     ) -> list[bytes]:
-        """Return the hashes of the full blocks `first` to `last` (None: the end) of a prompt, which follow the hash `parent`.
+        """Return the hashes of the blocks of a prompt, from block `first` to token `end`; the last block may be partial.
 
-        Without `parent` they follow the root hash. O(tokens)."""
+        They follow the hash `parent`, without it the root hash. The last one is also that of a state at `end`. O(tokens)."""
         ids = self.state.media_ids.place(np.frombuffer(token_bytes(tokens), np.int32), media)
-        block, each = self.block_tokens, self.block_tokens // HASH_TOKENS
-        data = ids[first * block : len(ids) // block * block if last is None else last * block].tobytes()
-        units = hash_chain(parent or self.root_hash(control), data, self.state.media_ids.digest_of)
-        return [BlockHash.of(units[i : i + each]) for i in range(0, len(units) // each * each, each)]
+        data, resolve = ids[first * self.block_tokens : end].tobytes(), self.state.media_ids.digest_of
+        parent = parent or self.root_hash(control)
+        units = hash_chain(parent, data, resolve)
+        rest = data[len(units) * HASH_TOKENS * TOKEN_BYTES :]
+        if rest:
+            units.append(tail_hash(units[-1] if units else parent, rest, resolve))
+        each = self.block_tokens // HASH_TOKENS
+        return [BlockHash.of(units[i : i + each]) for i in range(0, len(units), each)]
 
     @property
     def full_columns(self) -> npt.NDArray[np.intp]:
@@ -348,10 +357,10 @@ class KVCache:
         """Return the page copies to make, in order, before the next step. Call it once per step."""
         return self.state.copies.take()
 
-    def make_room(self, tokens: int, tenant: str = "") -> int:
+    def free_pages(self, tokens: int, tenant: str = "") -> int:
         """Evict by policy until the pool has pages for `tokens` tokens of a tenant. Returns the number of missing pages."""
         blocks = -(-tokens // self.block_tokens)
-        return self.state.allocator.make_room(self.state.accounts[tenant], self.state.pages.needs(blocks))
+        return self.state.allocator.free_pages(self.state.accounts[tenant], self.state.pages.needs(blocks))
 
     @property
     def usable_slabs(self) -> int:

@@ -168,7 +168,7 @@ class CacheState:
         """Free the pages of `needs` and charge them to `account`. Returns the number of missing pages; if it is not
         0, nothing is charged.
         """
-        missing = self.allocator.make_room(account, needs)
+        missing = self.allocator.free_pages(account, needs)
         if not missing:
             account.charge(self.allocator.bytes_of(needs))
         return missing

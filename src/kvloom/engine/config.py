@@ -23,7 +23,6 @@ from .sampling import GrammarLimits
 
 __all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "Role", "engine_config"]
 
-SPECULATE = ("off", "ngram", "suffix")
 MOST_DRAFT_TOKENS = 64
 LoadRule = Literal["auto", "always", "never"]
 Role = Literal["both", "prefill", "decode"]
@@ -94,9 +93,11 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Replay steps from CUDA graphs, on a GPU."""
     speculate: str = "off"
-    """Proposer of draft tokens: "off", "ngram" or "suffix"."""
+    """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), or several ("suffix,draft=MODEL").
+
+    "auto" is "suffix". The controller decides whether and how far they are used."""
     draft_tokens: int | None = None
-    """Most draft tokens of a request in one step; None: 8."""
+    """Most draft tokens of a request in one step; None: 4 of a draft model, else 16."""
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
@@ -114,6 +115,18 @@ class EngineConfig:
     kv_events_hashes: Literal["int64", "bytes"] = "int64"
     """How block hashes travel: signed 64-bit integers, or all bytes."""
 
+    @property
+    def draft_model(self) -> str:
+        """Folder or name of the draft model; empty without one."""
+        return next((part.removeprefix("draft=") for part in self.proposers if part.startswith("draft=")), "")
+
+    @property
+    def proposers(self) -> list[str]:
+        """The proposers in the order in which they are asked."""
+        if self.speculate == "off":
+            return []
+        return ["suffix"] if self.speculate == "auto" else self.speculate.split(",")
+
     def __post_init__(self) -> None:
         tokens = self.block_tokens
         if not 16 <= tokens <= 256 or tokens & (tokens - 1):
@@ -126,8 +139,14 @@ class EngineConfig:
             )
         if self.role not in get_args(Role):
             raise ValueError(f"role {self.role!r} is not one of {', '.join(get_args(Role))}")
-        if self.speculate not in SPECULATE:
-            raise ValueError(f"speculate {self.speculate!r} is not one of {', '.join(SPECULATE)}")
+        parts = self.proposers
+        if not all(part in ("ngram", "suffix") or part.startswith("draft=") for part in parts) or len(
+            {part.partition("=")[0] for part in parts}
+        ) < len(parts):
+            raise ValueError(
+                f"speculate {self.speculate!r} is not off, auto, ngram, suffix, draft=MODEL or several of them, such as "
+                "suffix,draft=MODEL"
+            )
         if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens {self.draft_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")
         if self.checkpoint_every < 0:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CacheControl, CopyBatch
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.paged import ImageInputs
@@ -54,13 +55,25 @@ from .sampling import (
     to_device,
 )
 from .scheduling import Scheduled, Scheduler
-from .speculation import NO_DRAFT, Speculation, draft_positions, open_speculation
+from .speculation import (
+    NO_DRAFT,
+    Draft,
+    DraftModelProposer,
+    NGramProposer,
+    Proposer,
+    Speculation,
+    SuffixProposer,
+    draft_positions,
+    load_draft,
+)
 
 if TYPE_CHECKING:
     from kvloom.events_wire import WirePublisher
 
 __all__ = ["Engine"]
 
+STRONG_MATCH = 6
+"""Tokens that lookup must match if another proposer follows it: a draft model knows better after a short match."""
 MIN_DRAFT_ROWS = 64
 """Positions at which a step with drafts may sample at least; otherwise as many as there are running requests."""
 DECODE_PROMPT_TOKENS = 256
@@ -87,7 +100,8 @@ class Engine:
         """The settings, with `token_budget` and `max_running` filled in."""
         assert config.token_budget is not None
         assert config.max_running is not None
-        memory = allocate_kv_memory(model, config)
+        draft = load_draft(config.draft_model, model) if config.draft_model else None
+        memory = allocate_kv_memory(model, config, draft)
         self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache
         self.vision, self.limit = memory.vision, memory.limit
         self.memory_budget = memory.budget
@@ -114,7 +128,7 @@ class Engine:
             self.runner.pages.set_host_memory(torch.from_numpy(self.offload.host.arena))
             if memory.batch_invariant:
                 self.offload.cold = None
-                self.offload.cold_refusal = "batch_invariant keeps all pages in the pool: sums over cold pages depend on other requests"
+                self.offload.cold_refusal = refused("batch_invariant, cold pages")
         self.events: WirePublisher | None = None
         """Publishes block events to routers; None if not configured."""
         if config.event_settings is not None:
@@ -139,7 +153,7 @@ class Engine:
         self.speculation: Speculation | None = None
         """Proposes draft tokens; None if it is off."""
         if config.speculate != "off":
-            self.speculation = open_speculation(config.speculate, config.draft_tokens, self.eos, draft_rows)
+            self.speculation = Speculation(self._proposers(draft), config.draft_tokens, self.eos, draft_rows)
         self._output_processor = OutputProcessor(self.scheduler, self.eos)
         self._inflight: InflightStep | None = None
         self._updated: list[Request] = []  # requests with a new token that `step` has not yet returned
@@ -148,6 +162,37 @@ class Engine:
         self._request_count = 0
         self._copies: list[CopyBatch] = []
         self._sessions = SessionHistory()
+
+    def _proposers(self, draft: Any) -> list[Proposer]:
+        """Return the proposers of the settings, in order."""
+        proposers: list[Proposer] = []
+        names = self.config.proposers
+        for place, name in enumerate(names):
+            min_match = STRONG_MATCH if place + 1 < len(names) else 0
+            if name.startswith("draft="):
+                proposers.append(self._draft_proposer(draft))
+            else:
+                proposers.append((SuffixProposer if name == "suffix" else NGramProposer)(min_match))
+        return proposers
+
+    def _draft_proposer(self, draft: Any) -> DraftModelProposer:
+        """Return the proposer of a draft model, which shares the pool and the batches' buffers."""
+        config = self.config
+        assert config.token_budget is not None
+        assert config.max_running is not None
+        runner = ModelRunner(
+            draft.eval(),
+            self.cache,
+            self.buffer,
+            config.token_budget,
+            config.max_running,
+            config.cuda_graphs,
+            invariant=self.runner.pages.is_invariant,
+            target=self.runner,
+        )
+        return DraftModelProposer(
+            runner, Sampler(self.eos), self._apply_copies, complete=self.offload is not None
+        )
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile kernels and capture graphs, so that no request waits for them. Does nothing on a CPU.
@@ -168,20 +213,25 @@ class Engine:
         text: bool = False,
         images: Many[Any] = (),
         grammar: Grammar | None = None,
+        resume: Many[int] = (),
         offers_pages: bool = False,
         awaits_peer: str | None = None,
     ) -> Request:
         """Queue a request and return it. Raises ValueError for a request that can never run.
 
-        `text` decodes tokens as they arrive (about 20 µs each), so that the text can be streamed. `images` are in the
-        order of their placeholders; each is the output of the model's processor (a mapping of tensors, or pixels).
-        `grammar` is the compiled result of `begin_grammar`. Without it, this call waits for the compilation.
-        `offers_pages` offloads the pages of each computed chunk at once, for another worker. `awaits_peer` (host:port of
-        a peer tier) waits for pages that the other worker computes now. Without tiers both have no effect.
-        """
+        `text`: decode tokens as they arrive (about 20 µs each), so that the text can be streamed. `images`: what the model's
+        processor returns for each image (a mapping of tensors, or pixels), in the order of their placeholders. `grammar`: the
+        compiled result of `begin_grammar`; without it, this call waits for the compilation. `resume`: output tokens that another
+        engine has generated; the request continues after them, with the same tokens as there. `offers_pages`: offload the pages
+        of each computed chunk at once, for another worker. `awaits_peer`: host:port of the peer tier whose worker computes the
+        prompt now; the request waits for its pages."""
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
+        if resume and (
+            params.samples > 1 or params.logprobs is not None or params.prompt_logprobs is not None
+        ):
+            raise ValueError("resume_token_ids needs a request with one answer and without logprobs")
         control = control or CacheControl()
         if control.lossy and (self.offload is None or not self.offload.has_lossy_tier):
             control = replace(
@@ -230,6 +280,8 @@ class Engine:
         if params.beam_width > 1:
             self._start_beam_search(request)
         self.scheduler.add(request)
+        if resume:
+            self._output_processor.resume(request, resume)
         self._request_count += params.samples
         return request
 
@@ -325,6 +377,8 @@ class Engine:
             is_waiting = bool(self.scheduler.loading_count)
             self.offload.after_step(started, finished, self._inflight, is_waiting)
             self._sessions.record_requests(self._updated)
+        if finished is not None and self.speculation is not None:
+            self.speculation.observe_step(finished.work, time.perf_counter() - started)
         if finished is not None and self.scheduler.step_limit is not None:
             tokens = finished.prompt_tokens + len(finished.work)
             self.scheduler.step_limit.observe(tokens, time.perf_counter() - started)
@@ -342,7 +396,7 @@ class Engine:
         ValueError if the pool is not elastic.
         """
         if self.pool_size is None:
-            raise ValueError("the pool keeps its size: set max_pool_bytes (--max-pool) to make it elastic")
+            raise ValueError(refused("fixed pool, resize"))
         self._pool_rule = None
         self.pool_size.set_target(pool_bytes)
         self.pool_size.approach()
@@ -423,7 +477,9 @@ class Engine:
 
     def _execute(self, places: dict[int, int]) -> InflightStep | None:
         self._apply_copies()  # finished forks retain pages until their copies are made
-        proposed = {} if self.speculation is None else self.speculation.propose(self.scheduler.running)
+        proposed: dict[int, Draft] = {}
+        if self.speculation is not None:
+            proposed = self.speculation.propose(self.scheduler.running)
         work = self.scheduler.schedule(places, {key: draft.tokens for key, draft in proposed.items()})
         self._apply_copies()
         if not work:
@@ -452,6 +508,8 @@ class Engine:
             ([0], np.cumsum([1 + len(draft.tokens) for draft in drafts], dtype=np.int64))
         )
         sampled_rows = int(rows_of[-1])
+        if self.speculation is not None:
+            self.speculation.step_computed(work)
         with self.runner.numerics:
             prompts = prompt_logprobs([work[i] for i in with_prompt_logprobs], logits[sampled_rows:])
         embeddings = (
@@ -568,10 +626,6 @@ class Engine:
                     f"prompt token {token} is outside the vocabulary: give ids from 0 to {self._vocabulary - 1}"
                 )
         if params.pooling is not None and self.runner.decoder is None:
-            raise ValueError(
-                f"pooling: {type(self.model).__name__} has no separate decoder, so it gives no embeddings"
-            )
+            raise ValueError(refused("pooling, model", model=type(self.model).__name__))
         if self.tokenizer is None and (text or params.stops or params.structure is not None):
-            raise ValueError(
-                "text, stop texts and structured output need a tokenizer: pass one to the engine"
-            )
+            raise ValueError(refused("text, tokenizer"))

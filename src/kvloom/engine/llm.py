@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CacheControl, Pin
 from kvloom.models.loading import LoadFormat, choose_device, load
 from kvloom.models.specs import folder_of
@@ -284,9 +285,7 @@ class LLM:
                     f"{len(given)} {what} do not match {len(many)} prompts: give one for all, or one each"
                 )
         if text and any(mine is not None and mine.samples > mine.n for mine in each):
-            raise ValueError(
-                "best_of and beam_width select samples at the end and cannot be streamed: use generate"
-            )
+            raise ValueError(refused("best_of, LLM.stream"))
         requests: list[Request] = []
         try:
             for prompt, mine, cached in zip(many, each, controls, strict=True):

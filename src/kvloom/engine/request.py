@@ -44,7 +44,7 @@ class Request:
     | tokens      | `tokens`: prompt and output; `computed`: launched; `inflight_tokens`: sampled, not on the host yet   |
     | pages       | `sequence`: its pages while it runs, None while it waits; `queued_prefix`: pages protected for it     |
     | cache       | `uncached`: neither reads nor adds cached pages; `looked_in_tiers`: the cached length at the last lookup in tiers; `tier_miss`: why tiers had no more |
-    | length      | `is_long`: the pool cannot hold it; its oldest pages are in host memory, and none is published       |
+    | length      | `may_be_long`: the pool cannot hold it at its limit; `is_long`: its oldest pages are in host memory, and it publishes none |
     | order       | `priority`: larger runs first and is preempted last; `order`: arrival                              |
     | sampling    | `seed`: given or random; `text`: the decoded output; `structure`: its state in the grammar          |
     | samples     | `parent`, `children`: the samples of one prompt; `branched`: they have started; `beams`: their beam search |
@@ -53,7 +53,7 @@ class Request:
     | results     | `logprobs`, `prompt_logprobs` (None for the first token), `cumulative_logprob`, `finish_reason`, `stop_reason` |
     | cache hits  | `cached_tokens` at the first start; `pool_miss`: where and why pool and tiers had no more; `other_tenant_has_more` |
     | times       | `looked_up`, `started`: the match and the first work, on the cache's clock                              |
-    | drafts      | `draft_tokens` proposed, `accepted_tokens` of them; `token_index`: its tokens, indexed for lookup |
+    | drafts      | `draft_tokens` proposed, `accepted_tokens` of them; `token_index`: its tokens, indexed for lookup; `acceptance`: estimates by proposer; `draft_missing`: first token that the draft model has not computed |
     | hand-over   | `offers_pages`: its pages are offloaded after each chunk; `awaits_peer`: host:port of the worker that computes its prompt |
     | loads       | `loads`: (tier, start, end, tokens) on the monotonic clock; the `first_loads` of them before it started |"""
 
@@ -68,6 +68,7 @@ class Request:
     computed: int = 0
     inflight_tokens: int = 0
     uncached: bool = False
+    may_be_long: bool = False
     is_long: bool = False
     looked_in_tiers: int | None = None
     queued_prefix: QueuedPrefix | None = None
@@ -102,6 +103,8 @@ class Request:
     other_tenant_has_more: bool = False
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    draft_missing: int | None = None
+    acceptance: dict[str, float] = field(default_factory=dict)
     token_index: TokenIndex | None = None
     offers_pages: bool = False
     awaits_peer: str | None = None

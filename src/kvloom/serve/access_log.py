@@ -1,4 +1,4 @@
-"""One line in the log per request, and its id (`x-request-id`). Never text, token ids or keys."""
+"""Logs one line per request, with its id (`x-request-id`). The log never contains text, token ids or keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["RequestLog", "RequestLogger", "log_rejected", "request_log"]
 MAX_PATH_CHARACTERS = 200
 MAX_REASON_CHARACTERS = 300
 POLLED = ("/health", "/ping", "/metrics", "/kvloom/state")
-"""Addresses that monitors poll; success and 503 (loading, draining) are logged at level debug."""
+"""Paths that monitors poll. Success and 503 (loading, draining) are logged at level debug."""
 KEY = "kvloom.log"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -29,7 +29,7 @@ access = logging.getLogger("kvloom.access")
 
 @dataclass(slots=True)
 class RequestLog:
-    """What endpoints report about a request for its line in the log."""
+    """The values that endpoints report about a request for its line in the log."""
 
     id: str = ""
     tenant: str | None = None
@@ -44,9 +44,10 @@ def request_log(scope: Scope) -> RequestLog:
 
 
 class RequestLogger:
-    """ASGI middleware: gives each request an id (`x-request-id`), returns it, and logs one line per request.
+    """ASGI middleware that gives each request an id (`x-request-id`), returns the id, and logs one line per request.
 
-    A client's id is used if it has 1 to 128 letters, digits or `._:-`; otherwise a new one is created."""
+    The client's id is used if it has 1 to 128 letters, digits or `._:-`. Otherwise a new id is created.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -107,7 +108,7 @@ def _log_request(method: str, path: str, status: int, seconds: float, log: Reque
 
 
 def log_rejected(error: ApiError) -> None:
-    """Log the error response to a connection without a parsed request."""
+    """Log the error response to a connection that has no parsed request."""
     access.warning("connection refused", extra={"fields": {"status": error.status, **_error_fields(error)}})
 
 

@@ -1,7 +1,7 @@
-"""The HTTP application: routes, error responses, and counting of responses.
+"""The HTTP application: routes, error responses, and counts of responses.
 
-OpenAI's endpoints, those of other servers that clients expect (/tokenize, /version, /ping), /health, /metrics and
-the dashboard.
+It has OpenAI's endpoints, endpoints that clients of other servers expect (/tokenize, /version, /ping), /health,
+/metrics and the dashboard.
 """
 
 from __future__ import annotations
@@ -59,7 +59,48 @@ MAX_RECORDS = 1000
 def application(
     context: ServerContext, dashboards: Dashboards | None = None, more: Sequence[Route] = ()
 ) -> ASGIApp:
-    """Return the ASGI application of a server. `dashboards` serve /kvloom/state; `more` are further routes."""
+    """Return the ASGI application of a server. `dashboards` provide /kvloom/state. `more` are additional routes."""
+
+    routes = [
+        Route("/", _root),
+        Route("/admin/pool", PoolEndpoint(context), methods=["GET", "POST"]),
+        Route("/admin/role", RoleEndpoint(context), methods=["GET", "POST"]),
+        Route("/v1/completions", CompletionEndpoint(context), methods=["POST"]),
+        Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
+        Route("/v1/responses", ResponsesEndpoint(context), methods=["POST"]),
+        Route("/v1/messages", MessagesEndpoint(context), methods=["POST"]),
+        Route("/v1/messages/count_tokens", CountTokensEndpoint(context), methods=["POST"]),
+        Route("/v1/embeddings", EmbeddingsEndpoint(context), methods=["POST"]),
+        *_model_list_routes(context),
+        *_session_routes(context),
+        Route("/tokenize", TokenizeEndpoint(context), methods=["POST"]),
+        Route("/detokenize", DetokenizeEndpoint(context), methods=["POST"]),
+        *_status_routes(context),
+        *_record_routes(context),
+        *more,
+        *dashboard_routes(context, dashboards or Dashboards(context)),
+    ]
+    handlers: dict[Any, Any] = {ApiError: _error_response, HTTPException: _http_error, Exception: _unexpected}
+    described = openapi(routes, metadata.version("kvloom"))
+    routes += documentation_routes(described)
+    app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
+    if context.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=context.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return RequestLogger(_CountResponses(app, context))
+
+
+async def _root(_: Request) -> Response:
+    return RedirectResponse("/dashboard")
+
+
+def _model_list_routes(context: ServerContext) -> list[Route]:
+    """Return the routes that list the served models, for clients and routers."""
 
     async def models(request: Request) -> Response:
         context.authenticate(request)
@@ -68,6 +109,22 @@ def application(
     async def model(request: Request) -> Response:
         context.authenticate(request)
         return _json(context.served(request.path_params["name"]).to_dict())
+
+    async def worker(request: Request) -> Response:
+        tenant = context.authenticate(request)
+        models = [served.routing_info() for served in context.models.values()]
+        found = [one for one in models if one is not None]
+        return _json({"tenant": tenant, "open_requests": context.limiter.requests, "models": found})
+
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/kvloom/worker", worker),
+    ]
+
+
+def _session_routes(context: ServerContext) -> list[Route]:
+    """Return the routes that announce and end sessions."""
 
     def named_session(request: Request) -> tuple[EngineClient, str, str]:
         tenant = context.authenticate(request)
@@ -85,6 +142,15 @@ def application(
         engine, tenant, session = named_session(request)
         engine.expect_session(tenant, session)
         return _json({"id": session, "object": "session", "expected": True}, 202)
+
+    return [
+        Route("/v1/sessions/{session:path}", end_session, methods=["DELETE"]),
+        Route("/v1/sessions/{session:path}", expect_session, methods=["POST"]),
+    ]
+
+
+def _status_routes(context: ServerContext) -> list[Route]:
+    """Return the routes of version, health and metrics."""
 
     async def version(_: Request) -> Response:
         return _json({"version": metadata.version("kvloom")})
@@ -113,6 +179,17 @@ def application(
         response = context.metrics.exposition_text(models, context.labels_models, tenant, everyone)
         return Response(response, media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    return [
+        Route("/version", version),
+        Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/metrics", metrics),
+    ]
+
+
+def _record_routes(context: ServerContext) -> list[Route]:
+    """Return the routes of the latest requests."""
+
     async def records(request: Request) -> Response:
         tenant = context.visible_tenant(request)
         given = request.query_params.get("limit", "50")
@@ -131,53 +208,10 @@ def application(
             raise unknown_request(id_)
         return _json(found.to_dict(operator=tenant is None))
 
-    async def worker(request: Request) -> Response:
-        tenant = context.authenticate(request)
-        models = [served.routing_info() for served in context.models.values()]
-        return _json({"tenant": tenant, "models": [one for one in models if one is not None]})
-
-    async def root(_: Request) -> Response:
-        return RedirectResponse("/dashboard")
-
-    routes = [
-        Route("/", root),
-        Route("/admin/pool", PoolEndpoint(context), methods=["GET", "POST"]),
-        Route("/admin/role", RoleEndpoint(context), methods=["GET", "POST"]),
-        Route("/v1/completions", CompletionEndpoint(context), methods=["POST"]),
-        Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
-        Route("/v1/responses", ResponsesEndpoint(context), methods=["POST"]),
-        Route("/v1/messages", MessagesEndpoint(context), methods=["POST"]),
-        Route("/v1/messages/count_tokens", CountTokensEndpoint(context), methods=["POST"]),
-        Route("/v1/embeddings", EmbeddingsEndpoint(context), methods=["POST"]),
-        Route("/v1/models", models),
-        Route("/v1/models/{name:path}", model),
-        Route("/v1/sessions/{session:path}", end_session, methods=["DELETE"]),
-        Route("/v1/sessions/{session:path}", expect_session, methods=["POST"]),
-        Route("/tokenize", TokenizeEndpoint(context), methods=["POST"]),
-        Route("/detokenize", DetokenizeEndpoint(context), methods=["POST"]),
-        Route("/version", version),
-        Route("/health", health),
-        Route("/ping", health, methods=["GET", "POST"]),
-        Route("/metrics", metrics),
-        Route("/kvloom/worker", worker),
+    return [
         Route("/kvloom/requests", records),
         Route("/kvloom/requests/{id}", record),
-        *more,
-        *dashboard_routes(context, dashboards or Dashboards(context)),
     ]
-    handlers: dict[Any, Any] = {ApiError: _error_response, HTTPException: _http_error, Exception: _unexpected}
-    described = openapi(routes, metadata.version("kvloom"))
-    routes += documentation_routes(described)
-    app: ASGIApp = Starlette(routes=routes, exception_handlers=handlers)
-    if context.cors_origins:
-        app = CORSMiddleware(
-            app,
-            allow_origins=context.cors_origins,
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
-    return RequestLogger(_CountResponses(app, context))
 
 
 class _CountResponses:
@@ -221,8 +255,8 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
         return await _error_response(request, not_found(method, path))
     allowed = (error.headers or {}).get("Allow", "another method")
-    said = f"{path} accepts {allowed}, not {method}" if error.status_code == 405 else str(error.detail)
-    response = await _error_response(request, ApiError(error.status_code, said))
+    message = f"{path} accepts {allowed}, not {method}" if error.status_code == 405 else str(error.detail)
+    response = await _error_response(request, ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
 

@@ -1,6 +1,6 @@
 """`kvloom chat`: a conversation in the terminal, with a model in this process or with a server.
 
-One line of standard input is one message, so it works in pipes: then answers are printed without prompts.
+Each line of standard input is one message. In a pipe, only the answers are printed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HELP = "/reset starts a new conversation, /quit ends it"
 READ_SECONDS = 600.0
 Messages = list[dict[str, str]]
 Answer = Callable[[Messages], Iterator[str]]
-"""Yields the pieces of the answer to a conversation."""
+"""A function that yields the answer to a conversation in pieces."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +102,7 @@ def _chat(args: argparse.Namespace, answer: Answer, interactive: bool) -> int:
 
 
 def _read(interactive: bool) -> str | None:
-    """Return the next line without spaces around it; None at the end."""
+    """Return the next line without surrounding spaces, or None at the end."""
     if interactive:
         try:
             return input("> ").strip()
@@ -114,7 +114,7 @@ def _read(interactive: bool) -> str | None:
 
 
 def _print_answer(answer: Answer, messages: Messages, interactive: bool) -> str:
-    """Print an answer as it arrives; return its text. On a terminal Ctrl-C stops the answer only."""
+    """Print an answer as it arrives, and return its text. On a terminal, Ctrl-C stops only the answer."""
     text = ""
     pieces = answer(messages)
     try:
@@ -131,7 +131,9 @@ def _print_answer(answer: Answer, messages: Messages, interactive: bool) -> str:
 
 
 def _server_answer(args: argparse.Namespace) -> Answer:
-    """Return the answers of a server. Raises ValueError or OSError without one, or for another model."""
+    """Return a function that asks a server. Raises ValueError or OSError if there is no server, or if it serves
+    another model.
+    """
     key = args.api_key or os.environ.get(KEY)
     model = args.model or str(fetch(args.server, "/v1/models", key)["data"][0]["id"])
 

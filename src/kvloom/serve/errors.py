@@ -50,8 +50,9 @@ RETRY_SECONDS = 1
 
 
 class ApiError(Exception):
-    """An error response. `retry_after` is sent as a header, in seconds. `logged` replaces the message in the log: for
-    messages that may contain text of the request."""
+    """An error response. `retry_after` is sent as a header, in seconds. `logged` replaces the message in the log, if
+    the message may contain text of the request.
+    """
 
     def __init__(
         self,
@@ -69,18 +70,18 @@ class ApiError(Exception):
 
     @property
     def log_text(self) -> str:
-        """The message for the log. Quoted parts may be values of the request; they are left out."""
+        """The message for the log. Quoted parts are omitted, because they may be values of the request."""
         return self._logged or re.sub(r"['\"].*['\"]", "'…'", self.message, flags=re.DOTALL)
 
     @property
     def body(self) -> bytes:
-        told: dict[str, Any] = {
+        body: dict[str, Any] = {
             "message": self.message,
             "type": _TYPES.get(self.status, "server_error"),
             "param": self.param,
             "code": self.code,
         }
-        return msgspec.json.encode({"error": told})
+        return msgspec.json.encode({"error": body})
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -99,8 +100,8 @@ def bad_request(
 
 
 def invalid_key(given: bool) -> ApiError:
-    said = "unknown API key" if given else "API key required"
-    return ApiError(401, f"{said}: send it as `Authorization: Bearer KEY`", code="invalid_api_key")
+    problem = "unknown API key" if given else "API key required"
+    return ApiError(401, f"{problem}: send it as `Authorization: Bearer KEY`", code="invalid_api_key")
 
 
 def unknown_model(asked: str, served: Iterable[str]) -> ApiError:
@@ -137,11 +138,14 @@ def body_too_large(limit: int) -> ApiError:
 
 
 def context_too_long(prompt: int, new: int, longest: int, param: str, at_least: bool = False) -> ApiError:
-    """Return the error of a prompt beyond the context limit. `at_least`: counting stopped at `prompt` tokens."""
+    """Return the error of a prompt that exceeds the context limit. `at_least` states that counting stopped at
+    `prompt` tokens.
+    """
     count = f"{prompt:,} or more" if at_least else f"{prompt:,}"
     asked = f"{count} prompt tokens and {new:,} output tokens" if new else f"{count} prompt tokens"
     return bad_request(
-        f"{asked} exceed the limit of {longest:,} tokens per request: shorten the prompt, or lower max_tokens",
+        f"{asked} exceed the limit of {longest:,} tokens per request: shorten the prompt, or lower max_tokens "
+        "(the limit is the model's, or that of the server's memory: --pool, --tier host:SIZE)",
         param,
         "context_length_exceeded",
     )
@@ -202,7 +206,9 @@ def engine_loading() -> ApiError:
 
 
 def engine_died(hung: str = "") -> ApiError:
-    """Return the error of a lost engine process. `hung`: why the watchdog killed it; empty if the process exited."""
+    """Return the error of a lost engine process. `hung` is the reason why the watchdog killed it, or "" if the
+    process exited.
+    """
     how = f"{hung} and was killed" if hung else "died"
     return ApiError(
         503, f"the engine process {how} during this request; it is restarting, retry in 2 s", code="engine_died", retry_after=2

@@ -1,4 +1,4 @@
-"""`kvloom explain`: prints why a request hit or missed the cache, from the server's record of it."""
+"""`kvloom explain`: prints why a request hit or missed the cache. The server keeps a record of each request."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def describe(record: Mapping[str, Any]) -> list[str]:
 
 
 def _account(record: Mapping[str, Any]) -> str:
-    """Return where the prompt tokens came from: the parts add up to the prompt."""
+    """Return a sentence about the sources of the prompt tokens. Their numbers add up to the prompt."""
     found = [
         f"{hit['tokens']:,} were in the pool"
         if hit["tier"] == POOL

@@ -43,7 +43,7 @@ def fetch(url: str, path: str, key: str | None = None) -> dict[str, Any]:
 
 
 def open_url(request: Request, seconds: float = SECONDS) -> Any:
-    """Send a request; requests to this machine bypass the proxy."""
+    """Send a request. Requests to this machine bypass the proxy."""
     host = urlsplit(request.full_url).hostname
     if host in ("localhost", "127.0.0.1", "::1"):
         return build_opener(ProxyHandler({})).open(request, timeout=seconds)

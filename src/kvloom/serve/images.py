@@ -11,11 +11,13 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "decode_image", "open_image"]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Accepted formats. Decoders of other formats never see a request's bytes."""
+"""Accepted formats. Decoders of other formats never get bytes of a request."""
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Return an image whose header is read, not its pixels. Raises ValueError for other bytes, or far too many pixels."""
+    """Read the header of an image, but not its pixels. Raises ValueError for bytes that are no image, or for far too
+    many pixels.
+    """
     from PIL import Image
 
     try:
@@ -27,9 +29,11 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def decode_image(data: bytes) -> Image.Image:
-    """Return the pixels of an image as RGB, upright; of an animation, the first frame. Raises ValueError for damaged bytes.
+    """Return the pixels of an image as RGB, upright. Of an animation, return the first frame.
 
-    Costs memory and time in proportion to the pixels: check the header first."""
+    Raises ValueError for damaged bytes. Memory and time are proportional to the number of pixels, so check the header
+    first.
+    """
     from PIL import ImageOps
 
     image = open_image(data)

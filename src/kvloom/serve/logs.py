@@ -23,8 +23,9 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def configure_logging(level: str, form: LogFormat) -> None:
-    """Log to stderr: kvloom's messages from `level` on, those of other packages from warning on. Does not replace handlers
-    that the program has set."""
+    """Log to stderr: kvloom's messages from `level` on, and messages of other packages from warning on. Does not
+    replace handlers that the program has set.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
     others = max(logging.WARNING, logging.getLevelNamesMapping()[level.upper()])
@@ -33,7 +34,7 @@ def configure_logging(level: str, form: LogFormat) -> None:
 
 
 class _TextFormatter(logging.Formatter):
-    """Time, level, logger, message, then the record's `fields` as name=value."""
+    """Writes time, level, logger and message, then the `fields` of the record as name=value."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
@@ -44,7 +45,7 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, logger, message, the record's `fields`, and an exception's traceback."""
+    """Writes one JSON object per line: time, level, logger, message, the `fields` of the record, and a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {

@@ -3,7 +3,8 @@
     add ──▶ engine process and tokenizer load ──▶ ready, `on_ready` is called
     unload ──▶ no new requests; open ones may finish within `drain_seconds` ──▶ the engine process ends
 
-A model of the command line that cannot load ends the server. A model that the API loads is listed as failed, with the reason.
+If a model of the command line cannot be loaded, the server ends. If a model of the API cannot be loaded, it is listed
+as failed, with the reason.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ log = logging.getLogger("kvloom.serve")
 
 POLL_SECONDS = 0.05
 RESERVE_SECONDS = 30.0
-"""Time for running requests to leave the memory of a model that is to load."""
+"""Seconds within which running requests must free the memory for a new model."""
 
 
 class ModelSet:
-    """The models of one server. `context.models` has them by name. `fault` is set when a model of the command line fails."""
+    """The models of one server. `context.models` contains them by name. `fault` is set when a model of the command
+    line fails.
+    """
 
     def __init__(
         self, options: ServerOptions, context: ServerContext, on_ready: Callable[[ServedModel], None]
@@ -49,7 +52,7 @@ class ModelSet:
         self._unloads: set[asyncio.Task[None]] = set()
         self._loaded: dict[ServedModel, asyncio.Event] = {}
         self.broker = None if options.memory is None else PoolBroker(options.memory, self._engines)
-        """Divides the memory that models share; None: each pool keeps its own."""
+        """Divides the memory that models share. None: each pool keeps its own memory."""
         self._loading = asyncio.Lock()
         self._tokenizers = (
             asyncio.Lock()
@@ -57,7 +60,7 @@ class ModelSet:
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def add(self, model: ModelOptions, is_added: bool = False) -> ServedModel:
-        """Start to load a model and return it. `is_added`: the API loads it."""
+        """Start to load a model and return it. `is_added` states that the API loads it."""
         options, name = self._options, model.served_name
         prefix = f"{name}: " if options.has_many else ""
         engine = EngineClient(
@@ -88,7 +91,7 @@ class ModelSet:
         return served
 
     async def load(self, asked: str, name: str | None) -> ServedModel:
-        """Start to load a model from a folder of --model-dir, beside those that are served. Raises ApiError."""
+        """Start to load a model from a folder of --model-dir, in addition to the served models. Raises ApiError."""
         options = self._options
         if self.broker is None or not options.model_folders:
             raise ApiError(
@@ -138,7 +141,7 @@ class ModelSet:
             task.add_done_callback(self._unloads.discard)
 
     async def close(self) -> None:
-        """End all engine processes; open requests have failed before."""
+        """End all engine processes. Open requests must have failed before."""
         for served in self._context.models.values():
             served.engine.close()
         await asyncio.gather(*self._tasks.values(), *self._unloads, return_exceptions=True)
@@ -146,7 +149,7 @@ class ModelSet:
             await asyncio.to_thread(served.observer.close)
 
     def fail_all(self) -> None:
-        """End every open request with an error: the server stops."""
+        """End every open request with an error, because the server stops."""
         for served in self._context.models.values():
             served.engine.fail_all(cut_off())
 
@@ -212,7 +215,9 @@ class ModelSet:
 
 
 def _allowed_folder(asked: str, allowed: Sequence[Path]) -> Path:
-    """Return the folder of a model: a path, or one relative to an allowed folder. Raises ApiError if it lies elsewhere."""
+    """Return the folder of a model, given as an absolute path or relative to an allowed folder. Raises ApiError if it
+    is outside the allowed folders.
+    """
     for above in allowed:
         try:
             folder = (above / asked).resolve()  # an absolute path replaces `above`

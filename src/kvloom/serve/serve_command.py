@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvloom.arguments import MAX_NUMBER, MODEL, number, size, whole
+from kvloom.combinations import refused
 from kvloom.engine import add_engine_arguments, engine_settings
 
 from .http_client import KEY
@@ -24,22 +25,30 @@ __all__ = ["arguments", "run"]
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen", "llama3_json", "mistral", "pythonic")
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 MAX_TTL_SECONDS = 86400.0
-"""Default of --max-ttl with API keys."""
+"""Default of --max-ttl if the server has API keys."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    """Add the arguments of the server and of its engines to a parser."""
+    _add_models(parser)
+    _add_network(parser.add_argument_group("network and HTTPS"))
+    _add_access(parser.add_argument_group("API keys and tenants"))
+    _add_limits(parser.add_argument_group("limits of requests"))
+    _add_chat(parser.add_argument_group("chats"))
+    _add_process(parser.add_argument_group("life cycle of the processes"))
+    _add_observability(parser.add_argument_group("observability"))
+    add_engine_arguments(parser)
+    parser.epilog = (
+        "Metrics are at /metrics; the package contains a Grafana dashboard, kvloom/serve/grafana.json "
+        "(docs/observability.md)."
+    )
+
+
+def _add_models(group: argparse.ArgumentParser) -> None:
+    add = group.add_argument
     add("model", nargs="?", default="kvloom-llama", metavar="MODEL", help=f"{MODEL} (default: kvloom-llama)")
     more = "further models of the same server; requests choose by name (needs --memory or --pool)"
     add("more_models", nargs="*", metavar="MODEL", help=more)
-    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add(
-        "--port",
-        type=whole(0, 65535),
-        default=8000,
-        metavar="N",
-        help="port (default: 8000; 0: any free port)",
-    )
     name = "name of the model in requests; repeatable, in the order of models (default: its folder's name)"
     add("--name", action="append", default=[], metavar="NAME", help=name)
     alias = "another name of a model in requests, such as one that a client has built in; repeatable (default MODEL: the first)"
@@ -48,6 +57,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory", type=size, metavar="SIZE", help=memory)
     folder = "folder below which POST /admin/models may load models; repeatable (default: none)"
     add("--model-dir", action="append", default=[], metavar="DIR", help=folder)
+
+
+def _add_network(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add(
+        "--port",
+        type=whole(0, 65535),
+        default=8000,
+        metavar="N",
+        help="port (default: 8000; 0: any free port)",
+    )
+    origin = "origin of web pages that may use the server, such as https://example.org; repeatable"
+    add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
+    add("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate chain (PEM)")
+    add("--ssl-keyfile", metavar="FILE", help="private key of the certificate (default: in the same file)")
+    add("--ssl-ca-certs", metavar="FILE", help="require client certificates of these authorities (PEM)")
+
+
+def _add_access(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     keys = (
         "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [max_…=N] [admin]`; "
         "an admin key sees all tenants and the dashboard"
@@ -59,13 +89,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--no-auth",
         action="store_true",
         help="disable authentication (default when listening on loopback only)",
-    )
-    add(
-        "--max-queue",
-        type=whole(0),
-        default=1024,
-        metavar="N",
-        help="answers waiting at most (default: 1024)",
     )
     answers = (
         "answers of one request at most: n or best_of, times prompts (default with API keys: --max-running)"
@@ -80,6 +103,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=whole(-MAX_NUMBER),
         metavar="N",
         help="priority of a request at most (default: any)",
+    )
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--max-queue",
+        type=whole(0),
+        default=1024,
+        metavar="N",
+        help="answers waiting at most (default: 1024)",
     )
     connections = "open connections at most (default: 4096)"
     add("--max-connections", type=whole(1), default=4096, metavar="N", help=connections)
@@ -96,14 +130,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--request-seconds", type=number(0, above=True), default=30.0, metavar="S", help=request)
     slow = "seconds without reading before a client is disconnected (default: 60)"
     add("--read-seconds", type=number(0, above=True), default=60.0, metavar="S", help=slow)
-    drain = "seconds for running requests to finish after SIGTERM (default: 30)"
-    add("--drain-seconds", type=number(0), default=30.0, metavar="S", help=drain)
-    silent = "restart the engine after so many seconds without a heartbeat (default: 30; 0: never)"
-    add("--silent-seconds", type=number(0), default=30.0, metavar="S", help=silent)
-    step = "restart the engine if one step, or loading, takes longer (default: 600; 0: never)"
-    add("--step-seconds", type=number(0), default=600.0, metavar="S", help=step)
-    template = "CPU seconds of the chat template per request at most (default: 2)"
-    add("--template-seconds", type=number(0, above=True), default=2.0, metavar="S", help=template)
     folder = "folder whose images requests may name by file: URLs; repeatable (default: none)"
     add("--image-dir", action="append", default=[], metavar="DIR", help=folder)
     images = "images of one request at most (default: 16)"
@@ -112,13 +138,33 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-image-bytes", type=size, default="16MiB", metavar="SIZE", help=encoded)
     pixels = "pixels of all images of one request at most (default: 33554432)"
     add("--max-image-pixels", type=whole(1), default=1 << 25, metavar="N", help=pixels)
+
+
+def _add_chat(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--chat-template", metavar="FILE", help="Jinja chat template to use instead of the model's")
     own = "accept chat_template in requests: templates are code of clients; each renders in a process with limits"
     add("--allow-chat-template", action="store_true", help=own)
+    template = "CPU seconds of the chat template per request at most (default: 2)"
+    add("--template-seconds", type=number(0, above=True), default=2.0, metavar="S", help=template)
     calls = "format of the model's tool calls (default: auto: detected from the chat template; none: calls stay text)"
     add("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help=calls)
     reasoning = "format of the model's reasoning (default: none: reasoning stays text)"
     add("--reasoning-parser", choices=REASONING_PARSERS, help=reasoning)
+
+
+def _add_process(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    drain = "seconds for running requests to finish after SIGTERM (default: 30)"
+    add("--drain-seconds", type=number(0), default=30.0, metavar="S", help=drain)
+    silent = "restart the engine after so many seconds without a heartbeat (default: 30; 0: never)"
+    add("--silent-seconds", type=number(0), default=30.0, metavar="S", help=silent)
+    step = "restart the engine if one step, or loading, takes longer (default: 600; 0: never)"
+    add("--step-seconds", type=number(0), default=600.0, metavar="S", help=step)
+
+
+def _add_observability(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     record = "record block hashes, lengths and times of requests (never text) in this new file, for `kvloom replay`"
     add("--record", metavar="FILE", help=record)
     add("--otlp", metavar="URL", help="send traces to this OTLP/HTTP receiver, such as http://127.0.0.1:4318")
@@ -127,22 +173,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-metrics", action="store_true", help="disable metrics and request records, to measure their cost"
     )
-    origin = "origin of web pages that may use the server, such as https://example.org; repeatable"
-    add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
-    add("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate chain (PEM)")
-    add("--ssl-keyfile", metavar="FILE", help="private key of the certificate (default: in the same file)")
-    add("--ssl-ca-certs", metavar="FILE", help="require client certificates of these authorities (PEM)")
     level = "least severe messages to log (default: info; debug also logs polls of /health and /metrics)"
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=level)
     form = "format of the log on stderr: text (default), or json, one object per line"
     add("--log-format", choices=("text", "json"), default="text", help=form)
     quiet = "log warnings and errors only, and print no start-up message"
     add("-q", "--quiet", action="store_true", help=quiet)
-    add_engine_arguments(parser)
-    parser.epilog = (
-        "Metrics are at /metrics; the package contains a Grafana dashboard, kvloom/serve/grafana.json "
-        "(docs/observability.md)."
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -156,9 +192,7 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(level, args.log_format)
     for option in ("api_keys", "api_key"):
         if args.no_auth and getattr(args, option):
-            raise ValueError(
-                f"--no-auth and --{option.replace('_', '-')} exclude each other: use one of them"
-            )
+            raise ValueError(refused("no-auth, keys", option=option.replace("_", "-")))
     own = args.api_key
     if not own and not args.no_auth and args.api_keys is None and os.environ.get(KEY):
         own = [os.environ[KEY]]
@@ -186,7 +220,7 @@ def run(args: argparse.Namespace) -> int:
     )
     template = args.chat_template
     if args.record is not None and args.no_metrics:
-        raise ValueError("--record needs metrics, and --no-metrics disables them: use one of them")
+        raise ValueError(refused("record, no metrics"))
     return serve(
         ServerOptions(
             models,
@@ -227,7 +261,7 @@ def _aliases(given: list[str], first: str) -> dict[str, str]:
 
 
 def _image_folder(given: str) -> Path:
-    """Return a folder with its links resolved. Raises ValueError for another path."""
+    """Return a folder with its links resolved. Raises ValueError for any other path."""
     folder = Path(given).resolve()
     if not folder.is_dir():
         raise ValueError(f"--image-dir {given} is not a folder: give an existing one")
@@ -237,7 +271,7 @@ def _image_folder(given: str) -> Path:
 def _models(
     args: argparse.Namespace, settings: dict[str, Any], tenants: tuple[TenantConfig, ...], level: str
 ) -> tuple[ModelOptions, ...]:
-    """Return the models to serve. Raises ValueError for several models without a size of their pools."""
+    """Return the models to serve. Raises ValueError for several models without a pool size."""
     from kvloom.models.specs import folder_of
     from kvloom.serve.server import ModelOptions, shared_start, with_own_events
     from kvloom.serve.worker import Start
@@ -254,10 +288,9 @@ def _models(
         raise ValueError("--model-dir needs --memory SIZE: the pools of loaded models share it")
     for option in ("pool", "max_pool"):
         if memory is not None and getattr(args, f"{option}_bytes") is not None:
-            name = option.replace("_", "-")
-            raise ValueError(f"--memory sizes the pools, and --{name} gives a size: use one of them")
+            raise ValueError(refused("memory, pool", option=option.replace("_", "-")))
     if memory is not None and args.no_metrics:
-        raise ValueError("--memory needs metrics, and --no-metrics disables them: use one of them")
+        raise ValueError(refused("memory, no metrics"))
     names = [*args.name, *[None] * (len(given) - len(args.name))]
     models: list[ModelOptions] = []
     for model, name in zip(given, names, strict=True):
@@ -284,7 +317,7 @@ def _models(
 
 
 def _default_caps(args: argparse.Namespace, has_keys: bool) -> Caps:
-    """Return the limits of tenants whose keys set none. Without keys, only the given options limit requests."""
+    """Return the limits of tenants whose keys set none. Without keys, only the given options are limits."""
     from kvloom.serve.auth import PRESSURE, Caps
 
     answers, ttl = args.max_answers, args.max_ttl

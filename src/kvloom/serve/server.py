@@ -41,15 +41,15 @@ log = logging.getLogger("kvloom.serve")
 
 BAD_START = 2
 SEND_BUFFER_BYTES = 1 << 17
-"""Kernel buffer for a client that does not read; a larger one would hide a slow reader."""
+"""Size of the kernel buffer for a client that does not read. A larger buffer would hide a slow client."""
 LOADING_SECONDS = 5.0
-"""Interval of messages while the model loads."""
+"""Seconds between two log messages while the model loads."""
 ERROR_SECONDS = 0.1
-"""Time to deliver errors to requests that are cut off."""
+"""Seconds to deliver errors to requests that are cut off."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: this module drains differently."""
+    """uvicorn without its signal handlers, because this module handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -156,7 +156,7 @@ class _Lifecycle:
                     log.info("loading %s ... %.0f s", _shown(model), time.monotonic() - self._began)
 
     def _model_ready(self, served: ServedModel) -> None:
-        """Log a model that is ready; once those of the command line are, print the start-up message."""
+        """Log that a model is ready. When all models of the command line are ready, print the start-up message."""
         log.info("ready: %s", served.name)
         if served.name not in self._awaited:
             return
@@ -187,7 +187,7 @@ class _Lifecycle:
         (self._stop_now if self._stop.is_set() else self._stop).set()
 
     async def _drain(self) -> None:
-        """Wait for running requests; admit no new ones."""
+        """Wait for running requests, and admit no new ones."""
         limiter, seconds = self.context.limiter, self.options.drain_seconds
         limiter.is_draining = True
         if limiter.requests:
@@ -213,7 +213,7 @@ class _Lifecycle:
 
 
 def _shown(model: ModelOptions) -> str:
-    """Return a model's name in the log: of a folder of this machine, its path."""
+    """Return the name of a model in the log. For a local folder it is the path."""
     return model.served_name if model.completes_code else model.start.model
 
 
@@ -226,7 +226,7 @@ def _count_requests(limiter: RequestLimiter) -> str:
 
 
 def _listen(host: str, port: int, read_seconds: float) -> socket.socket:
-    """Return a listening socket. The kernel closes connections whose client reads nothing for `read_seconds`."""
+    """Return a listening socket. If a client does not read for `read_seconds`, the kernel closes its connection."""
     family, kind, protocol, _, address = resolve(host, port)
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -246,10 +246,10 @@ def _listen(host: str, port: int, read_seconds: float) -> socket.socket:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files to this user's maximum: each connection is one."""
+    """Raise the limit of open files to the maximum of this user, because each connection is one file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _placeholder(*_: object) -> None:
-    """The application until the real one is set."""
+    """Stands in for the application until it is set."""

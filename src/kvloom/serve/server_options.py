@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from kvloom.combinations import refused
 from kvloom.events_wire import offset_port
 
 from .api import is_loopback
@@ -22,18 +23,18 @@ from .worker import Start, WatchdogLimits
 __all__ = ["ModelOptions", "ServerOptions", "resolve", "shared_start", "with_own_events"]
 
 SMALLEST_PART = 8
-"""The pool of an idle model keeps this part of its share."""
+"""An idle model keeps at least 1 / SMALLEST_PART of its share."""
 METRICS_AUTH = ("auto", "key", "open")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """One model: how its engine starts, and its name in requests (None: the name of its folder)."""
+    """One model: the start options of its engine, and its name in requests (None: the name of its folder)."""
 
     start: Start
     name: str | None = None
     completes_code: bool = False
-    """Whether the model completes code instead of chats; the printed example request depends on it."""
+    """Whether the model completes code instead of chats. The printed example request depends on it."""
 
     @property
     def served_name(self) -> str:
@@ -42,9 +43,9 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Options of a server. `record` is a file for a traffic recording, `otlp` a receiver of traces.
-
-    Raises ValueError for a public host without keys."""
+    """The options of a server. `record` is the file of a traffic recording, and `otlp` a receiver of traces. Raises
+    ValueError for a public host without keys.
+    """
 
     models: tuple[ModelOptions, ...]
     host: str = "127.0.0.1"
@@ -87,15 +88,9 @@ class ServerOptions:
             if name not in names:
                 raise ValueError(f"--alias {alias}={name}: no such model; use {' or '.join(names)}")
         if not self.keys and not is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host!r} is reachable from other machines, and there are no API keys: "
-                "use --api-keys FILE or --api-key KEY; --no-auth is for a loopback host such as 127.0.0.1"
-            )
+            raise ValueError(refused("public host, no keys", host=self.host))
         if not self.keys and "*" in self.cors_origins:
-            raise ValueError(
-                "--cors-origin '*' lets every web page use the server, and there are no API keys: "
-                "name the origins, or use --api-keys FILE or --api-key KEY"
-            )
+            raise ValueError(refused("any origin, no keys"))
         for origin in self.cors_origins:
             if origin != "*" and re.fullmatch(r"https?://[^\s/?#@]+", origin) is None:
                 raise ValueError(
@@ -122,11 +117,13 @@ class ServerOptions:
 
     @property
     def has_many(self) -> bool:
-        """Whether the server may have several models: metrics and health then name them."""
+        """Whether the server may have several models. If so, metrics and health state the model."""
         return len(self.models) > 1 or self.memory is not None
 
     def record_file(self, model: str) -> str | None:
-        """Return the file of a model's traffic recording: with several models, its name comes before the suffix."""
+        """Return the file of a model's traffic recording. With several models, the name of the model is inserted
+        before the suffix.
+        """
         if self.record is None or not self.has_many:
             return self.record
         path = Path(self.record)
@@ -134,7 +131,9 @@ class ServerOptions:
 
 
 def shared_start(start: Start, memory: int, share: int) -> Start:
-    """Return the start of a model whose pool has `share` of the `memory` that all models share, and may grow to all of it."""
+    """Return the start options of a model whose pool has `share` bytes of the shared `memory`, and may grow to all of
+    it.
+    """
     least = start.settings.get("min_pool_bytes")
     least = share // SMALLEST_PART if least is None else min(least, share)
     sizes = {"pool_bytes": share, "max_pool_bytes": memory, "min_pool_bytes": least}

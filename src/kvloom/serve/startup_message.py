@@ -20,7 +20,7 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A model that is ready: its name, its engine's Ready message and process, and whether it answers chats."""
+    """A model that is ready: its name, the Ready message and process of its engine, and whether it answers chats."""
 
     name: str
     facts: Ready
@@ -77,6 +77,10 @@ def _print_model(console: Console, model: ReadyModel, seconds: float) -> None:
     console.print(
         f"page pool: {facts.pool_bytes / MiB:,.0f} MiB, about {tokens:,} tokens; at most {facts.max_tokens:,} tokens per request"
     )
+    if facts.max_tokens < facts.max_context:
+        console.print(
+            f"requests of up to {facts.max_context:,} tokens, the model's limit, need a larger --pool or --tier host:SIZE"
+        )
     if role != "both":
         console.print(f"role: {role}")
     if facts.peer_address is not None:

@@ -1,6 +1,7 @@
-"""Words for miss reasons, tier outcomes and tiers: one table for the dashboard, `kvloom top`, `kvloom explain` and the docs.
+"""Explanations of miss reasons, tier outcomes and tiers, for the dashboard, `kvloom top`, `kvloom explain` and the
+docs.
 
-`/kvloom/state` carries the table to its viewers. A test compares it with docs/observability.md.
+`/kvloom/state` contains the table. A test compares it with docs/observability.md.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from kvloom.core import MISS_REASONS
 __all__ = ["MISS_REASONS", "OUTCOMES", "POOL", "fault_text", "tier_word"]
 
 POOL = "device"
-"""The page pool's name among the tiers of a hit."""
+"""The name of the page pool among the tiers of a hit."""
 
 OUTCOMES = {
     "ok": "the page was read or written",
@@ -30,7 +31,7 @@ OUTCOMES = {
 
 
 def tier_word(tier: str) -> str:
-    """Return a tier's name for readers: the device's pages are the pool."""
+    """Return the name of a tier for users. The device is called the pool."""
     return "pool" if tier == POOL else tier
 
 

@@ -15,6 +15,8 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from kvloom.combinations import refused
+
 from .aligned_memory import aligned_bytes
 from .encoding import CODINGS, Coding, decode, encode, lossy_form
 from .registry import Opener, parse_tier, scheme_of
@@ -129,6 +131,6 @@ def parse_url(url: str) -> Opener:
     """Parses `int8:` or `fp8:` before the URL of any other tier. Returns the function that opens the tier."""
     coding, _, rest = url.partition(":")
     if scheme_of(rest) in CODINGS:
-        raise ValueError(f"tier {url!r} re-encodes pages twice; omit {coding}: or the other scheme")
+        raise ValueError(refused("lossy tier, lossy tier", url=url, coding=coding))
     open_inner = parse_tier(rest)
     return lambda: LossyTier(open_inner(), cast(Coding, coding))

@@ -81,11 +81,12 @@ class FleetIndex:
         self.groups = tuple(groups)
         pages = [group.page_group() for group in groups]
         self._known = {group.index for group in groups}
-        self._media: dict[str, HashIndex[int]] = {medium: HashIndex(pages) for medium in MEDIA}
-        self._expected: HashIndex[int] = HashIndex([Group().page_group()])
+        self._media: dict[str, HashIndex[int]] = {medium: HashIndex(pages, False) for medium in MEDIA}
+        self._expected: HashIndex[int] = HashIndex([Group().page_group()], False)
         self._workers: dict[str, WorkerBlocks] = {}
         self._free: list[int] = []
-        self._count = 0
+        self._names: list[str] = []
+        """Workers by number; "" for a number that is free."""
 
     def __len__(self) -> int:
         return sum(len(index) for index in self._media.values())
@@ -100,8 +101,10 @@ class FleetIndex:
             return
         if self._free:
             number = self._free.pop()
+            self._names[number] = worker
         else:
-            number, self._count = self._count, self._count + 1
+            number = len(self._names)
+            self._names.append(worker)
         for index in (*self._media.values(), self._expected):
             assert index.add_place(str(number)) == number
         self._workers[worker] = WorkerBlocks(number, trusts_hashes, root)
@@ -110,6 +113,7 @@ class FleetIndex:
         """Remove a worker, in steps: iterate to the end. `lengths` leaves it out from the first step on."""
         blocks = self._workers.pop(worker, None)
         if blocks is not None:
+            self._names[blocks.number] = ""
             for index in (*self._media.values(), self._expected):
                 yield from index.forgetting(str(blocks.number))
             self._free.append(blocks.number)
@@ -202,18 +206,20 @@ class FleetIndex:
         The values never decrease. Cost: see `HashIndex.lengths`."""
         gpu = self._media[GPU]
         bits = gpu.bits(hashes)
-        steps = [gpu.lengths(bits)]
+        step = gpu.lengths(bits)
+        steps = [step]
         for medium in MEDIA[1:]:
             index = self._media[medium]
             if len(index):
                 bits = [a | b for a, b in zip(bits, index.bits(hashes), strict=True)]
-                steps.append(gpu.lengths(bits))
-            else:
-                steps.append(steps[-1])
+                step = gpu.lengths(bits)
+            steps.append(step)
         if len(self._expected):
             soon = self._expected.lengths(self._expected.bits(hashes))
             steps = [list(map(max, step, soon)) for step in steps]
-        return {worker: tuple(step[one.number] for step in steps) for worker, one in self._workers.items()}
+        found: dict[str, tuple[int, ...]] = dict(zip(self._names, zip(*steps, strict=True), strict=True))
+        found.pop("", None)
+        return found
 
 
 def _adapted(root: bytes, adapter: str | None) -> bytes:

@@ -5,8 +5,8 @@ indexer keys, int8 K/V with scales, convolution and recurrent states.
 
 A new visibility kind is one class in this file, registered in KINDS, and one mask rule in the attention kernels
 (`kvloom.kernels`). Trees, block tables and the resume rule use `first_visible` only: pages before it are released,
-all pages after it are kept. The attention kernels show a query every token from `first_visible` on. A kind with holes
-(a dilated window) would need a second mask rule in them.
+all pages after it are kept. A kind with holes (a dilated window) sets `has_holes` and overrides `sees_each`. Attention
+on a CPU supports it; the GPU kernels show a query every token from `first_visible` on, and refuse kinds with holes.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ class VisibilityKind(ABC):
     """A rule that states which earlier tokens a query sees. It has one parameter, `size`."""
 
     has_size = True
+    has_holes = False
+    """Whether a query may see a token and not see a later one before it (a dilated window). Then `sees_each` differs."""
 
     @abstractmethod
     def first_visible(self, position: int, size: int) -> int:
@@ -107,10 +109,14 @@ class VisibilityKind(ABC):
         """Return `first_visible` for many positions."""
 
     def visible_blocks(self, position: int, size: int, block: int) -> Sequence[int]:
-        """Return the blocks that the query at `position` sees, in order, including its own block. A kind with holes
-        overrides this method.
+        """Return the blocks up to `position` that this query or a later one sees, in order. A kind with holes may leave
+        out blocks that no such query sees.
         """
         return range(self.first_visible(position, size) // block, position // block + 1)
+
+    def sees_each(self, positions: Positions, tokens: Positions, size: int) -> npt.NDArray[np.bool_]:
+        """Return whether the query at each position sees each token. A kind with holes overrides this method."""
+        return (tokens >= self.first_visible_each(positions, size)) & (tokens <= positions)
 
 
 class _Full(VisibilityKind):
@@ -173,14 +179,23 @@ class Visibility:
         return KINDS[self.kind].first_visible_each(positions, self.size)
 
     def visible_blocks(self, position: int, block: int) -> Sequence[int]:
-        """Return the blocks that the query at `position` sees, in order, including its own block."""
+        """Return the blocks up to `position` that this query or a later one sees, in order."""
         return KINDS[self.kind].visible_blocks(position, self.size, block)
+
+    def sees_each(self, positions: Positions, tokens: Positions) -> npt.NDArray[np.bool_]:
+        """Return whether the query at each position sees each token. The arrays are broadcast against each other."""
+        return KINDS[self.kind].sees_each(positions, tokens, self.size)
 
     def visible_tokens(self, length: int) -> int:
         """Return the number of tokens from the last query's first visible token to the end of a sequence of `length`
         tokens.
         """
         return length - self.first_visible(length - 1) if length > 0 else 0
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether a query may see a token and not see a later one before it."""
+        return KINDS[self.kind].has_holes
 
     @property
     def windowed(self) -> bool:

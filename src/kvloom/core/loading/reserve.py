@@ -56,7 +56,7 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
     # One more block, with which the request starts. Otherwise the loaded pages could be evicted before
     # their use.
     first_step = state.needs(1, int(state.has_states), 0)
-    if state.allocator.make_room(account, [a + b for a, b in zip(needs, first_step, strict=True)]):
+    if state.allocator.free_pages(account, [a + b for a, b in zip(needs, first_step, strict=True)]):
         state.in_transfer.remove(reservation)
         state.release(account, state.pages, rows)
         tree.unlock(node, state.clock.now())

@@ -16,6 +16,7 @@ __all__ = [
     "allocate",
     "any_negative",
     "drop_cached",
+    "leading",
     "plain_ids",
     "release",
     "retain",
@@ -155,3 +156,20 @@ def _less(counts: Ids, at: At, once: bool, why: str) -> Ids:
 def _refuse(at: At, wrong: npt.NDArray[np.bool_], why: str) -> None:
     if wrong.any():
         raise ValueError(f"page {at[wrong][0]} {why}")
+
+
+def leading(masks: list[int], places: int) -> list[int]:
+    """Return for each bit below `places` the number of leading masks that have it."""
+    found = [len(masks)] * places
+    alive = (1 << places) - 1
+    for at, mask in enumerate(masks):
+        gone = alive & ~mask
+        if gone:
+            alive ^= gone
+            while gone:
+                lowest = gone & -gone
+                found[lowest.bit_length() - 1] = at
+                gone ^= lowest
+            if not alive:
+                break
+    return found

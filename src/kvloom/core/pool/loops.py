@@ -35,12 +35,18 @@ except ImportError:
 
     chain = None
 
+try:
+    from kvloom.core._native import leading
+except ImportError:
+    from .counts import leading
+
 __all__ = [
     "add_cached",
     "allocate",
     "any_negative",
     "chain",
     "drop_cached",
+    "leading",
     "plain_ids",
     "release",
     "retain",

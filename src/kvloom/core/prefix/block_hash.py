@@ -1,7 +1,7 @@
 """Block hashes identify the content of a page. They are the same in every process, in every tier and on every
 machine.
 
-    root = hash(model, tenant salt, adapter)          block hash = hash(parent's hash, HASH_TOKENS tokens)
+    root = hash(model, tenant, adapter, salt)          block hash = hash(parent's hash, HASH_TOKENS tokens)
 
 A hash covers its own tokens and all tokens before them. HASH_TOKENS is fixed, so hashes do not depend on the page
 layout. Media tokens are hashed by the digest of their content. `hash_index` maps hashes to locations.
@@ -82,11 +82,10 @@ def token_bytes(tokens: npt.ArrayLike) -> bytes:
     return data
 
 
-def root_hash(model: str, salt: str = "", adapter: str = "") -> bytes:
-    """Return the root hash of one model, tenant and adapter. It is the parent of the first block hash."""
-    message = b"".join(
-        struct.pack("<Q", len(part)) + part for part in (s.encode() for s in (model, salt, adapter))
-    )
+def root_hash(model: str, tenant: str = "", adapter: str = "", salt: str = "") -> bytes:
+    """Return the root hash of one model, tenant, adapter and salt. It is the parent of the first block hash."""
+    parts = (model, tenant, adapter, salt) if salt else (model, tenant, adapter)
+    message = b"".join(struct.pack("<Q", len(part)) + part for part in (s.encode() for s in parts))
     return blake2b(message, digest_size=HASH_BYTES, person=b"kvloom.root").digest()
 
 

@@ -7,12 +7,15 @@ travel as integers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from kvloom.core.layout.layer_spec import Visibility
 from kvloom.core.layout.pool_layout import HASH_TOKENS, PageGroup
+from kvloom.core.pool import loops
+from kvloom.core.pool.counts import leading as counts_leading
 
 from .resume_rule import longest_resume
 
@@ -22,11 +25,13 @@ HashKey = TypeVar("HashKey", bytes, int)
 
 
 class HashIndex(Generic[HashKey]):
-    """See the module. `match` applies the same resume rule as the radix tree. Not thread-safe."""
+    """See the module. `match` applies the same resume rule as the radix tree. Not thread-safe.
 
-    __slots__ = ("_entries", "_full", "_groups", "_places", "_states", "_tails", "_windows")
+    Without `keeps_parents` it has neither parents nor partial tails: it is smaller, and `stored` is faster."""
 
-    def __init__(self, groups: Sequence[PageGroup]) -> None:
+    __slots__ = ("_bits", "_full", "_groups", "_parents", "_places", "_states", "_tails", "_windows")
+
+    def __init__(self, groups: Sequence[PageGroup], keeps_parents: bool = True) -> None:
         text = [g for g in groups if g.spec.axis == "text"]
         self._groups = max((g.index for g in groups), default=0) + 1
         self._full = self._mask(
@@ -38,15 +43,16 @@ class HashIndex(Generic[HashKey]):
             for g in text
             if g.spec.unit == "token" and g.spec.visibility.windowed
         )
-        self._entries: dict[HashKey, tuple[HashKey, int]] = {}
+        self._bits: dict[HashKey, int] = {}
+        self._parents: dict[HashKey, HashKey] | None = {} if keeps_parents else None
         self._tails: dict[HashKey, dict[HashKey, int]] = {}
         self._places: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._bits)
 
     def __contains__(self, hash_: HashKey) -> bool:
-        return hash_ in self._entries
+        return hash_ in self._bits
 
     @staticmethod
     def _mask(groups: Iterable[int]) -> int:
@@ -55,7 +61,7 @@ class HashIndex(Generic[HashKey]):
             mask |= 1 << group
         return mask
 
-    def _bits(self, groups: Iterable[int], place: str) -> int:
+    def _bits_of(self, groups: Iterable[int], place: str) -> int:
         mask = self._mask(groups)
         if mask >> self._groups:
             raise ValueError(f"unknown group in {tuple(groups)}; this index has {self._groups}")
@@ -69,29 +75,39 @@ class HashIndex(Generic[HashKey]):
         place: str,
         tail_tokens: int = 0,
     ) -> None:
-        """Record that pages of `groups` are stored in `place` under each of `hashes`, which form a chain after
-        `parent`.
-        """
-        bits = self._bits(tuple(groups), place)
+        """Record that `hashes`, a chain below `parent`, have pages of `groups` in `place`."""
+        bits = self._bits_of(tuple(groups), place)
+        known, parents = self._bits, self._parents
+        if parents is None:
+            if known.keys().isdisjoint(hashes):  # the usual case
+                known.update(dict.fromkeys(hashes, bits))
+            else:
+                for hash_ in hashes:
+                    known[hash_] = known.get(hash_, 0) | bits
+            return
         if tail_tokens:
             if not 0 < tail_tokens < HASH_TOKENS or len(hashes) != 1:
                 raise ValueError(
                     f"a tail is one hash of 1 to {HASH_TOKENS - 1} tokens, got {len(hashes)} of {tail_tokens}"
                 )
             self._tails.setdefault(parent, {})[hashes[0]] = tail_tokens
-        entries = self._entries
         for hash_ in hashes:
-            entry = entries.get(hash_)
-            entries[hash_] = (parent, bits if entry is None else entry[1] | bits)
+            known[hash_] = known.get(hash_, 0) | bits
+            parents[hash_] = parent
             parent = hash_
 
     def dropped(self, hashes: Iterable[HashKey], groups: Iterable[int], place: str) -> None:
         """Record that pages of `groups` were removed from `place`. Hashes without pages are removed."""
-        keep = ~self._bits(tuple(groups), place)
+        keep = ~self._bits_of(tuple(groups), place)
+        known = self._bits
         for hash_ in hashes:
-            entry = self._entries.get(hash_)
-            if entry is not None:
-                self._put(hash_, entry[0], entry[1] & keep)
+            mask = known.get(hash_)
+            if mask is None:
+                continue
+            if mask & keep:
+                known[hash_] = mask & keep
+            else:
+                self._remove(hash_)
 
     def forget(self, place: str) -> None:
         """Remove everything in `place` (a peer died, a tier was cleared). O(hashes)."""
@@ -103,12 +119,14 @@ class HashIndex(Generic[HashKey]):
         if place not in self._places:
             return
         mine = ((1 << self._groups) - 1) << self._places[place] * self._groups
-        hashes = list(self._entries)
+        hashes = list(self._bits)
         for start in range(0, len(hashes), chunk):
             for hash_ in hashes[start : start + chunk]:
-                entry = self._entries.get(hash_)
-                if entry is not None and entry[1] & mine:
-                    self._put(hash_, entry[0], entry[1] & ~mine)
+                mask = self._bits.get(hash_, 0)
+                if mask & ~mine:
+                    self._bits[hash_] = mask & ~mine
+                elif mask:
+                    self._remove(hash_)
             yield
 
     def add_place(self, place: str) -> int:
@@ -116,8 +134,11 @@ class HashIndex(Generic[HashKey]):
         return self._places.setdefault(place, len(self._places))
 
     def entries(self) -> list[tuple[HashKey, tuple[HashKey, int]]]:
-        """Return a copy of all entries, for `chains`. O(hashes), about 20 ns each."""
-        return list(self._entries.items())
+        """Return a copy of all entries, for `chains`. O(hashes), about 50 ns each."""
+        assert self._parents is not None, "this index has no parents"
+        return list(
+            zip(self._bits, zip(self._parents.values(), self._bits.values(), strict=True), strict=True)
+        )
 
     def chains(
         self, entries: list[tuple[HashKey, tuple[HashKey, int]]]
@@ -146,19 +167,18 @@ class HashIndex(Generic[HashKey]):
         if first is not None:
             yield from split(first, run, bits, tail)
 
-    def _put(self, hash_: HashKey, parent: HashKey, bits: int) -> None:
-        if bits:
-            self._entries[hash_] = (parent, bits)
+    def _remove(self, hash_: HashKey) -> None:
+        del self._bits[hash_]
+        if self._parents is None:
             return
-        del self._entries[hash_]
+        parent = self._parents.pop(hash_)
         tails = self._tails.get(parent)
         if tails is not None and tails.pop(hash_, None) is not None and not tails:
             del self._tails[parent]
 
     def places(self, hash_: HashKey) -> dict[str, tuple[int, ...]]:
         """Return the places of pages under `hash_`, with their groups."""
-        entry = self._entries.get(hash_)
-        bits = 0 if entry is None else entry[1]
+        bits = self._bits.get(hash_, 0)
         found = {}
         for place, index in self._places.items():
             mask = bits >> index * self._groups & (1 << self._groups) - 1
@@ -168,8 +188,7 @@ class HashIndex(Generic[HashKey]):
 
     def parent(self, hash_: HashKey) -> HashKey | None:
         """Return the parent hash, or None if `hash_` is not in the index."""
-        entry = self._entries.get(hash_)
-        return entry[0] if entry else None
+        return None if self._parents is None else self._parents.get(hash_)
 
     def match(
         self,
@@ -216,19 +235,17 @@ class HashIndex(Generic[HashKey]):
         return 0
 
     def bits(self, hashes: Sequence[HashKey]) -> list[int]:
-        """Return the places and groups of each hash as one integer, for `lengths`. About 50 ns per hash."""
-        get: Any = self._entries.get
-        nothing = (None, 0)
-        return [get(hash_, nothing)[1] for hash_ in hashes]
+        """Return the places and groups of each hash as one integer, for `lengths`. About 30 ns per hash."""
+        return list(map(self._bits.get, hashes, repeat(0)))
 
-    def lengths(self, bits: Sequence[int]) -> list[int]:
+    def lengths(self, bits: list[int]) -> list[int]:
         """Return the longest resumable length of a prompt in each place, in tokens, by the place's number.
 
         `bits` are those of the prompt's hashes; indexes with the same places and groups may be joined by `|`. Partial tails
         are left out. Without windows and states the cost is one comparison per block, and some work per place."""
         if self._windows or self._states:
             return self._checkpoint_lengths(bits)
-        return self._full_lengths(bits)
+        return self._single_lengths(bits) if self._groups == 1 else self._full_lengths(bits)
 
     def _full_lengths(self, bits: Sequence[int]) -> list[int]:
         places, width = len(self._places), self._groups
@@ -238,20 +255,27 @@ class HashIndex(Generic[HashKey]):
             alive = alive << width | self._full
         each = (1 << width) - 1
         before = -1
-        for at, mask in enumerate(bits):
-            if mask == before:
-                continue
-            before = mask
-            missing = alive & ~mask
-            while missing:
-                place = ((missing & -missing).bit_length() - 1) // width
-                found[place] = at * HASH_TOKENS
-                gone = ~(each << place * width)
-                missing &= gone
-                alive &= gone
-            if not alive:
-                break
+        at = 0
+        for mask in bits:
+            if mask != before:
+                before = mask
+                missing = alive & ~mask
+                while missing:
+                    place = ((missing & -missing).bit_length() - 1) // width
+                    found[place] = at
+                    gone = each << place * width
+                    missing &= ~gone
+                    alive &= ~gone
+                if not alive:
+                    break
+            at += HASH_TOKENS
         return found
+
+    def _single_lengths(self, bits: list[int]) -> list[int]:
+        """`_full_lengths` of the usual case, one group."""
+        places = len(self._places)
+        counts = loops.leading(bits, places) if places <= 64 else counts_leading(bits, places)
+        return [count * HASH_TOKENS for count in counts]
 
     def _checkpoint_lengths(self, bits: Sequence[int]) -> list[int]:
         """`lengths` in models with windows or states: one matrix of blocks, places and groups."""

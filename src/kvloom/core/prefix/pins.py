@@ -51,6 +51,11 @@ class Pin:
         self.expires = expires
         self.number = number
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it still retains its pages."""
+        return self.node is not None
+
 
 class QueuedPrefix:
     """The cached entries that a waiting request will hit. `turn` is the unique position of the request in the queue."""

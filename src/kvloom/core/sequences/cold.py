@@ -17,7 +17,7 @@ import numpy as np
 from kvloom.core.pool.page_pool import Ids
 from kvloom.core.state import CacheState
 
-from .sequence import ColdRun, Sequence, ensure_open
+from .sequence import ColdRun, Sequence, ensure_open, mark_special
 
 __all__ = ["add_cold_run", "coldable_pages", "open_cold"]
 
@@ -49,21 +49,44 @@ def add_cold_run(state: CacheState, seq: Sequence, run: ColdRun) -> None:
     seq.cold_blocks += len(rows)
 
 
-def open_cold(state: CacheState, seq: Sequence, run: ColdRun) -> None:
-    """Start an empty sequence behind cold blocks: `run` has all bytes before its first token to compute.
+def open_cold(state: CacheState, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:
+    """Start an empty sequence at `position`, behind the cold blocks of `run`, which are all full blocks before it.
 
-    Raises ValueError if the model has windows or states: their pages would be missing."""
+    Allocates the other pages that a query there sees (windows, a partial block, whose tokens are `tail`) and the live
+    states: the caller fills them. Returns False, and changes nothing, if the pool lacks pages."""
     ensure_open(state, seq)
-    table, row, blocks = state.block_tables, seq.row, len(run.pages)
-    if state.tree.needs_checkpoints or table.blocks.item(row):
+    table, row, block = state.block_tables, seq.row, state.block_tokens
+    if table.blocks.item(row) or len(run.pages) != position // block or len(tail) != position % block:
         raise ValueError(
-            f"{seq!r} cannot start behind cold blocks: it has pages, or its model has windows or states"
+            f"{seq!r} cannot start at {position} behind {len(run.pages)} cold blocks and {len(tail)} tokens"
         )
+    rows = state.tree.visible_rows(np.ones((-(-position // block), state.pages.width), np.int32), position)
+    rows[: len(run.pages), state.full_columns] = 0
+    needs = state.needs(0, int(state.has_states), 0)
+    for cls, wanted in state.pages.by_class(rows):
+        needs[cls] += int(wanted.sum())
+    if state.take(seq.root.account, needs):
+        return False
+    for cls in state.pages.classes:
+        at = state.pages.columns_of(cls)
+        part = rows[:, at]
+        ids = state.pool.allocate(cls, int(part.sum()))
+        assert ids is not None
+        part[part > 0] = ids
+        rows[:, at] = part
+    if state.has_states:
+        table.states[:, row] = state.states.allocate(1)[0]
     _leave_tree(state, seq)
-    table.blocks[row] = blocks
-    table.length[row] = table.state_length[row] = seq.published = seq.resumed = blocks * state.block_tokens
-    seq.cold_runs.append(run)
-    seq.cold_blocks = blocks
+    table.tables[:, row, : len(rows)] = rows.T
+    table.blocks[row] = len(rows)
+    table.length[row] = table.state_length[row] = seq.resumed = position
+    table.tail[row, : len(tail)] = tail
+    seq.published = position - len(tail)
+    seq.cold_runs, seq.cold_blocks = [run], len(run.pages)
+    state.set_window_edges(row, position)
+    table.mark_changed(row, 0)
+    mark_special(state, seq)
+    return True
 
 
 def _leave_tree(state: CacheState, seq: Sequence) -> None:

@@ -104,12 +104,12 @@ def _extend_each(state: CacheState, rows: Rows, n: int) -> int:
     together = [sum(pages) for pages in zip(*(sums for _, sums in total.values()), strict=True)]
     if together and state.pool.missing_slabs(together):
         account, _ = next(iter(total.values()))
-        missing = state.allocator.make_room(account, together)
+        missing = state.allocator.free_pages(account, together)
         if missing:  # 0 if expired pins were released
             return missing
     for account, sums in total.values():
         if account.beyond_quota(state.allocator.bytes_of(sums)):
-            missing = state.allocator.make_room(account, sums)
+            missing = state.allocator.free_pages(account, sums)
             if missing:
                 return missing
     for seq in sequences:

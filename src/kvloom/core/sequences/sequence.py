@@ -47,10 +47,10 @@ class SequenceOwner(Protocol):
 class ColdRun:
     """Consecutive cold blocks: their page ids in host memory, [blocks, columns]. Columns of windows have no meaning.
 
-    `last_hash` is the block hash of the last block. `on_release` is called when the last sequence releases the run."""
+    `last_hash` is the block hash of the last block, None if there is none. `on_release` is called when the last sequence releases the run."""
 
     pages: Ids
-    last_hash: bytes
+    last_hash: bytes | None
     on_release: Callable[[], None]
     users: int = 1
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CheckpointPolicy, KVCache, PoolLayout
 from kvloom.engine.config import EngineConfig
 from kvloom.kernels.memory import ElasticBuffer, allocate, elastic_buffer, granularity
 from kvloom.models.loading import model_fingerprint
 from kvloom.models.paged import Scales, fingerprint, install, load_scales
-from kvloom.models.specs import model_spec
+from kvloom.models.specs import ModelSpec, kv_dtypes, model_spec, with_draft
 from kvloom.models.vision import Vision, vision_of
 
 from .memory_budget import MemoryBudget, measure_budget
@@ -48,24 +49,25 @@ class KVMemory:
     batch_invariant: bool
 
 
-def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
-    """Allocate the pool of a model on its device, and make its attention read pages. `token_budget` and `max_running`
-    of `config` must be set. Without `pool_bytes`, a GPU runs a trial step to measure the free memory, which takes
-    seconds. Raises ValueError for settings that cannot work.
-    """
+def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> KVMemory:
+    """Allocate the pool of a model on its device, and make its attention read pages. A `draft` model shares the pool.
+
+    `config` must have `token_budget` and `max_running`. Without `pool_bytes`, a GPU runs a trial step to measure the
+    free memory, which takes seconds. Raises ValueError for settings that cannot work."""
     assert config.token_budget is not None
     assert config.max_running is not None
     weight = next(model.parameters())
     if config.batch_invariant and not weight.is_cuda and weight.dtype != torch.float32:
-        raise ValueError(
-            f"batch_invariant on a CPU needs dtype float32, not {weight.dtype}: give dtype float32 (--dtype float32)"
-        )
+        raise ValueError(refused("batch_invariant, dtype", dtype=weight.dtype))
     batch_invariant = config.batch_invariant and weight.is_cuda  # float32 on a CPU is already batch-invariant
     spec = model_spec(
         {**model.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")},
         kv_dtype=config.kv_dtype,
         static_scales=config.kv_scales != "dynamic",
     )
+    if draft is not None:
+        spec = _with_draft(spec, draft, config)
+        install(draft, spec.max_context)
     scales = None if config.kv_scales == "dynamic" else load_scales(config.kv_scales, model, spec.layers)
     step = 16 if config.max_pool_bytes is None else granularity(weight.device)
     layout = PoolLayout.build(spec.layers, config.block_tokens, step)
@@ -104,6 +106,8 @@ def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
     if config.tiers:  # other processes may load the pages, so the hash must cover the weights
         invariant = " invariant" if config.batch_invariant else ""
         name = f"{model.config.model_type} {model_fingerprint(model)}{invariant}"
+        if draft is not None:  # its pages are stored with the target's
+            name += f", draft {model_fingerprint(draft)}"
     cache = KVCache(
         layout,
         slabs=slabs,
@@ -118,6 +122,23 @@ def allocate_kv_memory(model: Any, config: EngineConfig) -> KVMemory:
         ),
     )
     return KVMemory(layout, buffer, elastic, cache, scales, vision, limit, budget, batch_invariant)
+
+
+def _with_draft(spec: ModelSpec, draft: Any, config: EngineConfig) -> ModelSpec:
+    """Return the layers of both models. Raises ValueError for a draft model that cannot share the pool."""
+    weight = next(draft.parameters())
+    every, _ = kv_dtypes(config.kv_dtype)
+    beside = model_spec(
+        {**draft.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")}, kv_dtype=every
+    )
+    if any(layer.unit == "state" for layer in beside.layers.values()):
+        raise ValueError(
+            f"draft model {beside.name} has recurrent layers, whose states cannot follow rejected drafts: "
+            "use a draft model with attention only"
+        )
+    if spec.media is not None or beside.media is not None:
+        raise ValueError("a draft model reads no images: use speculate ngram or suffix with a vision model")
+    return with_draft(spec, beside)
 
 
 def _limit(model_limit: int | None, asked: int | None) -> int | None:

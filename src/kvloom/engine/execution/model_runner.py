@@ -25,12 +25,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvloom.combinations import refused
 from kvloom.core import CacheControl, KVCache, Sequence
 from kvloom.kernels.attention import SharedRun, find_shared_runs, is_worth_sharing, visible_shared_runs
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.device import upload
 from kvloom.models.fusion import fuse
 from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Scales, Work
+from kvloom.models.specs import DRAFT_PREFIX
 from kvloom.models.vision import Vision
 
 from .piecewise_graphs import PiecewiseGraphs, uncollected
@@ -70,12 +72,17 @@ class ModelRunner:
         vision: Vision | None = None,
         invariant: bool = False,
         drafts: int = 0,
+        target: ModelRunner | None = None,
     ) -> None:
-        """`drafts`: draft tokens of a step, and tokens computed again, at most. `invariant`: make a row's bits independent of the other rows of its step (CUDA only)."""
+        """`target`: the runner whose draft model this is; both share the pool and the batches' buffers. `drafts`: draft tokens of a step, and tokens computed again, at most. `invariant`: make a row's bits independent of the other rows of its step (CUDA only)."""
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
         self.pages = Pages(
-            cache.layout, buffer, scales, _partial_sum_tokens(cache.max_tokens) if invariant else 0
+            cache.layout,
+            buffer,
+            scales,
+            _partial_sum_tokens(cache.max_tokens) if invariant else 0,
+            "" if target is None else DRAFT_PREFIX,
         )
         self.numerics: AbstractContextManager[Any] = nullcontext()
         """The context of all computations on logits: batch-invariant mode, or none."""
@@ -87,7 +94,11 @@ class ModelRunner:
         if vision is not None:
             vision.bind_pool(cache.layout, buffer, self.pages.cross_views)
         turns = vision is not None and vision.uses_mrope
-        self.stage = BatchBuilder(cache, buffer.device, tokens + rows + drafts, rows, shifted=turns)
+        self.stage: BatchBuilder = (
+            BatchBuilder(cache, buffer.device, tokens + rows + drafts, rows, shifted=turns)
+            if target is None
+            else target.stage
+        )
         self.tokens, self.rows = tokens, rows
         self.chosen = torch.zeros(rows, dtype=torch.int64, device=buffer.device)
         """Tokens sampled by the previous step. `source` of a work is an index into it."""
@@ -101,11 +112,16 @@ class ModelRunner:
         self._plain = "cache_params" in inspect.signature(model.forward).parameters
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._cache = cache
-        full = [group for group in cache.layout.of("token") if not group.spec.visibility.windowed]
+        own = [
+            group
+            for group in cache.layout.of("token")
+            if (group.spec.lifetime == "draft") == (target is not None)
+        ]
+        full = [group for group in own if not group.spec.visibility.windowed]
         self._shared_column = full[0].columns.start if full and not invariant else None
         self._windows = [
             group
-            for group in cache.layout.of("token")
+            for group in own
             if group.spec.visibility.windowed and is_worth_sharing(group.spec.visibility)
         ]
         self._sharers: tuple[object, ...] = ()
@@ -122,13 +138,9 @@ class ModelRunner:
     def _check_batch_invariant(self) -> None:
         """Raise ValueError for a model without batch-invariant kernels."""
         if self.pages.cross_views:
-            raise ValueError(
-                "batch_invariant is not supported for models with cross-attention to images: turn it off"
-            )
+            raise ValueError(refused("batch_invariant, cross-attention"))
         if not self.pages.is_replayable:
-            raise ValueError(
-                "batch_invariant has no GPU kernel for this model's attention heads: turn it off"
-            )
+            raise ValueError(refused("batch_invariant, heads"))
 
     def run(
         self,

@@ -5,6 +5,7 @@ Reports each finish, and the beams that continue, to the scheduler. Does not use
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvloom.engine.request import Request
@@ -101,6 +102,15 @@ class OutputProcessor:
                 self._fail(request)
             elif structure.done:
                 self._finish(request, "stop")
+
+    def resume(self, request: Request, tokens: Sequence[int]) -> None:
+        """Apply output tokens of another engine to a new request. It finishes if they end it."""
+        for token in tokens:
+            request.tokens.append(token)
+            refused = self._advance_grammars([request])
+            self._accept(request, None, id(request) in refused)
+            if request.finish_reason is not None:
+                return
 
     def _advance_grammars(self, requests: list[Request]) -> set[int]:
         """Send each new token to its grammar, and wait a short time for the next masks. Returns the requests (by

@@ -3,7 +3,7 @@
     manager.py            OffloadManager: the interface, and the phases of load jobs
     decision.py           Action, Decision: the answers to the scheduler
     cold_pages.py         ColdPages: the oldest pages of running requests that are longer than the pool
-    store.py              HostStore: offloads pages from the pool to host memory
+    store.py              PageOffloader: offloads pages from the pool to host memory
     tier_loader.py        TierLoader: loads pages from tiers into host memory
     pool_loader.py        PoolLoader: copies pages from host memory into the pool
     load_job.py           LoadJob: one request's pages in transfer, as data
@@ -38,7 +38,7 @@ The life of an offload:
 
 from kvloom.engine.config import OffloadConfig
 
-from .cold_pages import MAX_HOST_SHARE, ColdPages
+from .cold_pages import MAX_HOST_SHARE, ColdPages, ColdStart
 from .decision import Action, Decision
 from .host_pages import Event, HostPages, Ids, LoadEvent, form_of, open_host
 from .load_job import LoadJob, Phase, PoolCopy
@@ -47,18 +47,18 @@ from .manager import OffloadManager
 from .open_tiers import open_offload, opened_tiers
 from .session_history import SessionHistory
 from .stats import OffloadStats
-from .store import HostStore
+from .store import PageOffloader
 from .throughput import TimeModel
 
 __all__ = [
     "MAX_HOST_SHARE",
     "Action",
     "ColdPages",
+    "ColdStart",
     "Decision",
     "Estimates",
     "Event",
     "HostPages",
-    "HostStore",
     "Ids",
     "LoadEvent",
     "LoadJob",
@@ -66,6 +66,7 @@ __all__ = [
     "OffloadConfig",
     "OffloadManager",
     "OffloadStats",
+    "PageOffloader",
     "Phase",
     "PoolCopy",
     "Progress",

@@ -1,15 +1,17 @@
 """Cold pages: a request longer than the pool keeps the full-attention pages of its oldest blocks in host memory.
 
-1. A request is long if the pool cannot hold it at its full length. It then needs host memory for all its full-attention
-   pages: `scheduling/feasibility.py` refuses it otherwise, and `Scheduler` admits as many long requests as fit.
+1. A request may become long if the pool cannot hold it at its limit. Host memory must then have space for all its
+   full-attention pages: `scheduling/feasibility.py` refuses it otherwise. It is long from the start if the pool cannot
+   hold its prompt, else from its first cold page on. `Scheduler` admits as many long requests as host memory holds.
 2. Windows drop pages by themselves and a state is one page, so only groups with full attention have cold pages.
 3. If `extend` lacks pages, the scheduler makes the oldest blocks of a long request cold, before it preempts a request.
    The pages are copied to host memory here, then released: the sequence owns the leases of its cold pages
    (`core.ColdRun`), so that host memory cannot evict them while it runs.
 4. Layers read the rest of the block table as a shorter sequence, then add attention over the cold pages, piece by
    piece (`kernels/attention/cold.py`). Keys are stored rotated, so positions do not change.
-5. Cold pages have ordinary block hashes. After the sequence is closed, host memory keeps them like other pages; a
-   request with the same prompt starts behind them (`find`), and shorter prompts load them.
+5. Cold pages have ordinary block hashes. Before the sequence is closed, its other pages are copied too (`save`); host
+   memory keeps them all like other pages. The same request after a preemption, or one with the same prompt, starts behind
+   them (`find`, `start`), and shorter prompts load them.
 6. A long request publishes nothing in the prefix cache: a path of the radix tree has no gaps.
 
 A copy that fails changes nothing: the pages stay in the pool, and the request is preempted and recomputes.
@@ -19,10 +21,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from kvloom.core import HASH_BYTES, ColdRun, KVCache, PageGroup
+from kvloom.core import HASH_BYTES, ColdRun, KVCache, PageGroup, Sequence
 from kvloom.engine.request import Request
 from kvloom.tiers import Form, Lease, Objects, Outcome
 from kvloom.tiers.transfers import TransferManager
@@ -30,10 +35,38 @@ from kvloom.tiers.transfers import TransferManager
 from .host_pages import HostPages, Ids
 from .stats import OffloadStats
 
-__all__ = ["MAX_HOST_SHARE", "ColdPages"]
+__all__ = ["MAX_HOST_SHARE", "ColdPages", "ColdStart"]
 
+MAX_SAVED = 1024
+"""Ends of long requests that are remembered, for models with windows or states."""
 MAX_HOST_SHARE = 0.9
 """Most of host memory that cold pages may use, as a share: transfers need the rest."""
+
+
+@dataclass(slots=True, eq=False)
+class ColdStart:
+    """Leased pages with which a request can resume at `position`.
+
+    | field         | meaning                                                                                   |
+    |---------------|-------------------------------------------------------------------------------------------|
+    | pages, leases | page ids in host memory of the full blocks before it [blocks, columns], and their leases  |
+    | hashes        | of all blocks before it; the last may be partial                                          |
+    | visible       | leases of pages that must be copied to the pool: windows, a partial block, states         |"""
+
+    position: int
+    pages: npt.NDArray[np.int32]
+    hashes: list[bytes]
+    leases: list[Lease]
+    visible: list[Lease]
+
+    @property
+    def last_hash(self) -> bytes | None:
+        """Hash of the last full block; None if there is none."""
+        return self.hashes[len(self.pages) - 1] if len(self.pages) else None
+
+    def release(self) -> None:
+        """End all leases."""
+        _release([*self.leases, *self.visible])
 
 
 class ColdPages:
@@ -53,6 +86,9 @@ class ColdPages:
         self._cache, self._transfers, self._host, self._pages = cache, transfers, transfers.host, pages
         self._forms_of, self._apply_copies, self._stats = forms_of, apply_copies, stats
         self._groups = [g for g in cache.layout.of("token") if not g.spec.visibility.windowed]
+        self._saved: dict[
+            bytes, int
+        ] = {}  # by the hash of the tokens before it, a position where a long request ended
         self.block_bytes = sum(group.page_stride * group.runs for group in self._groups)
         """Bytes of the pages of one block that can become cold; 0 if the model has none."""
 
@@ -75,11 +111,12 @@ class ColdPages:
         rows = self._cache.coldable_pages(sequence, blocks)
         if not len(rows):
             return 0
-        runs, keep = sequence.cold_runs, request.control.store and not request.uncached
+        runs, keep = sequence.cold_runs, self._keeps(request)
         parent = runs[-1].last_hash if runs else None
         if parent is None and not keep:
             parent = secrets.token_bytes(HASH_BYTES)  # no other request has these hashes
-        hashes = self._block_hashes(request, sequence.cold_blocks, sequence.cold_blocks + len(rows), parent)
+        first, block = sequence.cold_blocks, self._cache.block_tokens
+        hashes = self._block_hashes(request, first, (first + len(rows)) * block, parent)
         leases: list[Lease] = []
         host_pages = np.zeros_like(rows)
         try:
@@ -100,33 +137,140 @@ class ColdPages:
         self._stats.cold_pages += len(rows) * len(self._cache.full_columns)
         return len(rows)
 
-    def find(self, request: Request, beyond: int) -> ColdRun | None:
-        """Lease the blocks of a waiting request that host memory has, if they are more than `beyond` tokens, else None.
+    def save(self, request: Request) -> None:
+        """Copy to host memory what a later request needs to resume at the end of a long request, which will be closed.
 
-        Only for models without windows and states: their pages are needed in the pool."""
-        cache, control = self._cache, request.match_control
-        if cache.needs_checkpoints or not control.read:
+        Does nothing if the request stores no pages, or host memory is full. A failed copy is not reported: the pages are
+        recomputed."""
+        sequence, cache = request.sequence, self._cache
+        assert sequence is not None
+        position = sequence.length
+        if not self._keeps(request) or sequence.state_length != position or position > len(request.tokens):
+            return
+        with suppress(RuntimeError):
+            full = position // cache.block_tokens
+            self.offload(request, full - sequence.cold_blocks)
+            if not cache.needs_checkpoints or not position or sequence.cold_blocks < full:
+                return
+            hashes, is_complete = self._block_hashes(request, 0, position, None), True
+            for group, form, blocks, pages in self._visible_pages(request, sequence, position):
+                objects = Objects([hashes[b] for b in blocks], group.index, form, request.control.tenant)
+                lease = self._copy(group, objects, pages, keep=True)
+                is_complete &= bool((lease.offsets >= 0).all())
+                lease.release()
+            if is_complete:
+                self._saved[bytes(hashes[-1])] = position
+                if len(self._saved) > MAX_SAVED:
+                    del self._saved[next(iter(self._saved))]
+
+    def find(self, request: Request, beyond: int) -> ColdStart | None:
+        """Lease the pages with which a long request can resume behind `beyond` tokens; None if host memory has none.
+
+        A model with windows or states resumes where a long request ended (`save`), others at the end of any block."""
+        cache, last = self._cache, len(request.tokens) - 1
+        if not request.match_control.read or (request.images and cache.media_outlives_prompt):
             return None
-        hashes = self._block_hashes(request, 0, (len(request.tokens) - 1) // cache.block_tokens, None)
-        leases: list[Lease] = []
-        host_pages = np.zeros((len(hashes), cache.page_tables.shape[0]), np.int32)
+        if not cache.needs_checkpoints:
+            start = self._lease(request, last // cache.block_tokens * cache.block_tokens)
+            if start.position > beyond:
+                return start
+            start.release()
+            return None
+        for position in sorted({p for p in self._saved.values() if beyond < p <= last}, reverse=True):
+            key = bytes(self._block_hashes(request, 0, position, None)[-1])
+            if key in self._saved:
+                start = self._lease(request, position)
+                if start.position == position:
+                    return start
+                start.release()
+                del self._saved[key]  # host memory has evicted a page
+        return None
+
+    def start(self, request: Request, found: ColdStart) -> bool:
+        """Start the empty sequence of a request with leased pages. Return False, with the leases released, if the pool lacks
+        pages.
+
+        Waits for the copies of the pages that must be in the pool."""
+        sequence, cache = request.sequence, self._cache
+        assert sequence is not None
+        tail = request.ids(found.position)[len(found.pages) * cache.block_tokens :]
+        run = ColdRun(found.pages, found.last_hash, lambda: _release(found.leases))
+        if not cache.open_cold(sequence, run, found.position, tail):
+            found.release()
+            return False
+        try:
+            self._apply_copies()  # first read evicted pages and move compacted ones: the copies overwrite them
+            pages = self._visible_pages(request, sequence, found.position)
+            for (group, _, _, ids), lease in zip(pages, found.visible, strict=True):
+                self._pages.load(group.page_stride, ids, lease.offsets).synchronize()
+        finally:
+            _release(found.visible)
+        return True
+
+    def _lease(self, request: Request, position: int) -> ColdStart:
+        """Lease the pages to resume at `position`. If some are missing, the result's position is an earlier end of a block,
+        or 0 in models with windows or states."""
+        cache, tenant = self._cache, request.control.tenant
+        hashes, blocks = self._block_hashes(request, 0, position, None), position // cache.block_tokens
+        found = ColdStart(position, np.zeros((blocks, len(cache.page_tables)), np.int32), hashes, [], [])
         for group, form, column in self._columns(request):
-            leases.append(self._host.acquire(Objects(hashes, group.index, form, request.control.tenant)))
-            hashes = hashes[: _first_missing(leases[-1])]
-            host_pages[: len(hashes), column] = leases[-1].offsets[: len(hashes)] // group.page_stride
-        if len(hashes) * cache.block_tokens <= beyond:
-            _release(leases)
-            return None
-        return ColdRun(host_pages[: len(hashes)], hashes[-1], lambda: _release(leases))
+            lease = self._host.acquire(Objects(hashes[:blocks], group.index, form, tenant))
+            found.leases.append(lease)
+            blocks = _first_missing(lease)
+            found.pages[:blocks, column] = lease.offsets[:blocks] // group.page_stride
+        found.pages = found.pages[:blocks]
+        if blocks < position // cache.block_tokens:
+            found.position = 0 if cache.needs_checkpoints else blocks * cache.block_tokens
+        for group, form, at in self._visible_blocks(request, found.position):
+            lease = self._host.acquire(Objects([hashes[b] for b in at], group.index, form, tenant))
+            found.visible.append(lease)
+            if (lease.offsets < 0).any():
+                found.position = 0
+        return found
+
+    def _visible_blocks(self, request: Request, position: int) -> list[tuple[PageGroup, Form, list[int]]]:
+        """Return the blocks that must be in the pool to resume at `position`, for each run of every group.
+
+        These are the blocks inside windows, a partial block, and for states the last block."""
+        layout, block, forms = self._cache.layout, self._cache.block_tokens, self._forms_of(request)
+        last = -(-position // block)
+        found = []
+        for group in layout.of("token"):
+            visibility = group.spec.visibility
+            first = visibility.first_visible(position) // block if visibility.windowed else position // block
+            found += [(group, form, list(range(first, last))) for form in forms[group.index]]
+        for group in layout.of("state") if position else ():
+            found += [(group, form, [last - 1]) for form in forms[group.index]]
+        return [part for part in found if part[2]]
+
+    def _visible_pages(
+        self, request: Request, sequence: Sequence, position: int
+    ) -> list[tuple[PageGroup, Form, list[int], Ids]]:
+        """Return `_visible_blocks`, with their page ids in the pool."""
+        found: list[tuple[PageGroup, Form, list[int], Ids]] = []
+        for group, form, blocks in self._visible_blocks(request, position):
+            column = group.column + self._forms_of(request)[group.index].index(form)
+            if group.spec.unit == "state":
+                pages = self._cache.state_pages[column, [sequence.row]]
+            else:
+                pages = self._cache.page_tables[column, sequence.row, blocks]
+            found.append((group, form, blocks, pages))
+        return found
+
+    @staticmethod
+    def _keeps(request: Request) -> bool:
+        """Return whether host memory may keep a request's pages for others."""
+        return request.control.store and not request.uncached
 
     def _columns(self, request: Request) -> list[tuple[PageGroup, Form, int]]:
         forms = self._forms_of(request)
         return [(g, form, g.column + run) for g in self._groups for run, form in enumerate(forms[g.index])]
 
-    def _block_hashes(self, request: Request, first: int, last: int, parent: bytes | None) -> list[bytes]:
+    def _block_hashes(self, request: Request, first: int, end: int, parent: bytes | None) -> list[bytes]:
+        """Return the hashes of a request's blocks from block `first` to token `end`."""
         media = () if request.images is None else request.images.media
-        ids = request.ids(len(request.tokens) if media else last * self._cache.block_tokens)
-        return self._cache.block_hashes(ids, request.control, media, first, last, parent)
+        ids = request.ids(len(request.tokens) if media else end)
+        return self._cache.block_hashes(ids, request.control, media, first, end, parent)
 
     def _copy(self, group: PageGroup, objects: Objects, pages: Ids, keep: bool) -> Lease:
         """Copy pages of one column to host memory, where they are not there already, and lease them for reading.

@@ -15,7 +15,7 @@ class Action(Enum):
     """Compute tokens, up to `Decision.until`."""
     WAIT = "wait"
     """Compute nothing, because pages in transfer arrive sooner than they could be computed."""
-    NO_ROOM = "no room"
+    NO_FREE_PAGES = "no free pages"
     """A tier has pages of the request, but the pool has no free pages for them. The request waits or computes."""
     RESUME = "resume"
     """The tail of the prompt is loaded. The request leaves the batch and resumes after the tail."""

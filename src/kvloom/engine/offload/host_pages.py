@@ -116,6 +116,9 @@ class LoadEvent:
     def query(self) -> bool:
         return self.done.query()  # type: ignore[no-untyped-call, no-any-return]
 
+    def synchronize(self) -> None:
+        self.done.synchronize()
+
     def seconds_since(self, first: LoadEvent) -> float:
         """Return the seconds from the start of the `first` copy to the end of this copy, by the device's clock. Does
         not include the wait for an in-flight step, or the time until the host polls.

@@ -1,6 +1,6 @@
 """The offload manager: decides which pages are offloaded, prefetched and loaded. The scheduler and the engine call it.
 
-    scheduler   prefetch · before_admission · before_prefill · is_pending · request_started · cancel · poll · find_cold
+    scheduler   prefetch · before_admission · before_prefill · is_pending · request_started · cancel · poll · open_cold
     engine      before_step · during_step · after_step · flush · prefetch_session · close
 
 Only `wait` and `close` block on a tier. A page that is late, missing or damaged is recomputed. The cache decides
@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from kvloom.core import ColdRun, KVCache, Match
+from kvloom.core import KVCache, Match, Sequence
 from kvloom.engine.config import OffloadConfig
 from kvloom.engine.request import Request
 from kvloom.tiers import HostTier, OpenTier, short_tier_names
@@ -29,7 +29,7 @@ from .host_pages import HostPages
 from .load_job import LoadJob, Phase
 from .pool_loader import CopyStart, PoolLoader
 from .stats import OffloadStats
-from .store import HostStore
+from .store import PageOffloader
 from .throughput import TimeModel
 from .tier_loader import TierLoader
 
@@ -94,7 +94,7 @@ class OffloadManager:
         )
         self.forms = self._tiers.forms
         writes = {place.write_policy for place in places} | ({host_write} if host_write else set())
-        self._store = HostStore(
+        self._store = PageOffloader(
             cache, self._pages, self.transfers, self.forms, self._tiers.lossy_forms, writes, self.stats
         )
         self._pool = PoolLoader(cache, host, self._pages, self._store, self._tiers, apply_copies, self.stats)
@@ -136,7 +136,7 @@ class OffloadManager:
 
     def before_admission(self, request: Request, match: Match) -> Decision:
         """Decide the action of the next waiting request. `match` must be current. May start or finish a load job.
-        Returns WAIT while pages are in transfer, NO_ROOM if the pool has no pages for them, and COMPUTE otherwise.
+        Returns WAIT while pages are in transfer, NO_FREE_PAGES if the pool has no pages for them, and COMPUTE otherwise.
         Loaded pages may have entered the cache, so the caller matches again if `cache.version` changed. If no tier
         has a page, this costs a dictionary lookup.
         """
@@ -149,7 +149,7 @@ class OffloadManager:
         if job is None:
             return _COMPUTE
         is_blocked = job.copy is None and job.phase is Phase.WAITING
-        return Decision(Action.NO_ROOM if is_blocked else Action.COMPUTE, job.compute_until)
+        return Decision(Action.NO_FREE_PAGES if is_blocked else Action.COMPUTE, job.compute_until)
 
     def before_prefill(self, request: Request) -> Decision:
         """Decide the action of a running request that has prompt tokens left, for this step.
@@ -212,16 +212,28 @@ class OffloadManager:
         """Whether copies in progress retain pages of the pool."""
         return self._pool.has_cancelled_copies or self._store.busy or self._is_copying
 
-    def find_cold(self, request: Request, beyond: int) -> ColdRun | None:
-        """Lease the blocks behind which a long request starts, if host memory has more than `beyond` tokens of it."""
+    def open_cold(self, request: Request, beyond: int, open_empty: Callable[[], Sequence]) -> bool:
+        """Open the sequence of a long request behind pages in host memory, if they are more than `beyond` tokens.
+
+        Returns False, and opens nothing, if they are not, or the pool lacks pages. `open_empty` opens an empty sequence."""
         began = time.monotonic()
-        run = None if self.cold is None else self.cold.find(request, beyond)
-        if run is not None:
-            tokens = len(run.pages) * self.cache.block_tokens
-            request.loads.append((self.tier_names[0], began, time.monotonic(), tokens))
-            if request.cached_tokens is None:
-                request.first_loads = len(request.loads)
-        return run
+        found = None if self.cold is None else self.cold.find(request, beyond)
+        if self.cold is None or found is None:
+            return False
+        sequence = request.sequence = open_empty()
+        is_started = False
+        try:
+            is_started = self.cold.start(request, found)
+        finally:
+            if not is_started:
+                sequence.close()
+                request.sequence = None
+        if not is_started:
+            return False
+        request.loads.append((self.tier_names[0], began, time.monotonic(), found.position))
+        if request.cached_tokens is None:
+            request.first_loads = len(request.loads)
+        return True
 
     def request_started(self, request: Request) -> None:
         """Record that a request has started to compute. Ends its load job, unless the tail of its prompt is still loading."""

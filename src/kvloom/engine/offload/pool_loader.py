@@ -19,7 +19,7 @@ from kvloom.tiers import HostTier, Objects
 from .host_pages import HostPages
 from .load_job import LoadJob, Phase, PoolCopy
 from .stats import OffloadStats
-from .store import HostStore
+from .store import PageOffloader
 from .throughput import TimeModel
 from .tier_loader import TierLoader
 
@@ -35,7 +35,7 @@ class CopyStart(Enum):
     OFFLOADING = "offloading"
     """A page that the request needs is still being offloaded."""
     NOT_WORTH = "not worth loading"
-    NO_ROOM = "no room"
+    NO_FREE_PAGES = "no free pages"
 
 
 class PoolLoader:
@@ -46,7 +46,7 @@ class PoolLoader:
         cache: KVCache,
         host: HostTier,
         pages: HostPages,
-        store: HostStore,
+        store: PageOffloader,
         tiers: TierLoader,
         apply_copies: Callable[[], None],
         stats: OffloadStats,
@@ -96,8 +96,8 @@ class PoolLoader:
         if reservation is None:
             for lease in leases:
                 lease.release()
-            self._stats.no_room += 1
-            return CopyStart.NO_ROOM
+            self._stats.no_free_pages += 1
+            return CopyStart.NO_FREE_PAGES
         loaded = np.zeros_like(reservation.to_load)
         job.copy = PoolCopy(reservation, match.resume, size, count, started, leases, loaded)
         self._apply_copies()  # evicted pages must be read and compacted pages moved first, because the copies overwrite them

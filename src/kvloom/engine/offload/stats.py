@@ -20,7 +20,7 @@ class OffloadStats:
     """Pages that host memory had evicted before they were copied."""
     not_worth_loading: int = 0
     """Loads skipped because recomputing is faster."""
-    no_room: int = 0
+    no_free_pages: int = 0
     """Loads postponed because the pool had no free pages."""
     prefetched_sessions: int = 0
     hand_overs: int = 0

@@ -25,7 +25,7 @@ from .host_pages import Event, HostPages
 from .stats import OffloadStats
 from .tier_loader import Forms
 
-__all__ = ["HostStore"]
+__all__ = ["PageOffloader"]
 
 PoolVersion = tuple[int, int, int]
 _PENDING = int(Outcome.PENDING)
@@ -52,7 +52,7 @@ class _PendingOffload:
         return keys if self.new is None else [keys[i] for i in np.flatnonzero(self.new).tolist()]
 
 
-class HostStore:
+class PageOffloader:
     """Offloads the pages of one cache. `writes` is the union of all tiers' write policies, because every page passes
     through host memory.
     """

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Literal
 
+from kvloom.combinations import refused
+
 __all__ = ["GREEDY_BELOW", "MAX_LOGPROBS", "Finish", "SamplingParams", "StructureKind"]
 
 GREEDY_BELOW = 1e-5
@@ -211,37 +213,29 @@ class SamplingParams:
         if self.beam_width > 1:
             self._check_beams()
         elif self.samples > 1 and self.greedy:
-            raise ValueError(
-                f"{self.samples} samples at temperature {self.temperature} are all the same: "
-                "raise temperature, or use beam_width"
-            )
+            raise ValueError(refused("samples, greedy", samples=self.samples, temperature=self.temperature))
 
     def _check_pooling(self) -> None:
         if self.pooling not in (None, "mean", "last"):
             raise ValueError(f"pooling {self.pooling!r} must be mean or last")
         if self.pooling is not None and (self.max_tokens > 1 or self.samples > 1 or self.structure):
-            raise ValueError("pooling needs max_tokens 1 and one sample, without structured output")
+            raise ValueError(refused("pooling, sampling"))
 
     def _check_beams(self) -> None:
         if not self.greedy:
-            raise ValueError(
-                f"beam_width {self.beam_width} needs temperature 0, not {self.temperature}: beam search does not sample"
-            )
+            raise ValueError(refused("beams, sampling", width=self.beam_width, temperature=self.temperature))
         if self.n > self.beam_width:
             raise ValueError(f"n {self.n} must not exceed beam_width {self.beam_width}")
         if not math.isfinite(self.length_penalty):
             raise ValueError(f"length_penalty {self.length_penalty} must be finite")
         masks = self.structure is not None or self.allowed_token_ids is not None or self.bad_token_ids
         if self.best_of is not None or self.has_penalties or self.logit_bias or masks or self.stops:
-            raise ValueError(
-                "beam_width excludes best_of, penalties, logit_bias, allowed and bad tokens, stop texts and structured "
-                "output: remove them"
-            )
+            raise ValueError(refused("beams, changed logits"))
 
     def _check_structure(self) -> None:
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other: give one")
+            raise ValueError(refused("structures", names=" and ".join(given)))
         if isinstance(self.json_schema, str):
             try:
                 json.loads(self.json_schema)

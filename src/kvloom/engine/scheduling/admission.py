@@ -28,7 +28,7 @@ MEMORY = 32
 """Number of recent outputs that the estimate uses."""
 HAVE, END, _, LEFT = range(4)
 LONG_SHARE = 4
-"""A long request is projected with at most one part in this many of the pool: the rest of its pages can become cold."""
+"""A request that may be long is projected with at most one part in this many of the pool: the rest of its pages can become cold."""
 LAG = 2
 """Number of steps for which a finished request may still use its pages."""
 
@@ -55,7 +55,7 @@ class Admission:
 
     @property
     def resident_tokens(self) -> int:
-        """Tokens of a long request whose full-attention pages the pool is projected to hold."""
+        """Tokens of a request that may be long whose full-attention pages the pool is projected to hold."""
         part = self._cache.usable_slabs * self._cache.layout.slab_bytes // LONG_SHARE
         return max(2, part // max(1, self._full_bytes)) * self._cache.block_tokens
 
@@ -121,12 +121,12 @@ class Admission:
         return [(one, n, min(n, sequence.resumed)) for (one, sequence), n in zip(some, have, strict=True)]
 
     def _blocks_beyond(self, running: Iterable[Request]) -> int:
-        """Return the blocks that long requests have in the pool beyond their projection: they can become cold."""
+        """Return the blocks that requests which may be long have in the pool beyond their projection: they can become cold."""
         most = self.resident_tokens // self._cache.block_tokens
         return sum(
             max(0, r.sequence.length // self._cache.block_tokens - r.sequence.cold_blocks - most)
             for r in running
-            if r.is_long and r.sequence is not None
+            if r.may_be_long and r.sequence is not None
         )
 
     def _projected(self, requests: list[tuple[Request, int, int]]) -> tuple[Ints, Ints, Ints]:
@@ -140,7 +140,7 @@ class Admission:
         for request, have, found in requests:
             size, end = len(request.tokens), self.end_of(request)
             rest_tokens = max(1, end - size)
-            if request.is_long:
+            if request.may_be_long:
                 size, end, have = (min(n, self.resident_tokens) for n in (size, end, have))
             rest.append((have, max(have, size), max(have, end), min(have, found), rest_tokens))
         first, sizes, ends, shared, left = np.array(rest, np.int64).reshape(-1, 5).T

@@ -28,9 +28,9 @@ class Feasibility:
         self._slabs_for = lru_cache(4096)(self._most_slabs)
 
     def check(self, request: Request, reachable_slabs: int = 0) -> bool:
-        """Return whether a request is long: it runs only with cold pages, also after the pool has grown to
-        `reachable_slabs`. Raise ValueError for a request that can never run."""
-        slab, is_long = self.cache.layout.slab_bytes, False
+        """Return whether a request at its limit needs cold pages, also after the pool has grown to `reachable_slabs`.
+        Raise ValueError for a request that can never run."""
+        slab, may_be_long = self.cache.layout.slab_bytes, False
         quota = self.cache.account(request.control.tenant).tenant.quota
         for owner, needed, limit in (
             (
@@ -41,8 +41,10 @@ class Feasibility:
             ("tenant's quota is", 0 if quota is None else self._bytes_of(request), quota),
         ):
             if limit is not None and needed > limit:
-                is_long = True
-                refusal = self._refuse_cold(request, limit)
+                may_be_long = True
+                refusal = self._refuse_cold(
+                    request.limit, request.control.tenant, limit, self._slabs_of(request, RESIDENT_BLOCKS)
+                )
                 if refusal is not None:
                     raise ValueError(
                         f"{len(request.prompt)} prompt tokens and max_tokens {request.params.max_tokens} need {needed:,} "
@@ -53,22 +55,34 @@ class Feasibility:
                 f"an image of {request.images.min_step_tokens} tokens does not fit one step of {self.token_budget} tokens: "
                 "raise token_budget"
             )
-        return is_long
+        return may_be_long
 
-    def _refuse_cold(self, request: Request, limit: int) -> str | None:
-        """Return why a request cannot run with cold pages, as the end of an error message; None if it can.
+    def holds(self, length: int, tenant: str, reachable_slabs: int = 0) -> bool:
+        """Return whether the pool, grown to `reachable_slabs`, and the tenant's quota hold a sequence of `length` tokens."""
+        quota, slabs = self.cache.account(tenant).tenant.quota, self._slabs_for(length, None)
+        within_quota = quota is None or slabs * self.cache.layout.slab_bytes <= quota
+        return within_quota and slabs <= max(self.cache.usable_slabs, reachable_slabs)
 
-        `limit` are the bytes of the pool that it may use."""
-        layout, blocks = self.cache.layout, -(-request.limit // self.cache.block_tokens)
+    def runs_cold(self, length: int, tenant: str, limit: int) -> bool:
+        """Return whether a request of `length` tokens runs with cold pages in `limit` bytes of the pool."""
+        return self._refuse_cold(length, tenant, limit, self._slabs_for(length, RESIDENT_BLOCKS)) is None
+
+    def _refuse_cold(self, length: int, tenant: str, limit: int, slabs: int) -> str | None:
+        """Return why a request of `length` tokens cannot run with cold pages, as the end of an error; None if it can.
+
+        It may use `limit` bytes of the pool, and needs at least `slabs` of its slabs."""
+        layout = self.cache.layout
         full = [group for group in layout.of("token") if not group.spec.visibility.windowed]
-        if not full or self._slabs_of(request, RESIDENT_BLOCKS) * layout.slab_bytes > limit:
+        if not full or slabs * layout.slab_bytes > limit:
             return ""
+        blocks = -(-length // self.cache.block_tokens)
         needed = blocks * sum(group.page_stride * group.runs for group in full)
         if self._offload is None or self._offload.cold is None:
             if self._offload is not None and self._offload.cold_refusal:
                 return f" ({self._offload.cold_refusal})"
-            return f", or give its oldest pages host memory: --tier host:SIZE with {int(needed / MAX_HOST_SHARE) + 1:,} bytes"
-        most = self._offload.cold.limit(request.control.tenant)
+            size = int(needed / MAX_HOST_SHARE) + 1
+            return f", or give its oldest pages host memory: --tier host:SIZE with {size:,} bytes"
+        most = self._offload.cold.limit(tenant)
         if needed <= most:
             return None
         return f", or raise --tier host:SIZE: its oldest pages need {needed:,} bytes of host memory, and may use {most:,}"

@@ -19,7 +19,7 @@ from math import inf
 
 import numpy as np
 
-from kvloom.core import NOT_CACHED, KVCache, Match, Sequence
+from kvloom.core import NOT_CACHED, CacheControl, KVCache, Match, Sequence
 from kvloom.engine.offload import Action, OffloadManager
 from kvloom.engine.request import Request
 from kvloom.engine.sampling import Finish, Successor, assign_slots
@@ -120,13 +120,18 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request and prefetch its pages. Raises ValueError, with the numbers, if it can never run."""
-        is_long = self._feasibility.check(request, self.reachable_slabs)
+        may_be_long = self._feasibility.check(request, self.reachable_slabs)
+        is_long = may_be_long and not self._holds_next_token(request)
         for sample in request.family:
-            sample.is_long = is_long
+            sample.may_be_long, sample.is_long = may_be_long, is_long
         self._queue.push(request)
         if self.offload is not None and not is_long:
             can_wait = bool(self.running) or self._queue.length > 1
             self.offload.prefetch(request, self._match, can_wait)
+
+    def runs_cold(self, length: int, tenant: str, pool_bytes: int) -> bool:
+        """Return whether a request of `length` tokens runs with cold pages in `pool_bytes` bytes of the pool."""
+        return self._feasibility.runs_cold(length, tenant, pool_bytes)
 
     def cancel(self, request: Request) -> None:
         """Finish a request now. Its pages are released at once."""
@@ -247,7 +252,7 @@ class Scheduler:
                         if self.admission is not None:
                             self.admission.refresh()  # the projection now includes it
                         continue
-                    if (picked or places) and decision.action is Action.NO_ROOM:
+                    if (picked or places) and decision.action is Action.NO_FREE_PAGES:
                         # Computing needs as many pages as loading: wait for a request to finish, or for cold pages.
                         self._make_cold(waiting, len(waiting.tokens) // self.cache.block_tokens)
                         if self._pass_over(waiting, passed, picked):
@@ -474,7 +479,7 @@ class Scheduler:
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
             request.sequence.control = replace(request.sequence.control, store=False)
-            self._preempt(request)
+            self._preempt(request, save=False)
         for request in self._queue:
             request.inflight_tokens = int(id(request) in (places or {}))
 
@@ -508,7 +513,7 @@ class Scheduler:
         if child.sequence is None:
             self._queue.push(child)
             return
-        child.computed = request.computed
+        child.computed, child.is_long = request.computed, request.is_long
         self.running.append(child)
         self._queue.tenant_queue(child).running += 1
 
@@ -536,19 +541,20 @@ class Scheduler:
         if rows:
             self.cache.commit_many(np.array(rows), np.array(tokens, dtype=np.int32))
 
-    def _match(self, request: Request) -> Match:
+    def _match(self, request: Request, control: CacheControl | None = None) -> Match:
         media = () if request.images is None else request.images.media
-        return self.cache.match(request.ids(len(request.tokens)), request.match_control, media)
+        return self.cache.match(request.ids(len(request.tokens)), control or request.match_control, media)
 
     def _admit(self, request: Request, match: Match) -> None:
-        cold = None
+        is_cold = False
         if request.is_long and self.offload is not None:
-            cold = self.offload.find_cold(request, match.resume)
-        if cold is not None:
-            match = self.cache.match(request.ids(0), replace(request.match_control, read=False))
-        request.sequence = self.cache.open(match)
-        if cold is not None:
-            self.cache.open_cold(request.sequence, cold)
+            unread = replace(request.match_control, read=False)
+            is_cold = self.offload.open_cold(
+                request, match.resume, lambda: self.cache.open(self._match(request, unread))
+            )
+        if not is_cold:
+            request.sequence = self.cache.open(match)
+        assert request.sequence is not None
         self._lookahead.unprotect(request)
         request.computed = request.sequence.length
         self.running.append(request)
@@ -658,32 +664,46 @@ class Scheduler:
         self._prompt_logprobs_left -= count if telling else 0
         return count
 
+    def _holds_next_token(self, request: Request) -> bool:
+        """Return whether the pool can hold a request up to its next token."""
+        return self._feasibility.holds(len(request.tokens) + 1, request.control.tenant, self.reachable_slabs)
+
     def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:
         """Make some of the oldest blocks of long requests cold, so that `request` gets pages. Return whether any became cold.
 
-        The request with the most blocks in the pool is first. If the tenant's quota is short, only its own requests are
-        candidates."""
+        A request becomes long if it may, and has more blocks in the pool than admission projects. The request with the most
+        blocks in the pool is first. If the tenant's quota is short, only its own requests are candidates."""
         cold = None if self.offload is None else self.offload.cold
-        long = [one for one in self.running if one.is_long and one.sequence is not None]
-        if cold is None or not long:
+        if cold is None:
+            return False
+        most = 0 if self.admission is None else self.admission.resident_tokens // self.cache.block_tokens
+        long = [
+            one
+            for one in self.running
+            if one.may_be_long
+            and one.sequence is not None
+            and (one.is_long or _blocks_in_pool(one, self.cache.block_tokens) > most)
+        ]
+        if not long:
             return False
         if request.sequence is not None and self.cache.exceeds_quota(request.sequence, count):
             account = self.cache.account(request.control.tenant)
             long = [one for one in long if self.cache.account(one.control.tenant) is account]
-
-        def in_pool(one: Request) -> int:
-            assert one.sequence is not None
-            return one.sequence.length // self.cache.block_tokens - one.sequence.cold_blocks
-
-        return any(cold.offload(one, blocks) for one in sorted(long, key=in_pool, reverse=True))
+        for one in sorted(long, key=lambda one: _blocks_in_pool(one, self.cache.block_tokens), reverse=True):
+            if cold.offload(one, blocks):
+                one.is_long = True
+                return True
+        return False
 
     def _host_fits(self, request: Request) -> bool:
-        """Return whether host memory has space for the cold pages of a long request beside those of running ones."""
-        if self.offload is None or self.offload.cold is None:
-            return False
-        cold = self.offload.cold
-        others = (one.limit for one in self.running if one.is_long)
-        return sum(map(cold.bytes_for, (request.limit, *others))) <= cold.limit(request.control.tenant)
+        """Return whether host memory has space for the cold pages of a long request beside those of running ones, at their
+        expected lengths."""
+        others = [one for one in self.running if one.is_long]
+        if self.offload is None or self.offload.cold is None or not others:
+            return self.offload is not None and self.offload.cold is not None
+        cold, admission = self.offload.cold, self.admission
+        ends = [one.limit if admission is None else admission.end_of(one) for one in (request, *others)]
+        return sum(map(cold.bytes_for, ends)) <= cold.limit(request.control.tenant)
 
     def _work(self, request: Request, count: int, places: dict[int, int]) -> Work:
         assert request.sequence is not None
@@ -700,27 +720,35 @@ class Scheduler:
         return bool(parked and self.waiting)
 
     def _reject(self, request: Request) -> None:
-        """Finish a request that does not fit into the pool even alone. The first time, the request is tried again
-        without the cache, because pages that it shares with the cache may be the reason.
-        """
+        """Finish a request that does not fit the pool even alone.
+
+        First it becomes long, if it may: the pool may have shrunk. Then it retries without the cache: pages that it shares
+        with the cache may be the reason."""
+        pool = self.cache.usable_slabs * self.cache.layout.slab_bytes
+        if not request.is_long and self.runs_cold(request.limit, request.control.tenant, pool):
+            request.may_be_long = request.is_long = True
+            return
         if request.uncached:
             self.rejected += [one for one in request.finishes_with if one.finish_reason is None]
             self.finish(request, "no_room")
         request.uncached = True
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, save: bool = True) -> None:
+        """Release the pages of a running request, which waits again. `save`: its pages are valid."""
         assert request.sequence is not None
         parked = request.parked
         began = request.computed > request.sequence.resumed
         request.preemptions += began
         if began:
             request.looked_in_tiers = None  # tiers may have the pages that it releases
-        self._release(request)
+        self._release(request, save)
         if not parked:  # a parked beam continues with its successors
             self._queue.push(request)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, save: bool = True) -> None:
         assert request.sequence is not None
+        if save and request.is_long and self.offload is not None and self.offload.cold is not None:
+            self.offload.cold.save(request)
         request.sequence.finish_reason = request.finish_reason
         self._close(request, request.sequence)
         request.sequence = None
@@ -744,3 +772,9 @@ class Scheduler:
 def _fitting(request: Request, count: int) -> int:
     """Return how many of `count` tokens a step may compute without splitting an image that must stay whole."""
     return count if request.images is None else request.images.step_tokens(request.computed, count)
+
+
+def _blocks_in_pool(request: Request, block_tokens: int) -> int:
+    """Return the full blocks of a running request that are in the pool."""
+    assert request.sequence is not None
+    return request.sequence.length // block_tokens - request.sequence.cold_blocks

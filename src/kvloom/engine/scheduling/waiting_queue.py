@@ -17,8 +17,8 @@ from kvloom.engine.request import Request
 
 __all__ = ["NextBlock", "TenantQueue", "WaitingQueue", "common_prefix", "next_block_of"]
 
-NextBlock = tuple[str, str, bytes]
-"""Identity of the next whole block of a request: tenant, adapter and content."""
+NextBlock = tuple[str, str, str, bool, bytes]
+"""Identity of the next whole block of a request: tenant, adapter, salt, lossy, and content."""
 
 
 UNWEIGHTED = 1 / 16
@@ -182,7 +182,9 @@ def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
     image_content = b"" if request.images is None else request.images.content_key(end)
     return (
         control.tenant,
-        f"{control.adapter}{'~' * control.lossy}",
+        control.adapter,
+        control.salt,
+        control.lossy,
         request.ids(end).tobytes() + image_content,
     )
 

@@ -1,6 +1,7 @@
 """Speculative decoding: propose draft tokens, verify them in one step, decide how many pay.
 
     proposer.py      Proposer: the interface of everything that proposes drafts
+    draft_model.py   DraftModelProposer: drafts from a small model that shares the pool
     lookup.py        NGramProposer, SuffixProposer: drafts from earlier tokens, without weights
     token_index.py   TokenIndex: where n-grams occur in a growing list of tokens
     verifier.py      Draft, draft_positions, accepted_places: which draft tokens the sampler would have chosen, too
@@ -20,32 +21,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .controller import Acceptance, Controller, StepCosts
+    from .draft_model import DraftModelProposer, load_draft
     from .lookup import NGramProposer, SuffixProposer
-    from .proposer import DraftedRequest, Proposer
-    from .speculation import Speculation, SpeculationStats, open_speculation
+    from .proposer import DraftedRequest, DraftRunner, Proposer
+    from .speculation import Speculation, SpeculationStats
     from .token_index import TokenIndex
     from .verifier import NO_DRAFT, Draft, DraftPosition, accepted_places, draft_positions
 
 __all__ = [
     "NO_DRAFT",
+    "Acceptance",
+    "Controller",
     "Draft",
+    "DraftModelProposer",
     "DraftPosition",
+    "DraftRunner",
     "DraftedRequest",
     "NGramProposer",
     "Proposer",
     "Speculation",
     "SpeculationStats",
+    "StepCosts",
     "SuffixProposer",
     "TokenIndex",
     "accepted_places",
     "draft_positions",
-    "open_speculation",
+    "load_draft",
 ]
 
 _MODULES = {
+    "controller": ("Acceptance", "Controller", "StepCosts"),
+    "draft_model": ("DraftModelProposer", "load_draft"),
     "lookup": ("NGramProposer", "SuffixProposer"),
-    "proposer": ("DraftedRequest", "Proposer"),
-    "speculation": ("Speculation", "SpeculationStats", "open_speculation"),
+    "proposer": ("DraftRunner", "DraftedRequest", "Proposer"),
+    "speculation": ("Speculation", "SpeculationStats"),
     "token_index": ("TokenIndex",),
     "verifier": ("NO_DRAFT", "Draft", "DraftPosition", "accepted_places", "draft_positions"),
 }

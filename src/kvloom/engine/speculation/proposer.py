@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from kvloom.core import CacheControl, Sequence as PageSequence
 from kvloom.engine.sampling import Finish, SamplingRequest
+from kvloom.models.paged import Work
 
 from .token_index import TokenIndex
 
-__all__ = ["DraftedRequest", "Proposer"]
+__all__ = ["DraftRunner", "DraftedRequest", "Proposer"]
 
 
 class DraftedRequest(SamplingRequest, Protocol):
@@ -25,6 +28,8 @@ class DraftedRequest(SamplingRequest, Protocol):
     token_index: TokenIndex | None
     draft_tokens: int
     accepted_tokens: int
+    draft_missing: int | None
+    acceptance: dict[str, float]
 
     @property
     def output_count(self) -> int: ...
@@ -32,6 +37,14 @@ class DraftedRequest(SamplingRequest, Protocol):
     def pending(self) -> int: ...
     @property
     def mask_pending(self) -> bool: ...
+
+
+class DraftRunner(Protocol):
+    """The part of a model runner that runs a draft model."""
+
+    chosen: torch.Tensor
+
+    def run(self, works: Sequence[Work], wanted: Sequence[int] | None = None) -> torch.Tensor: ...
 
 
 class Proposer(Protocol):
@@ -45,4 +58,12 @@ class Proposer(Protocol):
 
     def request_finished(self, request: DraftedRequest) -> None:
         """Learn from a finished request, and drop what was kept for it."""
+        ...
+
+    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
+        """Follow a step that the target has launched and the cache has not committed, without its own drafts."""
+        ...
+
+    def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
+        """Learn how many tokens of a request's draft were accepted; `own`: this proposer made the draft."""
         ...

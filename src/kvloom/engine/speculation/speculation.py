@@ -6,18 +6,21 @@ same rule holds for grammars and penalties.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvloom.engine.sampling import collect
+from kvloom.models.paged import Work
 
-from .lookup import NGramProposer, SuffixProposer
+from .controller import Controller
 from .proposer import DraftedRequest, Proposer
 from .verifier import Draft
 
-__all__ = ["Speculation", "SpeculationStats", "open_speculation"]
+__all__ = ["Speculation", "SpeculationStats"]
 
-DRAFT_TOKENS = 8
+DRAFT_TOKENS = {"draft": 4, "ngram": 16, "suffix": 16}
+"""Default draft tokens at most, by proposer."""
 MASK_SECONDS = 0.01
 """Longest wait for the grammar masks of drafts. A draft whose masks are late is dropped."""
 
@@ -31,6 +34,9 @@ class SpeculationStats:
     tokens: int = 0
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    proposing_seconds: float = 0.0
+    seconds_saved: float = 0.0
+    """Estimate: the time that plain steps would have taken for the same tokens, less the time of steps with drafts."""
 
     def count(self, drafted: int, accepted: int) -> None:
         """Count one verified draft."""
@@ -45,37 +51,75 @@ class SpeculationStats:
 
 
 class Speculation:
-    """Proposes drafts for the running requests. `rows` limits the positions at which a step samples."""
+    """Proposes drafts for the running requests. A request gets the draft of the first proposer that has one for it.
 
-    def __init__(self, proposer: Proposer, draft_tokens: int, ends: Iterable[int], rows: int) -> None:
-        self.proposer, self.draft_tokens, self.rows = proposer, draft_tokens, rows
+    `rows` limits the positions at which a step samples, `draft_tokens` the length of a draft."""
+
+    def __init__(
+        self, proposers: Sequence[Proposer], draft_tokens: int | None, ends: Iterable[int], rows: int
+    ) -> None:
+        self.proposers, self.rows = list(proposers), rows
+        self.draft_tokens = draft_tokens
         self.ends = frozenset(ends)
         self.stats = SpeculationStats()
+        self.controller: Controller | None = Controller()
+        """Decides the length of drafts; None: always the longest."""
+        self._new_tokens = 0  # of the last finished step
+        self._proposing = 0.0  # seconds of proposers since the last finished step
+        self._proposed_by: dict[int, Proposer] = {}  # of the drafts in the last step, by request
 
     def waits_for(self, requests: Iterable[DraftedRequest]) -> bool:
         """Whether the tokens of `requests` must be on the host before the next step is scheduled."""
+        if self.controller is not None and not self.controller.wants_drafts:
+            return False
         return any(refusal(request) is None for request in requests)
 
     def propose(self, running: Sequence[DraftedRequest]) -> dict[int, Draft]:
         """Return the drafts of the next step by request (`id`). A draft never exceeds `max_tokens` or the step's rows."""
-        requests, counts = [], []
-        left = self.rows - len(running)
-        for request in running:
-            count = min(self.draft_tokens, left, self._most(request))
-            if count > 0:
-                requests.append(request)
-                counts.append(count)
-                left -= count
-        if not requests:
-            return {}
-        proposed = self.proposer.propose(requests, counts)
-        drafts = {
-            id(request): draft
-            for request, tokens in zip(requests, proposed, strict=True)
-            if (draft := self._checked(request, tokens)).tokens
-        }
+        if self.controller is not None:
+            self.controller.step_begins()
+            if not self.controller.wants_drafts:
+                return {}
+        left, drafts = self.rows - len(running), {}
+        waiting = [(request, most) for request in running if (most := self._most(request)) > 0]
+        self._proposed_by = {}
+        others = sum(1 for request in running if request.pending == 1) - len(waiting)
+        for proposer in self.proposers:
+            if not waiting or left < 1:
+                break
+            made = self._ask(proposer, waiting, left, others)
+            for request, tokens in made:
+                if (draft := self._checked(request, tokens)).tokens:
+                    drafts[id(request)] = draft
+                    self._proposed_by[id(request)] = proposer
+                    left -= len(draft.tokens)
+            others += len(drafts)
+            waiting = [one for one in waiting if id(one[0]) not in drafts]
         self._await_masks(list(drafts.values()))
         return {key: draft for key, draft in drafts.items() if draft.tokens}
+
+    def _ask(
+        self, proposer: Proposer, waiting: list[tuple[DraftedRequest, int]], left: int, others: int
+    ) -> list[tuple[DraftedRequest, list[int]]]:
+        """Return the drafts of one proposer, of lengths that pay."""
+        longest = self.draft_tokens or DRAFT_TOKENS.get(proposer.name, 8)
+        most, controller = [min(longest, n) for _, n in waiting], self.controller
+        if controller is None:
+            lengths = Controller.share(most, left)
+        else:
+            chances = [controller.acceptance.of(request.acceptance, proposer.name) for request, _ in waiting]
+            lengths = controller.lengths(proposer.name, chances, most, left, others)
+        asked = [(request, n) for (request, _), n in zip(waiting, lengths, strict=True) if n]
+        if not asked:
+            return []
+        started = time.perf_counter()
+        made = proposer.propose([request for request, _ in asked], [n for _, n in asked])
+        if controller is not None:
+            taken = time.perf_counter() - started
+            self._proposing += taken
+            controller.observe_proposal(proposer.name, max(map(len, made)), taken)
+            self.stats.proposing_seconds += taken
+        return [(request, tokens) for (request, _), tokens in zip(asked, made, strict=True)]
 
     def _most(self, request: DraftedRequest) -> int:
         """Return the longest draft that a request may get now; 0 if it gets none."""
@@ -120,6 +164,27 @@ class Speculation:
             if draft.structures:
                 del draft.tokens[good:], draft.structures[good:]
 
+    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
+        """Let the proposers follow a launched step, before its tokens are committed."""
+        for proposer in self.proposers:
+            proposer.step_computed(
+                [
+                    one
+                    for one in work
+                    if self._proposed_by.get(id(one[0])) is not proposer or not one[1].drafts
+                ]
+            )
+
+    def observe_step(self, work: Sequence[tuple[DraftedRequest, Work]], seconds: float) -> None:
+        """Learn the time of a finished step if it had no prompts. `seconds` include those of the proposers."""
+        own, self._proposing = seconds - self._proposing, 0.0
+        if self.controller is None or not all(part.new_tokens == 1 for _, part in work):
+            return
+        self.controller.observe_step(sum(len(part.tokens) for _, part in work), own)
+        if any(part.drafts for _, part in work) and self.controller.costs.knows(len(work)):
+            plain = self.controller.costs.seconds(len(work))
+            self.stats.seconds_saved += self._new_tokens / len(work) * plain - seconds
+
     def step_verified(
         self, requests: Sequence[DraftedRequest], before: Sequence[int], drafts: Sequence[Draft]
     ) -> None:
@@ -127,6 +192,7 @@ class Speculation:
 
         `before` are the tokens of each request before the step; `drafts` is empty for a step without drafts."""
         self.stats.steps += bool(drafts)
+        self._new_tokens = sum(map(len, (request.tokens for request in requests))) - sum(before)
         for place, draft in enumerate(drafts):
             request, drafted = requests[place], len(draft.tokens)
             added = len(request.tokens) - before[place]
@@ -135,15 +201,16 @@ class Speculation:
                 self.stats.count(drafted, accepted)
                 request.draft_tokens += drafted
                 request.accepted_tokens += accepted
+                proposer = self._proposed_by[id(request)]
+                if self.controller is not None:
+                    self.controller.acceptance.observe(request.acceptance, proposer.name, drafted, accepted)
+                if request.finish_reason is None:
+                    for one in self.proposers:
+                        one.draft_verified(request, drafted, accepted, one is proposer)
         for request in requests:
             if request.finish_reason is not None:
-                self.proposer.request_finished(request)
-
-
-def open_speculation(how: str, draft_tokens: int | None, ends: Iterable[int], rows: int) -> Speculation:
-    """Return the speculation that a setting names: "ngram" or "suffix"."""
-    proposer = SuffixProposer() if how == "suffix" else NGramProposer()
-    return Speculation(proposer, draft_tokens or DRAFT_TOKENS, ends, rows)
+                for one in self.proposers:
+                    one.request_finished(request)
 
 
 def refusal(request: DraftedRequest) -> str | None:

@@ -117,7 +117,7 @@ class CpuPlan(ReferencePlan):
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         mask = mask or Mask(self.span)
-        plain = mask == Mask(self.span) and q.dtype == k.dtype == torch.float32
+        plain = mask == Mask(self.span) and not self.span.has_holes and q.dtype == k.dtype == torch.float32
         if plain and self._rows is not None and self._sound and out is None and lse is None:
             found = self._attend_plain(q, k, v, tables, q.shape[-1] ** -0.5 if scale is None else scale)
             if found is not None:

@@ -18,7 +18,7 @@ from kvloom.core import Visibility
 
 from .cascade import SharedRuns
 from .cpu_plan import CpuPlan, ReferencePlan
-from .mask import FULL, Mask
+from .mask import FULL, SPAN_NUMBERS, Mask
 from .shape import Shape
 
 __all__ = ["Plan", "decode_plan", "prefill_plan"]
@@ -73,6 +73,7 @@ def decode_plan(
     """
     if torch.device(device).type == "cpu":
         return ReferencePlan(shape, span)
+    _check_span(span)
     from .decode import DecodePlan
 
     return DecodePlan(shape, sequences, queries, span, device, sharing)
@@ -82,6 +83,16 @@ def prefill_plan(shape: Shape, span: Visibility = FULL, device: torch.device | s
     """Return a plan for rows with any number of queries. `starts` and `lengths` are read on the host."""
     if torch.device(device).type == "cpu":
         return CpuPlan(shape, span)
+    _check_span(span)
     from .prefill import PrefillPlan
 
     return PrefillPlan(shape, span, device)
+
+
+def _check_span(span: Visibility) -> None:
+    """Raise ValueError for a layer kind that the GPU kernels do not support."""
+    if span.kind not in SPAN_NUMBERS or span.has_holes:
+        raise ValueError(
+            f"the GPU kernels do not support layers of kind {span}; they support {', '.join(SPAN_NUMBERS)}: "
+            "run the model on a CPU, or add a mask rule (CONTRIBUTING.md)"
+        )

@@ -289,7 +289,9 @@ def _visible(mask: Mask, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools,
             place = np.clip(own + rows.begins[pieces.row][:, None, None], 0, len(spans) - 1)
             image = spans[query][:, :, None]
             seen |= inside & (image >= 0) & (spans[place] == image)
-    if mask.span.windowed:
+    if mask.span.has_holes:
+        seen &= mask.span.sees_each(np.maximum(position, 0), token)
+    elif mask.span.windowed:
         seen &= token >= mask.span.first_visible_each(np.maximum(position, 0))
     return seen
 

@@ -264,7 +264,7 @@ class _StagedLane:
                 _move(source.rows, stage, ids[part], None)
             stream.wait_stream(self._packer)
             with torch.cuda.stream(stream):
-                for at, row, count in _runs(target.ids[part], target.rows):
+                for at, row, count in _contiguous_ranges(target.ids[part], target.rows):
                     target.rows[row : row + count].copy_(stage[at : at + count], non_blocking=True)
                 free.record(stream)
 
@@ -276,7 +276,7 @@ class _StagedLane:
         for part, stage, free in self._parts(len(target.ids), target.rows.shape[1]):
             with torch.cuda.stream(stream):
                 stream.wait_event(free)
-                for at, row, count in _runs(source.ids[part], source.rows):
+                for at, row, count in _contiguous_ranges(source.ids[part], source.rows):
                     stage[at : at + count].copy_(source.rows[row : row + count], non_blocking=True)
             self._packer.wait_stream(stream)
             with torch.cuda.stream(self._packer):
@@ -358,7 +358,7 @@ def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray
     return array
 
 
-def _runs(rows: npt.NDArray[np.int64], host: torch.Tensor) -> list[tuple[int, int, int]]:
+def _contiguous_ranges(rows: npt.NDArray[np.int64], host: torch.Tensor) -> list[tuple[int, int, int]]:
     """Return the contiguous ranges of rows in host memory: (index in `rows`, first row, count)."""
     if not host.is_contiguous():
         return [(at, row, 1) for at, row in enumerate(rows.tolist())]

@@ -187,7 +187,7 @@ class _HostRange:
         pass
 
     def unmap(self, slabs: npt.NDArray[np.int64]) -> None:
-        for first, count in _runs(slabs):
+        for first, count in _contiguous_ranges(slabs):
             self._memory.madvise(mmap.MADV_DONTNEED, first * self._slab_bytes, count * self._slab_bytes)
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ class _CudaRange:
             for slab in slabs.tolist():
                 self._map_one(slab)
                 done.append(slab)
-            for first, count in _runs(slabs):
+            for first, count in _contiguous_ranges(slabs):
                 self._driver.allow(*self._bytes(first, count), self._device.index)
         except BaseException as error:
             self.unmap(np.array(done, np.int64))
@@ -259,7 +259,7 @@ class _CudaRange:
 
     def unmap(self, slabs: npt.NDArray[np.int64]) -> None:
         self._driver.use(self._device.index)
-        for first, count in _runs(slabs):
+        for first, count in _contiguous_ranges(slabs):
             self._driver.unmap(*self._bytes(first, count))
 
     def close(self) -> None:
@@ -272,12 +272,12 @@ class _CudaRange:
 def _free(driver: CudaDriver, device: torch.device, address: int, slab_bytes: int, mapped: Flags) -> None:
     driver.use(device.index)
     torch.cuda.synchronize(device)
-    for first, count in _runs(np.flatnonzero(mapped)):
+    for first, count in _contiguous_ranges(np.flatnonzero(mapped)):
         driver.unmap(address + first * slab_bytes, count * slab_bytes)
     driver.free(address, slab_bytes * mapped.size)
 
 
-def _runs(slabs: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def _contiguous_ranges(slabs: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Return sorted slabs as contiguous ranges: (first, count)."""
     if slabs.size:
         for run in np.split(slabs, np.flatnonzero(np.diff(slabs) != 1) + 1):

@@ -35,8 +35,9 @@ class Work(NamedTuple):
     yet (-1: none). `images` are the prompt's images, if any.
 
     The first `replayed` tokens are computed already: they end at the sequence's length. Recurrent layers compute them
-    again, because the states end before them; their K and V are not written again. The last `drafts` tokens are a draft:
-    recurrent layers keep the state before them."""
+    again, because the states end before them. With `rewrites`, their K and V are written again, too: a draft model may
+    lack them. The last `drafts` tokens are a draft: recurrent layers keep the state before them. `skipped` tokens lie
+    between the sequence's length and the first token: a draft that a draft model has computed."""
 
     sequence: Sequence
     tokens: Ints
@@ -44,6 +45,8 @@ class Work(NamedTuple):
     images: ImageInputs | None = None
     replayed: int = 0
     drafts: int = 0
+    rewrites: bool = False
+    skipped: int = 0
 
     @property
     def new_tokens(self) -> int:
@@ -322,8 +325,8 @@ class BatchBuilder:
             raise ValueError(f"sequence {int(np.flatnonzero(counts == 0)[0])} of the step has no tokens")
         block_tables = self.cache.block_tables
         rows = np.array([work.sequence.row for work in works])
-        replayed = np.array([work.replayed for work in works])
-        before = block_tables.length[rows] - replayed
+        before = block_tables.length[rows] + [work.skipped - work.replayed for work in works]
+        kept = [0 if work.rewrites else work.replayed for work in works]
         starts = np.concatenate(([0], counts.cumsum()))
         lengths = before + counts
         if (lengths > block_tables.blocks[rows] * self._block).any() or (
@@ -334,8 +337,8 @@ class BatchBuilder:
         source = np.full(len(row_of), -1)
         source[starts[:-1]] = [work.source for work in works]
         positions = before[row_of] + np.arange(starts[-1]) - starts[row_of]
-        if replayed.any():
-            source[positions < block_tables.length[rows][row_of]] = REPLAYED
+        if any(kept):
+            source[positions < (before + kept)[row_of]] = REPLAYED
         drafts = tuple(work.drafts for work in works)
         return _StepNumbers(
             np.concatenate([work.tokens for work in works]),

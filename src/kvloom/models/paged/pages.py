@@ -38,7 +38,7 @@ from kvloom.kernels.attention import (
 from kvloom.kernels.dtypes import FLOAT_DTYPES
 from kvloom.kernels.memory import LayerView, layer_views
 from kvloom.kernels.write import Rotary, write
-from kvloom.models.specs import ModelError
+from kvloom.models.specs import DRAFT_PREFIX, ModelError
 
 from .batch import Batch
 from .empty_cache import EmptyCache
@@ -76,11 +76,18 @@ class Pages(EmptyCache):
     """
 
     def __init__(
-        self, layout: PoolLayout, buffer: torch.Tensor, scales: Scales | None = None, piece: int = 0
+        self,
+        layout: PoolLayout,
+        buffer: torch.Tensor,
+        scales: Scales | None = None,
+        piece: int = 0,
+        prefix: str = "",
     ) -> None:
-        """`scales` are the static scales of quantised layers that store no scales in their pages. With a `piece`,
-        attention and states are batch-invariant, and attention sums that many tokens at a time.
-        """
+        """`prefix` selects the layers of one of two models that share a pool: "" or `DRAFT_PREFIX`.
+
+        `scales` are the static scales that quantised layers need and do not store in their pages.
+
+        With a `piece`, attention is batch-invariant and sums by that many tokens, and states are batch-invariant too."""
         self.layout, self.device, self._piece = layout, buffer.device, piece
         self._views: dict[int, tuple[LayerView, Visibility]] = {}
         self._states: dict[int, LayerView] = {}
@@ -89,8 +96,9 @@ class Pages(EmptyCache):
         """The view of each cross-attention layer, and its column among the page ids of an image."""
         for name, view in layer_views(buffer, layout).items():
             spec = layout.groups[view.group].spec
-            if name == EMBEDDINGS:
+            if name == EMBEDDINGS or name.startswith(DRAFT_PREFIX) != bool(prefix):
                 continue
+            name = name.removeprefix(prefix)
             found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
             if found is None:
                 raise ModelError(
@@ -140,6 +148,11 @@ class Pages(EmptyCache):
         self.steps = MixerSteps(batch, self._piece > 0)
         self._made.clear()
         self._single_token_rows = None
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether attention and states are batch-invariant."""
+        return self._piece > 0
 
     @property
     def has_states(self) -> bool:
@@ -315,6 +328,7 @@ class Pages(EmptyCache):
         if layer_idx not in self._layers:
             k, v = view.fields.get("k"), view.fields.get("v")
             fits = k is not None and v is not None and k.shape == v.shape and cpu.supports(k, v)
+            fits = fits and not span.has_holes
             self._layers[layer_idx] = cpu.LayerPages(k, v) if fits else None  # type: ignore[arg-type]
         layer, key = self._layers[layer_idx], (view.group, view.run)
         if layer is None:

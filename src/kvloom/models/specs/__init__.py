@@ -12,9 +12,20 @@ network.
 from .catalog import embedded, embedded_models, folder_of, known_models, load_config, load_spec
 from .config_reading import ModelError
 from .families_table import FAMILIES
-from .layer_specs import KV_DTYPES, KV_KINDS, KVDtype, Media, ModelSpec, kv_dtypes, model_spec, with_draft
+from .layer_specs import (
+    DRAFT_PREFIX,
+    KV_DTYPES,
+    KV_KINDS,
+    KVDtype,
+    Media,
+    ModelSpec,
+    kv_dtypes,
+    model_spec,
+    with_draft,
+)
 
 __all__ = [
+    "DRAFT_PREFIX",
     "FAMILIES",
     "KV_DTYPES",
     "KV_KINDS",

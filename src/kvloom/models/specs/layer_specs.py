@@ -26,11 +26,23 @@ from kvloom.core import LayerSpec, Visibility
 from .config_reading import Config, Family, ModelError, dtype_name
 from .families_table import FAMILIES, TEXT_TYPES, plain_attention_family
 
-__all__ = ["KV_DTYPES", "KV_KINDS", "KVDtype", "Media", "ModelSpec", "kv_dtypes", "model_spec", "with_draft"]
+__all__ = [
+    "DRAFT_PREFIX",
+    "KV_DTYPES",
+    "KV_KINDS",
+    "KVDtype",
+    "Media",
+    "ModelSpec",
+    "kv_dtypes",
+    "model_spec",
+    "with_draft",
+]
 
 KV_DTYPES = ("bf16", "fp16", "fp32", "int8", "fp8")
 KV_KINDS = ("full", "sliding", "chunked", "cross")
-"""Layer kinds that store K and V. Each may have its own dtype."""
+"""Layer kinds that store K and V; each may use its own dtype."""
+DRAFT_PREFIX = "draft."
+"""Begins the names of a draft model's layers in a pool that it shares with its target."""
 KVDtype = str | Mapping[str, str]
 """One dtype for all layers ("fp8"), with exceptions ("fp8,sliding=bf16"), or by kind ({"sliding": "int8"})."""
 
@@ -123,10 +135,8 @@ def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
 
 
 def with_draft(target: ModelSpec, draft: ModelSpec) -> ModelSpec:
-    """Return the layers of both models in one spec. The draft's layers have the prefix "draft." and a lifetime of
-    their own.
-    """
-    beside = {f"draft.{name}": replace(spec, lifetime="draft") for name, spec in draft.layers.items()}
+    """Return both models in one spec. The draft's layers have the prefix `DRAFT_PREFIX` and their own lifetime."""
+    beside = {f"{DRAFT_PREFIX}{name}": replace(spec, lifetime="draft") for name, spec in draft.layers.items()}
     limits = [spec.max_context for spec in (target, draft) if spec.max_context is not None]
     return ModelSpec(
         name=f"{target.name} + {draft.name}",

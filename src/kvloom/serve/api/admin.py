@@ -18,7 +18,7 @@ from .server_context import ServerContext
 __all__ = ["PoolEndpoint", "RoleEndpoint"]
 
 ANSWER_SECONDS = 30.0
-"""Time for the engine to answer: it may be inside a long step."""
+"""Seconds that the engine has to answer, because it may be in a long step."""
 
 
 class PoolFields(msgspec.Struct, frozen=True):

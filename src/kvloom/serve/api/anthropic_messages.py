@@ -43,9 +43,9 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class Breakpoint(msgspec.Struct, frozen=True):
-    """A position in a chat: the end of its first `messages` messages.
-
-    Of the last of them, only the first `characters` characters are before the position (None: all)."""
+    """A position in a chat: the end of its first `messages` messages. With `characters`, only that many characters of
+    the last message are before the position.
+    """
 
     messages: int
     characters: int | None
@@ -53,7 +53,7 @@ class Breakpoint(msgspec.Struct, frozen=True):
 
 
 class MessagesFields(ChatFields, frozen=True, kw_only=True):
-    """A chat, with the breakpoints of its cache."""
+    """The fields of a chat, and its cache breakpoints."""
 
     breakpoints: list[Breakpoint] = msgspec.field(default_factory=list)
 
@@ -97,7 +97,7 @@ class MessagesEndpoint(ChatEndpoint):
 
 
 class CountTokensEndpoint:
-    """Returns the prompt tokens of a request. An ASGI application."""
+    """Returns the number of prompt tokens of a request. An ASGI application."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -162,7 +162,7 @@ class MessagesBuilder(ChatResponse):
         return b"event: error\ndata: %s\n\n" % _error_body(error)
 
     def _changes(self, delta: Delta) -> list[BlockChange]:
-        """Return the changes of blocks by a delta."""
+        """Return the changes of blocks that a delta causes."""
         self._count(delta)
         self._last = delta
         ended = delta.finish_reason is not None
@@ -187,7 +187,9 @@ class MessagesBuilder(ChatResponse):
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def _usage(self, output: int) -> dict[str, int]:
-        """Return token counts: read from the cache, created up to the last breakpoint, and the rest of the prompt."""
+        """Return token counts: tokens read from the cache, tokens computed before the last breakpoint, and the other
+        prompt tokens.
+        """
         read = sum(self.usage.cached.values())
         last = max((stop for stop, _ in self._prompts[0].retain), default=0)
         created = max(0, last - read)
@@ -248,10 +250,10 @@ def _error_response(error: ApiError) -> Response:
 def _position(
     fields: MessagesFields, point: Breakpoint, prompt: Prompt, encoder: PromptEncoder, limits: PromptLimits
 ) -> int:
-    """Return the number of prompt tokens before a breakpoint.
-
-    These are the first tokens that the chat up to the breakpoint shares with the whole chat. Return 0 if the
-    template does not accept a part of a chat."""
+    """Return the number of prompt tokens before a breakpoint. It is the number of first tokens that the chat up to
+    the breakpoint and the whole chat have in common. Return 0 if the template does not accept the chat up to the
+    breakpoint.
+    """
     part = [dict(message) for message in fields.messages[: point.messages]]
     if part and point.characters is not None:
         part[-1]["content"] = part[-1]["content"][: point.characters]
@@ -272,7 +274,9 @@ def _position(
 
 
 def _fields(given: dict[str, Any]) -> MessagesFields:
-    """Return the chat of a request. Raises ApiError for what a chat cannot express."""
+    """Translate a request of the Messages API to the fields of a chat. Raises ApiError if a chat cannot express the
+    request.
+    """
     chat = copied_fields(given)
     reader = _Reader()
     reader.read(given)
@@ -301,7 +305,7 @@ def _fields(given: dict[str, Any]) -> MessagesFields:
 
 
 def _tools(given: Any) -> Any:
-    """Return tools in the form of chats."""
+    """Return the tools in the format of chats."""
     if not isinstance(given, list):
         return given
     tools = []
@@ -316,7 +320,7 @@ def _tools(given: Any) -> Any:
 
 
 class _Reader:
-    """Translates system text, messages and tools; collects breakpoints."""
+    """Translates system text, messages and tools to a chat, and collects the cache breakpoints."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -415,7 +419,7 @@ class _Reader:
         return parts
 
     def _mark(self, block: Any, where: str, characters: int | None = None) -> None:
-        """Add a breakpoint after a block that asks for one."""
+        """Add a breakpoint after a block that has `cache_control`."""
         control = block.get("cache_control") if isinstance(block, dict) else None
         if control is None:
             return

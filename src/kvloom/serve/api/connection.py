@@ -1,6 +1,6 @@
-"""HTTP connections with limits: silent and slow clients are disconnected.
+"""HTTP connections with limits. Silent and slow clients are disconnected.
 
-Data that is not HTTP, and connections beyond the limit, get an error response in OpenAI's format.
+Data that is not HTTP, and connections above the limit, get an error response in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvloom.serve.errors import ApiError
 __all__ = ["Connection", "close_idle", "limited_connection"]
 
 HEAD_BYTES = 1 << 16
-"""Limit of a request's head in bytes, in addition to one read from the socket."""
+"""Largest head of a request in bytes, plus one read from the socket."""
 
 
 def _final_response(error: ApiError) -> bytes:
-    """Return a complete response that closes the connection, for cases without a parsed request."""
+    """Return a complete response that closes the connection, for connections without a parsed request."""
     head = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
     head += [b"%s: %s" % header for header in error.headers]
     return b"\r\n".join(
@@ -42,7 +42,9 @@ _TOO_MANY = ApiError(
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. A request's scope has `kvloom.abort`, which closes it without sending queued data."""
+    """One connection. The scope of a request has `kvloom.abort`, which closes the connection without sending queued
+    data.
+    """
 
     max_connections = 1 << 30
     waiting_since = 0.0
@@ -87,11 +89,11 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Suppress uvicorn's advice to install a WebSocket library: the server has no WebSocket endpoint."""
+        """Suppress uvicorn's advice to install a WebSocket library, because the server has no WebSocket endpoint."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a request's head is incomplete. uvicorn handles the timeout between requests."""
+        """Whether the head of a request is incomplete. uvicorn handles the timeout between requests."""
         cycle: Any = self.cycle  # None before the first request, unlike its annotation
         return (cycle is None or bool(cycle.response_complete)) and self.timeout_keep_alive_task is None
 

@@ -1,8 +1,9 @@
-"""Chats whose messages contain the text of a control token: only the template's own becomes the token.
+"""Encodes chats whose messages contain the text of a control token. Only control tokens that the template writes
+become tokens.
 
-A request's texts are searched before rendering. Each control token found there gets a random mark inside. The
-template renders, then the marks are removed. A control token with a mark inside belongs to the request and is encoded
-as text.
+The texts of a request are searched before rendering. A random mark is inserted into each control token that is found.
+After the template has rendered the chat, the marks are removed. A control token with a mark came from the request and
+is encoded as text.
 
     content   go on <|system|>         marked   go on <593…|system|>
     prompt    <|user|>go on <|system|>          tokens   [user] g o … < | s y s t e m | >
@@ -31,14 +32,18 @@ MAX_MARKS = 4096
 MARK_CHARACTERS = MAX_MARKS * MARK_DIGITS
 """Characters that marks add to a prompt during rendering, if the template repeats no text."""
 TRUSTED_ROLES = ("system", "developer", "assistant", "model")
-"""Roles whose messages may contain the tokens of reasoning and tool calls, which are added tokens but not special ones."""
+"""Roles whose messages may contain the tokens of reasoning and tool calls. These are added tokens, but not special
+tokens.
+"""
 
 Encode = Callable[[str], list[int]]
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: its special tokens, and other added tokens that its chat template writes. With
-    `any_template`, all added tokens: the template comes with a request."""
+    """The control tokens of a tokenizer: its special tokens, and other added tokens that its chat template writes.
+
+    With `any_template` all added tokens are control tokens, because the template comes with a request.
+    """
 
     def __init__(self, tokenizer: Any, any_template: bool = False) -> None:
         added = {
@@ -64,7 +69,9 @@ class ControlTokens:
             self._build(tokenizer, backend, added)
 
     def mark(self, messages: list[dict[str, Any]], others: dict[str, Any]) -> tuple[Any, Any, str]:
-        """Return messages and other template variables with marks, and the mark: "" if none is needed."""
+        """Insert marks into messages and other template variables. Return both, and the mark, which is "" if none is
+        needed.
+        """
         trusted = [message.get("role") in TRUSTED_ROLES for message in messages]
         count = self._all.count(others)
         for known, message in zip(trusted, messages, strict=True):
@@ -81,9 +88,9 @@ class ControlTokens:
         return marked, self._all.marked(others, mark), mark
 
     def unmark(self, text: str, mark: str, encode: Encode, special: bool) -> tuple[str, str, Encode]:
-        """Remove the marks from a prompt. Return its text, the text to encode, and the encoder for it.
-
-        `special` adds the tokenizer's surrounding tokens. Raises ApiError if the template cut a mark in two."""
+        """Remove the marks from a prompt. Return its text, the text to encode, and the encoder to use. `special` adds
+        the tokens that the tokenizer puts around a prompt. Raises ApiError if the template has split a mark.
+        """
         parts = text.split(mark)
         places, place = set(), 0
         for part in parts[:-1]:
@@ -122,7 +129,7 @@ class ControlTokens:
         return encode
 
     def _build(self, tokenizer: Any, backend: Any, added: dict[str, Any]) -> None:
-        """Build a second tokenizer that has control tokens under secret aliases only."""
+        """Build a second tokenizer that knows control tokens only under secret aliases."""
         from tokenizers import AddedToken, Tokenizer
 
         state = json.loads(backend.to_str())
@@ -150,7 +157,9 @@ class ControlTokens:
 
 
 class _Texts:
-    """Texts of control tokens, and the search for them. A search costs in proportion to the text."""
+    """The texts of control tokens, and the search for them. The cost of a search is proportional to the length of the
+    text.
+    """
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = frozenset(texts)
@@ -182,7 +191,7 @@ class _Texts:
         return [self.marked(item, mark) for item in value] if isinstance(value, list) else value
 
     def _places(self, text: str) -> list[int]:
-        """Return the positions of marks in a text."""
+        """Return the positions in a text at which marks are inserted."""
         places = {match.start() + 1 for match in islice(self._search.finditer(text), MAX_MARKS + 1)}
         head, tail = text[: self._longest].lower(), text[-self._longest :].lower()
         if not self._last.isdisjoint(head) and any(
@@ -196,8 +205,9 @@ class _Texts:
 
 
 def _pattern(texts: Iterable[str]) -> str:
-    """Return a regular expression for the longest of some texts, built as a trie, so that a search does not try each of
-    them."""
+    """Return a regular expression that matches the longest of some texts. It is built as a trie, so that a search
+    does not try each text.
+    """
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -216,7 +226,7 @@ def _pattern(texts: Iterable[str]) -> str:
 
 
 def _alias(token: Any, alias: str, kind: Any) -> Any:
-    """Return an added token that treats surrounding space like `token`."""
+    """Return an added token with another text that treats surrounding spaces like `token`."""
     flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
     return kind(alias, normalized=False, special=False, **flags)
 

@@ -1,4 +1,4 @@
-"""A thread that works for several tenants in turn, so that no tenant waits behind all work of another."""
+"""A thread that works for one tenant after another, so that no tenant waits for all the work of another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class FairThread:
-    """Runs one function at a time. A tenant that waits is next after at most one function of each other tenant."""
+    """Runs one function at a time. A waiting tenant is next after at most one function of each other tenant."""
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -22,7 +22,7 @@ class FairThread:
         self._is_busy = False
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
-        """Return the result of `work`, once it is the tenant's turn."""
+        """Run `work` when it is the tenant's turn, and return its result."""
         loop = asyncio.get_running_loop()
         if self._is_busy:
             turn: asyncio.Future[None] = loop.create_future()
@@ -40,7 +40,7 @@ class FairThread:
             self._next()
 
     def _next(self) -> None:
-        """Give the turn to the waiting tenant that was served least recently."""
+        """Let the waiting tenant that was served least recently run next."""
         self._is_busy = False
         while self._turns:
             tenant, turns = self._turns.popitem(last=False)

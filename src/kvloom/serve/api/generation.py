@@ -1,4 +1,5 @@
-"""The endpoints that generate: from a request's JSON to the engine, and its answers back, whole or as a stream of events.
+"""The endpoints that generate. They parse a request, send its prompts to the engine, and return the answers, whole or
+as a stream of events.
 
 check, encode ──▶ Add to the engine ──▶ ResponseStream ──▶ events, at the client's speed
                          ▲── cancelled if the client disconnects or reads too slowly, or on an error
@@ -19,6 +20,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from kvloom.combinations import refused
 from kvloom.engine import SamplingParams
 from kvloom.serve.access_log import RequestLog, request_log
 from kvloom.serve.api.answers import ANSWER, AnswerParser, forced_functions, forced_grammar, last_marker
@@ -46,9 +48,9 @@ __all__ = ["ChatEndpoint", "CompletionEndpoint", "GenerationEndpoint"]
 
 DEFAULT_TOKENS = 16
 SMALL_LOGPROBS = 64
-"""Tokens with log-probabilities up to which a response is written in the event loop."""
+"""A response with log-probabilities of at most this many tokens is written in the event loop."""
 LOGPROBS_BYTES = 1 << 10
-"""Bytes that the log-probabilities of one token add to a response, about."""
+"""Approximate number of bytes that the log-probabilities of one token add to a response."""
 EMBEDDING_BYTES = 1 << 8
 """Bytes of an embedding whose text is about as long as the log-probabilities of one token."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -66,7 +68,7 @@ class GenerationEndpoint(ABC):
     def adapt(
         self, fields: CompletionFields | ChatFields, served: ServedModel
     ) -> CompletionFields | ChatFields:
-        """Return the fields as the model needs them."""
+        """Return the fields, adapted to the model."""
         return fields
 
     @abstractmethod
@@ -140,10 +142,12 @@ class GenerationEndpoint(ABC):
     async def _prepare(
         self, request: Request, admitted: ExitStack
     ) -> tuple[ServedModel, list[Add], ResponseBuilder, bool, bool]:
-        """Return the model, the messages to its engine, the response builder, whether to stream, and whether a call is forced.
+        """Read and check a request. Return the model, the messages to its engine, the response builder, whether to
+        stream, and whether a call is forced.
 
-        `admitted` ends the request's admission when it closes. The body and its fields may be large, so they are
-        released before the answer begins. Raises ApiError."""
+        Closing `admitted` ends the admission of the request. Body and fields may be large, so they are freed before
+        the answer begins. Raises ApiError.
+        """
         context = self.context
         account = context.authenticate(request) or ""  # before reading the body
         context.require_accepting()
@@ -185,10 +189,11 @@ class GenerationEndpoint(ABC):
         """Return the builder of the response."""
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
-        """Return the longest time for which a request retains pages; infinite without an end."""
+        """Return the longest time for which a request retains pages, or infinity if the time is unlimited."""
         ranges = () if fields.cache is None else fields.cache.retain or ()
         every = [
             fields.ttl,
+            None if fields.cache is None else fields.cache.pin,
             *(math.inf if one.ttl is None else one.ttl for one in ranges if one.priority > 0),
         ]
         return max((ttl for ttl in every if ttl is not None), default=None)
@@ -201,7 +206,7 @@ class GenerationEndpoint(ABC):
         served: ServedModel,
         facts: Ready,
     ) -> list[Add]:
-        """Return one Add per prompt. Raises ApiError for the first invalid one."""
+        """Return one Add message per prompt. Raises ApiError for the first invalid prompt."""
         transfer = fields.kv_transfer_params or TransferFields()
         made: dict[int, SamplingParams] = {}  # by max_tokens; a schema is encoded once
         return [
@@ -221,6 +226,8 @@ class GenerationEndpoint(ABC):
                 bool(fields.lossy),
                 _token_ranges(fields, prompt, facts.block_tokens),
                 self._image_prompt(fields, prompt, tenant, facts),
+                fields.resume_token_ids or [],
+                None if fields.cache is None else fields.cache.pin,
                 transfer.do_remote_decode,
                 transfer.awaited_peer,
             )
@@ -230,7 +237,7 @@ class GenerationEndpoint(ABC):
     def _image_prompt(
         self, fields: CompletionFields | ChatFields, prompt: Prompt, tenant: str, facts: Ready
     ) -> ImagePrompt | None:
-        """Return the text and images of a prompt, which the engine process encodes; None without images."""
+        """Return the text and images of a prompt, which the engine process encodes. Returns None without images."""
         if not prompt.images:
             return None
         assert isinstance(fields, ChatFields)
@@ -274,6 +281,7 @@ class GenerationEndpoint(ABC):
         if count + new > longest:
             raise context_too_long(count, new, longest, param)
         check_tokens(tokens, facts.vocab_size, param)
+        check_tokens(fields.resume_token_ids or [], facts.vocab_size, "resume_token_ids")
         return made[new]
 
     def _new_params(
@@ -295,7 +303,7 @@ class GenerationEndpoint(ABC):
         return params
 
     def _max_prompt_tokens(self, tenant: str, facts: Ready) -> int:
-        """Return the most prompt tokens of a tenant's request. One token is left for the answer."""
+        """Return the largest number of prompt tokens of a tenant's request. One token is left for the output."""
         longest = facts.tenant_max_tokens.get(tenant, facts.max_tokens)
         return min(longest - 1, self.context.limits.prompt_tokens or longest)
 
@@ -338,14 +346,16 @@ class ChatEndpoint(GenerationEndpoint):
     def adapt(
         self, fields: CompletionFields | ChatFields, served: ServedModel
     ) -> CompletionFields | ChatFields:
-        """Return the fields with the grammar of a forced call, and with special tokens where a parser needs them."""
+        """Return the fields with the grammar of a forced call. Special tokens stay in the text if a parser needs
+        them.
+        """
         assert isinstance(fields, ChatFields)
         changes: dict[str, Any] = {}
         functions = forced_functions(fields.tools, fields.tool_choice)
         if functions is not None:
             for name in ("response_format", "structured_outputs", "regex", "grammar"):
                 if getattr(fields, name) is not None:
-                    raise bad_request(f"tool_choice forces a call, so {name} cannot hold: remove one", name)
+                    raise bad_request(refused("forced call, structure", name=name), name)
             many = fields.tool_choice == "required" and fields.parallel_tool_calls is not False
             grammar = forced_grammar(functions, many)
             if len(grammar) > MAX_GRAMMAR_CHARACTERS:
@@ -386,17 +396,17 @@ class ChatEndpoint(GenerationEndpoint):
         )
 
     def response_options(self, fields: ChatFields, params: SamplingParams) -> dict[str, Any]:
-        """Return the further arguments of `builder`."""
+        """Return the additional arguments of `builder`."""
         return _response_options(fields, params)
 
     def tools_warning(self, fields: ChatFields, served: ServedModel) -> str | None:
-        """Return what is missing for the tools of a request."""
+        """Return a warning if the model does not support the tools of a request, else None."""
         return served.answers.tools_warning(_forces_call(fields)) if _has_tools(fields) else None
 
     def new_parser(
         self, fields: ChatFields, prompt: Prompt, params: SamplingParams, served: ServedModel
     ) -> Callable[[], AnswerParser | None]:
-        """Return what makes the parser of each answer."""
+        """Return a function that creates the parser of each answer."""
         formats, parallel = served.answers, fields.parallel_tool_calls is not False
         has_tools, forced, end = _has_tools(fields), _forces_call(fields), _end_of_prompt(fields, prompt)
         return lambda: formats.parser(end, params.structure, has_tools, forced, parallel)
@@ -421,7 +431,7 @@ class _EventStream:
         self._last = 0.0
 
     async def run(self) -> bool:
-        """Send all events. Return False if the client reads too slowly; its connection should be aborted."""
+        """Send all events. Return False if the client reads too slowly; the caller should then abort the connection."""
         pieces = await self._stream.take()  # a rejection here becomes an error response
         if not pieces:
             return True
@@ -503,9 +513,9 @@ async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
 
 
 def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | None:
-    """Return how many of the last prompt tokens to keep; None keeps all.
-
-    If the request has -1, return the largest number that leaves enough tokens for the answer."""
+    """Return how many of the last prompt tokens to keep, or None to keep all. For -1 in the request, return the
+    largest number that leaves enough tokens for the output.
+    """
     if fields.truncate_prompt_tokens != -1:
         return fields.truncate_prompt_tokens
     new = fields.max_tokens or (fields.max_completion_tokens if isinstance(fields, ChatFields) else None)
@@ -515,7 +525,7 @@ def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | N
 def _token_ranges(
     fields: CompletionFields | ChatFields, prompt: Prompt, block_tokens: int
 ) -> list[TokenRange]:
-    """Return the priorities of token ranges: those of the request, and those before cache breakpoints, in whole blocks."""
+    """Return the priorities of token ranges in whole blocks: those of the request, and those of cache breakpoints."""
     own = () if fields.cache is None else fields.cache.retain or ()
     ranges = [TokenRange(one.start, one.stop, one.priority, one.ttl) for one in own]
     for stop, ttl in sorted(prompt.retain):
@@ -546,7 +556,7 @@ def _offered_pages(
 
 
 def _answer_count(fields: CompletionFields | ChatFields) -> int:
-    """Return the number of answers that a request asks for."""
+    """Return the number of answers that a request needs."""
     each = max(1, fields.n or 1, fields.best_of or 1, beam_width(fields))
     if isinstance(fields, ChatFields):
         return each

@@ -1,6 +1,6 @@
-"""The images of a request: data URLs, and files below the folders of --image-dir. Nothing is fetched from the network.
+"""The images of a request: data URLs, and files in the folders of --image-dir. Nothing is fetched from the network.
 
-Reads bytes and headers only; the engine process decodes. Call it outside the event loop.
+This module reads only bytes and headers; the engine process decodes the pixels. Call it outside the event loop.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from kvloom.combinations import refused
 from kvloom.serve.auth import Limits
 from kvloom.serve.errors import ApiError, bad_request
 from kvloom.serve.images import open_image
@@ -19,11 +20,13 @@ from kvloom.serve.images import open_image
 __all__ = ["RequestImages"]
 
 URL_CHARACTERS = 64
-"""Characters of a URL that an error repeats."""
+"""Number of characters of a URL that an error message repeats."""
 
 
 class RequestImages:
-    """Collects the images of one request within the server's limits. `refusal`: why `model` accepts no images, or ""."""
+    """Collects the images of one request within the server's limits. `refusal` is the reason why `model` accepts no
+    images, or "".
+    """
 
     def __init__(self, limits: Limits, model: str, refusal: str) -> None:
         self.found: list[bytes] = []
@@ -31,10 +34,10 @@ class RequestImages:
         self._bytes = self._pixels = 0
 
     def add(self, part: dict[str, Any], where: str) -> None:
-        """Read the image of a content part. Raises ApiError."""
+        """Read the image of a content part. Raises ApiError if it is invalid or exceeds a limit."""
         if self._refusal:
             raise bad_request(
-                f"{where}: model {self._model!r} accepts no images: {self._refusal}; send text", "messages"
+                refused("images, model", where=where, model=self._model, reason=self._refusal), "messages"
             )
         limits = self._limits
         if len(self.found) >= limits.images:
@@ -98,7 +101,7 @@ class RequestImages:
             raise bad_request(f"{where}: the data URL is not valid base64", "messages") from None
 
     def _read_file(self, url: str, where: str) -> bytes:
-        """Return the bytes of a file below an allowed folder. Other and missing files get the same error."""
+        """Return the bytes of a file in an allowed folder. Files elsewhere and missing files get the same error."""
         parts = urlsplit(url)
         refused = _refused_file(url, where, bool(self._limits.image_folders))
         if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:

@@ -1,6 +1,7 @@
-"""Limits of the JSON in a request: its lists and objects before it is decoded, its values and levels after that.
+"""Limits on the JSON of a request: lists and objects before decoding, values and nesting after it.
 
-Decoding millions of small lists holds Python's lock for seconds. So large bodies are counted first, without decoding.
+Decoding millions of small lists would hold Python's interpreter lock for seconds. The lists of large bodies are
+therefore counted before decoding.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 MAX_DEPTH = 64
-"""Limit of nested lists and objects: templates and parsers recurse into them."""
+"""Largest nesting of lists and objects, because templates and parsers recurse into them."""
 MAX_VALUES = 1 << 17
 """Limit of values (items of lists and objects) in one nested field."""
 MAX_CONTAINERS = 1 << 18
@@ -35,7 +36,7 @@ MAX_ITEMS = 1 << 20
 
 
 def check_structure(body: bytes) -> None:
-    """Raise ApiError for a body with too many lists, objects or items. Takes about 8 ms per MB; decodes nothing."""
+    """Raise ApiError for a body with too many lists, objects or items. Takes about 8 ms per MB. Decodes nothing."""
     if len(body) <= MAX_CONTAINERS:
         return
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
@@ -86,7 +87,7 @@ def check_values(values: Iterable[Any], name: str, param: str | None = None) -> 
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pause garbage collection until the block ends: with many new objects it would take long."""
+    """Pause garbage collection until the block ends, because with many new objects it would take long."""
     on = gc.isenabled()
     gc.disable()
     try:

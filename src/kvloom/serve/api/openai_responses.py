@@ -29,13 +29,13 @@ REFUSED = {
     "prompt": "prompt templates are not stored: send input and instructions",
 }
 PARAMS = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
-"""Fields of a chat, and the request's own names for them."""
+"""Fields of a chat, and their names in the Responses API."""
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesFields(ChatFields, frozen=True, kw_only=True):
-    """A chat, with the fields of the original request that its response repeats."""
+    """The fields of a chat, and the fields of the request that its response repeats."""
 
     original: dict[str, Any]
 
@@ -101,7 +101,7 @@ class ResponsesBuilder(ChatResponse):
         return "incomplete" if self._finish == "length" else "completed"
 
     def _changes(self, delta: Delta) -> list[BlockChange]:
-        """Return the changes of items by a delta."""
+        """Return the changes of items that a delta causes."""
         self._count(delta)
         if delta.logprobs is not None:
             self._logprobs_of_text += self._logprobs(delta, 0)["content"]
@@ -216,7 +216,7 @@ REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p", "reason
 
 
 def _chat(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the chat of a request. Raises ApiError for what a chat cannot express."""
+    """Translate a request of the Responses API to a chat. Raises ApiError if a chat cannot express the request."""
     for name, instead in REFUSED.items():
         if given.get(name):
             raise bad_request(f"{name} is not supported: {instead}", name)
@@ -244,7 +244,7 @@ def _chat(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(given: Any) -> Any:
-    """Return tools in the form of chats."""
+    """Return the tools in the format of chats."""
     if not isinstance(given, list):
         return given
     tools = []
@@ -260,7 +260,7 @@ def _tools(given: Any) -> Any:
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return the text of a message; with images, its parts as a chat has them."""
+    """Return the text of a message or, with images, its parts in the format of chats."""
     if not isinstance(content, list) or not any(_is_image(part) for part in content):
         return text_of_parts(content, TEXT_PARTS, where, "input")
     return [
@@ -276,7 +276,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _messages(given: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of instructions and input items."""
+    """Return the messages for the instructions and input items."""
     items = given.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]

@@ -1,7 +1,7 @@
 """Encodes texts and chats as token ids with the model's tokenizer. Runs in the API process; does not use the engine.
 
-Two threads encode, one for short and one for long requests, so that megabytes of text delay no other request. Each works
-for tenants in turn. A text that is clearly too long is refused before it is encoded completely.
+Two threads encode, one for short and one for long requests, so that long texts do not delay short requests. Each
+thread serves one tenant after another. A text that is clearly too long is refused before it is encoded completely.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ BROKEN = "\ufffd"
 PARTIAL_TOKEN = "piece:"
 MAX_TOKEN_TEXTS = 1 << 18
 LONG_BYTES = 1 << 16
-"""Longer requests use the thread for long ones."""
+"""Larger requests use the thread for long requests."""
 SAMPLE_CHARACTERS = 8
-"""Most characters per allowed token for a text that is encoded at once. A longer text is encoded in pieces, and refused
-at twice the allowed tokens.
+"""A text with at most this many characters per allowed token is encoded at once. A longer text is encoded in parts,
+and refused at twice the allowed tokens.
 """
 MIN_PIECE_CHARACTERS = 1 << 12
 CHARACTERS_PER_TOKEN = 16
-"""Characters per allowed token; longer texts are refused before encoding."""
+"""Largest number of characters per allowed token. Longer texts are refused before encoding."""
 MIN_CHARACTERS = 1 << 16
 RENDERED_CHARACTERS = 1 << 24
 """Limit of a rendered chat of which only the end is kept."""
 TAIL_TOKENS = 256
-"""Extra tokens encoded before the kept ones, because a cut changes the first tokens after it."""
+"""Number of tokens encoded before the kept ones, because a cut changes the first tokens after it."""
 MAX_REASON_CHARACTERS = 500
 INFILLING = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -74,9 +74,11 @@ Some = TypeVar("Some")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and their text if known. `retain`: positions up to which pages are retained, and for how many seconds.
+    """Token ids, and their text if known. `retain` gives positions before which pages are retained, and for how many
+    seconds.
 
-    With `images`, the tokens contain one placeholder for each, which the engine process expands."""
+    With `images`, the tokens contain one placeholder per image, which the engine process expands.
+    """
 
     tokens: list[int]
     text: str | None = None
@@ -86,9 +88,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """Limits of a prompt: `tokens`, of which the last `keep` are kept (None: all), and ids below `vocab_size`.
-
-    `characters` replaces the limit of text that follows from `tokens`. `images` collects the images; None refuses them."""
+    """Limits of a prompt. It may have `tokens` tokens, with ids below `vocab_size`. Only the last `keep` tokens are
+    kept (None: all). `characters` replaces the limit of characters that follows from `tokens`. `images` collects the
+    images; None refuses images.
+    """
 
     tokens: int
     vocab_size: int
@@ -112,9 +115,10 @@ def characters_for(tokens: int) -> int:
 
 
 def load_tokenizer(model: str, template: str | None = None) -> Any | None:
-    """Load the tokenizer of a folder or hub id; None if it has none. `template` replaces its chat template.
+    """Load the tokenizer of a folder or hub id. Returns None if it has none. `template` replaces its chat template.
 
-    A plain tokenizer.json is loaded without importing torch."""
+    A plain tokenizer.json is loaded without importing torch.
+    """
     folder = Path(model)
     if folder.is_dir():
         if not any((folder / name).exists() for name in TOKENIZER_FILES):
@@ -146,8 +150,9 @@ def _plain_file(folder: Path) -> bool:
 
 
 class PromptEncoder:
-    """Encodes with one tokenizer. Without a tokenizer, prompts are token ids and answers have no text. Encoding takes up to
-    seconds: call it by `run`."""
+    """Encodes with one tokenizer. Without a tokenizer, prompts are token ids and answers have no text. Encoding may
+    take seconds, so call it through `run`.
+    """
 
     def __init__(
         self, tokenizer: Any | None, template_seconds: float = 2.0, allow_templates: bool = False
@@ -174,9 +179,10 @@ class PromptEncoder:
             self._templates = TemplateProcess()
 
     async def run(self, work: Callable[[], Some], tenant: str, size: int, has_template: bool = False) -> Some:
-        """Return the result of `work` for a request of `size` bytes. It runs outside the event loop, tenants in turn.
-
-        A request with a chat template of its own (`has_template`) may take long: it uses a thread of its own."""
+        """Return the result of `work` for a request of `size` bytes. `work` runs outside the event loop, for one
+        tenant after another. A request that brings its own chat template (`has_template`) may take long, so it uses a
+        separate thread.
+        """
         if has_template:
             return await self._own.run(tenant, work)
         return await (self._short if size <= LONG_BYTES else self._long).run(tenant, work)
@@ -222,7 +228,7 @@ class PromptEncoder:
         return [make(item) for item in many]
 
     def _infilling(self, prompt: str | list[int], suffix: str) -> str:
-        """Return the prompt that asks for the text between `prompt` and `suffix`, in the format of the model."""
+        """Return the prompt that makes the model write the text between `prompt` and `suffix`."""
         known = () if self.tokenizer is None else self.tokenizer.get_added_vocab()
         form = next((one for one in INFILLING if all(token in known for token in one)), None)
         if form is None:
@@ -235,8 +241,9 @@ class PromptEncoder:
         return before + prompt + between + suffix + after
 
     def encode_chat(self, fields: ChatFields, limits: PromptLimits) -> Prompt:
-        """Return the prompt that the chat template writes. Control tokens in the request's texts are encoded as text; those of the
-        template as tokens."""
+        """Return the prompt that the chat template writes. Control tokens in the texts of the request are encoded as
+        text. Control tokens of the template become tokens.
+        """
         if not fields.messages:
             raise bad_request("messages is empty: send at least one", "messages")
         if fields.chat_template and self._templates is None:
@@ -298,8 +305,9 @@ class PromptEncoder:
         limits: PromptLimits,
         template: str | None,
     ) -> Prompt:
-        """Render the chat template and encode the result. Raises ApiError if the template fails or exceeds a limit. `template` is the
-        request's own."""
+        """Render the chat template and encode the result. Raises ApiError if the template fails or exceeds a limit.
+        `template` is the template of the request, if it has one.
+        """
         control = self._any_control if template else self._control
         assert self.tokenizer is not None and control is not None
         tokenizer = self.tokenizer
@@ -365,13 +373,15 @@ class PromptEncoder:
         return "" if self.tokenizer is None else str(self.tokenizer.decode(ids))
 
     def count_tokens(self, text: str) -> int:
-        """Return the number of tokens of a part of an answer."""
+        """Return the number of tokens in a part of an answer."""
         if self.tokenizer is None or not text:
             return 0
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def bad_words(self, words: list[str]) -> list[list[int]]:
-        """Return the token sequences of words that must not be sampled: each alone, and after a space where that is another token."""
+        """Return the token sequences of words that must not be sampled. Each word is tokenised alone, and after a
+        space if that gives other tokens.
+        """
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise bad_request("this model has no tokenizer: use logit_bias", "bad_words")
@@ -409,8 +419,9 @@ class PromptEncoder:
     def text_offsets(self, ids: list[int], start: int, text: str | None = None) -> tuple[list[int], int]:
         """Return the offset of each token's first character, from `start` on, and the offset after the last.
 
-        With `text`, offsets are positions in it: a token that it does not contain (special tokens, the end of a stop text) has
-        no characters. Tokens of a partial character share its offset."""
+        With `text`, offsets are positions in `text`. A token that `text` does not contain (a special token, the end
+        of a stop text) has no characters. Tokens of one character have the same offset.
+        """
         offsets, at = [], start
         partial: list[int] = []
 
@@ -439,9 +450,10 @@ class PromptEncoder:
 
 
 def _encode(text: str, limits: PromptLimits, param: str, encode: Encode) -> list[int]:
-    """Return a text's tokens; for a truncated text, the kept tokens and a few before them.
+    """Return the tokens of a text. For a truncated text, return the kept tokens and a few before them.
 
-    Raises ApiError for too many characters, or if the beginning has far too many tokens."""
+    Raises ApiError for too many characters, or if the start of the text has far too many tokens.
+    """
     if limits.truncates and limits.keep is not None:
         return _encode_tail(text, limits.keep, param, encode)
     if len(text) > limits.max_characters:
@@ -457,7 +469,7 @@ def _encode(text: str, limits: PromptLimits, param: str, encode: Encode) -> list
 
 
 def _encode_tail(text: str, keep: int, param: str, encode: Encode) -> list[int]:
-    """Return at least the last `keep` tokens of a text, or all. Cost in proportion to `keep`."""
+    """Return at least the last `keep` tokens of a text, or all. The cost is proportional to `keep`."""
     size, most = SAMPLE_CHARACTERS * keep + MIN_PIECE_CHARACTERS, characters_for(keep)
     while size < len(text):
         found = encode(text[len(text) - size :])
@@ -479,14 +491,16 @@ def _too_many_characters(count: int, most: int, param: str) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class _ContentForms:
-    """Which contents a chat template writes: texts, and lists of parts."""
+    """The kinds of message content that a chat template supports: texts, and lists of parts."""
 
     texts: bool = True
     parts: bool = True
 
     @staticmethod
     def of(tokenizer: Any) -> _ContentForms:
-        """Try both with the tokenizer's template. A template that writes neither gets texts, and states its reason."""
+        """Test both kinds with the tokenizer's template. If it supports neither, use texts; the template then states
+        its reason.
+        """
 
         def writes(content: Any) -> bool:
             try:
@@ -504,7 +518,9 @@ class _ContentForms:
 def _read_content(
     place: int, message: dict[str, Any], images: RequestImages | None, forms: _ContentForms
 ) -> dict[str, Any]:
-    """Return a message whose content is one text; with images, a list of parts. Raises ApiError for other content."""
+    """Return the message with its content as one text or, with images, as a list of parts. Raises ApiError for other
+    content.
+    """
     where = f"messages[{place}]"
     role = message.get("role")
     if not isinstance(role, str):
@@ -555,7 +571,7 @@ def _text_parts(text: str) -> list[dict[str, Any]]:
 
 
 def _parse_tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Return tool calls with their arguments parsed from JSON, as templates expect them."""
+    """Return tool calls with parsed arguments, as templates expect them."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise bad_request(f"{where}: tool_calls must be a list of objects", "messages")
     found = []

@@ -1,8 +1,9 @@
-"""Fields of a request's JSON, and their sampling parameters. msgspec checks types, SamplingParams checks values.
+"""The fields of a request, and their conversion to sampling parameters. msgspec checks types, and SamplingParams
+checks values.
 
-OpenAI's fields keep their names; other servers' fields (top_k, min_p, ignore_eos, …) and the cache's (tenant, priority,
-ttl, cache, session_id) are added. Unknown fields are ignored. Known fields that are not supported and would change
-the answer are refused (UNSUPPORTED). docs/server.md lists all three kinds.
+There are OpenAI's fields, fields of other servers (top_k, min_p, ignore_eos, …), and fields of the cache (tenant,
+priority, ttl, cache, session_id). Unknown fields are ignored. Known fields that are not supported and would change
+the answer are refused (UNSUPPORTED). docs/server.md lists all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvloom.combinations import refused
 from kvloom.engine import SamplingParams
 from kvloom.serve.api.answers import check_tools, forced_functions
 from kvloom.serve.api.json_limits import check_structure, check_values, paused_gc
@@ -35,12 +37,13 @@ __all__ = [
 ]
 
 MAX_STOPS = 16
+MAX_PIN_SECONDS = 86400
 MAX_STOP_CHARACTERS = 256
 MAX_LOGPROBS = 20
 MAX_BEST_OF = 32
 MAX_BAD_WORDS = 128
 MAX_RANGES, MAX_RANGE_PRIORITY = 16, 100
-"""Token ranges of one request, and their largest priority."""
+"""Largest number of token ranges of one request, and their largest priority."""
 MAX_GRAMMAR_CHARACTERS = 1 << 16
 INTEGERS = range(-(1 << 63), 1 << 63)
 MAX_STOP_TOKENS = 1024
@@ -60,7 +63,7 @@ UNSUPPORTED: dict[str, str] = {
     "return_tokens_as_token_ids": "use return_token_ids",
     "web_search_options": "web search is not supported",
 }
-"""Unsupported fields of other servers, and what to use instead."""
+"""Unsupported fields of other servers, and the alternative to each."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -78,7 +81,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
-    """Structured output as vLLM's API writes it."""
+    """Structured output in the format of vLLM's API."""
 
     json: dict[str, Any] | bool | str | None = None
     json_object: bool | None = None
@@ -88,7 +91,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
 
 class RetainFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Priority of the prompt's tokens [start, stop) for `ttl` seconds: above 0 is evicted later, below 0 earlier."""
+    """Priority of the prompt tokens [start, stop) for `ttl` seconds. A positive priority evicts them later, a
+    negative one earlier.
+    """
 
     start: int = 0
     stop: int | None = None
@@ -97,11 +102,14 @@ class RetainFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheFields(msgspec.Struct, frozen=True):
-    """Whether a request stores pages in the cache, reads pages from it, and how long token ranges stay."""
+    """Whether a request stores pages in the cache and reads pages from it, the priorities of token ranges, and the
+    seconds for which the prompt stays in the pool.
+    """
 
     store: bool | None = None
     read: bool | None = None
     retain: list[RetainFields] | None = None
+    pin: float | None = None
 
 
 class TransferFields(msgspec.Struct, frozen=True):
@@ -123,7 +131,7 @@ class TransferFields(msgspec.Struct, frozen=True):
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of both endpoints. Unsupported fields are declared too, so that they are detected."""
+    """The fields that both endpoints share. Unsupported fields are declared too, so that they are detected."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -160,6 +168,8 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    resume_token_ids: list[int] | None = None
+    """Output tokens that another worker has generated for the same request: the answer begins with them."""
     tenant: str | None = None
     priority: int | None = None
     ttl: float | None = None
@@ -207,7 +217,9 @@ Some = TypeVar("Some", bound=msgspec.Struct)
 
 
 def read_fields(body: bytes, kind: type[Some]) -> Some:
-    """Parse a body. Raises ApiError, with the field's name if one is invalid. Up to 0.2 s for the largest accepted one."""
+    """Parse a body. Raises ApiError with the name of an invalid field. Takes up to 0.2 s for the largest accepted
+    body.
+    """
     if not body.strip():
         raise bad_request("the request body is empty: send a JSON object")
     check_structure(body)
@@ -217,11 +229,11 @@ def read_fields(body: bytes, kind: type[Some]) -> Some:
             for nested in NESTED_FIELDS:
                 check_values([getattr(fields, nested, None)], nested)
     except msgspec.ValidationError as error:
-        said = str(error)
-        at = _FIELD.search(said)
-        missing = re.search(r"required field `(\w+)`", said)
+        message = str(error)
+        at = _FIELD.search(message)
+        missing = re.search(r"required field `(\w+)`", message)
         name = missing[1] if missing else at[1] if at else None
-        raise bad_request(f"{name}: {said}" if name and not missing else said, name) from None
+        raise bad_request(f"{name}: {message}" if name and not missing else message, name) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"the request body is not JSON: {error}") from None
     if isinstance(fields, RequestFields):
@@ -240,7 +252,7 @@ def check_tokens(tokens: Sequence[int], vocabulary: int, param: str) -> None:
 
 
 def format_integer(number: int) -> str:
-    """Return an integer for an error message; Python refuses to format thousands of digits."""
+    """Return an integer for an error message. Python refuses to format integers with thousands of digits."""
     return str(number) if number.bit_length() < 256 else f"of {number.bit_length():,} bits"
 
 
@@ -258,6 +270,9 @@ def check_fields(fields: RequestFields) -> None:
         raise bad_request(f"top_k {fields.top_k} exceeds any vocabulary; 0 keeps every token", "top_k")
     if fields.ttl is not None and not 0 < fields.ttl < math.inf:
         raise bad_request(f"ttl {fields.ttl} must be a positive number of seconds", "ttl")
+    pin = None if fields.cache is None else fields.cache.pin
+    if pin is not None and not 0 < pin <= MAX_PIN_SECONDS:
+        raise bad_request(f"cache: pin {pin} must be from 0 to {MAX_PIN_SECONDS:,} seconds", "cache")
     _check_retain(() if fields.cache is None else fields.cache.retain or ())
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
@@ -270,6 +285,8 @@ def check_fields(fields: RequestFields) -> None:
             f"stop_token_ids allows {MAX_STOP_TOKENS:,} tokens; {len(fields.stop_token_ids or ()):,} were sent",
             "stop_token_ids",
         )
+    if fields.resume_token_ids and (fields.n or 1) > 1:
+        raise bad_request("resume_token_ids needs n = 1", "resume_token_ids")
     if fields.end_session and fields.session_id is None:
         raise bad_request("end_session requires session_id", "end_session")
     for name in ("tenant", "session_id", "cache_salt"):
@@ -288,7 +305,7 @@ def check_fields(fields: RequestFields) -> None:
             f"prompt_logprobs {fields.prompt_logprobs} must lie in 0 to {MAX_LOGPROBS}", "prompt_logprobs"
         )
     if fields.prompt_logprobs is not None and fields.stream:
-        raise bad_request("prompt_logprobs are not available with stream: omit stream", "prompt_logprobs")
+        raise bad_request(refused("prompt_logprobs, stream"), "prompt_logprobs")
     words = fields.bad_words or []
     if len(words) > MAX_BAD_WORDS or not all(0 < len(word) <= MAX_STOP_CHARACTERS for word in words):
         raise bad_request(
@@ -305,7 +322,9 @@ def check_fields(fields: RequestFields) -> None:
 
 
 def beam_width(fields: RequestFields) -> int:
-    """Return the number of beams; 1 without beam search. As in vLLM, `use_beam_search` searches with `best_of` or `n` beams."""
+    """Return the number of beams, or 1 without beam search. As in vLLM, `use_beam_search` uses `best_of` or `n`
+    beams.
+    """
     if fields.beam_width is not None or not fields.use_beam_search:
         return fields.beam_width or 1
     return max(fields.best_of or 1, fields.n or 1)
@@ -319,11 +338,9 @@ def _check_samples(fields: RequestFields) -> None:
         if value is not None and not 0 < value <= MAX_BEST_OF:
             raise bad_request(f"{name} {value} must lie in n to {MAX_BEST_OF}", name)
     if fields.stream and width > 1:
-        raise bad_request("beam search is not available with stream: beams change until the end", "stream")
+        raise bad_request(refused("beams, stream"), "stream")
     if fields.stream and best_of is not None and best_of > n:
-        raise bad_request(
-            "best_of above n is not available with stream: answers are ranked at the end", "best_of"
-        )
+        raise bad_request(refused("best_of, stream"), "best_of")
     if width < 2 and (fields.length_penalty is not None or fields.early_stopping is not None):
         name = "length_penalty" if fields.length_penalty is not None else "early_stopping"
         raise bad_request(f"{name} needs beam search: set use_beam_search or beam_width", name)
@@ -349,7 +366,7 @@ def _check_retain(ranges: Sequence[RetainFields]) -> None:
 
 def _check_completion(fields: CompletionFields) -> None:
     if fields.echo and fields.logprobs is not None and fields.stream:
-        raise bad_request("echo with logprobs is not available with stream: omit stream", "echo")
+        raise bad_request(refused("echo with logprobs, stream"), "echo")
     if not 0 <= (fields.logprobs or 0) <= MAX_LOGPROBS:
         raise bad_request(f"logprobs {fields.logprobs} must lie in 0 to {MAX_LOGPROBS}", "logprobs")
 
@@ -381,7 +398,9 @@ def sampling_params(
     vocabulary: int,
     bad_token_ids: Sequence[Sequence[int]] = (),
 ) -> SamplingParams:
-    """Return the sampling parameters of a request. `bad_token_ids` are its bad words. Raises ApiError for invalid values."""
+    """Return the sampling parameters of a request. `bad_token_ids` are the tokens of its bad words. Raises ApiError
+    for invalid values.
+    """
     given: dict[str, Any] = {
         name: value
         for name in (
@@ -447,7 +466,7 @@ def _schema(wanted: ResponseFormat | None) -> str | None:
 
 
 def _structured(wanted: StructuredOutputs | None) -> list[tuple[str, str]]:
-    """Return structured_outputs under SamplingParams' names."""
+    """Return the values of structured_outputs under the names of SamplingParams."""
     if wanted is None:
         return []
     found = [(name, form) for name in ("regex", "grammar") if (form := getattr(wanted, name)) is not None]
@@ -475,13 +494,13 @@ def _too_much_structure() -> ApiError:
     )
 
 
-def engine_error(said: str) -> ApiError:
+def engine_error(message: str) -> ApiError:
     """Convert an error message of SamplingParams or the engine to an error response for the client.
 
     If the message starts with the name of a request field, the response names that field."""
-    word = _WORD.match(said)
+    word = _WORD.match(message)
     name = "" if word is None else word[0]
     if name == "json_schema":
         name = "response_format"
     known = name in {*ChatFields.__struct_fields__, *CompletionFields.__struct_fields__}
-    return bad_request(said, name if known else None, logged=f"invalid {name or 'request'}")
+    return bad_request(message, name if known else None, logged=f"invalid {name or 'request'}")

@@ -1,4 +1,4 @@
-"""Responses in OpenAI's formats, whole or as events of a stream, for completions and chats."""
+"""Responses in OpenAI's formats for completions and chats, whole or as events of a stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FINISH_ERRORS: dict[str, ApiError] = {
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of a request; `cached` counts prompt tokens found in the cache, by prompt."""
+    """The token counts of a request. `cached` is the number of cached prompt tokens, by prompt."""
 
     prompt: int = 0
     completion: int = 0
@@ -45,11 +45,10 @@ class Usage:
 
 
 class ResponseBuilder(ABC):
-    """Builds the response of one HTTP request. `ids` are its prompts, with `n` answers each; `echo` repeats each
-    prompt's text.
-
-    `new_parser` makes the parser of an answer, or None: then its text is content. `warning` is sent as a header. Each
-    delta updates `usage` and `finish_reasons`."""
+    """Builds the response of one HTTP request. `ids` are its prompts, with `n` answers each. `echo` repeats the text
+    of each prompt. `new_parser` creates the parser of an answer; if it returns None, the whole text is content.
+    `warning` is sent as a header. Each delta updates `usage` and `finish_reasons`.
+    """
 
     prefix = ""
     whole_object = ""
@@ -115,7 +114,7 @@ class ResponseBuilder(ABC):
         )
 
     def _more(self) -> dict[str, Any]:
-        """Return further fields of a complete response."""
+        """Return additional fields of a complete response."""
         return {}
 
     def _prompt_logprob_list(self, id_: int) -> list[dict[str, Any] | None]:
@@ -144,12 +143,12 @@ class ResponseBuilder(ABC):
         return _event({**entry, "usage": self.usage.to_dict()} if self._usage_always else entry)
 
     def last_event(self) -> bytes:
-        """Return the end of a stream, with its usage if requested."""
+        """Return the last event of a stream, with its usage if requested."""
         last = {**self._head, "object": self.event_object, "choices": [], "usage": self.usage.to_dict()}
         return (_event(last) if self._usage_last else b"") + b"data: [DONE]\n\n"
 
     def error_event(self, error: ApiError) -> bytes:
-        """Return the end of a stream that failed."""
+        """Return the last event of a stream that failed."""
         return b"data: " + error.body + b"\n\n"
 
     def _index(self, delta: Delta) -> int:
@@ -169,7 +168,7 @@ class ResponseBuilder(ABC):
             self.usage.prompt = delta.prompt_tokens
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        """Return the fields that both kinds of choices share, with the text under "text"."""
+        """Return the fields that both kinds of choices have, with the text in "text"."""
         index = self._index(delta)
         text = delta.text
         if self._echo and index not in self._sent_characters:
@@ -222,7 +221,7 @@ class CompletionResponse(ResponseBuilder):
         }
 
     def _tokens(self, delta: Delta) -> list[int]:
-        """Return the tokens with log-probabilities: those of the answer, after those of an echoed prompt."""
+        """Return the tokens with log-probabilities: those of an echoed prompt, then those of the answer."""
         if not self._echo or delta.id not in self._prompt_logprobs:
             return delta.tokens
         return [*self._prompts[self._prompt_index[delta.id]].tokens, *delta.tokens]
@@ -259,7 +258,7 @@ class ChatResponse(ResponseBuilder):
         return {**choice, "message": message}
 
     def event(self, delta: Delta) -> bytes:
-        """Return the events of a delta: one for each piece of its answer."""
+        """Return the events of a delta, one for each piece of its answer."""
         index = self._index(delta)
         first = index not in self._parsers
         if first:
@@ -318,7 +317,7 @@ class ChatResponse(ResponseBuilder):
 
 
 def _whole_message(pieces: list[Piece]) -> dict[str, Any]:
-    """Return the fields of a message that follow from the pieces of its answer."""
+    """Return the fields of a message for the pieces of its answer."""
     texts: dict[str, list[str]] = {"content": [], "reasoning": []}
     calls: list[dict[str, Any]] = []
     for piece in pieces:

@@ -22,7 +22,7 @@ __all__ = ["ServedModel"]
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """One model. `name` is its name in requests, which may also use `path`. `encoder` is None while the tokenizer loads."""
+    """One served model. Requests select it by `name` or `path`. `encoder` is None while the tokenizer loads."""
 
     name: str
     path: str
@@ -31,9 +31,9 @@ class ServedModel:
     observer: RequestObserver
     encoder: PromptEncoder | None = None
     answers: AnswerFormats = field(default_factory=AnswerFormats)
-    """How the model writes tool calls and reasoning; known once the tokenizer is loaded."""
+    """How the model writes tool calls and reasoning. Set when the tokenizer is loaded."""
     is_added: bool = False
-    """Whether the API loaded it: until it is ready, /health does not wait for it."""
+    """Whether the API loaded the model. /health ignores such a model until it is ready."""
     is_unloading: bool = False
     error: str = ""
     """Why loading failed; empty otherwise."""
@@ -52,7 +52,9 @@ class ServedModel:
         return "ok" if self.engine.is_ready and self.encoder is not None else "loading"
 
     def require_ready(self) -> tuple[Ready, PromptEncoder]:
-        """Return the engine's Ready message and the encoder. Raises ApiError while one is missing, or while unloading."""
+        """Return the engine's Ready message and the encoder. Raises ApiError while one of them is missing, or while
+        the model is unloaded.
+        """
         if self.error:
             raise ApiError(503, f"model {self.name!r} failed to load: {self.error}", "model", "load_failed")
         if self.is_unloading:

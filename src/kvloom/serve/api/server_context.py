@@ -1,4 +1,4 @@
-"""State and checks that all endpoints share: the served models, keys, limits, metrics."""
+"""The state and checks that all endpoints share: served models, keys, limits and metrics."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["ServerContext", "is_loopback", "parse_digits"]
 
 MOST_DIGITS = 18
 SMALL_BODY_BYTES = 1 << 13
-"""Smaller bodies are parsed in the event loop: that takes less time than another thread."""
+"""Smaller bodies are parsed in the event loop, because a switch to another thread would take longer."""
 
 Some = TypeVar("Some")
 
 
 @dataclass(slots=True)
 class ServerContext:
-    """State of one server. Requests that name no model use the first of `models`, which are by name.
-
-    Without `keys`, only requests to loopback names are accepted."""
+    """The state of one server. `models` are by name; the first one is the default. Without `keys`, only requests to
+    loopback names are accepted.
+    """
 
     keys: ApiKeys
     limits: Limits
@@ -43,9 +43,9 @@ class ServerContext:
     records: RequestRecords = field(default_factory=RequestRecords)
     """The latest requests of all models."""
     labels_models: bool = False
-    """Whether series of a model have the label `model` in /metrics: on a server of several models."""
+    """Whether the series of a model have the label `model` in /metrics, because the server has several models."""
     memory: int | None = None
-    """Bytes that the pools of all models share; None: each pool has its own."""
+    """Bytes that the pools of all models share. None: each pool has its own memory."""
     metrics_need_key: bool = False
     """Whether /metrics requires a key."""
     cors_origins: tuple[str, ...] = ()
@@ -56,14 +56,16 @@ class ServerContext:
         self.bodies = BodyLimiter(self.limits.bodies * self.limits.body_bytes, self.limiter.shared)
 
     def require_accepting(self) -> None:
-        """Raise ApiError while draining, or while no model is ready. Call it before reading a body."""
+        """Raise ApiError while the server drains, or while no model is ready. Call it before reading a body."""
         if self.limiter.is_draining:
             raise draining()
         if not any(served.status == "ok" for served in self.models.values()):
             raise engine_loading()
 
     def served(self, name: str | None) -> ServedModel:
-        """Return the model that a request names by name, alias or path; the first one without a name. Raises ApiError 404."""
+        """Return the model with this name, alias or path, or the first model if the name is None. Raises ApiError 404
+        for an unknown name.
+        """
         asked = name if name is None else self.aliases.get(name, name)
         for served in self.models.values():
             if asked is None or asked in (served.name, served.path):
@@ -77,11 +79,13 @@ class ServerContext:
         return own + [{**served.to_dict(), "id": alias} for alias, served in named if served is not None]
 
     def asked_model(self, request: Request) -> ServedModel:
-        """Return the model that the query of a request names; the first one without a name. Raises ApiError 404."""
+        """Return the model in the query parameter `model`, or the first model without it. Raises ApiError 404 for an
+        unknown name.
+        """
         return self.served(request.query_params.get("model"))
 
     def authenticate(self, request: Request) -> str | None:
-        """Return the tenant of a request's key; None without keys. Raises ApiError 401."""
+        """Return the tenant of a request's key, or None if the server has no keys. Raises ApiError 401."""
         if not self.keys:
             return None
         tenant = self.keys.authenticate(_authorization(request))
@@ -89,9 +93,10 @@ class ServerContext:
         return tenant
 
     def visible_tenant(self, request: Request) -> str | None:
-        """Return the tenant whose requests the request's key may see. Raises ApiError 401.
+        """Return the tenant whose requests the caller may see. Raises ApiError 401.
 
-        None means all tenants: the key is an admin key, or the server has no keys."""
+        None means all tenants: the key is an admin key, or the server has no keys.
+        """
         given = _authorization(request)
         tenant = self.authenticate(request)
         return None if self.keys.is_admin(given) else tenant
@@ -108,7 +113,9 @@ class ServerContext:
         )
 
     def request_tenant(self, request: Request, fields: RequestFields) -> str:
-        """Return the tenant of a generating request: the tenant of its key; without keys, the one that the request names."""
+        """Return the tenant of a generating request. It is the tenant of the key or, without keys, the field
+        `tenant`.
+        """
         known = self.authenticate(request)
         if known is None:
             return fields.tenant or ""
@@ -140,8 +147,8 @@ class ServerContext:
         if kind != "application/json":
             raise ApiError(415, f"content type {kind!r} is not supported: send application/json")
         limit = self.limits.body_bytes
-        said = request.headers.get("content-length", "0")
-        length = parse_digits(said)
+        stated = request.headers.get("content-length", "0")
+        length = parse_digits(stated)
         if length is None or length > limit:  # None: more digits than any limit has
             raise body_too_large(limit)
         data = bytearray()
@@ -170,13 +177,15 @@ class ServerContext:
 
 
 def _authorization(request: Request) -> str | None:
-    """Return a request's Authorization header, or the same for a key in `x-api-key`, which Anthropic's clients send."""
+    """Return the Authorization header of a request. A key in `x-api-key`, which Anthropic's clients send, is
+    converted to it.
+    """
     key = request.headers.get("x-api-key")
     return request.headers.get("authorization", None if key is None else f"Bearer {key}")
 
 
 def parse_digits(text: str) -> int | None:
-    """Return the number written by up to 18 ASCII digits, else None."""
+    """Return the number in a text of up to 18 ASCII digits, or None for other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS else None
 
 
@@ -186,7 +195,7 @@ def _host_name(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address belongs to this machine only."""
+    """Return whether a name or address belongs only to this machine."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:

@@ -3,9 +3,9 @@
     server ── frames on stdin ──▶ parent: has transformers imported ── fork ──▶ one child per template: renders, and exits
     server ◀─ frames on stdout ── parent
 
-A template of a request is a program of its client: a loop without output, or a constant that the compiler computes, would
-stop the server. A child has limits of CPU seconds and memory, and is killed beyond them. The sandbox of jinja holds in it
-as well. The parent ends when the server does.
+A template of a request is code of the client. An endless loop, or a huge constant that the compiler computes, would
+stop the server. A child process therefore has limits on CPU time and memory, and is killed if it exceeds one. It also
+uses jinja's sandbox. The parent ends with the server.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ START_SECONDS = 60.0
 
 
 class TemplateProcess:
-    """Renders templates of requests, one at a time, within limits. Starts its process with the first one. Thread safe."""
+    """Renders templates of requests, one at a time, within limits. Its process starts with the first template.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def render(self, seconds: float, characters: int, **given: Any) -> str:
-        """Return what transformers' `render_jinja_template` returns for `given`. Raises RenderError beyond a limit, ValueError for an
-        error of the template."""
+        """Return the result of transformers' `render_jinja_template` for `given`. Raises RenderError if a limit is
+        exceeded, and ValueError for an error of the template.
+        """
         asked = json.dumps({"seconds": seconds, "characters": characters, "given": given}).encode()
         with self._lock:
             process = self._start()
@@ -82,7 +85,7 @@ class TemplateProcess:
 
 
 def main() -> None:
-    """Answer frames until the server closes its end."""
+    """Answer frames until the server closes the pipe."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     for number in (signal.SIGINT, signal.SIGTERM):  # the server may drain
@@ -100,14 +103,14 @@ def main() -> None:
                 os._exit(0)
         os.close(writer)
         with os.fdopen(reader, "rb") as file:
-            said = file.read()
+            frame = file.read()
         _, status = os.waitpid(pid, 0)
-        if not said or os.WIFSIGNALED(status):
+        if not frame or os.WIFSIGNALED(status):
             limits = f"{asked['seconds']:g} seconds of CPU time or {MEMORY_BYTES >> 20} MiB of memory"
-            said = json.dumps(
+            frame = json.dumps(
                 {"limit": True, "error": f"the chat template exceeds {limits}: simplify it"}
             ).encode()
-        sys.stdout.buffer.write(FRAME.pack(len(said)) + said)
+        sys.stdout.buffer.write(FRAME.pack(len(frame)) + frame)
         sys.stdout.buffer.flush()
 
 
@@ -128,19 +131,19 @@ def _rendered(render: Any, asked: dict[str, Any]) -> bytes:
     except MemoryError:
         return b""
     except Exception as error:  # noqa: BLE001 - a template may raise anything
-        said = (str(error) or type(error).__name__)[:ERROR_CHARACTERS]
-        return json.dumps({"limit": False, "error": said}).encode()
+        reason = (str(error) or type(error).__name__)[:ERROR_CHARACTERS]
+        return json.dumps({"limit": False, "error": reason}).encode()
     most = asked["characters"]
     if len(text) > most:
-        said = (
+        reason = (
             f"the chat template writes {len(text):,} characters, the limit is {most:,}: shorten the messages"
         )
-        return json.dumps({"limit": True, "error": said}).encode()
+        return json.dumps({"limit": True, "error": reason}).encode()
     return json.dumps({"text": text}).encode()
 
 
 def _read(file: Any) -> Any | None:
-    """Return the next frame; None at the end."""
+    """Return the next frame, or None at the end."""
     head = file.read(FRAME.size)
     body = file.read(FRAME.unpack(head)[0]) if len(head) == FRAME.size else b""
     return json.loads(body) if body else None

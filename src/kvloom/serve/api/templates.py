@@ -1,8 +1,8 @@
-"""Renders chat templates within limits: characters and CPU seconds.
+"""Renders chat templates with limits on characters and CPU seconds.
 
-A template may repeat the request's values for every message. So the output is counted while the template writes it,
-and rendering stops at the first limit. transformers still renders: `limit_templates` replaces how its compiled
-templates run, and the text stays the same.
+A template may repeat values of the request for every message. The output is therefore counted while the template
+writes it, and rendering stops at the first limit. transformers still renders the template with the same result;
+`limit_templates` only adds the counting.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = [
 ]
 
 STEPS = 64
-"""Number of attribute reads and calls of a template between two reads of the clock."""
+"""Number of attribute reads and calls of a template between two readings of the clock."""
 JINJA_NAMES = ("self", "super", "loop", "caller", "varargs", "kwargs", "context", "environment", "messages")
 
 _thread = threading.local()
 
 
 class RenderError(Exception):
-    """A template exceeded a limit; the message states which."""
+    """A template exceeded a limit. The message states the limit."""
 
 
 class _RenderBudget:
-    """The limits of one rendering, and how much of them is used."""
+    """The limits of one rendering, and the amounts used so far."""
 
     __slots__ = ("_characters", "_end", "_limit", "_seconds", "_steps")
 
@@ -43,7 +43,7 @@ class _RenderBudget:
         self._end = time.thread_time() + seconds
 
     def step(self) -> None:
-        """Count one step. Only this thread's CPU time counts, so a busy machine causes no error."""
+        """Count one step. Only the CPU time of this thread counts, so a busy machine causes no error."""
         self._steps += 1
         if self._steps % STEPS == 0 and time.thread_time() > self._end:
             raise RenderError(
@@ -57,7 +57,7 @@ class _RenderBudget:
         self.step()
 
     def check(self, characters: int) -> None:
-        """Raise RenderError for a text that is longer than the limit of the whole output."""
+        """Raise RenderError if a text is longer than the limit of the whole output."""
         if characters > self._limit:
             raise RenderError(
                 f"the chat template writes more than the limit of {self._limit:,} characters: shorten the messages"
@@ -70,7 +70,7 @@ def _budget() -> _RenderBudget | None:
 
 @contextmanager
 def render_limits(characters: int, seconds: float) -> Iterator[None]:
-    """Limit templates in this thread until the block ends. They raise RenderError at the first limit."""
+    """Limit templates in this thread until the block ends. A template that exceeds a limit raises RenderError."""
     _thread.work = _RenderBudget(characters, seconds)
     try:
         yield
@@ -79,7 +79,9 @@ def render_limits(characters: int, seconds: float) -> Iterator[None]:
 
 
 def reserved_names(tokenizer: Any) -> frozenset[str]:
-    """Return names that chat_template_kwargs may not use: special tokens, and names of the server, transformers and jinja."""
+    """Return the names that chat_template_kwargs may not use: special tokens, and names of the server, transformers
+    and jinja.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     names = {
@@ -96,7 +98,7 @@ def reserved_names(tokenizer: Any) -> frozenset[str]:
 
 
 def limit_templates(tokenizer: Any) -> None:
-    """Make the tokenizer's chat templates obey `render_limits`. Outside of it they run as before."""
+    """Make the tokenizer's chat templates obey `render_limits`. Outside this context they run without limits."""
     for source in _sources(tokenizer):
         compiled = _compiled(source)
         if compiled is None or hasattr(compiled, "kvloom_limited"):
@@ -116,8 +118,9 @@ def _sources(tokenizer: Any) -> list[str]:
 
 
 def _compiled(source: str) -> Any | None:
-    """Return the compiled template that transformers caches; None for an invalid one, for which every request gets an
-    error."""
+    """Return the compiled template that transformers caches, or None for an invalid template, which fails at every
+    request.
+    """
     from jinja2.exceptions import TemplateError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -146,7 +149,9 @@ def _limited(source: str, compiled: Any) -> Callable[..., str]:
 
 
 def _environment(original: Any) -> Any:
-    """Return a copy of a template's environment that counts steps and checks the length of texts before creating them."""
+    """Return a copy of a template's environment that counts steps, and checks the length of texts before they are
+    created.
+    """
     from jinja2.filters import do_join, do_replace, make_attrgetter
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import pass_eval_context

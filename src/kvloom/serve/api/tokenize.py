@@ -1,4 +1,4 @@
-"""Text to token ids and back, without generating: /tokenize and /detokenize, compatible with vLLM."""
+"""/tokenize and /detokenize: convert text to token ids and back without generating, compatible with vLLM."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _read(body: bytes) -> TextFields | MessagesFields:
 def _tokenized(
     fields: TextFields | MessagesFields, prompts: PromptEncoder, limits: PromptLimits, longest: int
 ) -> dict[str, Any]:
-    """Return the response of /tokenize. Takes up to seconds for a long text."""
+    """Return the response of /tokenize. May take seconds for a long text."""
     if isinstance(fields, MessagesFields):
         tokens = prompts.encode_chat(fields, limits).tokens
     else:
@@ -102,7 +102,7 @@ def _tokenized(
 
 
 def _has_messages(body: bytes) -> bool:
-    """Whether a body is a chat. Invalid JSON is reported by the next reader."""
+    """Return whether a body is a chat. Invalid JSON is reported later."""
     try:
         return "messages" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

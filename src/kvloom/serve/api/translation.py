@@ -1,4 +1,4 @@
-"""Reading requests of other APIs and translating them to chats: what the Responses API and the Messages API share."""
+"""Functions that the Responses API and the Messages API share, to read requests and translate them to chats."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def copied_fields(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of_parts(content: Any, kinds: tuple[str, ...], where: str, param: str) -> str:
-    """Return a text, or the joined texts of parts of some kinds. Raises ApiError for other content."""
+    """Return a text, or the joined texts of parts of the given kinds. Raises ApiError for other content."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

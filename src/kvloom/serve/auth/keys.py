@@ -1,10 +1,10 @@
 """API keys and their tenants. Keys are stored as SHA-256 digests and compared in constant time.
 
-A key file is JSON, {"KEY": "tenant"} or {"KEY": {"tenant": "t", "quota": "2GiB", "weight": 1}}, or lines of
-`KEY tenant [quota [weight]] [max_…=N] [admin]` (# starts a comment, - means no quota). Keys of one tenant must state the same
-quota, weight and caps. If any tenant has a weight, others default to 1; else all have equal default shares
-(`core.Tenant.firm`). `max_answers`, `max_open`, `max_ttl` and `max_priority` set the tenant's `Caps`. "admin": true (or the
-last word `admin`) marks an admin key, which sees all tenants.
+A key file is JSON, {"KEY": "tenant"} or {"KEY": {"tenant": "t", "quota": "2GiB", "weight": 1}}, or lines of `KEY
+tenant [quota [weight]] [max_…=N] [admin]` (# starts a comment, - means no quota). All keys of one tenant must have
+the same quota, weight and caps. If any tenant has a weight, the default weight of the others is 1. Otherwise all
+tenants have equal default shares (`core.Tenant.firm`). `max_answers`, `max_open`, `max_ttl` and `max_priority` set
+the tenant's `Caps`. "admin": true (or the last word `admin`) marks an admin key, which sees all tenants.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["OWN_TENANT", "ApiKeys", "permission_warning", "read_keys"]
 
 MIN_KEY_CHARACTERS = 8
 OWN_TENANT = "default"
-"""Tenant of keys from the command line. They are admin keys."""
+"""Tenant of keys on the command line, which are admin keys."""
 CAPS = {"max_answers": int, "max_open": int, "max_ttl": float, "max_priority": int}
 """Caps that a key can set for its tenant, and their types."""
 KeyRow = tuple[str, str, str, int | None, float | None, dict[str, Any], bool]
@@ -85,8 +85,9 @@ def _bearer_key(authorization: str | None) -> str:
 
 
 def read_keys(path: str | None, default: Caps | None = None, own: Collection[str] = ()) -> ApiKeys:
-    """Read a key file, and add `own` keys of the operator. Keys without caps get those of `default`. Raises ValueError with
-    the line or position, never with the key."""
+    """Read a key file, and add the operator's keys in `own`. Keys without caps get the caps `default`. Raises
+    ValueError with the line or position, but never with the key.
+    """
     default = default or Caps()
     rows = [] if path is None else _read_file(path)
     path = path or "--api-key"
@@ -177,7 +178,9 @@ def _from_json(text: str, path: str) -> list[KeyRow]:
 
 
 def _read_caps(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the caps of a key by the names of `Caps`. Raises ValueError for an unknown name or a value that is no number."""
+    """Return the caps of a key by the field names of `Caps`. Raises ValueError for an unknown name or a value that is
+    not a number.
+    """
     found: dict[str, Any] = {}
     for name, value in given.items():
         if name not in CAPS:

@@ -1,4 +1,4 @@
-"""Limits of a server and of its tenants, and the count of answers in progress against them."""
+"""The limits of a server and of its tenants, and the counts of answers and bytes in progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvloom.serve.errors import above_share, bad_request, bodies_full, draining,
 __all__ = ["PRESSURE", "BodyLimiter", "Caps", "HeldBody", "Limits", "RequestLimiter"]
 
 PRESSURE = 4
-"""Most open answers of a tenant per free place. A single tenant can use 4 of 5 places; the rest stays free for others."""
+"""Largest number of open answers of a tenant per free place. A single tenant can use 4 of 5 places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,10 @@ class Limits:
 
 
 class BodyLimiter:
-    """Counts the bytes of request bodies from the first until the prompt is encoded.
+    """Counts the bytes of a request body, from its first byte until its prompt is encoded.
 
-    If several tenants share the server, each may hold up to PRESSURE times the free bytes."""
+    If several tenants share the server, each may use up to PRESSURE times the free bytes.
+    """
 
     def __init__(self, limit: int, shared: bool = False) -> None:
         self.limit, self.shared = limit, shared
@@ -104,7 +105,7 @@ class BodyLimiter:
 
     @contextmanager
     def hold(self, tenant: str = "") -> Iterator[HeldBody]:
-        """Count the bytes that are added to the held body until the block ends."""
+        """Count the bytes of one body until the block ends."""
         held = HeldBody(self, tenant)
         try:
             yield held
@@ -134,10 +135,12 @@ class HeldBody:
 
 
 class RequestLimiter:
-    """Counts answers in progress. `is_draining`: no request is admitted; `idle` is set while there are no requests.
+    """Counts answers in progress. While `is_draining`, no request is admitted. `idle` is set while there are no
+    requests.
 
-    If several tenants share the server, each may have at most PRESSURE open answers per free place. So tenants with
-    many open answers are refused first, and a tenant without any is admitted."""
+    If several tenants share the server, each may have at most PRESSURE open answers per free place. Tenants with many
+    open answers are therefore refused first, and a new tenant is always admitted.
+    """
 
     def __init__(self, limit: int, shared: bool = False) -> None:
         self.limit, self.shared = limit, shared

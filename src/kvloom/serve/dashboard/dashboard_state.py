@@ -1,4 +1,4 @@
-"""The data of the dashboard: one cache snapshot for all viewers, at most one per REFRESH_SECONDS, and a history.
+"""The data of the dashboard: a history, and a cache snapshot. All viewers share one snapshot per REFRESH_SECONDS.
 
     viewers ──▶ state_json() ──▶ the latest snapshot, or one SnapshotRequest that all viewers wait for
     every 2 s   a sample of counters, with or without viewers
@@ -29,7 +29,7 @@ __all__ = ["DashboardState", "Dashboards"]
 
 REFRESH_SECONDS = 1.0
 WAIT_SECONDS = 2.0
-"""How long viewers wait for a new snapshot before they get the previous one."""
+"""Seconds that viewers wait for a new snapshot. After that they get the previous one."""
 SAMPLE_SECONDS = 2.0
 SAMPLES = 300
 _encode = msgspec.json.Encoder().encode

@@ -1,4 +1,4 @@
-"""Samples of a server's counters over the past minutes, as rates between consecutive samples."""
+"""Samples of a server's counters over the last minutes, as rates between consecutive samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WINDOW = 30
 
 
 class History:
-    """The last samples, taken about every `seconds`. Rates are per second; null means that nothing was measured."""
+    """The last samples, about `seconds` apart. Rates are per second. None means that nothing was measured."""
 
     def __init__(self, served: ServedModel, samples: deque[list[float | None]], seconds: float) -> None:
         self._served, self._samples, self._seconds = served, samples, seconds

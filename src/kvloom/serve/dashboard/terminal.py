@@ -118,7 +118,9 @@ class _Curves:
         yield table
 
     def _latency(self, name: str) -> tuple[str, str]:
-        """Return p50, then p95 and p99, of the time to first token (TTFT) or between tokens (ITL): the latest that were measured, or those since the start."""
+        """Return p50, and p95 with p99, of the time to first token (TTFT) or between tokens (ITL). Uses the latest
+        measurement, or the values since the start.
+        """
         p50, p95, p99 = (
             next((value for value in reversed(self.series[f"{name}_{q}"]) if value is not None), None)
             or self.totals["latency"][name][q]
@@ -142,7 +144,9 @@ def _curve(values: Series, width: int, top: float | None, high: int) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """The page pool: a character is a run of cells, coloured by their largest part; its shape shows the state."""
+    """The page pool. Each character stands for several cells: its colour shows their largest part, and its shape the
+    state.
+    """
 
     engine: State
     mode: str
@@ -238,7 +242,7 @@ def _tiers(engine: State, totals: State) -> Group:
 
 
 def _sources(totals: State) -> str:
-    """Return where prompt tokens came from since the start, in percent."""
+    """Return the sources of prompt tokens since the start, in percent."""
     whole = totals["prompt_tokens"]
     if not whole:
         return ""
@@ -280,7 +284,7 @@ class _Tree:
 
 
 def _walk(below: dict[str | None, list[State]], at: str | None, depth: int) -> Iterable[tuple[int, State]]:
-    """Yield branches in tree order, the hottest first. An only child keeps its parent's depth."""
+    """Yield branches in tree order, those with the most hits first. An only child keeps its parent's depth."""
     children = sorted(below.get(at, ()), key=lambda one: (-one["hits"], one["idle"]))
     for child in children:
         yield depth, child

@@ -1,6 +1,6 @@
 """The server's counters and histograms, and the text that /metrics returns.
 
-Counting adds to plain numbers; series.py names them at scrape time. Engine counters restart with the engine.
+The counters are plain numbers; series.py adds their names at scrape time. Engine counters restart with the engine.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ VLLM_FINISH_REASONS = {"cancelled": "abort", "no_room": "error", "grammar": "err
 
 
 MAX_TENANTS = 100
-"""Tenants whose tokens are counted by name."""
+"""Largest number of tenants whose tokens are counted by name."""
 
 
 @dataclass(slots=True)
 class TenantTokens:
-    """Finished requests of a tenant, their prompt tokens, and those found in the cache."""
+    """Counts of one tenant: finished requests, their prompt tokens, and cached prompt tokens."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -62,9 +62,9 @@ class ServerMetrics:
         tenant: str | None = None,
         everyone: bool = False,
     ) -> bytes:
-        """Return all series as text, with those of `tenant`, or of every tenant for an admin.
-
-        `is_labelled`: series of a model have the label `model`."""
+        """Return all series as text, including the series of `tenant`, or of every tenant for an admin. With
+        `is_labelled`, the series of a model have the label `model`.
+        """
         found = {one.model: [*one.series(), *one.tenant_series(tenant, everyone)] for one in models}
         return expositions(found, is_labelled, self.series()).encode()
 
@@ -126,7 +126,7 @@ class Metrics:
                 self.inter_token.add(each, record.output_tokens - record.answers)
 
     def _count_tenant(self, record: RequestRecord) -> None:
-        """Count a request's tokens for the tenant that it names; tenants beyond MAX_TENANTS are not counted."""
+        """Count the tokens of a request for its tenant. Tenants above MAX_TENANTS are not counted."""
         use = self.tenant_tokens.get(record.tenant)
         if use is None:
             if len(self.tenant_tokens) >= MAX_TENANTS:

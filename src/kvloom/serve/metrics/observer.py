@@ -1,9 +1,10 @@
-"""Observes requests: each gets a record, which is counted, traced and recorded when it finishes.
+"""Observes requests. Each request gets a record, which is counted, traced and written to the recording when the
+request finishes.
 
     generation ── start, finish       ──▶ RequestObserver ──▶ RequestRecords, Metrics, Traces, Recorder
     engine     ── progress, deltas    ──▶
 
-Requests run the same without it.
+Requests do not depend on it.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class RequestObserver:
     def start(
         self, id_: str, endpoint: str, messages: list[Add], started: float, headers: Mapping[str, str]
     ) -> RequestRecord:
-        """Return the record of a request whose prompts are sent to the engine. `started` is its arrival on the monotonic
-        clock."""
+        """Create and return the record of a request whose prompts are sent to the engine. `started` is its arrival on
+        the monotonic clock.
+        """
         first = messages[0]
         record = RequestRecord(
             id_,
@@ -91,13 +93,13 @@ class RequestObserver:
                 one.record.prompts[progress.id] = progress.prompt_tokens
 
     def record_tokens(self, delta: Delta) -> None:
-        """Store output tokens for the recording. If a request has several answers, the first is recorded."""
+        """Store output tokens for the recording. Only the first answer of a request is recorded."""
         one = self._open.get(delta.id)
         if one is not None and one.messages and delta.index == 0:
             one.answers.setdefault(delta.id, []).extend(delta.tokens)
 
     def finish(self, record: RequestRecord) -> None:
-        """Finish a request, successful or not."""
+        """Count, trace and record a request that has finished, successfully or not."""
         record.finished = time.monotonic()
         if record.error_code is None and not record.finish_reasons and not record.is_disconnected:
             record.error_code = "interrupted"  # no reason given: the server shuts down or has a fault
@@ -138,7 +140,7 @@ class RequestObserver:
                     message.prompt + answer,
                     len(message.prompt),
                     tenant=message.tenant,
-                    adapter=message.salt,
+                    salt=message.salt,
                     session=message.session,
                     ending=record.finish_reason,
                     last_computed=False,

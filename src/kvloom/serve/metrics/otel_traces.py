@@ -33,9 +33,9 @@ OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completio
 
 
 class Traces:
-    """Sends spans to the OTLP receiver at `url` in batches, from its own thread.
-
-    OpenTelemetry drops and logs spans that it cannot send; no request waits."""
+    """Sends spans to the OTLP receiver at `url`, in batches from a separate thread. OpenTelemetry drops and logs
+    spans that cannot be sent. No request waits for it.
+    """
 
     def __init__(self, url: str, model: str) -> None:
         self._model = model
@@ -46,7 +46,7 @@ class Traces:
         self._propagator = TraceContextTextMapPropagator()
 
     def context(self, headers: Mapping[str, str]) -> Any:
-        """Return the trace context of a client's headers; an empty one without any."""
+        """Return the trace context in a client's headers, or an empty context."""
         return self._propagator.extract({name: headers[name] for name in TRACE_HEADERS if name in headers})
 
     def send(self, record: RequestRecord, context: Any) -> None:

@@ -69,7 +69,7 @@ class RequestRecord:
 
     @property
     def hit_tokens(self) -> Counter[str]:
-        """Tokens found, by tier."""
+        """Number of tokens found, by tier."""
         found: Counter[str] = Counter()
         for progress in self.progress.values():
             found.update(progress.hits)
@@ -77,26 +77,26 @@ class RequestRecord:
 
     @property
     def load_seconds(self) -> float:
-        """Time from the start of its first load from a tier to the end of its last, summed over its prompts."""
+        """Seconds from the start of the first load from a tier to the end of the last load, summed over the prompts."""
         loads = [progress.loads for progress in self.progress.values() if progress.loads]
         return sum(max(load[2] for load in each) - min(load[1] for load in each) for each in loads)
 
     @property
     def queue_seconds(self) -> float | None:
-        """Time until the first step of its first prompt."""
+        """Seconds from the request to its first step, or None if it has not started."""
         begun = [progress.started for progress in self.progress.values()]
         return max(0.0, min(begun) - self.started) if begun else None
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Time until its first token was sent; if nothing is sent before the end, until it was computed."""
+        """Seconds until the first token was sent. If tokens are sent only at the end, until it was computed."""
         seen = [progress.first_token for progress in self.progress.values() if progress.first_token]
         first_token = self.first_token or min(seen, default=0.0)
         return max(0.0, first_token - self.started) if first_token else None
 
     @property
     def seconds(self) -> float:
-        """Time from arrival to the end, or to now."""
+        """Seconds from arrival to the end, or until now."""
         return (self.finished or time.monotonic()) - self.started
 
     @property
@@ -109,11 +109,13 @@ class RequestRecord:
 
     @property
     def largest_miss(self) -> RequestProgress | None:
-        """The progress of the prompt with most tokens to compute."""
+        """The progress of the prompt that has the most tokens to compute."""
         return max(self.progress.values(), key=lambda s: self.prompts[s.id] - s.cached_tokens, default=None)
 
     def to_dict(self, operator: bool) -> dict[str, Any]:
-        """Return plain data for JSON. Only an `operator` sees that another tenant has the missing prefix."""
+        """Return the record as plain data for JSON. Only an `operator` sees that another tenant has the missing
+        prefix.
+        """
         progress = self.largest_miss
         stopped = None
         if progress is not None:
@@ -153,20 +155,22 @@ class RequestRecords:
         return len(self._ring)
 
     def add(self, record: RequestRecord) -> None:
-        """Add a record; drop the oldest beyond the limit."""
+        """Add a record. Drops the oldest record above the limit."""
         self._ring[record.id] = record
         if len(self._ring) > self._max_records:
             self._ring.popitem(last=False)
 
     def find(self, id_: str, tenant: str | None) -> RequestRecord | None:
-        """Return the record with an id, or the newest with a request id, if `tenant` (None: any) may see it. O(records)."""
+        """Return the record with this id, or the newest with this request id, if `tenant` may see it (None: any).
+        O(records).
+        """
         found = self._ring.get(id_)
         if found is not None:
             return found if tenant in (None, found.tenant) else None
         return next((one for one in self.latest(len(self), tenant) if id_ and one.request_id == id_), None)
 
     def latest(self, count: int, tenant: str | None, model: str | None = None) -> list[RequestRecord]:
-        """Return the newest records of `model` (None: any) that `tenant` (None: any) may see, newest first. O(records)."""
+        """Return the newest records of `model` (None: any) that `tenant` (None: any) may see. O(records)."""
         seen = (
             one
             for one in reversed(self._ring.values())
@@ -176,7 +180,9 @@ class RequestRecords:
 
 
 def explain_miss(progress: RequestProgress, length: int, operator: bool) -> tuple[str, str]:
-    """Return the miss reason of a prompt of `length` tokens, and a sentence: where its lookup in pool and tiers ended, and why."""
+    """Return the miss reason of a prompt of `length` tokens, and a sentence that states where its lookup ended and
+    why.
+    """
     reason = "other tenant" if operator and progress.in_other_tenant else progress.miss_reason
     at, found = progress.miss_position, progress.cached_tokens
     if not reason:

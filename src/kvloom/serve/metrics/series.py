@@ -1,7 +1,7 @@
 """Names, help texts and label sets of all metrics, and Prometheus' text format.
 
-A series has our name, vLLM's names if vLLM has the same measure (with its labels `model_name` and `engine`), and
-deprecated aliases, which are served for one version. This module counts nothing.
+A series has a kvloom name and, if vLLM has the same metric, vLLM's names with the labels `model_name` and `engine`.
+Deprecated aliases are served for one version. This module counts nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BREAKERS = ("closed", "half-open", "open")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric. `vllm_names` and `vllm_labels` are vLLM's names for it and its labels; `aliases` are former names."""
+    """One metric. `vllm_names` and `vllm_labels` are its names and labels in vLLM. `aliases` are former names."""
 
     name: str
     kind: str
@@ -64,9 +64,9 @@ def exposition(rows: Iterable[Series], model: str) -> str:
 def expositions(
     models: Mapping[str, Iterable[Series]], is_labelled: bool, server: Iterable[Series] = ()
 ) -> str:
-    """Return the series of several models and of the server. A family appears once, with the samples of all models.
-
-    `is_labelled`: our series of a model have the label `model`; vLLM's always have `model_name`."""
+    """Return the series of several models and of the server. Each family occurs once, with the samples of all models.
+    With `is_labelled`, kvloom's series of a model have the label `model`. vLLM's series always have `model_name`.
+    """
     families: dict[str, list[str]] = {}
     for row in server:
         _add(families, row, "", "")
@@ -79,7 +79,7 @@ def expositions(
 
 
 def _add(families: dict[str, list[str]], row: Series, ours: str, vllm: str) -> None:
-    """Add the samples of a series to its families: our name, its aliases, vLLM's names."""
+    """Add the samples of a series under its kvloom name, its aliases and its vLLM names."""
     if row.name:
         _write(families, row.name, row, row.help, ours, row.labels)
     for name in row.aliases:
@@ -90,7 +90,7 @@ def _add(families: dict[str, list[str]], row: Series, ours: str, vllm: str) -> N
 
 
 def full_name(name: str, kind: str) -> str:
-    """Return a series' name as Prometheus shows it: counters end in `_total`."""
+    """Return the name of a series as Prometheus shows it. Counters end in `_total`."""
     return f"{name}_total" if kind == "counter" else name
 
 
@@ -147,6 +147,7 @@ def engine_series(stats: EngineStats, pool: PoolInfo) -> list[Series]:
     ]  # fmt: skip
     counters = [
         Series("kvloom_steps", "counter", "Engine steps", stats.steps),
+        *_speculation_series(stats),
         Series("kvloom_preemptions", "counter", "Preemptions", stats.preemptions, ("vllm:num_preemptions",)),
         Series("kvloom_looked_up_tokens", "counter", "Prompt tokens looked up in the cache", stats.looked_up_tokens, ("vllm:prefix_cache_queries",)),
         Series("kvloom_hit_tokens", "counter", "Prompt tokens found in the pool or a tier", stats.hit_tokens),
@@ -165,6 +166,20 @@ def engine_series(stats: EngineStats, pool: PoolInfo) -> list[Series]:
         Series("kvloom_reuse_seconds", "histogram", "Time since the last use of hit entries", age_histogram(stats.reuse_age), ("vllm:kv_block_reuse_gap_seconds",)),
     ]  # fmt: skip
     return [*gauges, *counters, *histograms, *tier_series(stats)]
+
+
+def _speculation_series(stats: EngineStats) -> list[Series]:
+    """Return the series of drafts."""
+    accepted = {str(position): count for position, count in enumerate(stats.accepted_tokens)}
+    proposed = {str(position): count for position, count in enumerate(stats.proposed_tokens)}
+    return [
+        Series("kvloom_drafts", "counter", "Verified drafts", stats.drafts, ("vllm:spec_decode_num_drafts",)),
+        Series("kvloom_proposed_tokens", "counter", "Draft tokens, by position in the draft", proposed, labels=("position",)),
+        Series("kvloom_accepted_tokens", "counter", "Accepted draft tokens, by position in the draft", accepted, ("vllm:spec_decode_num_accepted_tokens_per_pos",), ("position",)),
+        Series("", "counter", "Draft tokens", sum(stats.proposed_tokens), ("vllm:spec_decode_num_draft_tokens",)),
+        Series("", "counter", "Accepted draft tokens", sum(stats.accepted_tokens), ("vllm:spec_decode_num_accepted_tokens",)),
+        Series("kvloom_draft_saved_seconds", "gauge", "Estimated seconds that drafts saved", stats.draft_seconds_saved),
+    ]  # fmt: skip
 
 
 def tier_series(stats: EngineStats) -> list[Series]:
@@ -187,8 +202,9 @@ def tier_series(stats: EngineStats) -> list[Series]:
         Series("kvloom_handed_over_pages", "counter", "Pages pulled from prefill workers while they computed", offload.get("handed_over_pages", 0)),
         Series("kvloom_load_failed_pages", "counter", "Pages that host memory evicted before they were loaded", offload.get("failed_pages", 0), aliases=("kvloom_missed_pages",)),
         Series("kvloom_offloaded_pages", "counter", "Pages copied to host memory", offload.get("offloaded_pages", 0), aliases=("kvloom_kept_pages",)),
+        Series("kvloom_cold_pages", "counter", "Pages of running requests that became cold: the pool is too small for them", offload.get("cold_pages", 0)),
         Series("kvloom_loads_slower_than_recompute", "counter", "Loads skipped because recomputing is faster", offload.get("not_worth_loading", 0), aliases=("kvloom_loads_not_worth",)),
-        Series("kvloom_loads_without_free_pages", "counter", "Loads skipped because the pool had no free pages", offload.get("no_room", 0), aliases=("kvloom_loads_without_room",)),
+        Series("kvloom_loads_without_free_pages", "counter", "Loads skipped because the pool had no free pages", offload.get("no_free_pages", 0), aliases=("kvloom_loads_without_room",)),
         Series("kvloom_tier_faults", "counter", "Pages that a tier failed to look up, load or store", faults, labels=("tier", "verb", "outcome")),
         Series("kvloom_tier_objects", "gauge", "Objects in a tier", {t.name: t.objects for t in tiers}, labels=at),
         Series("kvloom_tier_bytes", "gauge", "Bytes in a tier", {t.name: t.bytes for t in tiers}, labels=at),
@@ -229,7 +245,7 @@ def tenant_series(tenants: Mapping[str, TenantUsage]) -> list[Series]:
 
 
 def _labelled(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, float]:
-    """Return counts by label value; every known value is present from the start."""
+    """Return counts by label value. Every known value is present from the start."""
     return {word.replace(" ", "_"): count for word, count in {**dict.fromkeys(known, 0), **counts}.items()}
 
 

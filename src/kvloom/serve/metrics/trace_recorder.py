@@ -5,8 +5,9 @@ A file is JSON lines, gzipped if its name ends in .gz:
     {"kvloom": "traffic", "version": 1, "block_tokens": 64, "model": "llama", "bytes_per_token": 131072}
     {"at": 0.25, "prompt": 1000, "output": 128, "names": "9f3c…", "tenant": "4be1", "session": "77a0", "ending": "stop"}
 
-`names` are the hashes of the full blocks of prompt and answer, 8 bytes each, in one hexadecimal string. Hashes, tenants
-and sessions are keyed with a random key that is never written: equal ones stay equal, and text cannot be guessed.
+`names` are the hashes of the full blocks of prompt and answer, 8 bytes each, in one hexadecimal string. Hashes,
+tenants and sessions are hashed with a random key that is never written. Equal values stay equal, and a guessed text
+cannot be confirmed.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ _ID_BYTES = 6
 
 
 class Recorder:
-    """Writes one line per finished request; not thread-safe.
-
-    A request costs one hash of its tokens. Readers see lines after `flush`. A non-empty file is refused, because hashes of
-    two recordings are not comparable. A recording without requests is deleted on close.
+    """Writes one line per finished request. Not thread-safe. A request costs one hash of its tokens. Lines are in the
+    file after `flush`. A non-empty file is refused, because hashes of two recordings are not comparable. A recording
+    without requests is deleted on close.
     """
 
     def __init__(self, path: str | Path, block_tokens: int = 64, model: str = "") -> None:
@@ -56,7 +56,9 @@ class Recorder:
         raw = gzip.open(path, "wb") if path.name.endswith(".gz") else path.open("wb")  # noqa: SIM115
         self._file = io.TextIOWrapper(raw, encoding="utf-8", newline="\n")
         self.bytes_per_token: int | None = None
-        """Of the pool's layout; set it before the first request, so that `kvloom replay` knows the size of a block."""
+        """Bytes per token of the pool's layout, so that `kvloom replay` can compute the size of a block. Set it
+        before the first request.
+        """
 
     def add(
         self,
@@ -65,7 +67,7 @@ class Recorder:
         prompt: int,
         *,
         tenant: str = "",
-        adapter: str = "",
+        salt: str = "",
         session: str | None = None,
         ending: str | None = None,
         last_computed: bool = True,
@@ -81,7 +83,7 @@ class Recorder:
             raise ValueError(f"prompt is {prompt} tokens, but the request has {length}")
         cached = max(prompt, length - (not last_computed))
         every = self.block_tokens // HASH_TOKENS
-        hashes = hash_chain(root_hash(self.model, tenant, adapter), data[: cached * TOKEN_BYTES])[
+        hashes = hash_chain(root_hash(self.model, tenant, salt=salt), data[: cached * TOKEN_BYTES])[
             every - 1 :: every
         ]
         line: dict[str, Any] = {"at": round(at, 6), "prompt": prompt, "output": length - prompt}

@@ -1,6 +1,7 @@
-"""The engine process, and the API process's client of it.
+"""The engine process, and its client in the API process.
 
     engine_client.py      EngineClient: starts and restarts the engine process, exchanges messages with it
+    request_pins.py       RequestPins: prompts that requests pin
     response_stream.py    ResponseStream: the deltas of one HTTP request
     messages.py           the messages between both processes
     pool_broker.py        plan_pools: one memory budget for the pools of several models

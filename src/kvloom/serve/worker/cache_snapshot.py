@@ -20,7 +20,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class CacheSnapshot:
-    """Takes snapshots of one engine's cache. Allocates nothing before the first."""
+    """Takes snapshots of one engine's cache. Allocates nothing before the first snapshot."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -35,7 +35,7 @@ class CacheSnapshot:
         return _encode(snapshot)
 
     def _tiers(self) -> list[dict[str, Any]]:
-        """Return the tiers, the nearest first."""
+        """Return the tiers, fastest first."""
         offload = self._engine.offload
         if offload is None:
             return []

@@ -1,4 +1,5 @@
-"""The API process's side of the engine: starts its process, sends requests, delivers answers, restarts it.
+"""The client of the engine in the API process. It starts and restarts the engine process, sends requests, and
+delivers answers.
 
     loading ──▶ ready ──▶ died, or hung and killed: open requests fail, then after a pause ──▶ loading …
 
@@ -70,7 +71,7 @@ class StartError(Exception):
 
 
 class Backoff:
-    """The pause before each restart: it doubles, and allows at most MAX_RESTARTS within WINDOW_SECONDS."""
+    """The pause before each restart. It doubles, and allows at most MAX_RESTARTS within WINDOW_SECONDS."""
 
     def __init__(self) -> None:
         self._starts: deque[float] = deque()
@@ -142,14 +143,14 @@ class EngineClient:
         return list(range(self._next_id - count, self._next_id))
 
     def submit(self, messages: Iterable[Add], stream: ResponseStream) -> None:
-        """Send prompts to the engine; `stream` receives their deltas."""
+        """Send prompts to the engine. `stream` receives their deltas."""
         self.require_ready()
         for message in messages:
             self._streams[message.id] = stream
             self._send(message)
 
     def cancel(self, stream: ResponseStream) -> None:
-        """Cancel the pending prompts of a stream; the engine releases their pages."""
+        """Cancel the pending prompts of a stream. The engine releases their pages."""
         for id_ in stream.pending:
             if self._streams.pop(id_, None) is not None:
                 self._send(Cancel(id_))
@@ -188,9 +189,11 @@ class EngineClient:
         return await asyncio.wait_for(answer, seconds)
 
     async def resize_pool(self, pool_bytes: int, seconds: float | None) -> PoolState:
-        """Grow or shrink an elastic pool; return its size. It may reach the target later, when requests have finished.
+        """Grow or shrink an elastic pool. Return its size, which may reach the target later, when requests have
+        finished.
 
-        Raises ApiError without an engine, TimeoutError after `seconds` (None: wait until the engine answers or dies)."""
+        Raises ApiError without an engine, TimeoutError after `seconds` (None: wait until the engine answers or dies).
+        """
         self.require_ready()
         answer: asyncio.Future[PoolState] = asyncio.get_running_loop().create_future()
         self._resizes += 1
@@ -235,7 +238,7 @@ class EngineClient:
             self.restarts += 1
 
     async def _run_engine(self) -> str:
-        """Run one engine process until it ends; return how it ended."""
+        """Run one engine process until it ends. Return how it ended."""
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
@@ -288,7 +291,7 @@ class EngineClient:
         return failure or (f"died by signal {-code}" if code < 0 else f"exited with code {code}")
 
     def _handle(self, message: FromEngine) -> str:
-        """Handle a message; return why the engine cannot be used, or ""."""
+        """Handle a message. Return the reason why the engine cannot be used, or ""."""
         if isinstance(message, Outputs):
             self._deliver(message)
             return ""
@@ -343,9 +346,11 @@ class EngineClient:
 
 
 def _restart(start: Start, before: Ready) -> Start:
-    """Return the options of a restarted engine: a tier that is unavailable now must not keep it from serving.
+    """Return the start options of a restarted engine. All tiers are optional, so that an unavailable tier does not
+    prevent serving.
 
-    A pool that shares memory starts with its last size: other pools may have the rest."""
+    A pool that shares memory starts with its last size, because other pools may use the rest.
+    """
     settings = {
         **start.settings,
         "tiers": [mark_optional(tier) for tier in start.settings.get("tiers", ())],

@@ -1,8 +1,8 @@
 """The engine process: loads the model, then runs steps. Started as `python -m kvloom.serve.worker.engine_process FD`.
 
-FD is its end of a socket pair; the first message is Start. One thread reads messages, another sends heartbeats. When
-the API process closes the socket, this process exits at once; with tiers, after up to CLOSE_SECONDS for pending
-stores. Signals to the API process are ignored here.
+FD is one end of a socket pair. The first message is Start. One thread reads messages, and another sends heartbeats.
+When the API process closes the socket, this process exits at once. With tiers it first finishes pending stores, for
+up to CLOSE_SECONDS. It ignores signals that are meant for the API process.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ if TYPE_CHECKING:
 __all__ = ["load_engine", "main"]
 
 Inbox = SimpleQueue[Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole | None]
-"""None: the API process has closed the socket."""
+"""A queue of messages. None means that the API process has closed the socket."""
 PREPARE_SECONDS = 0.005
 """Poll interval for images and grammars of requests while idle."""
 IDLE_SECONDS = 0.5
 """Poll interval for tiers and an elastic pool while idle."""
 CLOSE_SECONDS = 4.0
-"""Time for tiers to finish pending stores when the server ends."""
+"""Seconds in which tiers must finish pending stores when the server ends."""
 _decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 
@@ -92,7 +92,7 @@ def main(fd: int) -> None:
 
 
 class _Sender:
-    """Sends messages of the engine thread and heartbeats between them. `step` is the number of the running step."""
+    """Sends messages of the engine thread, and heartbeats between them. `step` is the number of the running step."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link, self._lock = link, threading.Lock()
@@ -166,7 +166,7 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
         dtype=str(next(engine.model.parameters()).dtype).removeprefix("torch."),
         vocab_size=len(engine.model.get_input_embeddings().weight),
         max_tokens=worker.max_tokens,
-        tenant_max_tokens={name: max_request_tokens(engine, quota) for name, quota in quotas.items()},
+        tenant_max_tokens={name: max_request_tokens(engine, quota, name) for name, quota in quotas.items()},
         pool_bytes=slabs * layout.slab_bytes,
         slab_bytes=layout.slab_bytes,
         block_tokens=layout.block_tokens,
@@ -184,12 +184,13 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
             for g in layout.groups
             if g.spec.axis == "text" and g.spec.lifetime == "target"
         ],
+        max_context=cache.max_tokens,
     )
     return worker, ready
 
 
 def _image_refusal(engine: Engine) -> str:
-    """Return why the model accepts no images, or ""."""
+    """Return the reason why the model accepts no images, or ""."""
     from kvloom.models.vision import Vision
 
     if engine.vision is None:

@@ -1,4 +1,4 @@
-"""Decodes the images of requests, and expands their placeholders, in one thread beside the engine's, tenants in turn."""
+"""Decodes the images of requests and expands their placeholders, in a separate thread, for one tenant after another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .messages import Add
 __all__ = ["ImagePrompts", "ImagesBusyError"]
 
 MAX_WAITING_BYTES = 256 << 20
-"""Encoded bytes of images that wait for the thread. More are refused for now."""
+"""Largest number of encoded bytes of images that wait for the thread. More images are refused for now."""
 
 
 class ImagesBusyError(ValueError):
@@ -26,9 +26,7 @@ class ImagesBusyError(ValueError):
 
 
 class ImagePrompts:
-    """Prepares requests with images. One thread calls it; another does the work. `model` has the processor.
-
-    `processor` replaces that of the model."""
+    """Prepares requests with images in a thread. `model` is the folder of the processor; `processor` replaces it."""
 
     def __init__(self, model: str, vision: Vision, processor: Any = None) -> None:
         self._model, self._vision, self._processor = model, vision, processor
@@ -54,7 +52,7 @@ class ImagePrompts:
         self._start()
 
     def cancel(self, id_: int) -> None:
-        """Drop a request. One that is being prepared is dropped by `take`."""
+        """Drop a request. If it is being prepared, `take` drops it later."""
         for tenant, messages in list(self._waiting.items()):
             for message in [one for one in messages if one.id == id_]:
                 messages.remove(message)
@@ -65,7 +63,9 @@ class ImagePrompts:
             self._current = msgspec.structs.replace(self._current[0], id=-1), self._current[1]
 
     def take(self) -> tuple[Add, list[Any] | ValueError] | None:
-        """Return a prepared request and its images, or why it is refused; None if none is ready. Does not wait."""
+        """Return a prepared request and its images, or the reason why it is refused. Returns None if none is ready.
+        Does not wait.
+        """
         if self._current is None or not self._current[1].done():
             return None
         (message, future), self._current = self._current, None
@@ -78,7 +78,7 @@ class ImagePrompts:
         return message, error if isinstance(error, ValueError) else ValueError(f"images: {error}")
 
     def _start(self) -> None:
-        """Give the thread the next request, if it is idle."""
+        """Start the next request in the thread, if the thread is idle."""
         if self._current is not None or not self._waiting:
             return
         tenant, messages = self._waiting.popitem(last=False)

@@ -96,8 +96,9 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
     """A prompt with images: its text, with a placeholder for each image, and the encoded images.
 
-    The engine process expands the placeholders. The result may have `max_prompt_tokens`. With `max_tokens` the answer is
-    shortened so that prompt and answer have no more tokens."""
+    The engine process expands the placeholders. The expanded prompt may have at most `max_prompt_tokens` tokens.
+    `max_tokens` limits prompt and output together.
+    """
 
     text: str
     images: list[bytes]
@@ -107,7 +108,9 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenRange(msgspec.Struct, frozen=True, array_like=True):
-    """Priority of the tokens [start, stop) of a prompt for `ttl` seconds: above 0 is evicted later, below 0 earlier."""
+    """Priority of tokens [start, stop) of a prompt for `ttl` seconds. A positive priority evicts them later, a
+    negative one earlier.
+    """
 
     start: int = 0
     stop: int | None = None
@@ -116,11 +119,11 @@ class TokenRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """One prompt; the deltas of its answers have its `id`. With `stream` deltas arrive per step, else once at the end.
-
-    Pages computed under a `salt` match only requests with the same salt. `ends_session`: this is the session's last
-    request. `lossy`: the request accepts pages that a tier re-encoded. `retain`: priorities of token ranges.
-    `image_prompt` replaces `prompt`. `offers_pages`, `awaits_peer`: hand-over, see `Engine.add`."""
+    """One prompt. The deltas of its answers have its `id`. With `stream`, a delta is sent per step, else once at the
+    end. Only requests with the same `salt` share pages. `ends_session` marks the last request of a session. `lossy`
+    accepts pages that a tier re-encoded. `retain` contains priorities of token ranges. `image_prompt` replaces
+    `prompt`. `offers_pages` and `awaits_peer` belong to a hand-over, see `Engine.add`.
+    """
 
     id: int
     prompt: list[int]
@@ -137,25 +140,29 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     lossy: bool = False
     retain: list[TokenRange] = []
     image_prompt: ImagePrompt | None = None
+    resume: list[int] = []
+    """Output tokens that another worker has generated: the answer begins with them."""
+    pin: float | None = None
+    """Seconds for which the prompt stays in the pool after the request."""
     offers_pages: bool = False
     awaits_peer: str | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Cancel a prompt's answers; no further delta follows. The ids of finished prompts are ignored."""
+    """Cancel the answers of a prompt. No further delta follows. Ids of finished prompts are ignored."""
 
     id: int
 
 
 class ExpectSession(msgspec.Struct, frozen=True, tag=True):
-    """A tenant's session will send a request soon: its pages may be prefetched."""
+    """A session will soon send a request, so its pages may be prefetched."""
 
     tenant: str
     session: str
 
 
 class EndSession(msgspec.Struct, frozen=True, tag=True):
-    """A tenant's session is over: pages that only it used are evicted first."""
+    """A session is over. Pages that only this session used are evicted first."""
 
     tenant: str
     session: str
@@ -166,9 +173,10 @@ class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResizePool(msgspec.Struct, frozen=True, tag=True):
-    """Grow or shrink an elastic pool to `pool_bytes`. The PoolState with its `number` answers it.
+    """Grow or shrink an elastic pool to `pool_bytes`. The engine answers with a PoolState that has the same `number`.
 
-    `share_bytes`: size that the pool can always reach again; requests that need it wait for the growth."""
+    `share_bytes` is a size that the pool can always reach. Requests that need this size wait for the growth.
+    """
 
     pool_bytes: int
     number: int = 0
@@ -182,11 +190,11 @@ class SetRole(msgspec.Struct, frozen=True, tag=True):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """New tokens of answer `index` to prompt `id`. Text may lag behind tokens.
-
-    `cached_tokens` counts prompt tokens found in the cache. `finish_reason` is set in the last delta. The first
-    answer has `prompt_logprobs`, if requested, for every prompt token but the first. `prompt_tokens` is set for prompts
-    with images: the count with expanded placeholders. `embedding`: float32, little-endian, if the params ask for it."""
+    """New tokens of answer `index` to prompt `id`. Text may lag behind tokens. `cached_tokens` is the number of
+    cached prompt tokens. `finish_reason` is set in the last delta. If requested, the first answer has
+    `prompt_logprobs` for all prompt tokens except the first. For prompts with images, `prompt_tokens` is the count
+    with expanded placeholders. `embedding` is float32, little-endian, if it is requested.
+    """
 
     id: int
     index: int
@@ -202,7 +210,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that the engine does not accept, and the reason. `is_retryable`: a later attempt may succeed."""
+    """A prompt that the engine refuses, and the reason. `is_retryable` states that a later attempt may succeed."""
 
     id: int
     reason: str
@@ -286,6 +294,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     | `evicted`                   | evictions by kind of entry                                                 |
     | `hit_pages`                 | pages found, by kind of layer                                              |
     | `eviction_age`, `reuse_age` | seconds since the last use, of evicted and of hit entries                  |
+    | `drafts`, `draft_seconds_saved` | verified drafts; estimated seconds that they saved                     |
+    | `proposed_tokens`, `accepted_tokens` | draft tokens by position in their draft                           |
+    | `speculation`               | the last decision about each proposer, and why                             |
     | `offload`                   | counters of the offload manager                                            |
     | `role`                      | both, prefill or decode                                                    |
     | `tier_faults`               | failures: tier, operation, outcome, count                                  |
@@ -317,15 +328,20 @@ class EngineStats(msgspec.Struct, frozen=True):
     reuse_age: HistogramCounts = ([], 0.0)
     tenants: dict[str, TenantUsage] = {}
     tiers: list[TierUsage] = []
+    drafts: int = 0
+    proposed_tokens: list[int] = []
+    accepted_tokens: list[int] = []
+    draft_seconds_saved: float = 0.0
+    speculation: dict[str, str] = {}
     offload: dict[str, int] = {}
     role: str = "both"
     tier_faults: list[tuple[str, str, str, int]] = []
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of an elastic pool, the bytes that it is to reach, and the most tokens of one request that fit.
-
-    `number`: that of the latest ResizePool that the engine has carried out."""
+    """Current size and target size of an elastic pool in bytes, and the largest number of tokens of one request.
+    `number` is that of the last ResizePool that was carried out.
+    """
 
     pool_bytes: int
     target_bytes: int
@@ -334,8 +350,11 @@ class PoolState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Results of one step. `stats` come several times a second, and whenever the engine becomes idle. `snapshot` is JSON;
-    it answers a SnapshotRequest. `pool` comes whenever the pool's size changes, and answers a ResizePool."""
+    """The results of one step. `stats` are sent several times a second, and when the engine becomes idle.
+
+    `snapshot` is JSON and answers a SnapshotRequest. `pool` is sent when the size of the pool changes, and answers a
+    ResizePool.
+    """
 
     deltas: list[Delta] = []
     rejected: list[Rejected] = []
@@ -354,11 +373,13 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is loaded. `max_tokens` limits prompt and answer of one request together; `tenant_max_tokens` is that
-    limit for tenants with a quota. `tiers` lists name, capacity and stored pages; `unavailable_tiers` lists name and
-    reason. `pool_limits` are the fewest and most bytes of an elastic pool. `image_refusal`: why the model accepts no
-    images; "" if it does. `hash_model` is the model's part of block hashes; `groups` are its layer groups on the text
-    axis. `peer_address`: where other workers read its host memory; None if it is not shared."""
+    """The engine is loaded. `max_tokens` limits prompt and output of one request together; `tenant_max_tokens` is the
+    limit for tenants with a quota. `tiers` contains name, capacity and stored pages; `unavailable_tiers` contains
+    name and reason. `pool_limits` are the smallest and largest size of an elastic pool. `image_refusal` is the reason
+    why the model accepts no images, or "". `hash_model` is the model's part of block hashes; `groups` are its layer
+    groups on the text axis. `max_context` is the model's limit. `peer_address` is where
+    other workers read its host memory, or None.
+    """
 
     device: str
     dtype: str
@@ -377,17 +398,18 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     image_refusal: str = ""
     hash_model: str = ""
     groups: list[GroupInfo] = []
+    max_context: int = 0
     peer_address: tuple[str, int] | None = None
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot be loaded; another attempt would fail, too."""
+    """The engine cannot be loaded. Another attempt would fail, too."""
 
     reason: str
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The engine process is alive. `step` is the number of the running step; 0 while it loads or is idle."""
+    """The engine process is alive. `step` is the number of the running step, or 0 while it loads or is idle."""
 
     step: int = 0
 

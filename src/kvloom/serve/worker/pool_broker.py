@@ -1,9 +1,9 @@
-"""Divides one memory budget between the pools of several models: an idle model's memory serves the busy ones.
+"""Divides one memory budget between the pools of several models. Busy models use the memory of idle models.
 
     every PERIOD:   loads of all models ──▶ plan ──▶ shrink the givers, wait for their answers ──▶ grow the takers
 
-A pool grows only by bytes that no pool has, so the sum never exceeds the budget. A pool under pressure takes, in this order: unassigned
-bytes, bytes of idle models, bytes of models above their equal share.
+A pool grows only by bytes that no pool has, so the sum never exceeds the budget. A full pool gets bytes in this
+order: unassigned bytes, bytes of idle models, bytes of models above their equal share.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ __all__ = ["PoolBroker", "PoolLoad", "plan_pools"]
 
 PERIOD = 0.25
 BUSY_SECONDS = 0.5
-"""A model is idle after so many seconds without a request: stats come every 0.25 s."""
+"""A model is idle after this many seconds without a request. Stats arrive every 0.25 s."""
 ANSWER_SECONDS = 0.5
-"""Time that a round waits for pools to shrink. Memory that arrives later is given in the next round."""
+"""Seconds that a round waits for pools to shrink. Memory that is freed later is used in the next round."""
 
 GROWTH = 0.5
-"""Share of its size by which a pool under pressure grows at once."""
+"""Fraction of its size by which a full pool grows at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """One model's pool. `is_busy`: it has running or waiting requests. `is_full`: it evicted pages or requests wait for room."""
+    """The state of one model's pool. `is_busy`: it has running or waiting requests. `is_full`: it evicted pages, or
+    requests wait for pages.
+    """
 
     pool_bytes: int
     free_bytes: int
@@ -46,10 +48,12 @@ class PoolLoad:
 
 
 def plan_pools(loads: Mapping[str, PoolLoad], budget: int) -> dict[str, int]:
-    """Return new sizes of pools that change. Givers may give less; takers must wait for what givers gave.
+    """Return the new sizes of the pools that change. A pool may shrink by less than planned; other pools may grow
+    only after it has shrunk.
 
-    Unused bytes of an idle model are taken first, then its cached pages. A busy model gives cached pages too where it has more
-    than an equal share and a taker has less. The sum of all sizes stays within `budget`."""
+    Unused bytes of an idle model are taken first, then its cached pages. Cached pages of a busy model are taken only
+    if it is above its equal share and the growing pool is below. The sum of all sizes stays within `budget`.
+    """
     takers = {name: load for name, load in loads.items() if load.is_full and load.is_busy}
     if not takers:
         return {}
@@ -82,14 +86,14 @@ def plan_pools(loads: Mapping[str, PoolLoad], budget: int) -> dict[str, int]:
 
 
 def _growth(load: PoolLoad, share: int) -> int:
-    """Return the bytes by which a full pool wants to grow: at once up to an equal share, above it in parts."""
+    """Return the bytes by which a full pool should grow: up to an equal share at once, above it in steps."""
     wanted = max(load.slab_bytes, int(load.pool_bytes * GROWTH), share - load.pool_bytes)
     return min(load.max_bytes - load.pool_bytes, wanted)
 
 
 @dataclass(slots=True)
 class _Activity:
-    """What an engine did until the last round. Short requests leave no trace in gauges, so counters are compared."""
+    """The counters of an engine at the last round. Counters are compared, because gauges do not show short requests."""
 
     steps: int = 0
     evictions: int = 0
@@ -122,7 +126,7 @@ class PoolBroker:
             await self.balance()
 
     async def balance(self) -> None:
-        """Carry out one plan: shrink givers, wait for their answers, then grow takers by bytes that no pool has."""
+        """Run one round: shrink pools, wait for their answers, then grow other pools by the bytes that became free."""
         engines = self._engines()
         self._send_shares(engines)
         self._activity = {engine: self._activity.get(engine, _Activity()) for engine in engines.values()}
@@ -140,13 +144,14 @@ class PoolBroker:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the budget that no pool has."""
+        """Return the bytes of the budget that no pool has."""
         return self.budget - self._reserved - sum(self._size(engine) for engine in self._engines().values())
 
     async def reserve(self, seconds: float) -> int:
-        """Take the share of one more model from the pools; return its bytes. `release` it once the model counts itself.
+        """Free the share of one more model, and return its size in bytes. Call `release` once the model has a pool.
 
-        Raises TimeoutError if requests use the memory for longer than `seconds`."""
+        Raises TimeoutError if requests use the memory for longer than `seconds`.
+        """
         engines = self._engines()
         share = self.budget // (len(engines) + 1)
         self._reserved = share
@@ -176,7 +181,7 @@ class PoolBroker:
                     self._resize(engine, self._size(engine))
 
     def _resize(self, engine: EngineClient, size: int) -> asyncio.Task[PoolState]:
-        """Send a resize. Until it is answered, the engine counts with the larger size."""
+        """Send a resize message. Until the engine answers, its pool counts with the larger size."""
         self._unanswered[engine] = size
         task = asyncio.create_task(engine.resize_pool(size, None))
         task.add_done_callback(partial(self._answered, engine))
@@ -188,7 +193,7 @@ class PoolBroker:
             task.exception()  # the engine died: it restarts with its last size
 
     def _size(self, engine: EngineClient) -> int:
-        """Return the most bytes that an engine's pool may have now."""
+        """Return the largest size that an engine's pool may have now."""
         known = engine.start.settings["pool_bytes"] if engine.info is None else engine.info.pool_bytes
         return max(int(known), self._unanswered.get(engine, 0))
 

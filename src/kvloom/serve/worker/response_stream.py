@@ -1,7 +1,7 @@
 """The answers of one HTTP request, between the engine and the client.
 
-Deltas that wait are merged, so a slow reader gets fewer and larger ones. For streams `max_characters` limits the
-unread text; a reader beyond it is disconnected.
+Unread deltas are merged, so a slow client gets fewer and larger ones. In streams `max_characters` limits the unread
+text. A client above this limit is disconnected.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ __all__ = ["ResponseStream"]
 
 
 class ResponseStream:
-    """`n` answers to each of the prompts `ids`. One task calls `take`; the engine client calls the other methods.
+    """Collects the deltas of one HTTP request: `n` answers to each of the prompts `ids`. One task calls `take`; the
+    engine client calls the other methods.
 
-    `pending` are the prompts that have not finished."""
+    `pending` are the prompts that have not finished.
+    """
 
     def __init__(self, ids: list[int], n: int = 1, max_characters: int | None = None) -> None:
         self.pending = set(ids)
@@ -59,9 +61,9 @@ class ResponseStream:
         self._changed.set()
 
     async def take(self) -> list[Delta]:
-        """Wait for deltas and return all of them; an empty list at the end, or after a disconnect.
-
-        Raises the stream's error once the deltas before it are taken."""
+        """Wait for deltas and return all of them. Returns an empty list at the end, or after a disconnect. Raises the
+        error of the stream after all earlier deltas were returned.
+        """
         while not self._pieces and self._error is None and self.pending and not self.is_disconnected:
             self._changed.clear()
             await self._changed.wait()

@@ -1,6 +1,5 @@
-"""Counters of the engine, its cache and its tiers as one EngineStats message.
-
-Reads counters that other modules keep. Independent of metric names.
+"""Collects the counters of the engine, its cache and its tiers in one EngineStats message. Does not depend on metric
+names.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import msgspec
 
 from kvloom.core import Histogram
 from kvloom.engine import Engine, OffloadManager
+from kvloom.engine.speculation import Speculation
 from kvloom.tiers import TierStats
 
 from .messages import EngineStats, HistogramCounts, TenantUsage, TierUsage
@@ -31,8 +31,9 @@ def engine_stats(
 ) -> EngineStats:
     """Return the engine's counters. O(requests + tenants + groups).
 
-    `waiting_for_quota` counts requests per tenant that wait for their quota. `open_requests` are the tenants of all
-    other requests, and whether each has started."""
+    `waiting_for_quota` is the number of requests per tenant that wait for their quota. `open_requests` contains the
+    tenant of each other request, and whether it has started.
+    """
     cache, scheduler, inspect = engine.cache, engine.scheduler, engine.cache.inspect
     classes = inspect.size_classes
     sizes = [engine.layout.slab_bytes // c.per_slab for c in classes]
@@ -74,9 +75,22 @@ def engine_stats(
         eviction_age=_counts(inspect.idle_seconds),
         reuse_age=_counts(inspect.reuse_seconds),
         tenants=tenants,
+        **({} if engine.speculation is None else _speculation_stats(engine.speculation)),
         role=engine.role,
         **({} if engine.offload is None else _offload_stats(engine.offload)),
     )
+
+
+def _speculation_stats(speculation: Speculation) -> dict[str, Any]:
+    """Return what became of drafts, and the decisions about proposers."""
+    stats, controller = speculation.stats, speculation.controller
+    return {
+        "drafts": stats.rows,
+        "proposed_tokens": list(stats.proposed),
+        "accepted_tokens": list(stats.accepted),
+        "draft_seconds_saved": stats.seconds_saved,
+        "speculation": {} if controller is None else dict(controller.reasons),
+    }
 
 
 def _offload_stats(offload: OffloadManager) -> dict[str, Any]:
@@ -94,7 +108,7 @@ def _offload_stats(offload: OffloadManager) -> dict[str, Any]:
 
 
 def tier_usages(offload: OffloadManager) -> list[TierUsage]:
-    """Return the usage of every tier, the nearest first."""
+    """Return the usage of every tier, fastest first."""
     host, *names = offload.tier_names
     # The offload manager copies between pool and host memory itself, so it counts these bytes.
     copied = {"bytes_read": offload.stats.loaded_bytes, "bytes_written": offload.stats.offloaded_bytes}

@@ -5,8 +5,8 @@
 | no message arrives for            | `silent_seconds` | before it is ready `step_seconds` applies: imports block heartbeats |
 | one step takes                    | `step_seconds`   | loading and idle time                                      |
 
-Long steps (first prefill on a CPU, kernel compilation) send heartbeats. Time in which the API process did not run is
-not counted, so a suspended machine resumes without a restart.
+Heartbeats are also sent during long steps (first prefill on a CPU, kernel compilation). Time in which the API process
+did not run does not count, so a suspended machine resumes without a restart.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Watchdog:
             self._step, self._in_step = message.step, 0.0
 
     def tick(self, seconds: float) -> str | None:
-        """Add the seconds since the last tick. Return why the engine counts as hung, or None."""
+        """Add the seconds since the last tick. Return the reason why the engine counts as hung, or None."""
         seconds = min(seconds, 2 * HEARTBEAT_SECONDS)
         self._silent += seconds
         self._in_step += seconds if self._step else 0.0

@@ -1,7 +1,7 @@
-"""Runs requests on the engine: messages in, Outputs out. Independent of sockets and HTTP.
+"""Runs requests on the engine. Handles messages and returns Outputs. Does not depend on sockets and HTTP.
 
-A tenant with a quota has a separate queue. Its requests enter the engine while their maximum pages fit the quota
-together, so a tenant at its quota never blocks the queue of others.
+A tenant with a quota has a separate queue. A request enters the engine only if its largest number of pages fits into
+the quota. A tenant at its quota therefore never blocks other tenants.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from .messages import (
     TierUsage,
     TokenLogprob,
 )
+from .request_pins import RequestPins
 from .stats import engine_stats, tier_usages
 
 __all__ = ["Worker", "max_request_tokens"]
@@ -45,7 +46,9 @@ STATS_SECONDS = 0.25
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request in the engine, the tokens of each answer sent so far (-1: finished), and the time of its first token."""
+    """A request in the engine, the number of tokens sent of each answer (-1: finished), and the time of its first
+    token.
+    """
 
     message: Add
     request: Request
@@ -64,8 +67,9 @@ class _TenantQuota:
 
 
 class Worker:
-    """One engine and its requests. One thread calls it. Without `observe` it sends neither stats nor progress. Without
-    `images` it refuses requests with images."""
+    """Runs the requests of one engine. One thread calls it. Without `observe` it sends neither stats nor progress.
+    Without `images` it refuses requests with images.
+    """
 
     def __init__(
         self,
@@ -86,6 +90,7 @@ class Worker:
         self._compiling: dict[int, tuple[Add, Grammar]] = {}
         self._compiled: dict[int, GrammarState] = {}  # keeps the grammar alive until the request is added
         self._images = images
+        self._pins = RequestPins(engine)
         self._image_inputs: dict[int, list[Any]] = {}  # until the request is added
         self._steps = 0
         self._rejected: list[Rejected] = []
@@ -121,7 +126,9 @@ class Worker:
         return engine.offload is not None or engine.pool_size is not None or engine.events is not None
 
     def poll_idle(self) -> None:
-        """Poll transfers, images, grammars and the pool's size while no step runs: stores may finish after the last token."""
+        """Poll transfers, images, grammars and the size of the pool while no step runs. Stores may finish after the
+        last token.
+        """
         self._enqueue_with_images()
         self._enqueue_compiled()
         self.engine.adjust_pool()
@@ -136,7 +143,7 @@ class Worker:
     def handle(
         self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole
     ) -> None:
-        """Carry a message out. The next step reports rejections."""
+        """Carry out a message. The next step reports rejections."""
         if isinstance(message, SnapshotRequest):
             self._snapshot_requested = True
             return
@@ -151,7 +158,7 @@ class Worker:
         elif isinstance(message, SetRole):
             self.engine.set_role(message.role)
         elif isinstance(message, EndSession):
-            self.engine.end_session(_session_key(message.tenant, message.session))
+            self._end_session(message.tenant, message.session)
         elif isinstance(message, ExpectSession):
             self.engine.expect_session(_session_key(message.tenant, message.session))
         elif message.image_prompt is not None:
@@ -160,7 +167,7 @@ class Worker:
             self._compile_grammar(message)
 
     def step(self) -> Outputs | None:
-        """Run one engine step; return its results, or None without any."""
+        """Run one engine step. Return its results, or None if there are none."""
         progress: list[RequestProgress] = []
         self._enqueue_with_images()
         self._enqueue_compiled()
@@ -188,7 +195,7 @@ class Worker:
         return Outputs(deltas, rejected, stats, snapshot, progress, pool) if has_output else None
 
     def _progress_of_step(self, stepped: list[Request]) -> list[RequestProgress]:
-        """Return the progress of prompts that started in this step or have their first token now."""
+        """Return the progress of prompts that started in this step or got their first token."""
         awaiting = self._awaiting_first_token
         progress = [
             _progress(awaiting[r.order])
@@ -211,7 +218,7 @@ class Worker:
         return self._snapshot.json()
 
     def _take_pool_state(self) -> PoolState | None:
-        """Return the pool's size if it has changed since the last call, or was requested."""
+        """Return the size of the pool if it has changed since the last call, or if it was requested."""
         size = self.engine.pool_size
         if size is None or not self._pool_changed:
             return None
@@ -220,13 +227,13 @@ class Worker:
         return PoolState(size.pool_bytes, target, self.max_tokens, self._resize_number)
 
     def _share(self, share_bytes: int) -> None:
-        """Let requests wait for a growth of the pool to its share of memory."""
+        """Let requests wait until the pool has grown to its share of memory."""
         self._share_bytes = share_bytes
         self.engine.scheduler.reachable_slabs = share_bytes // self.engine.layout.slab_bytes
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of one request: those that fit the pool, or the pool's share of memory."""
+        """The largest number of tokens of one request that fits into the pool, or into the pool's share of memory."""
         pool_bytes = self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
         return max_request_tokens(self.engine, self._share_bytes or pool_bytes)
 
@@ -236,7 +243,7 @@ class Worker:
         return bool(self._compiling) or bool(self._images)
 
     def _prepare_images(self, message: Add) -> None:
-        """Queue a request once its images are decoded. Another thread decodes; steps do not wait."""
+        """Queue a request after its images are decoded. Another thread decodes them, and steps do not wait."""
         if self._images is None:
             self._reject(message.id, ValueError("messages: this model accepts no images: send text"))
             return
@@ -256,7 +263,7 @@ class Worker:
                 self._compile_grammar(message)
 
     def _compile_grammar(self, message: Add) -> None:
-        """Queue a request once its grammar is compiled. Other processes compile; steps do not wait."""
+        """Queue a request after its grammar is compiled. Other processes compile it, and steps do not wait."""
         try:
             grammar = self.engine.begin_grammar(message.params, message.tenant)
         except ValueError as error:
@@ -298,7 +305,11 @@ class Worker:
         if quota is None:
             self._add(message, 0)
             return
-        reserved_bytes = self._bytes_needed(message)
+        reserved_bytes, length = self._bytes_needed(message), len(message.prompt) + message.params.max_tokens
+        if reserved_bytes > quota.quota and self.engine.scheduler.runs_cold(
+            length, message.tenant, quota.quota
+        ):
+            reserved_bytes = quota.quota  # the rest is in host memory
         if reserved_bytes > quota.quota:
             why = (
                 f"{len(message.prompt)} prompt tokens and up to {message.params.max_tokens} output tokens need {reserved_bytes:,} "
@@ -316,6 +327,10 @@ class Worker:
                 quota.reserved += reserved_bytes
 
     def _add(self, message: Add, reserved_bytes: int) -> bool:
+        if (why := self._pins.check(message)) is not None:
+            self._reject(message.id, ValueError(why))
+            return False
+        self._pins.free(self._bytes_needed(message))
         structure = self._compiled.pop(message.id, None)
         images = self._image_inputs.pop(message.id, ())
         retain = [RetainRange(one.start, one.stop, one.priority, one.ttl) for one in message.retain]
@@ -324,7 +339,7 @@ class Worker:
         session = None if message.session is None else _session_key(message.tenant, message.session)
         control = CacheControl(
             tenant=message.tenant,
-            adapter=message.salt,  # salts the block hashes like an adapter; pages count for the tenant
+            salt=message.salt,
             store=message.store,
             read=message.read,
             session=session,
@@ -340,6 +355,7 @@ class Worker:
                 text=self.engine.tokenizer is not None,
                 images=images,
                 grammar=None if structure is None else structure.grammar,
+                resume=message.resume,
                 offers_pages=message.offers_pages,
                 awaits_peer=message.awaits_peer,
             )
@@ -373,22 +389,31 @@ class Worker:
         self._preemptions += sum(answer.preemptions for answer in one.request.family)
         self._finished_tokens += _output_tokens(one.request)
         self._stats_changed = True
+        if one.message.pin is not None and one.request.finish_reason in ("stop", "length", "grammar"):
+            self._pins.add(one.message, one.request.control)
         if one.message.ends_session and one.message.session is not None:
-            self.engine.end_session(_session_key(one.message.tenant, one.message.session))
+            self._end_session(one.message.tenant, one.message.session)
         quota = self._quotas.get(one.message.tenant)
         if quota is not None:
             quota.reserved -= one.reserved_bytes
             self._admit(quota)
 
+    def _end_session(self, tenant: str, session: str) -> None:
+        key = _session_key(tenant, session)
+        self._pins.end_session(key)
+        self.engine.end_session(key)
+
     def _bytes_needed(self, message: Add) -> int:
-        """Return the most pool bytes that a prompt and its answers can use. Answers share the prompt's full blocks."""
+        """Return the largest number of pool bytes that a prompt and its answers can use. Answers share the full
+        blocks of the prompt.
+        """
         layout = self.engine.layout
         more, samples = message.params.max_tokens, message.params.samples
         first = layout.slab_bytes_for(len(message.prompt) + more)
         return first + (samples - 1) * layout.slab_bytes_for(more + layout.block_tokens)
 
     def _collect_deltas(self, one: _OpenRequest, deltas: list[Delta]) -> bool:
-        """Append the new deltas of a request; return whether all its answers have finished."""
+        """Append the new deltas of a request. Return whether all its answers have finished."""
         answers = one.request.family
         if one.message.stream:
             for index, answer in enumerate(answers):
@@ -440,7 +465,7 @@ class Worker:
         )
 
     def _mark_reported(self) -> None:
-        """Clear the change flag once the engine is idle."""
+        """Clear the change flag when the engine is idle."""
         self._stats_changed = self._stats_changed and self.engine.busy
 
 
@@ -464,23 +489,26 @@ def _progress(one: _OpenRequest) -> RequestProgress:
     )
 
 
-def max_request_tokens(engine: Engine, pool_bytes: int) -> int:
-    """Return the most tokens of one request that the model and `pool_bytes` allow."""
+def max_request_tokens(engine: Engine, pool_bytes: int, tenant: str = "") -> int:
+    """Return the most tokens of one request that the model, `pool_bytes` and host memory for cold pages allow."""
     low, high = 1, engine.cache.max_tokens
     while low < high:
         middle = (low + high + 1) // 2
         fits = engine.layout.slab_bytes_for(middle) <= pool_bytes
+        fits = fits or engine.scheduler.runs_cold(middle, tenant, pool_bytes)
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 
 
 def _output_tokens(request: Request) -> int:
-    """Return the tokens of all answers to a prompt so far."""
+    """Return the number of output tokens of all answers to a prompt so far."""
     return sum(answer.output_count for answer in request.family)
 
 
 def _prompt_tokens(request: Request) -> int | None:
-    """Return the prompt tokens of a request with images; for others, the API process knows them."""
+    """Return the number of prompt tokens of a request with images, else None. The API process counts the tokens of
+    other requests.
+    """
     return None if request.images is None else len(request.prompt)
 
 

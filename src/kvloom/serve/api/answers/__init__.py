@@ -1,4 +1,4 @@
-"""The parts of an answer: reasoning, content and tool calls, from a text that arrives in pieces.
+"""Splits an answer into reasoning, content and tool calls. The text of the answer may arrive in pieces.
 
     pieces.py          Piece: a part of an answer; TextSource: text that arrives in pieces
     tool_calls.py      one parser for each format of tool calls, and their registry

@@ -25,11 +25,11 @@ class AnswerParser:
 
     @property
     def has_calls(self) -> bool:
-        """Whether the answer has a tool call so far."""
+        """Whether a tool call has been found so far."""
         return self._calls is not None and self._calls.calls > 0
 
     def feed(self, text: str, ended: bool = False) -> list[Piece]:
-        """Read more text; return its pieces as far as they are certain. `ended`: no more text comes."""
+        """Read more text. Return the pieces that are already certain. `ended` states that no more text follows."""
         if self._reasoning is not None:
             read = self._reasoning.feed(text, ended)
         else:
@@ -46,8 +46,11 @@ class AnswerParser:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """How the served model writes tool calls and reasoning. `shows_tools`: its chat template shows tools to the model.
-    `special`: a marker is a special token, so answers keep special tokens."""
+    """How the served model writes tool calls and reasoning. `shows_tools` states that its chat template shows tools
+    to the model.
+
+    `special` states that a marker is a special token, so special tokens must stay in the text.
+    """
 
     calls: type[ToolCallParser] | None = None
     reasoning: type[ReasoningParser] | None = None
@@ -78,8 +81,9 @@ class AnswerFormats:
     ) -> AnswerParser | None:
         """Return the parser of one answer to a prompt, or None if the answer is plain content.
 
-        `structure` is the required structure of the whole answer. `tools`: the answer may call tools. `forced`: it
-        must call a tool."""
+        `structure` is the required structure of the whole answer. `tools` states that the answer may call tools, and
+        `forced` that it must.
+        """
         reasoning = None
         if self.reasoning is not None and (structure is None or structure[1].startswith(REASONING)):
             reasoning = self.reasoning(self.reasoning.opens(prompt))
@@ -88,7 +92,7 @@ class AnswerFormats:
         return None if reasoning is None and calls is None else AnswerParser(reasoning, calls, parallel)
 
     def tools_warning(self, forced: bool) -> str | None:
-        """Return a warning that describes what this model lacks for tool calls; None if nothing."""
+        """Return a warning if the template or parser of this model does not support tool calls, else None."""
         if not self.shows_tools:
             return "the chat template does not show tools to the model; use --chat-template FILE"
         if self.calls is None and not forced:

@@ -1,4 +1,5 @@
-"""The blocks of an answer: runs of reasoning, content or one call, which open, grow and close one after another.
+"""Groups the pieces of an answer into blocks: reasoning, content or one tool call. A block opens, grows and closes
+before the next one opens.
 
 The Responses API (items) and the Messages API (content blocks) describe answers this way.
 """
@@ -32,7 +33,7 @@ class Block:
 
 
 BlockChange = tuple[Literal["open", "grow", "close"], Block, str]
-"""What happens to a block; the text by which it grows."""
+"""A change of a block, the block, and the text by which it grows."""
 
 
 class Blocks:
@@ -43,7 +44,7 @@ class Blocks:
         self._is_open = False
 
     def add(self, pieces: Iterable[Piece]) -> list[BlockChange]:
-        """Add pieces; return the changes, in order."""
+        """Add pieces. Return the resulting changes, in order."""
         changes: list[BlockChange] = []
         for piece in pieces:
             last = self.blocks[-1].first if self._is_open else None
@@ -58,7 +59,7 @@ class Blocks:
         return changes
 
     def close(self) -> list[BlockChange]:
-        """Close the open block, if any."""
+        """Close the open block, if there is one."""
         if not self._is_open:
             return []
         self._is_open = False

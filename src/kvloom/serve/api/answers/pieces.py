@@ -1,7 +1,7 @@
-"""Pieces of an answer, and the text that they are read from.
+"""The pieces of an answer, and the text from which they are read.
 
-A parser is a generator over a TextSource: it reads what has arrived, adds pieces, and yields where it needs more text.
-So a parser of a stream is written like a parser of a whole text. The cost is in proportion to the text.
+A parser is a generator over a TextSource. It reads the text that has arrived, adds pieces, and yields when it needs
+more text. The same code therefore parses streams and whole texts. The cost is proportional to the length of the text.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ class Piece:
     name: str | None = None
 
     def followed_by(self, other: Piece) -> Piece | None:
-        """Return both as one piece; None if they must stay apart."""
+        """Return both pieces as one, or None if they cannot be merged."""
         if (self.kind, self.index) != (other.kind, other.index) or other.id is not None:
             return None
         return Piece(self.kind, self.text + other.text, self.index, self.id, self.name)
 
 
 class TextSource:
-    """Text that arrives in pieces, and the pieces read from it. `rest` is unread; `ended`: no more text comes. `new_id` makes
-    the id of a call."""
+    """A text that arrives in parts, and the pieces that were read from it. `rest` is the unread text. `ended` states
+    that no more text follows. `new_id` creates the id of a call.
+    """
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self.rest = ""
@@ -51,7 +52,7 @@ class TextSource:
         self._space = ""  # whitespace that a call would remove
 
     def take(self) -> list[Piece]:
-        """Return the pieces since the last call, merged where possible."""
+        """Return the pieces since the last call. Adjacent pieces are merged if possible."""
         merged: list[Piece] = []
         for piece in self._pieces:
             both = merged[-1].followed_by(piece) if merged else None
@@ -63,7 +64,7 @@ class TextSource:
         return merged
 
     def add_content(self, text: str) -> None:
-        """Add content. Trailing whitespace is not added yet, because whitespace before or after a call is dropped."""
+        """Add content, except trailing whitespace. Whitespace before or after a call is dropped."""
         text = self._space + text
         kept = text.rstrip()
         self._space = text[len(kept) :]
@@ -71,7 +72,7 @@ class TextSource:
             self._pieces.append(Piece("content", kept))
 
     def end_content(self) -> None:
-        """End the content: add the trailing whitespace that `add_content` left out, unless the answer has calls."""
+        """End the content. Trailing whitespace is added now, unless the answer has calls."""
         if self._space and not self.calls:
             self._pieces.append(Piece("content", self._space))
         self._space = ""
@@ -129,8 +130,9 @@ class TextSource:
     def call_object(self, before: str = "", name: str | None = None) -> Reading:
         """Read a JSON object as a call: {"name": …, "arguments": …}. With `name`, the object is the arguments only.
 
-        Arguments are added as they arrive. Return whether the object is a call. If it is not, the marker `before` and
-        the object become content. Without a marker, an object without arguments is not a call."""
+        Arguments are added as they arrive. Return whether the object is a call. If it is not, the object and the
+        marker `before` it become content. Without a marker, an object must have arguments to be a call.
+        """
         scanner = _CallScanner(name)
         started = False
         while not scanner.is_done and not (self.ended and not self.rest):
@@ -154,7 +156,7 @@ class TextSource:
 
 
 def partial_marker(text: str, marker: str) -> int:
-    """Return the length of the longest suffix of `text` that is a prefix of `marker`, but not all of it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
     for size in range(min(len(marker) - 1, len(text)), 0, -1):
         if marker.startswith(text[-size:]):
             return size
@@ -162,13 +164,14 @@ def partial_marker(text: str, marker: str) -> int:
 
 
 class _CallScanner:
-    """Finds name and arguments in the text of a JSON object. The text of the arguments is passed on unchanged as soon as the name
-    is known. Text that is not JSON does no harm: the object ends where its brackets do."""
+    """Finds name and arguments in the text of a JSON object. The text of the arguments is returned unchanged as soon
+    as the name is known. Invalid JSON is accepted: the object ends where its brackets are balanced.
+    """
 
     def __init__(self, name: str | None) -> None:
         self.name, self.is_done = name, False
         self.has_arguments = False
-        """Whether arguments follow a name: it is a call."""
+        """Whether arguments follow a name, so that the object is a call."""
         self._depth = 0 if name is None else 1
         self._in_string = self._escaped = False
         self._key: str | None = None if name is None else ARGUMENTS[0]
@@ -184,7 +187,7 @@ class _CallScanner:
         return "".join(self._raw)
 
     def read(self, text: str) -> str:
-        """Read text up to the end of the object; return the rest."""
+        """Read text up to the end of the object. Return the text after it."""
         for place, letter in enumerate(text):
             if not self.has_arguments:
                 self._raw.append(letter)
@@ -199,7 +202,7 @@ class _CallScanner:
         return new
 
     def whole_arguments(self) -> str | None:
-        """Return arguments that came before the name, or as a string of JSON; None without any."""
+        """Return arguments that came before the name or as a JSON string, or None if there are none."""
         given = next((self._values[key] for key in ARGUMENTS if key in self._values), None)
         try:
             read = None if given is None else json.loads(given)
@@ -258,7 +261,7 @@ class _CallScanner:
 
 
 def _string(text: str) -> str | None:
-    """Return the string that JSON text states, else None."""
+    """Return the string that a JSON text represents, or None if it is no string."""
     try:
         read = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Formats in which models write their reasoning before the answer, under vLLM's names.
+"""The formats in which models write reasoning before the answer. The names are vLLM's.
 
 deepseek_r1   reasoning</think>answer; the first <think> may be in the answer, in the prompt, or missing
 qwen3         <think>reasoning</think>answer; the first <think> may be in the answer or in the prompt. Without it there is
@@ -27,7 +27,7 @@ SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 class ReasoningParser(ABC):
-    """Parses one answer. `is_open`: it begins with reasoning, with or without <think>."""
+    """Parses one answer. `is_open` states that the answer begins with reasoning, with or without <think>."""
 
     markers = (BEGIN, END)
 
@@ -40,10 +40,10 @@ class ReasoningParser(ABC):
     @classmethod
     @abstractmethod
     def opens(cls, prompt: str) -> bool:
-        """Whether the answer to a prompt begins with reasoning."""
+        """Return whether the answer to this prompt begins with reasoning."""
 
     def feed(self, text: str, ended: bool = False) -> list[Piece]:
-        """Read more text; return its pieces as far as they are certain. `ended`: no more comes."""
+        """Read more text. Return the pieces that are already certain. `ended` states that no more text follows."""
         self._rest += text
         pieces: list[Piece] = []
         if self._state == "start":
@@ -109,7 +109,8 @@ def last_marker(message: str) -> str:
 def after_reasoning(kind: str, text: str) -> str | None:
     """Return a grammar in Lark notation for reasoning, followed by an answer of the required structure.
 
-    Return None for a grammar that the client wrote: its rules may have the same names as the rules for reasoning."""
+    Return None for a grammar of the client, because its rules may have the same names as the rules for reasoning.
+    """
     if kind == "json_schema":
         schema = json.loads(text)
         schema = {"x-guidance": JSON_SPACING, **schema} if isinstance(schema, dict) else schema

@@ -1,4 +1,4 @@
-"""Formats in which models write tool calls, under vLLM's names.
+"""The formats in which models write tool calls. The names are vLLM's.
 
     hermes, qwen   <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, any number, also after text
     llama3_json    {"name": "f", "parameters": {"a": 1}}, more after ";" or ","
@@ -30,7 +30,7 @@ LITERAL_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryErro
 
 
 class ToolCallParser(ABC):
-    """Parses one answer. `markers` are texts that must stay in it, even if they are special tokens."""
+    """Parses one answer. `markers` are texts that must stay in the answer, even if they are special tokens."""
 
     markers: ClassVar[tuple[str, ...]] = ()
 
@@ -52,12 +52,12 @@ class ToolCallParser(ABC):
         return self._source.calls
 
     def feed(self, text: str) -> list[Piece]:
-        """Read more text; return its pieces as far as they are certain."""
+        """Read more text. Return the pieces that are already certain."""
         self._source.rest += text
         return self._advance()
 
     def finish(self) -> list[Piece]:
-        """Return the remaining pieces: no more text comes."""
+        """Return the remaining pieces, because no more text follows."""
         self._source.ended = True
         self._advance_only()
         self._source.end_content()
@@ -108,7 +108,7 @@ class MistralParser(ToolCallParser):
 
     @staticmethod
     def new_id() -> str:
-        """Return nine letters and digits: Mistral's templates require it."""
+        """Return nine letters and digits, as Mistral's templates require."""
         return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
 
     def parse(self, source: TextSource) -> Parsing:
@@ -136,7 +136,7 @@ class MistralParser(ToolCallParser):
 
 
 class PythonicParser(ToolCallParser):
-    """Calls are added one by one, when they are complete: their arguments are converted to JSON."""
+    """A call is added when it is complete, because its arguments must be converted to JSON."""
 
     def parse(self, source: TextSource) -> Parsing:
         yield from source.skip_space()
@@ -152,7 +152,7 @@ class PythonicParser(ToolCallParser):
         yield from source.rest_as_content()
 
     def _call(self, source: TextSource, before: str) -> Reading:
-        """Read one call. Return False if none follows."""
+        """Read one call. Return False if no call follows."""
         yield from source.skip_space()
         end, depth, quote, escaped = 0, 0, "", False
         while True:
@@ -187,7 +187,9 @@ class PythonicParser(ToolCallParser):
 
 
 class ForcedCalls(ToolCallParser):
-    """A JSON array of calls, as `forced_grammar` forces it. Other text is dropped, because it is an incomplete call."""
+    """A JSON array of calls, in the form that `forced_grammar` enforces. Any other text is part of an incomplete call
+    and is dropped.
+    """
 
     def parse(self, source: TextSource) -> Parsing:
         yield from source.skip_space()
@@ -210,7 +212,7 @@ TOOL_CALL_PARSERS: dict[str, type[ToolCallParser]] = {
 
 
 def detect_parser(template: str) -> type[ToolCallParser] | None:
-    """Return the parser of the calls that a chat template writes; None for an unknown format."""
+    """Return the parser for the calls in a chat template, or None for an unknown format."""
     if "[TOOL_CALLS]" in template:
         return MistralParser
     if "<tool_call>" in template and "<function=" not in template:
@@ -232,7 +234,9 @@ def _skip_separators(source: TextSource, letters: str) -> Parsing:
 
 
 def _python_call(text: str) -> tuple[str, str] | None:
-    """Return name and arguments (JSON) of a Python call with literal keyword arguments; None for other text."""
+    """Return the name and arguments (as JSON) of a Python call with literal keyword arguments. Returns None for other
+    text.
+    """
     if CALL.match(text) is None:
         return None
     try:

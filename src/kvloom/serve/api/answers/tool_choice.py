@@ -1,4 +1,4 @@
-"""Tools of a request: their checks, and the grammar that forces a call.
+"""Checks the tools of a request, and builds the grammar that forces a call.
 
 A forced answer is a JSON array of calls, for every model and template: [{"name": "f", "arguments": {…}}]. The arguments
 follow the JSON schema of the function. `ForcedCalls` reads it.
@@ -18,7 +18,7 @@ MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Where spaces stand in JSON: a small model that may put them anywhere puts nothing else."""
+"""Positions of spaces in JSON. If spaces were allowed anywhere, a small model might write only spaces."""
 
 MORE_CALLS = '(", " call)*'
 
@@ -47,8 +47,9 @@ def check_tools(tools: Tools | None) -> None:
 
 
 def forced_functions(tools: Tools | None, choice: str | dict[str, Any] | None) -> Tools | None:
-    """Return the functions of which `tool_choice` forces a call; None if it forces none. Raises ApiError for an invalid
-    choice."""
+    """Return the functions of which `tool_choice` forces a call, or None if it forces none. Raises ApiError for an
+    invalid choice.
+    """
     if choice in (None, "auto", "none"):
         return None
     functions: Tools = [tool["function"] for tool in tools or ()]
@@ -70,7 +71,7 @@ def forced_functions(tools: Tools | None, choice: str | dict[str, Any] | None) -
 
 
 def forced_grammar(functions: Tools, many: bool) -> str:
-    """Return the rule `answer`, in Lark notation, for calls of some functions: one call, or several with `many`."""
+    """Return the Lark rule `answer` for calls of the given functions: one call, or several with `many`."""
     rules = [f'answer: "[" call {MORE_CALLS if many else ""} "]"']
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):

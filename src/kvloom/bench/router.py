@@ -1,0 +1,267 @@
+"""`kvloom bench router`: cost of the router itself.
+
+events    blocks per second that one process reads from encoded batches into its index
+score     time to find the cached prefix of a prompt on all workers, and to choose one
+latency   time that a router adds to a request, at a fixed rate: the same load straight to a worker, and through the router. The
+          worker answers at once, so that only the path is measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from kvloom.arguments import whole
+
+__all__ = ["Process", "free_port", "main", "ready"]
+
+BLOCKS_PER_EVENT = 32
+EVENTS_PER_BATCH = 16
+WORKER = """
+import asyncio, sys, uvicorn
+INFO = (b'{"tenant":null,"open_requests":0,"models":[{"id":"m","status":"ok","hash_model":"m","hash_tokens":16,'
+        b'"groups":[{"index":0,"kind":"full","window":0}],"bytes_per_token":1,"pool_bytes":1000000000,"events":null,"replay":null}]}')
+EVENT = b'data: {"id":"c","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":"a","token_ids":[5]}]}\\n\\n'
+async def app(scope, receive, send):
+    if scope["type"] != "http":
+        return
+    if scope["method"] == "POST":
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\\n\\n"})
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(INFO))]})
+    await send({"type": "http.response.body", "body": INFO})
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error", access_log=False, lifespan="off")
+"""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="kvloom bench router", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--workers", type=whole(1), default=64, metavar="N", help="workers in the index (default: 64)")
+    add(
+        "--blocks", type=whole(1), default=512, metavar="N", help="blocks of the scored prompt (default: 512)"
+    )
+    add("--rate", type=whole(1), default=500, metavar="N", help="requests per second (default: 500)")
+    add("--seconds", type=whole(1), default=10, metavar="S", help="seconds of load (default: 10)")
+    add("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(argv)
+    found: dict[str, Any] = {
+        "events": measure_events(args.workers),
+        "score": measure_score(args.workers, args.blocks),
+        "latency": asyncio.run(measure_latency(args.rate, args.seconds)),
+    }
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    events, score, latency = found["events"], found["score"], found["latency"]
+    print(
+        f"events   {events['blocks_per_second'] / 1e6:.2f} million blocks/s ({events['workers']} workers, batched)"
+    )
+    print(
+        f"score    {score['microseconds']:.0f} µs for {score['blocks']} blocks over {score['workers']} workers "
+        f"(hashing the prompt: {score['hash_microseconds']:.0f} µs more)"
+    )
+    print(
+        f"latency  {latency['rate']} requests/s: added p50 {latency['added_p50_ms']:.2f} ms, p99 {latency['added_p99_ms']:.2f} ms "
+        f"(straight p99 {latency['direct_p99_ms']:.2f} ms, through the router {latency['routed_p99_ms']:.2f} ms)"
+    )
+    return 0
+
+
+def measure_events(workers: int, batches: int = 400) -> dict[str, Any]:
+    """Decode and apply encoded batches: half of the blocks are stored, then removed."""
+    from kvloom.cluster.router import FleetIndex
+    from kvloom.events_wire import (
+        BlockRemoved,
+        BlockStored,
+        EventBatch,
+        EventDecoder,
+        WireEvent,
+        encode_batch,
+        raw_tokens,
+    )
+
+    rng = np.random.default_rng(0)
+    index, decoder = FleetIndex(), EventDecoder()
+    tokens = raw_tokens(np.arange(BLOCKS_PER_EVENT * 16, dtype="<i4").tobytes())
+    payloads = []
+    for number in range(batches):
+        hashes = rng.integers(-(2**63), 2**63, (EVENTS_PER_BATCH, BLOCKS_PER_EVENT)).tolist()
+        stored: list[WireEvent] = [
+            BlockStored(chain, chain[0] - 1 if chain[0] > 0 else None, tokens, 16, medium="GPU", group_idx=0)
+            for chain in hashes
+        ]
+        removed: list[WireEvent] = [
+            BlockRemoved(chain, "GPU", 0) for chain in hashes[: EVENTS_PER_BATCH // 2]
+        ]
+        payloads.append((f"w{number % workers}", encode_batch(EventBatch(0.0, stored + removed))))
+    for number in range(workers):
+        index.add(f"w{number}")
+    blocks = batches * EVENTS_PER_BATCH * BLOCKS_PER_EVENT * 3 // 2
+    began = time.perf_counter()
+    for worker, payload in payloads:
+        index.apply(worker, decoder.decode(payload))
+    seconds = time.perf_counter() - began
+    return {"blocks_per_second": blocks / seconds, "blocks": blocks, "workers": workers}
+
+
+def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any]:
+    """Find the cached lengths of a prompt on all workers and choose one; the median of many prompts."""
+    from kvloom.cluster.router import FleetIndex, Scorer, SpeedModel, WorkerLoad
+    from kvloom.core import hash_chain, root_hash, token_bytes
+    from kvloom.events_wire import BlockStored, EventBatch, raw_tokens, wire_hashes
+
+    rng = np.random.default_rng(0)
+    index, scorer, speed = FleetIndex(), Scorer(), SpeedModel()
+    names = [f"w{i}" for i in range(workers)]
+    for name in names:
+        index.add(name)
+        scorer.loads[name] = WorkerLoad(1_000_000, speed)
+    root, none = root_hash("m"), raw_tokens(b"")
+    prompts = [rng.integers(0, 100_000, blocks * 16).astype(np.int32) for _ in range(8)]
+    hashes = [wire_hashes(hash_chain(root, token_bytes(prompt))) for prompt in prompts]
+    for chain in hashes:
+        for name in names:
+            count = int(rng.integers(0, blocks + 1))
+            index.apply(
+                name, EventBatch(0.0, [BlockStored(list(chain[:count]), None, none, 16, medium="GPU")])
+            )
+    times, hashing = [], []
+    for i in range(rounds):
+        chain = hashes[i % len(hashes)]
+        began = time.perf_counter()
+        lengths = index.lengths(chain)
+        scorer.choose(blocks * 16, lengths, names, float(i))
+        times.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        wire_hashes(hash_chain(root, token_bytes(prompts[i % len(hashes)])))
+        hashing.append(time.perf_counter() - began)
+    return {
+        "microseconds": 1e6 * float(np.median(times)),
+        "p99_microseconds": 1e6 * float(np.quantile(times, 0.99)),
+        "hash_microseconds": 1e6 * float(np.median(hashing)),
+        "blocks": blocks,
+        "workers": workers,
+    }
+
+
+async def measure_latency(rate: int, seconds: int) -> dict[str, Any]:
+    """Load a worker that answers at once, straight and through a router, at a fixed rate."""
+    import aiohttp
+
+    ports = [free_port() for _ in range(3)]
+    with ExitStack() as stack:
+        for port in ports[:2]:
+            stack.enter_context(Process([sys.executable, "-c", WORKER, str(port)]))
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        flags = [word for url in urls[:2] for word in ("--worker", url)]
+        command = [
+            sys.executable,
+            "-m",
+            "kvloom.cli",
+            "route",
+            "--port",
+            str(ports[2]),
+            "--log-level",
+            "error",
+            *flags,
+        ]
+        stack.enter_context(Process(command))
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            for url in urls:
+                await ready(session, f"{url}/health")
+            await asyncio.sleep(1.5)
+            direct = await _load(session, urls[0], rate, seconds)
+            routed = await _load(session, urls[2], rate, seconds)
+    quantiles = {
+        name: np.quantile(times, (0.5, 0.99)) * 1e3
+        for name, times in (("direct", direct), ("routed", routed))
+    }
+    return {
+        "rate": rate,
+        "direct_p50_ms": float(quantiles["direct"][0]),
+        "direct_p99_ms": float(quantiles["direct"][1]),
+        "routed_p50_ms": float(quantiles["routed"][0]),
+        "routed_p99_ms": float(quantiles["routed"][1]),
+        "added_p50_ms": float(quantiles["routed"][0] - quantiles["direct"][0]),
+        "added_p99_ms": float(quantiles["routed"][1] - quantiles["direct"][1]),
+    }
+
+
+async def _load(session: Any, url: str, rate: int, seconds: int) -> list[float]:
+    """Send requests at a fixed rate; return their times to the first byte. The first second is left out."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 100_000, 1024).tolist() for _ in range(32)]
+    bodies = [
+        json.dumps({"model": "m", "prompt": p, "stream": True, "max_tokens": 1}).encode() for p in prompts
+    ]
+    times: list[float] = []
+
+    async def one(number: int) -> None:
+        began = time.perf_counter()
+        headers = {"content-type": "application/json"}
+        async with session.post(f"{url}/v1/completions", data=bodies[number % 32], headers=headers) as answer:
+            await answer.content.readany()
+            took = time.perf_counter() - began
+            await answer.read()
+        if number >= rate:
+            times.append(took)
+
+    began = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for number in range(rate * (seconds + 1)):
+            left = began + number / rate - time.perf_counter()
+            if left > 0:
+                await asyncio.sleep(left)
+            group.create_task(one(number))
+    return times
+
+
+async def ready(session: Any, url: str) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                async with session.get(url) as answer:
+                    if answer.status == 200:
+                        return
+            except OSError:
+                pass
+            await asyncio.sleep(0.1)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+class Process:
+    """A child process, ended at last."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+
+    def __enter__(self) -> subprocess.Popen[bytes]:
+        self._process = subprocess.Popen(self._command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return self._process
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)

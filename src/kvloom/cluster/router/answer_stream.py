@@ -1,0 +1,159 @@
+"""One answer as a stream of events, across the workers that generate it.
+
+    worker A: event, event, event ✝         worker B: the same request, with the tokens so far
+                 │ passed on                          │ what the client has is dropped, the rest is passed on
+                 ▼                                    ▼
+    client:   event, event, event ─────────────────── event, event, [DONE]
+
+A continued answer must repeat what the client has, character by character. If it does not (a worker that samples without a
+seed, or a GPU whose results depend on the batch), the stream ends with an error instead of a wrong text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = ["AnswerStream", "DivergedError", "WorkerFailedError"]
+
+_decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
+TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "refusal")
+FATAL_TYPES = ("invalid_request_error", "authentication_error", "permission_error", "not_found_error")
+
+
+class WorkerFailedError(Exception):
+    """The worker cannot finish the request; another may."""
+
+
+class DivergedError(Exception):
+    """A continued answer differs from what the client has."""
+
+
+class AnswerStream:
+    """The events of a request. `hides_tokens`: the client did not ask for token ids; remove them."""
+
+    def __init__(self, hides_tokens: bool) -> None:
+        self._tokens: list[int] = []
+        self._known: list[int] = []
+        self.has_begun = self.is_done = False
+        self._hides_tokens = hides_tokens
+        self._sent: dict[tuple[int, str], str] = {}
+        self._again: dict[tuple[int, str], int] = {}
+        """Characters that a continued stream has repeated so far."""
+        self._is_continued = False
+        self._finished: set[int] = set()
+        self._head: dict[str, Any] = {}
+        self._buffer = b""
+
+    def restart(self) -> None:
+        """Prepare for the stream of another worker, which repeats the answer from its beginning."""
+        self._buffer, self._is_continued, self._again = b"", True, {}
+        self._known, self._tokens = self.tokens, []
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of the first answer so far, of the worker that got farthest."""
+        return max(self._tokens, self._known, key=len)
+
+    def feed(self, data: bytes) -> tuple[bytes, int]:
+        """Return what the client gets for bytes of a worker, and the number of new tokens.
+
+        Raises WorkerFailedError for an error event of the worker, DivergedError for a different answer."""
+        *events, self._buffer = (self._buffer + data).split(b"\n\n")
+        out, count = [], 0
+        for event in events:
+            passed, tokens = self._event(event)
+            out.append(passed)
+            count += tokens
+        return b"".join(out), count
+
+    def _event(self, event: bytes) -> tuple[bytes, int]:
+        if not event.startswith(b"data:"):
+            return event + b"\n\n", 0  # a comment
+        data = event[5:].strip()
+        if data == b"[DONE]":
+            self.is_done = True
+            return event + b"\n\n", 0
+        try:
+            body = _decode(data)
+        except msgspec.DecodeError:
+            raise WorkerFailedError("the worker sent an event that is not JSON") from None
+        error = body.get("error")
+        if error is not None:
+            if isinstance(error, dict) and error.get("type") in FATAL_TYPES:
+                self.is_done = True
+                return event + b"\n\n", 0
+            raise WorkerFailedError(str(error.get("message") if isinstance(error, dict) else error))
+        new = 0
+        choices = body.get("choices") or []
+        for choice in choices:
+            found = choice.get("token_ids")
+            if found is not None:
+                new += len(found)
+                if choice.get("index") == 0:
+                    self._tokens += found
+                if self._hides_tokens:
+                    del choice["token_ids"]
+            else:
+                new += 1
+        if self._is_continued:
+            body["choices"] = choices = [choice for choice in choices if self._trim(choice)]
+            if not choices and body.get("usage") is None:
+                return b"", new
+        else:
+            for choice in choices:
+                self._record(choice)
+        self._finished.update(
+            choice["index"] for choice in choices if choice.get("finish_reason") is not None
+        )
+        if not self._head:
+            self._head = {name: body[name] for name in ("id", "created") if name in body}
+        else:
+            body.update(self._head)
+        self.has_begun = True
+        return b"data: " + _encode(body) + b"\n\n", new
+
+    @staticmethod
+    def _texts(choice: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:
+        """Return (owner, key, name) of all texts in a choice that grow from event to event."""
+        if isinstance(choice.get("text"), str):
+            return [(choice, "text", "text")]
+        delta = choice.get("delta") or {}
+        found = [(delta, name, name) for name in TEXT_FIELDS if isinstance(delta.get(name), str)]
+        for call in delta.get("tool_calls") or []:
+            function = call.get("function") or {}
+            for name in ("name", "arguments"):
+                if isinstance(function.get(name), str):
+                    found.append((function, name, f"call {call.get('index', 0)} {name}"))
+        return found
+
+    def _record(self, choice: dict[str, Any]) -> None:
+        for owner, key, name in self._texts(choice):
+            place = choice.get("index", 0), name
+            self._sent[place] = self._sent.get(place, "") + owner[key]
+
+    def _trim(self, choice: dict[str, Any]) -> bool:
+        """Remove what the client has from a choice. Returns whether something is left."""
+        index = choice.get("index", 0)
+        if index in self._finished:
+            return False
+        is_new = choice.get("finish_reason") is not None
+        for owner, key, name in self._texts(choice):
+            place, text = (index, name), owner[key]
+            sent, again = self._sent.get(place, ""), self._again.get(place, 0)
+            known = sent[again : again + len(text)]
+            if not text.startswith(known):
+                raise DivergedError(f"answer {index} differs at character {again} of its {name}")
+            self._again[place] = again + len(known)
+            owner[key] = rest = text[len(known) :]
+            if rest:
+                self._sent[place] = sent + rest
+                self._again[place] += len(rest)
+                is_new = True
+        calls = (choice.get("delta") or {}).get("tool_calls")
+        if calls and not is_new:
+            return False
+        (choice.get("delta") or {}).pop("role", None)
+        return is_new

@@ -1,0 +1,306 @@
+"""The router's HTTP application.
+
+/v1/…                        forwarded to the best worker
+/v1/models, /health, /metrics, /workers
+/register, /unregister, /query     the indexer API of Mooncake's RFC 1403, so that other gateways can ask
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from kvloom.serve.api import is_loopback
+from kvloom.serve.errors import ApiError, bad_request, not_found
+
+from .fleet import Fleet, Offer
+from .proxy import Call, Proxy
+
+__all__ = ["RouterApplication"]
+
+log = logging.getLogger("kvloom.router")
+Send = Callable[[Any], Awaitable[None]]
+Receive = Callable[[], Awaitable[Any]]
+FORWARDED_PATHS = ("/v1/", "/tokenize", "/detokenize")
+DEAD_STATUS = 503
+
+
+class RouterApplication:
+    """An ASGI application over one fleet. Without `admin_key`, only clients that use a loopback name are served."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        proxy: Proxy,
+        admin_key: str | None = None,
+        max_body: int = 64 << 20,
+        is_public: bool = False,
+    ) -> None:
+        self.fleet, self.proxy = fleet, proxy
+        self._admin_key, self._max_body, self._is_public = admin_key, max_body, is_public
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        path, method = scope["path"], scope["method"]
+        status = [0]
+
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                status[0] = message["status"]
+            await send(message)
+
+        try:
+            self._check_host(headers)
+            if method == "POST" and path.startswith(FORWARDED_PATHS):
+                await self._forward(path, headers, receive, counted)
+            else:
+                await self._own(method, path, headers, receive, counted)
+        except ApiError as error:
+            if not status[0]:
+                await _respond(counted, error.status, error.body, error.headers)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("%s %s failed", method, path)
+            if not status[0]:
+                await _respond(counted, 500, ApiError(500, "internal error; see the router's log").body)
+        key = (path if path.startswith("/v1/") else "other", status[0])
+        self.proxy.counts.requests[key] = self.proxy.counts.requests.get(key, 0) + 1
+
+    def _check_host(self, headers: dict[str, str]) -> None:
+        """On a loopback router, refuse foreign host names: a web page must not use it through a browser."""
+        if self._is_public:
+            return
+        for name in (
+            headers.get("host", "localhost"),
+            headers.get("origin", "http://localhost").partition("://")[2],
+        ):
+            host = (
+                name.rpartition(":")[0]
+                if name.rpartition(":")[2].isdigit() and "]" not in name[-1:]
+                else name
+            )
+            if not is_loopback(host.strip("[]")):
+                raise ApiError(
+                    403, f"{host!r} is not a loopback name: start the router with --admin-key and --host"
+                )
+
+    def _require_admin(self, headers: dict[str, str]) -> None:
+        if self._admin_key is None:
+            return
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._admin_key.encode()):
+            raise ApiError(401, "the router's admin key is required: send it as `Authorization: Bearer KEY`")
+
+    async def _forward(self, path: str, headers: dict[str, str], receive: Receive, send: Send) -> None:
+        raw = await self._body(receive)
+        call = Call(path, headers, _json_object(raw), raw)
+        task = asyncio.current_task()
+        assert task is not None
+        gone = [False]
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone[0] = True
+            task.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            await self.proxy.serve(call, send)
+        except asyncio.CancelledError:
+            if not gone[0]:
+                raise
+            task.uncancel()  # the client is gone
+        finally:
+            watcher.cancel()
+
+    async def _own(
+        self, method: str, path: str, headers: dict[str, str], receive: Receive, send: Send
+    ) -> None:
+        if method == "GET" and path == "/health":
+            alive = sum(worker.is_alive for worker in self.fleet.workers.values() if worker.url)
+            status = 200 if alive else DEAD_STATUS
+            await _json(send, {"status": "ok" if alive else "no worker", "workers": alive}, status)
+        elif method == "GET" and path == "/v1/models":
+            await _json(send, {"object": "list", "data": self._models()})
+        elif method == "GET" and path == "/metrics":
+            body = "".join(_metrics(self.fleet, self.proxy)).encode()
+            await _respond(send, 200, body, [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
+        elif method == "GET" and path == "/workers":
+            self._require_admin(headers)
+            await _json(send, {"workers": [_worker(self.fleet, name) for name in self.fleet.workers]})
+        elif method == "POST" and path in ("/register", "/unregister", "/query"):
+            self._require_admin(headers)
+            asked = _json_object(await self._body(receive))
+            await {"/register": self._register, "/unregister": self._unregister, "/query": self._query}[path](
+                asked, send
+            )
+        else:
+            raise not_found(method, path)
+
+    def _models(self) -> list[dict[str, Any]]:
+        return [
+            {"id": name, "object": "model", "owned_by": "kvloom", "workers": len(self.fleet.candidates(name))}
+            for name in self.fleet.models
+        ]
+
+    async def _register(self, body: dict[str, Any], send: Send) -> None:
+        """Add a worker (`url`), or an instance that is only followed (`endpoint`, as in RFC 1403)."""
+        url, endpoint = body.get("url"), body.get("endpoint")
+        name = str(body.get("instance_id") or url or endpoint or "")
+        if not name or not (isinstance(url, str) or isinstance(endpoint, str)):
+            raise bad_request(
+                "send url (a worker's HTTP address) or endpoint (the ZMQ address of its events)", "url"
+            )
+        model = body.get("model_name") or body.get("modelname") or body.get("model")
+        if isinstance(url, str) and not url.startswith(("http://", "https://")):
+            raise bad_request(f"url {url!r} must start with http:// or https://", "url")
+        if endpoint is not None and not isinstance(model, str):
+            raise bad_request("endpoint needs model_name", "model_name")
+        if isinstance(model, str):
+            hash_model = body.get("hash_model")
+            offer = Offer(hash_model, events=endpoint, replay=body.get("replay_endpoint"))
+            self.fleet.register(name, (url or "").rstrip("/"), model, offer)
+        else:
+            self.fleet.add(str(url).rstrip("/"), name)
+        await _json(send, {"status": "ok", "instance_id": name}, 201)
+
+    async def _unregister(self, body: dict[str, Any], send: Send) -> None:
+        name = str(body.get("instance_id") or body.get("url") or body.get("endpoint") or "")
+        if not await self.fleet.remove(name.rstrip("/") if name.startswith("http") else name):
+            raise ApiError(404, f"no worker {name!r} is registered", "instance_id")
+        await _json(send, {"status": "ok", "instance_id": name})
+
+    async def _query(self, body: dict[str, Any], send: Send) -> None:
+        """Return how many tokens of a prompt each instance has, by medium."""
+        from .prompt_keys import PromptKeys, roots_of
+
+        model = body.get("model_name") or body.get("modelname") or body.get("model")
+        tokens = body.get("token_ids") or body.get("tokens")
+        if model not in self.fleet.models:
+            raise ApiError(404, f"model {model!r} is not served here", "model_name", "model_not_found")
+        try:
+            from kvloom.core import token_bytes
+
+            keys = PromptKeys(token_bytes(tokens or []), [], len(tokens or []))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise bad_request(f"token_ids: {error}", "token_ids") from None
+        served = self.fleet.models[model]
+        names = [name for name in served.index.workers if name in self.fleet.workers]
+        tenant, salt = (
+            str(body.get("tenant_id") or body.get("tenant") or ""),
+            str(body.get("cache_salt") or ""),
+        )
+        instances: dict[str, Any] = {}
+        for root, mine in roots_of(self.fleet, model, names, tenant, salt, False).items():
+            lengths = served.index.lengths(keys.hashes(root))
+            for name in mine:
+                gpu, cpu, disk, store = lengths[name]
+                instances[name] = {
+                    "longest_matched": store, "gpu": gpu, "cpu": cpu, "disk": disk, "store": store, "dp": {"0": gpu},
+                }  # fmt: skip
+        scores = {name: {"0": one["gpu"]} for name, one in instances.items()}
+        await _json(send, {"scores": scores, "frequencies": [], "instances": instances})
+
+    async def _body(self, receive: Receive) -> bytes:
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(408, "the client disconnected before its request was complete")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._max_body:
+                raise ApiError(
+                    413, f"the body exceeds {self._max_body:,} bytes: send less, or raise --max-body"
+                )
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+
+def _json_object(raw: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"the request body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise bad_request("the request body must be a JSON object")
+    return body
+
+
+def _worker(fleet: Fleet, name: str) -> dict[str, Any]:
+    worker = fleet.workers[name]
+    models = {}
+    for model in worker.models:
+        load = fleet.models[model].scorer.loads.get(name)
+        following = worker.subscribers.get(model)
+        models[model] = {
+            "requests": 0 if load is None else len(load.requests),
+            "waiting": 0 if load is None else load.waiting,
+            "tokens": 0 if load is None else load.tokens,
+            "events": None if following is None else msgspec.to_builtins(following[0].counts),
+        }
+    return {"name": name, "url": worker.url, "alive": worker.is_alive, "models": models}
+
+
+def _metrics(fleet: Fleet, proxy: Proxy) -> Iterator[str]:
+    counts = proxy.counts
+    yield "# TYPE kvloom_router_requests_total counter\n"
+    for (path, status), count in sorted(counts.requests.items()):
+        yield f'kvloom_router_requests_total{{path="{_escaped(path)}",status="{status}"}} {count}\n'
+    totals = {
+        "failovers": counts.failovers,
+        "continued_streams": counts.continued_streams,
+        "diverged_streams": counts.diverged_streams,
+        "prompt_tokens": counts.prompt_tokens,
+        "expected_hit_tokens": counts.expected_hit_tokens,
+        "untokenised_prompts": proxy.reader.fallbacks,
+        "worker_deaths": fleet.deaths,
+    }
+    for name, value in totals.items():
+        yield f"# TYPE kvloom_router_{name}_total counter\nkvloom_router_{name}_total {value}\n"
+    yield f"# TYPE kvloom_router_waiting gauge\nkvloom_router_waiting {proxy.queue.waiting}\n"
+    yield f"# TYPE kvloom_router_running gauge\nkvloom_router_running {proxy.queue.running}\n"
+    yield "# TYPE kvloom_router_worker_alive gauge\n"
+    for worker in fleet.workers.values():
+        yield f'kvloom_router_worker_alive{{worker="{_escaped(worker.name)}"}} {int(worker.is_alive)}\n'
+    yield "# TYPE kvloom_router_index_blocks gauge\n"
+    for model, served in fleet.models.items():
+        yield f'kvloom_router_index_blocks{{model="{_escaped(model)}"}} {len(served.index)}\n'
+    yield "# TYPE kvloom_router_events_total counter\n"
+    for worker in fleet.workers.values():
+        for model, (subscriber, _) in worker.subscribers.items():
+            labels = f'worker="{_escaped(worker.name)}",model="{_escaped(model)}"'
+            for name in ("events", "gaps", "replays", "snapshots"):
+                value = getattr(subscriber.counts, name)
+                yield f'kvloom_router_events_total{{{labels},kind="{name}"}} {value}\n'
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+async def _json(send: Send, data: Any, status: int = 200) -> None:
+    await _respond(send, status, msgspec.json.encode(data))
+
+
+async def _respond(
+    send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None
+) -> None:
+    headers = headers or [(b"content-type", b"application/json")]
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [*headers, (b"content-length", b"%d" % len(body))],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})

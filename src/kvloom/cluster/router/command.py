@@ -1,0 +1,162 @@
+"""`kvloom route`: command-line arguments of the router."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+from kvloom.arguments import number, server, size, whole
+from kvloom.config_file import add_config_argument
+
+if TYPE_CHECKING:
+    from .proxy import ProxyOptions
+
+__all__ = ["arguments", "run"]
+
+ADMIN_KEY = "KVLOOM_ROUTER_KEY"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_argument(parser)
+    add = parser.add_argument
+    worker = "HTTP address of a worker (kvloom or vLLM), such as http://127.0.0.1:8001; repeatable; others may /register"
+    add("--worker", action="append", default=[], type=server, metavar="URL", help=worker)
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add(
+        "--port",
+        type=whole(0, 65535),
+        default=8080,
+        metavar="N",
+        help="port (default: 8080; 0: any free port)",
+    )
+    route = "kv: by cached prefix and load (default); round-robin: in turn, to compare"
+    add("--route", choices=("kv", "round-robin"), default="kv", help=route)
+    folder = (
+        "folder with the model's tokenizer.json, to tokenise texts here (default: ask a worker's /tokenize)"
+    )
+    add("--tokenizer", metavar="DIR", help=folder)
+    text = "do not tokenise: route texts and chats by their string prefix"
+    add("--no-tokenize", action="store_true", help=text)
+    key = f"key of /register, /unregister, /query and /workers; needed with a public --host (default: ${ADMIN_KEY})"
+    add("--admin-key", metavar="KEY", help=key)
+    inflight = "requests of one worker at once; beyond that they wait, and tenants take turns (default: 256)"
+    add("--inflight", type=whole(1), default=256, metavar="N", help=inflight)
+    add(
+        "--max-queue",
+        type=whole(0),
+        default=10_000,
+        metavar="N",
+        help="requests waiting at most (default: 10000)",
+    )
+    add(
+        "--attempts",
+        type=whole(1),
+        default=4,
+        metavar="N",
+        help="workers that a request may try (default: 4)",
+    )
+    deadline = "seconds after which a request ends with an error (default: 600)"
+    add("--deadline-seconds", type=number(0, above=True), default=600.0, metavar="S", help=deadline)
+    silent = "seconds without data after which a stream continues on another worker (default: 30)"
+    add("--silent-seconds", type=number(0, above=True), default=30.0, metavar="S", help=silent)
+    add(
+        "--max-body",
+        type=size,
+        default="64MiB",
+        metavar="SIZE",
+        help="limit of a request body (default: 64MiB)",
+    )
+    add("--affinity-seconds", type=number(0), default=0.05, metavar="S",
+        help="gain of a session's last worker in the score (default: 0.05)")  # fmt: skip
+    add("--overload-seconds", type=number(0), default=2.0, metavar="S",
+        help="backlog above the least one from which affinity yields (default: 2)")  # fmt: skip
+    level = "least severe messages to log (default: info)"
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=level)
+    add(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="format of the log on stderr (default: text)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from kvloom.serve.api import is_loopback
+    from kvloom.serve.logs import configure_logging
+
+    from .proxy import ProxyOptions
+
+    configure_logging(args.log_level, args.log_format)
+    key = args.admin_key or os.environ.get(ADMIN_KEY)
+    is_public = not is_loopback(args.host)
+    if is_public and not key:
+        raise ValueError(f"--host {args.host} is public: give --admin-key, or listen on 127.0.0.1")
+    options = ProxyOptions(
+        args.inflight,
+        args.max_queue,
+        args.attempts,
+        args.deadline_seconds,
+        args.silent_seconds,
+        args.route,
+    )
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    listener = socket.create_server((args.host, args.port), family=family, backlog=2048)
+    return _run(args, options, key, is_public, listener)
+
+
+def _run(
+    args: argparse.Namespace, options: ProxyOptions, key: str | None, is_public: bool, listener: socket.socket
+) -> int:
+    import uvicorn
+
+    config = uvicorn.Config(
+        _placeholder, loop="auto", http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
+        server_header=False, date_header=False, timeout_keep_alive=60, timeout_graceful_shutdown=30,
+    )  # fmt: skip
+    with listener, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        return runner.run(_serve(args, options, key, is_public, listener, config))
+
+
+async def _serve(
+    args: argparse.Namespace,
+    options: ProxyOptions,
+    key: str | None,
+    is_public: bool,
+    listener: socket.socket,
+    config: Any,
+) -> int:
+    import logging
+
+    import aiohttp
+    import uvicorn
+
+    from .application import RouterApplication
+    from .fleet import Fleet
+    from .prompt_keys import PromptReader
+    from .proxy import Proxy
+    from .scoring import ScoringOptions
+
+    scoring = ScoringOptions(affinity_seconds=args.affinity_seconds, overload_seconds=args.overload_seconds)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20)
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+        fleet = Fleet(session, scoring)
+        proxy = Proxy(fleet, PromptReader(fleet, args.tokenizer, not args.no_tokenize), options)
+        for url in args.worker:
+            fleet.add(url, is_static=True)
+        config.app = RouterApplication(fleet, proxy, key, args.max_body, is_public)
+        host, port = listener.getsockname()[:2]
+        logging.getLogger("kvloom.router").info(
+            "routing on http://%s:%d over %d workers", host, port, len(args.worker)
+        )
+        try:
+            await uvicorn.Server(config).serve(sockets=[listener])
+        finally:
+            await fleet.close()
+    return 0
+
+
+async def _placeholder(*_: object) -> None:
+    """The application until the real one is set."""

@@ -1,0 +1,92 @@
+"""Admission of requests by tenant: while workers are full, the tenant that got the least goes first.
+
+A tenant's service is counted in prompt tokens. A tenant that was idle starts at the least service of the active ones, so it cannot save
+up. Without contention nothing waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+
+__all__ = ["FairQueue", "QueueFullError"]
+
+
+class QueueFullError(Exception):
+    """Too many requests wait."""
+
+
+class FairQueue:
+    """At most `places` requests run at once; `resize` follows the number of living workers. At most `limit` wait."""
+
+    def __init__(self, places: int, limit: int = 10_000) -> None:
+        self.places, self.limit = places, limit
+        self.running = self.waiting = 0
+        self._service: dict[str, float] = {}
+        self._queues: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}
+        self._order: list[tuple[float, int, str]] = []
+        self._count = 0
+
+    async def enter(self, tenant: str, tokens: int) -> None:
+        """Wait for a place. Raises QueueFullError if too many wait."""
+        if self.running < self.places and not self.waiting:
+            self._start(tenant, tokens)
+            return
+        if self.waiting >= self.limit:
+            raise QueueFullError
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue = self._queues.setdefault(tenant, deque())
+        queue.append((place, tokens))
+        self.waiting += 1
+        if len(queue) == 1:
+            self._offer(tenant)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.leave()  # it had its place already
+            elif (place, tokens) in queue:
+                queue.remove((place, tokens))
+                self.waiting -= 1
+            raise
+
+    def leave(self) -> None:
+        """Give a place back."""
+        self.running -= 1
+        self._admit()
+
+    def resize(self, places: int) -> None:
+        """Change the number of places."""
+        self.places = places
+        self._admit()
+
+    def _start(self, tenant: str, tokens: int) -> None:
+        self.running += 1
+        if self.running == 1:
+            self._service.clear()  # no tenant competes: start afresh
+        least = min(self._service.values(), default=0.0)
+        self._service[tenant] = max(self._service.get(tenant, least), least) + tokens
+
+    def _offer(self, tenant: str) -> None:
+        least = min(self._service.values(), default=0.0)
+        self._service.setdefault(tenant, least)
+        self._count += 1
+        heapq.heappush(self._order, (self._service[tenant], self._count, tenant))
+
+    def _admit(self) -> None:
+        while self.running < self.places and self._order:
+            _, _, tenant = heapq.heappop(self._order)
+            queue = self._queues.get(tenant)
+            if not queue:
+                self._queues.pop(tenant, None)
+                continue
+            place, tokens = queue.popleft()
+            place.set_result(None)
+            self.waiting -= 1
+            self.running += 1
+            self._service[tenant] = self._service.get(tenant, 0.0) + tokens
+            if queue:
+                self._offer(tenant)
+            else:
+                del self._queues[tenant]

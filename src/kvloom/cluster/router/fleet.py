@@ -1,0 +1,260 @@
+"""The workers of a router: membership, health, and what each serves.
+
+    --worker URL, /register ──▶ Worker ──▶ GET /kvloom/worker or /v1/models, every second: alive? models, hashes, load
+                                  └──────▶ Subscriber: its events into the index of its model
+
+A worker that fails a request or two checks is dead until a check succeeds. Its streams continue on others. A dead worker's blocks are
+forgotten, because a restarted worker has none; its events bring back what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvloom.core import HASH_TOKENS, root_hash
+from kvloom.events_wire import EventBatch, Subscriber
+
+from .fleet_index import FleetIndex, Group
+from .scoring import Scorer, ScoringOptions, SpeedModel, WorkerLoad
+
+__all__ = ["Fleet", "ServedModel", "Worker"]
+
+log = logging.getLogger("kvloom.router")
+CHECK_SECONDS = 1.0
+CHECK_TIMEOUT = 3.0
+FAILED_CHECKS = 2
+"""Failed checks in a row after which a worker is dead."""
+
+
+@dataclass(slots=True)
+class Offer:
+    """A model on one worker: the model's part of block hashes (None: a foreign worker), its layer groups, pool and events."""
+
+    hash_model: str | None = None
+    groups: tuple[Group, ...] = (Group(),)
+    capacity: int = 0
+    events: str | None = None
+    replay: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One worker. `url` is "" for an instance that is only followed, not routed to."""
+
+    name: str
+    url: str
+    is_static: bool = False
+    is_alive: bool = False
+    is_kvloom: bool = False
+    models: dict[str, Offer] = field(default_factory=dict)
+    given: dict[str, Offer] = field(default_factory=dict)
+    """Models and events that a registration stated."""
+    failed_checks: int = 0
+    open_requests: int = 0
+    """Requests that the worker itself reports, those of other routers included."""
+    streams: set[Callable[[], None]] = field(default_factory=set)
+    """Aborts the requests that are running on it."""
+    subscribers: dict[str, tuple[Subscriber, asyncio.Task[None]]] = field(default_factory=dict)
+    check: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """A model and the workers that serve it: its index, its scorer, and what text prompts say without a tokenizer."""
+
+    name: str
+    index: FleetIndex
+    scorer: Scorer
+    speed: SpeedModel = field(default_factory=SpeedModel)
+    texts: FleetIndex = field(default_factory=FleetIndex)
+    """Prefixes of texts that were sent to workers: the fallback where prompts cannot be tokenised."""
+
+
+class Fleet:
+    """All workers of a router. `run` checks them until cancelled. One event loop uses it."""
+
+    def __init__(self, session: aiohttp.ClientSession, options: ScoringOptions | None = None) -> None:
+        self.session = session
+        self.workers: dict[str, Worker] = {}
+        self.models: dict[str, ServedModel] = {}
+        self.deaths = 0
+        self._options = options
+
+    # -- membership -------------------------------------------------------------------------------
+
+    def add(self, url: str, name: str | None = None, is_static: bool = False) -> Worker:
+        """Add a worker by its HTTP address; one that is known stays. Its checks begin."""
+        name = name or url
+        worker = self.workers.get(name)
+        if worker is None:
+            worker = self.workers[name] = Worker(name, url, is_static)
+            if url:
+                worker.check = asyncio.create_task(self._keep_checking(worker))
+        return worker
+
+    async def remove(self, name: str) -> bool:
+        """Remove a worker. Its streams continue on others. Returns whether it was known."""
+        worker = self.workers.pop(name, None)
+        if worker is None:
+            return False
+        if worker.check is not None:
+            worker.check.cancel()
+        self._died(worker, "unregistered")
+        for model in list(worker.models):
+            await self._withdraw(worker, model)
+        return True
+
+    async def close(self) -> None:
+        """Stop all checks and subscriptions."""
+        for worker in self.workers.values():
+            for task in (worker.check, *(task for _, task in worker.subscribers.values())):
+                if task is not None:
+                    task.cancel()
+
+    def candidates(self, model: str) -> list[str]:
+        """Return the names of living workers that serve a model."""
+        return [w.name for w in self.workers.values() if w.is_alive and w.url and model in w.models]
+
+    # -- health -------------------------------------------------------------------------------------
+
+    async def _keep_checking(self, worker: Worker) -> None:
+        while True:
+            try:
+                await self.check(worker)
+            except Exception:
+                log.exception("checking %s failed", worker.name)
+            await asyncio.sleep(CHECK_SECONDS)
+
+    async def check(self, worker: Worker) -> None:
+        """Ask a worker for its state once."""
+        try:
+            offers = await self._ask(worker)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            worker.failed_checks += 1
+            if worker.failed_checks >= FAILED_CHECKS and worker.is_alive:
+                self._died(worker, f"{type(error).__name__}: {error}")
+            return
+        worker.failed_checks = 0
+        for model in [model for model in worker.models if model not in offers]:
+            await self._withdraw(worker, model)
+        for model, offer in offers.items():
+            known = worker.models.get(model)
+            if known is None or (known.hash_model, known.events) != (offer.hash_model, offer.events):
+                if known is not None:
+                    await self._withdraw(worker, model)
+                self._offer(worker, model, offer)
+        if not worker.is_alive and offers:
+            worker.is_alive = True
+            log.info("worker %s is alive: %s", worker.name, ", ".join(offers))
+
+    async def _ask(self, worker: Worker) -> dict[str, Offer]:
+        """Return the models that a worker offers. Raises if it is not healthy."""
+        timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT)
+        async with self.session.get(f"{worker.url}/kvloom/worker", timeout=timeout) as answer:
+            if answer.status == 200:
+                found = msgspec.json.decode(await answer.read())
+                worker.is_kvloom = True
+                worker.open_requests = int(found.get("open_requests", 0))
+                return {one["id"]: _offer(one) for one in found["models"] if one["status"] == "ok"}
+        async with self.session.get(f"{worker.url}/health", timeout=timeout) as answer:
+            if answer.status != 200:
+                raise ValueError(f"/health returned {answer.status}")
+        async with self.session.get(f"{worker.url}/v1/models", timeout=timeout) as answer:
+            found = msgspec.json.decode(await answer.read())
+        return {one["id"]: worker.given.get(one["id"], Offer()) for one in found["data"]}
+
+    def failed(self, worker: Worker, why: str) -> None:
+        """Mark a worker dead after a failed request, until a check succeeds."""
+        if worker.is_alive:
+            self._died(worker, why)
+
+    def _died(self, worker: Worker, why: str) -> None:
+        worker.is_alive = False
+        worker.open_requests = 0
+        self.deaths += 1
+        log.warning("worker %s is dead: %s", worker.name, why)
+        for abort in list(worker.streams):
+            abort()
+        for model in worker.models:
+            served = self.models[model]
+            if worker.name in served.scorer.loads:
+                old = served.scorer.loads[worker.name]
+                served.scorer.loads[worker.name] = WorkerLoad(old.capacity, served.speed)
+
+    # -- what a worker serves -------------------------------------------------------------------------
+
+    def _offer(self, worker: Worker, model: str, offer: Offer) -> None:
+        served = self.models.get(model)
+        if served is None:
+            served = self.models[model] = ServedModel(model, FleetIndex(offer.groups), Scorer(self._options))
+        worker.models[model] = offer
+        is_foreign = offer.hash_model is None
+        served.index.add(worker.name, not is_foreign, self.root(model, offer, "", ""))
+        served.texts.add(worker.name)
+        served.scorer.loads[worker.name] = WorkerLoad(offer.capacity, served.speed)
+        if offer.events is not None:
+
+            def apply(batch: EventBatch) -> None:
+                served.index.apply(worker.name, batch)
+
+            subscriber = Subscriber(offer.events, offer.replay, apply)
+            task = asyncio.create_task(subscriber.run())
+            task.add_done_callback(_report)
+            worker.subscribers[model] = subscriber, task
+
+    async def _withdraw(self, worker: Worker, model: str) -> None:
+        """A worker serves a model no more: forget its blocks, in steps."""
+        worker.models.pop(model, None)
+        following = worker.subscribers.pop(model, None)
+        if following is not None:
+            following[1].cancel()
+        served = self.models.get(model)
+        if served is None:
+            return
+        served.scorer.loads.pop(worker.name, None)
+        for index in (served.index, served.texts):
+            for _ in index.remove(worker.name):
+                await asyncio.sleep(0)
+
+    def register(self, name: str, url: str, model: str, offer: Offer) -> None:
+        """Add an instance by /register: routed to if it has a URL, only followed otherwise."""
+        worker = self.add(url, name)
+        worker.given[model] = offer
+        if not url:
+            self._offer(worker, model, offer)
+
+    @staticmethod
+    def root(model: str, offer: Offer, tenant: str, salt: str, lossy: bool = False) -> bytes:
+        """Return the root of a request's block hashes on a worker."""
+        if offer.hash_model is None:
+            return root_hash(f"foreign {model}")
+        return root_hash(f"{offer.hash_model}, near" if lossy else offer.hash_model, tenant, salt=salt)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("following events failed: %r", task.exception())
+
+
+def _offer(found: dict[str, Any]) -> Offer:
+    """Read an entry of /kvloom/worker. Raises KeyError, TypeError or ValueError for another answer."""
+    if found["hash_tokens"] != HASH_TOKENS:
+        raise ValueError(
+            f"hash_tokens {found['hash_tokens']} is not {HASH_TOKENS}: another version of kvloom"
+        )
+    groups = tuple(Group(one["index"], one["kind"], one["window"]) for one in found["groups"])
+    capacity = int(found["pool_bytes"]) // max(1, int(found["bytes_per_token"]))
+    return Offer(found["hash_model"], groups or (Group(),), capacity, found["events"], found["replay"])
+
+
+def now() -> float:
+    """Return the router's clock."""
+    return time.monotonic()

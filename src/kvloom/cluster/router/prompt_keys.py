@@ -1,0 +1,160 @@
+"""From a request's JSON to block hashes: the same that the workers compute.
+
+token ids in the request ──────────────────────────────▶ hashes of every root that workers use
+text or chat ──▶ local tokenizer, or a worker's /tokenize ──▶ "
+neither works ──▶ hashes of 64-byte pieces of the text (string prefixes): good for affinity, not for a worker's cache
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvloom.core import TOKEN_BYTES, hash_chain, root_hash, token_bytes
+from kvloom.events_wire import wire_hashes
+
+from .fleet import Fleet, Offer, Worker
+
+__all__ = ["PromptKeys", "PromptReader"]
+
+MAX_CACHED = 2048
+TOKENIZE_SECONDS = 2.0
+TEXT_ROOT = root_hash("text")
+CHARACTERS_PER_TOKEN = 4
+CHAT_FIELDS = (
+    "messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message", "chat_template",
+    "chat_template_kwargs", "documents", "reasoning_effort", "add_special_tokens", "model",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class PromptKeys:
+    """A prompt as the router sees it: its tokens if they are known, else its text in pieces."""
+
+    tokens: bytes | None
+    """Token bytes."""
+    text: list[int]
+    length: int
+    """Tokens; an estimate if only the text is known."""
+
+    def hashes(self, root: bytes) -> list[int]:
+        """Return its block hashes below `root`; none without tokens. About 0.2 µs per block."""
+        return [] if self.tokens is None else wire_hashes(hash_chain(root, self.tokens))
+
+
+class PromptReader:
+    """Reads prompts. `tokenizer` is a folder with a tokenizer.json, for texts; chats are tokenised by a worker."""
+
+    def __init__(self, fleet: Fleet, tokenizer: str | None = None, uses_workers: bool = True) -> None:
+        self._fleet, self._uses_workers = fleet, uses_workers
+        self._cached: OrderedDict[bytes, bytes] = OrderedDict()
+        self._tokenizer: Any = None
+        if tokenizer is not None:
+            from tokenizers import Tokenizer
+
+            path = Path(tokenizer) / "tokenizer.json"
+            if not path.is_file():
+                raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer.json in this folder")
+            self._tokenizer = Tokenizer.from_file(str(path))
+        self.fallbacks = 0
+        """Prompts that were not tokenised."""
+
+    async def read(self, body: dict[str, Any], headers: dict[str, str]) -> PromptKeys:
+        """Return the prompt of a request. Does not raise: an invalid prompt has no tokens, and a worker rejects it."""
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+            prompt = prompt[0]  # several prompts go to one worker; the first decides
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            try:
+                tokens = token_bytes(prompt)
+            except (ValueError, OverflowError, TypeError):
+                return PromptKeys(None, [], len(prompt))
+            return PromptKeys(tokens, [], len(prompt))
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            if self._tokenizer is not None:
+                special = body.get("add_special_tokens") is not False
+                ids = self._tokenizer.encode(prompt, add_special_tokens=special).ids
+                return PromptKeys(token_bytes(ids), [], len(ids))
+            asked: dict[str, Any] = {"prompt": prompt, "model": body.get("model")}
+            if "add_special_tokens" in body:
+                asked["add_special_tokens"] = body["add_special_tokens"]
+            return await self._by_worker(asked, prompt.encode(errors="replace"), headers)
+        if isinstance(body.get("messages"), list) and not _has_media(body["messages"]):
+            asked = {name: body[name] for name in CHAT_FIELDS if name in body}
+            return await self._by_worker(asked, msgspec.json.encode(body["messages"]), headers)
+        rest = {name: body[name] for name in ("instructions", "system", "input", "messages") if name in body}
+        return self._by_text(msgspec.json.encode(rest))
+
+    async def _by_worker(self, asked: dict[str, Any], text: bytes, headers: dict[str, str]) -> PromptKeys:
+        request = msgspec.json.encode(asked)
+        key = blake2b(request + headers.get("authorization", "").encode(), digest_size=16).digest()
+        tokens = self._cached.get(key)
+        if tokens is None and self._uses_workers:
+            tokens = await self._tokenize(request, asked.get("model"), headers)
+        if tokens is None:
+            return self._by_text(text)
+        self._cached[key] = tokens
+        self._cached.move_to_end(key)
+        if len(self._cached) > MAX_CACHED:
+            self._cached.popitem(last=False)
+        return PromptKeys(tokens, [], len(tokens) // TOKEN_BYTES)
+
+    async def _tokenize(self, request: bytes, model: Any, headers: dict[str, str]) -> bytes | None:
+        """Ask the worker with the fewest requests. None if it does not answer in time."""
+        able = [
+            w
+            for w in self._fleet.workers.values()
+            if w.is_alive and w.url and (model is None or model in w.models)
+        ]
+        if not able:
+            return None
+        worker: Worker = min(able, key=lambda w: len(w.streams))
+        try:
+            async with self._fleet.session.post(
+                f"{worker.url}/tokenize",
+                data=request,
+                headers={**headers, "content-type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=TOKENIZE_SECONDS),
+            ) as answer:
+                if answer.status != 200:
+                    return None
+                return token_bytes(msgspec.json.decode(await answer.read())["tokens"])
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError):
+            return None
+
+    def _by_text(self, text: bytes) -> PromptKeys:
+        """Return the fallback: hashes of pieces of 64 bytes."""
+        self.fallbacks += 1
+        return PromptKeys(
+            None, wire_hashes(hash_chain(TEXT_ROOT, text)), len(text) // CHARACTERS_PER_TOKEN + 1
+        )
+
+
+def _has_media(messages: list[Any]) -> bool:
+    return any(
+        isinstance(message, dict)
+        and isinstance(message.get("content"), list)
+        and any(
+            isinstance(part, dict) and part.get("type") not in (None, "text") for part in message["content"]
+        )
+        for message in messages
+    )
+
+
+def roots_of(
+    fleet: Fleet, model: str, names: list[str], tenant: str, salt: str, lossy: bool
+) -> dict[bytes, list[str]]:
+    """Return the workers by the root of their hashes. Workers of one fleet usually share one."""
+    found: dict[bytes, list[str]] = {}
+    for name in names:
+        offer: Offer = fleet.workers[name].models[model]
+        found.setdefault(Fleet.root(model, offer, tenant, salt, lossy), []).append(name)
+    return found

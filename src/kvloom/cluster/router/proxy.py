@@ -1,0 +1,497 @@
+"""Sends requests to workers: choose, forward, stream back; another worker if one fails.
+
+| failure                                     | what happens                                                                        |
+|---------------------------------------------|-------------------------------------------------------------------------------------|
+| no connection, 502, 503, 429 of a worker    | the next best worker; the last answer if all refuse                                  |
+| a worker dies before its answer             | the request goes to another worker                                                   |
+| a worker dies in a stream                   | another worker continues after the tokens so far; the client sees one stream          |
+| no worker left, too many attempts, deadline | an error with the reason: a status before the stream, an event in it                 |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from kvloom.core import SECONDS, Histogram
+from kvloom.serve.errors import ApiError
+
+from .answer_stream import AnswerStream, DivergedError, WorkerFailedError
+from .fair_queue import FairQueue, QueueFullError
+from .fleet import Fleet, ServedModel, Worker, now
+from .prompt_keys import PromptKeys, PromptReader, roots_of
+from .scoring import Choice
+
+__all__ = ["Call", "Proxy", "ProxyOptions"]
+
+log = logging.getLogger("kvloom.router")
+Send = Callable[[Any], Awaitable[None]]
+STREAMED = ("/v1/completions", "/v1/chat/completions")
+"""Endpoints whose streams continue on another worker."""
+TRY_ANOTHER = (429, 502, 503)
+FORWARDED = (
+    "authorization",
+    "x-api-key",
+    "content-type",
+    "accept",
+    "x-request-id",
+    "traceparent",
+    "anthropic-version",
+)
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyOptions:
+    """Limits of a router. `inflight` requests per worker run at once; more wait, and tenants take turns.
+
+    A request ends after `deadline_seconds`, or after `attempts` workers. A worker is given up if it sends nothing for
+    `silent_seconds` in a stream that has begun."""
+
+    inflight: int = 256
+    queue: int = 10_000
+    attempts: int = 4
+    deadline_seconds: float = 600.0
+    silent_seconds: float = 30.0
+    route: str = "kv"
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One request of a client."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    raw: bytes
+    model: str = ""
+    tenant: str = ""
+    at: float = field(default_factory=now)
+    keys: PromptKeys | None = None
+    hashes: dict[str, list[int]] = field(default_factory=dict)
+    """Block hashes by worker."""
+    tried: set[str] = field(default_factory=set)
+    lossy: bool = False
+
+    @property
+    def is_stream(self) -> bool:
+        return self.body.get("stream") is True
+
+    @property
+    def session(self) -> str | None:
+        """What the client calls its session."""
+        for found in (self.body.get("session_id"), self.headers.get("x-session-id"), self.body.get("user")):
+            if isinstance(found, str) and found:
+                return f"{self.tenant}\0{found}"
+        return None
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a router counts."""
+
+    requests: dict[tuple[str, int], int] = field(default_factory=dict)
+    failovers: int = 0
+    continued_streams: int = 0
+    diverged_streams: int = 0
+    prompt_tokens: int = 0
+    expected_hit_tokens: int = 0
+    overhead: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    ttft: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+
+
+class _AbortedError(Exception):
+    """The worker of an attempt died."""
+
+
+class Proxy:
+    """Serves calls over a fleet."""
+
+    def __init__(self, fleet: Fleet, reader: PromptReader, options: ProxyOptions | None = None) -> None:
+        self.fleet, self.reader, self.options = fleet, reader, options or ProxyOptions()
+        self.queue = FairQueue(self.options.inflight, self.options.queue)
+        self.counts = Counts()
+        self._tenants: dict[str, str] = {}
+        self._turn = 0
+
+    async def serve(self, call: Call, send: Send) -> None:
+        """Answer a call. Raises ApiError before anything was sent."""
+        call.model = self._model(call)
+        call.tenant = await self._tenant(call)
+        call.keys = await self.reader.read(
+            call.body, {n: v for n, v in call.headers.items() if n in FORWARDED}
+        )
+        alive = len(self.fleet.candidates(call.model))
+        self.queue.resize(self.options.inflight * max(1, alive))
+        try:
+            async with asyncio.timeout(self.options.deadline_seconds):
+                await self.queue.enter(call.tenant, call.keys.length)
+        except QueueFullError:
+            raise ApiError(503, f"{self.options.queue} requests wait already: try again later", code="queue_full", retry_after=1) from None  # fmt: skip
+        except TimeoutError:
+            raise ApiError(
+                503, "no worker had a place before the deadline", code="deadline", retry_after=1
+            ) from None
+        try:
+            if call.is_stream and call.path in STREAMED:
+                await self._stream(call, send)
+            else:
+                await self._whole(call, send)
+        finally:
+            self.queue.leave()
+
+    def _model(self, call: Call) -> str:
+        asked = call.body.get("model")
+        models = self.fleet.models
+        if asked is None and len(models) == 1:
+            return next(iter(models))
+        if isinstance(asked, str) and asked in models:
+            return asked
+        if not any(worker.is_alive for worker in self.fleet.workers.values()):
+            raise ApiError(
+                503, "no worker is alive: start one, or register it", code="no_worker", retry_after=1
+            )
+        names = ", ".join(sorted(models)) or "none yet"
+        raise ApiError(
+            404, f"model {asked!r} is not served here; models: {names}", "model", "model_not_found"
+        )
+
+    async def _tenant(self, call: Call) -> str:
+        """Return the tenant that salts the hashes: that of the key, or the one that the request names."""
+        key = call.headers.get("authorization")
+        named = call.body.get("tenant")
+        if key is None:
+            return named if isinstance(named, str) else ""
+        if key not in self._tenants:
+            if len(self._tenants) > 10_000:
+                self._tenants.clear()
+            found = ""
+            for worker in self.fleet.workers.values():
+                if worker.is_alive and worker.is_kvloom:
+                    try:
+                        async with self.fleet.session.get(
+                            f"{worker.url}/kvloom/worker", headers={"authorization": key}, timeout=aiohttp.ClientTimeout(total=2)
+                        ) as answer:  # fmt: skip
+                            if answer.status == 200:
+                                found = msgspec.json.decode(await answer.read()).get("tenant") or ""
+                                break
+                            return ""
+                    except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+                        return ""
+            self._tenants[key] = found
+        return self._tenants[key] or (named if isinstance(named, str) else "")
+
+    # -- the choice ---------------------------------------------------------------------------------
+
+    def choose(self, call: Call) -> tuple[Worker, Choice]:
+        """Choose the best worker that was not tried. Raises ApiError if there is none."""
+        served = self.fleet.models[call.model]
+        names = [name for name in self.fleet.candidates(call.model) if name not in call.tried]
+        if not names:
+            why = "no worker is alive" if not call.tried else f"{len(call.tried)} workers failed"
+            raise ApiError(
+                503, f"{why} for model {call.model!r}: try again later", code="no_worker", retry_after=1
+            )
+        assert call.keys is not None
+        if self.options.route == "round-robin":
+            self._turn += 1
+            name = names[self._turn % len(names)]
+            return self.fleet.workers[name], Choice(name, 0.0, 0, 0)
+        lengths = self._lengths(call, served, names)
+        for name in names:
+            worker = self.fleet.workers[name]
+            load = served.scorer.loads[name]
+            load.foreign = max(0, worker.open_requests - len(worker.streams))
+        choice = served.scorer.choose(call.keys.length, lengths, names, now(), call.session)
+        assert choice is not None
+        return self.fleet.workers[choice.worker], choice
+
+    def _lengths(self, call: Call, served: ServedModel, names: list[str]) -> dict[str, tuple[int, ...]]:
+        """Return the tokens that each worker can resume."""
+        keys = call.keys
+        assert keys is not None
+        if keys.tokens is None:
+            call.hashes = dict.fromkeys(names, keys.text)
+            return served.texts.lengths(keys.text) if keys.text else {}
+        salt = call.body.get("cache_salt")
+        roots = roots_of(
+            self.fleet, call.model, names, call.tenant, salt if isinstance(salt, str) else "", call.body.get("lossy") is True
+        )  # fmt: skip
+        found: dict[str, tuple[int, ...]] = {}
+        for root, mine in roots.items():
+            hashes = keys.hashes(root)
+            lengths = served.index.lengths(hashes)
+            for name in mine:
+                call.hashes[name] = hashes
+                found[name] = lengths[name]
+        return found
+
+    def _begin(self, call: Call, worker: Worker, choice: Choice) -> None:
+        """Record that a call goes to a worker."""
+        served, keys = self.fleet.models[call.model], call.keys
+        assert keys is not None
+        call.tried.add(worker.name)
+        load = served.scorer.loads.get(worker.name)
+        if load is not None:
+            load.sent(call, keys.length - choice.cached, keys.length, now())
+        hashes = call.hashes.get(worker.name, [])
+        (served.index if keys.tokens is not None else served.texts).expect(worker.name, hashes)
+        self.counts.prompt_tokens += keys.length
+        self.counts.expected_hit_tokens += choice.cached
+
+    def _first_token(self, call: Call, worker: Worker) -> None:
+        served = self.fleet.models[call.model]
+        load = served.scorer.loads.get(worker.name)
+        if load is not None:
+            load.first_token(call, now())
+        if call.keys is not None and call.keys.tokens is not None:
+            served.index.arrived(worker.name, call.hashes.get(worker.name, []))
+
+    def _end(self, call: Call, worker: Worker) -> None:
+        load = self.fleet.models[call.model].scorer.loads.get(worker.name)
+        if load is not None:
+            load.ended(call, now())
+
+    # -- whole answers --------------------------------------------------------------------------------
+
+    async def _whole(self, call: Call, send: Send) -> None:
+        """Forward a call and its answer as they are. Retries until the answer has begun."""
+        last: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
+        for _ in range(self.options.attempts):
+            try:
+                worker, choice = self.choose(call)
+            except ApiError:
+                if last is not None:
+                    break
+                raise
+            self._begin(call, worker, choice)
+            has_begun = False
+            try:
+                async with _Attempt(self, call, worker, call.raw) as answer:
+                    if answer.status in TRY_ANOTHER:
+                        last = answer.status, _headers(answer), await answer.read()
+                        continue
+                    if not call.is_stream:
+                        body = await answer.read()
+                        self._first_token(call, worker)
+                        await _respond(send, answer.status, _headers(answer), body)
+                        return
+                    has_begun = True
+                    self._first_token(call, worker)
+                    await send(
+                        {"type": "http.response.start", "status": answer.status, "headers": _headers(answer)}
+                    )
+                    async for data in answer.content.iter_any():
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await send({"type": "http.response.body", "body": b""})
+                    return
+            except _AbortedError as error:
+                self.counts.failovers += 1
+                if has_begun:  # this endpoint's streams cannot be continued
+                    failed = ApiError(502, f"the worker failed in the answer: {error}", code="worker_failed")
+                    await send(
+                        {
+                            "type": "http.response.body",
+                            "body": b"event: error\ndata: " + failed.body + b"\n\n",
+                        }
+                    )
+                    return
+            finally:
+                self._end(call, worker)
+        if last is not None:
+            await _respond(send, *last)
+            return
+        raise ApiError(
+            502, f"{len(call.tried)} workers failed: try again later", code="worker_failed", retry_after=1
+        )
+
+    # -- streams ------------------------------------------------------------------------------------------
+
+    async def _stream(self, call: Call, send: Send) -> None:
+        """Stream an answer, across workers if they die."""
+        body = dict(call.body)
+        asked = body.get("return_token_ids") is True
+        stream = AnswerStream(hides_tokens=not asked)
+        if body.get("seed") is None and body.get("temperature") != 0:
+            body["seed"] = secrets.randbits(62)  # so that another worker samples the same tokens
+        until = call.at + self.options.deadline_seconds
+        why = ""
+        for _ in range(self.options.attempts):
+            try:
+                worker, choice = self.choose(call)
+            except ApiError as error:
+                if not stream.has_begun:
+                    raise
+                why = error.message
+                break
+            self._begin(call, worker, choice)
+            try:
+                refused = await self._stream_from(call, worker, stream, body, send, until)
+                if refused is None:
+                    return
+                why = f"the worker returned status {refused[0]}"
+                if not stream.has_begun and not self._others(call):
+                    await _respond(send, *refused)
+                    return
+            except (_AbortedError, WorkerFailedError) as error:
+                self.counts.failovers += 1
+                why = str(error)
+            except DivergedError as error:
+                self.counts.diverged_streams += 1
+                why = f"the answer cannot be continued: {error}"
+                break
+            finally:
+                self._end(call, worker)
+            if now() > until:
+                why = f"the deadline of {self.options.deadline_seconds:g} s has passed; {why}"
+                break
+        failed = ApiError(502, f"the answer ended early: {why}", code="worker_failed", retry_after=1)
+        if not stream.has_begun:
+            raise failed
+        await send({"type": "http.response.body", "body": b"data: " + failed.body + b"\n\ndata: [DONE]\n\n"})
+
+    def _others(self, call: Call) -> bool:
+        return any(name not in call.tried for name in self.fleet.candidates(call.model))
+
+    async def _stream_from(
+        self, call: Call, worker: Worker, stream: AnswerStream, body: dict[str, Any], send: Send, until: float
+    ) -> tuple[int, list[tuple[bytes, bytes]], bytes] | None:
+        """Stream from one worker. Returns None at the end of the answer, or the worker's refusal."""
+        body = dict(body)
+        has_one = body.get("n") in (None, 1) and not body.get("logprobs")
+        if worker.is_kvloom:
+            body["return_token_ids"] = True
+            if stream.tokens and has_one:
+                body["resume_token_ids"] = [*body.get("resume_token_ids", []), *stream.tokens]
+        is_continued = stream.has_begun
+        if is_continued:
+            self.counts.continued_streams += 1
+            stream.restart()
+        async with _Attempt(self, call, worker, msgspec.json.encode(body)) as answer:
+            if answer.status in TRY_ANOTHER or (is_continued and answer.status != 200):
+                return answer.status, _headers(answer), await answer.read()
+            if answer.status != 200:
+                await _respond(send, answer.status, _headers(answer), await answer.read())
+                return None
+            load = self.fleet.models[call.model].scorer.loads.get(worker.name)
+            while not stream.is_done:
+                limit = self.options.silent_seconds if stream.has_begun else until - now()
+                try:
+                    async with asyncio.timeout(max(0.0, min(limit, until - now()))):
+                        data = await answer.content.readany()
+                except TimeoutError:
+                    raise _AbortedError(f"no data for {limit:.0f} s") from None
+                if not data:
+                    raise _AbortedError("the worker closed the stream before its end")
+                has_begun = stream.has_begun
+                passed, count = stream.feed(data)
+                if not passed:
+                    continue
+                if not has_begun:
+                    self.counts.ttft.add(now() - call.at)
+                    await send(
+                        {
+                            "type": "http.response.start",
+                            "status": 200,
+                            "headers": [*EVENTS, _worker_header(worker)],
+                        }
+                    )
+                if count:
+                    self._first_token(call, worker)
+                    if load is not None:
+                        load.grew(call, count)
+                await send({"type": "http.response.body", "body": passed, "more_body": not stream.is_done})
+            return None
+
+
+class _Attempt:
+    """One POST to a worker. Raises _AbortedError if the worker dies, and reports it to the fleet."""
+
+    def __init__(self, proxy: Proxy, call: Call, worker: Worker, data: bytes) -> None:
+        self._proxy, self._call, self._worker, self._data = proxy, call, worker, data
+        self._answer: aiohttp.ClientResponse | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._died = False
+
+    def _abort(self) -> None:
+        self._died = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        self._task = asyncio.current_task()
+        self._worker.streams.add(self._abort)
+        call = self._call
+        headers = {name: value for name, value in call.headers.items() if name in FORWARDED}
+        left = max(0.1, call.at + self._proxy.options.deadline_seconds - now())
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=left)
+        self._proxy.counts.overhead.add(now() - call.at)
+        try:
+            self._answer = await self._proxy.fleet.session.post(
+                self._worker.url + call.path, data=self._data, headers=headers, timeout=timeout
+            )
+        except BaseException as error:
+            self._worker.streams.discard(self._abort)
+            self._translate(error)
+            raise
+        return self._answer
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._worker.streams.discard(self._abort)
+        if self._answer is not None:
+            if error is None and self._answer.content.at_eof():
+                self._answer.release()
+            elif error is None:
+                # The last event has arrived; reading the end of the body keeps the connection.
+                try:
+                    async with asyncio.timeout(0.5):
+                        await self._answer.read()
+                except (aiohttp.ClientError, OSError, TimeoutError):
+                    self._answer.close()
+            else:
+                self._answer.close()
+        if error is not None:
+            self._translate(error)
+
+    def _translate(self, error: BaseException) -> None:
+        """Raise _AbortedError for errors that mean that the worker is gone."""
+        if isinstance(error, asyncio.CancelledError) and self._died:
+            if self._task is not None:
+                self._task.uncancel()
+            raise _AbortedError("the worker died") from None
+        if isinstance(error, aiohttp.ClientError | OSError) and not isinstance(error, TimeoutError):
+            self._proxy.fleet.failed(self._worker, f"{type(error).__name__}: {error}")
+            raise _AbortedError(f"the connection to the worker broke ({type(error).__name__})") from None
+        if isinstance(error, TimeoutError):
+            raise _AbortedError("the worker did not answer in time") from None
+
+
+def _headers(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+    kept = ("content-type", "retry-after", "www-authenticate", "x-request-id", "x-kvloom-warning")
+    return [
+        (name.lower().encode(), value.encode())
+        for name, value in answer.headers.items()
+        if name.lower() in kept
+    ]
+
+
+def _worker_header(worker: Worker) -> tuple[bytes, bytes]:
+    return b"x-kvloom-worker", worker.name.encode("ascii", "replace")
+
+
+async def _respond(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [*headers, (b"content-length", b"%d" % len(body))],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,190 @@
+"""Combinations of features that kvloom refuses, each with its reason.
+
+Checks raise their error with `refused(KEY, ...)`, so this table is complete by construction. docs/combinations.md lists it:
+`python tools/combinations_table.py` writes that list, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["REFUSED", "Refused", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Two features that exclude each other. `text` is the error, with its values in braces."""
+
+    where: Literal["request", "engine", "server"]
+    feature: str
+    other: str
+    text: str
+
+
+REFUSED = {
+    "beams, sampling": Refused(
+        "request",
+        "beam search",
+        "temperature above 0",
+        "beam_width {width} needs temperature 0, not {temperature}: beam search does not sample",
+    ),
+    "beams, changed logits": Refused(
+        "request",
+        "beam search",
+        "best_of, penalties, logit_bias, allowed or bad tokens, stop texts, structured output",
+        "beam_width excludes best_of, penalties, logit_bias, allowed and bad tokens, stop texts and structured output: remove them",
+    ),
+    "beams, stream": Refused(
+        "request",
+        "beam search",
+        "stream",
+        "beam search is not available with stream: beams change until the end",
+    ),
+    "samples, greedy": Refused(
+        "request",
+        "several samples",
+        "temperature 0",
+        "{samples} samples at temperature {temperature} are all the same: raise temperature, or use beam_width",
+    ),
+    "best_of, stream": Refused(
+        "request",
+        "best_of above n",
+        "stream",
+        "best_of above n is not available with stream: answers are ranked at the end",
+    ),
+    "best_of, LLM.stream": Refused(
+        "request",
+        "best_of, beam search",
+        "LLM.stream",
+        "best_of and beam_width select samples at the end and cannot be streamed: use generate",
+    ),
+    "prompt_logprobs, stream": Refused(
+        "request",
+        "prompt_logprobs",
+        "stream",
+        "prompt_logprobs are not available with stream: omit stream",
+    ),
+    "echo with logprobs, stream": Refused(
+        "request",
+        "echo with logprobs",
+        "stream",
+        "echo with logprobs is not available with stream: omit stream",
+    ),
+    "pooling, sampling": Refused(
+        "request",
+        "embeddings",
+        "several tokens or samples, structured output",
+        "pooling needs max_tokens 1 and one sample, without structured output",
+    ),
+    "pooling, model": Refused(
+        "request",
+        "embeddings",
+        "a model without a separate decoder",
+        "pooling: {model} has no separate decoder, so it gives no embeddings",
+    ),
+    "structures": Refused(
+        "request",
+        "JSON schema, regular expression, grammar",
+        "another of them",
+        "{names} exclude each other: give one",
+    ),
+    "forced call, structure": Refused(
+        "request",
+        "a forced tool call",
+        "structured output",
+        "tool_choice forces a call, so {name} cannot hold: remove one",
+    ),
+    "text, tokenizer": Refused(
+        "request",
+        "texts, stop texts, structured output",
+        "an engine without tokenizer",
+        "text, stop texts and structured output need a tokenizer: pass one to the engine",
+    ),
+    "images, model": Refused(
+        "request",
+        "images",
+        "a model without an image part",
+        "{where}: model {model!r} accepts no images: {reason}; send text",
+    ),
+    "batch_invariant, dtype": Refused(
+        "engine",
+        "batch_invariant",
+        "16-bit weights on a CPU",
+        "batch_invariant on a CPU needs dtype float32, not {dtype}: give dtype float32 (--dtype float32)",
+    ),
+    "batch_invariant, cross-attention": Refused(
+        "engine",
+        "batch_invariant",
+        "cross-attention to images, on a GPU",
+        "batch_invariant is not supported for models with cross-attention to images: turn it off",
+    ),
+    "batch_invariant, heads": Refused(
+        "engine",
+        "batch_invariant",
+        "attention heads without a kernel, on a GPU",
+        "batch_invariant has no GPU kernel for this model's attention heads: turn it off",
+    ),
+    "batch_invariant, cold pages": Refused(
+        "engine",
+        "batch_invariant",
+        "requests longer than the pool, on a GPU",
+        "batch_invariant keeps all pages in the pool: sums over cold pages depend on other requests",
+    ),
+    "fixed pool, resize": Refused(
+        "engine",
+        "a pool of fixed size",
+        "resizing it",
+        "the pool keeps its size: set max_pool_bytes (--max-pool) to make it elastic",
+    ),
+    "lossy tier, lossy tier": Refused(
+        "engine",
+        "a tier that re-encodes pages",
+        "another one inside it",
+        "tier {url!r} re-encodes pages twice; omit {coding}: or the other scheme",
+    ),
+    "memory, pool": Refused(
+        "server",
+        "--memory",
+        "--pool, --max-pool",
+        "--memory sizes the pools, and --{option} gives a size: use one of them",
+    ),
+    "memory, no metrics": Refused(
+        "server",
+        "--memory",
+        "--no-metrics",
+        "--memory needs metrics, and --no-metrics disables them: use one of them",
+    ),
+    "record, no metrics": Refused(
+        "server",
+        "--record",
+        "--no-metrics",
+        "--record needs metrics, and --no-metrics disables them: use one of them",
+    ),
+    "no-auth, keys": Refused(
+        "server",
+        "--no-auth",
+        "--api-keys, --api-key",
+        "--no-auth and --{option} exclude each other: use one of them",
+    ),
+    "public host, no keys": Refused(
+        "server",
+        "a host that other machines reach",
+        "no API keys",
+        "host {host!r} is reachable from other machines, and there are no API keys: use --api-keys FILE or --api-key KEY; "
+        "--no-auth is for a loopback host such as 127.0.0.1",
+    ),
+    "any origin, no keys": Refused(
+        "server",
+        "--cors-origin '*'",
+        "no API keys",
+        "--cors-origin '*' lets every web page use the server, and there are no API keys: name the origins, or use "
+        "--api-keys FILE or --api-key KEY",
+    ),
+}
+"""Refused combinations by key."""
+
+
+def refused(key: str, **values: object) -> str:
+    """Return the error of a refused combination, with its values filled in."""
+    return REFUSED[key].text.format(**values)

@@ -1,0 +1,192 @@
+"""The controller: how many draft tokens each request gets, and whether speculation pays at all.
+
+    cost        seconds of a decode step by its tokens, measured; seconds of a proposer by its draft tokens, measured
+    acceptance  chance a that one more draft token is accepted, by request and proposer: a moving average
+    length      one more draft token is worth it while a^j exceeds its share of a step's time
+    on or off   tokens per second with drafts against those without; drafts must win by GAIN
+
+A large batch keeps the device busy without drafts: each draft token then costs as much as a request's own token, and
+the controller turns speculation off. It tries again now and then, because texts change.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+
+__all__ = ["Acceptance", "Controller", "StepCosts"]
+
+GAIN = 1.03
+"""Expected tokens per second with drafts, relative to those without, from which drafts are used."""
+PROBE_STEPS = 100
+"""Steps without drafts after which one step tries them; or steps with drafts after which one measures without."""
+PRIOR = 0.7
+"""Acceptance assumed of a proposer that has not been tried."""
+WEIGHT = 0.15
+"""Weight of the newest measurement in a moving average."""
+LEAST, MOST = 0.02, 0.98
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
+"""Tokens of a step at which its time is measured; between them it is interpolated."""
+
+
+class Acceptance:
+    """Moving averages of acceptance: of each proposer, as a start for the estimate of each request."""
+
+    def __init__(self) -> None:
+        self._overall: dict[str, float] = {}
+
+    def of(self, known: dict[str, float], proposer: str) -> float:
+        """Return the acceptance of one more draft token for a request with the estimates `known`."""
+        return known.get(proposer, self._overall.get(proposer, PRIOR))
+
+    def observe(self, known: dict[str, float], proposer: str, drafted: int, accepted: int) -> None:
+        """Update both estimates with a verified draft: tokens after the first rejected one were not tried."""
+        tried = min(drafted, accepted + 1)
+        share, weight = accepted / tried, 1 - (1 - WEIGHT) ** tried
+        for estimates in (known, self._overall):
+            before = estimates.get(proposer, self._overall.get(proposer, PRIOR))
+            estimates[proposer] = before + weight * (share - before)
+
+
+class StepCosts:
+    """Measured seconds of decode steps by their number of tokens, as moving averages at `SIZES`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        size = SIZES[max(0, bisect_right(SIZES, tokens) - 1)]
+        before = self._seconds.get(size)
+        if before is None:
+            self._seconds[size] = seconds
+        else:  # a pause of the machine counts twice the average at most
+            self._seconds[size] = before + WEIGHT * (min(seconds, 2 * before) - before)
+
+    def knows(self, tokens: int) -> bool:
+        """Whether a step of about this size was measured."""
+        return SIZES[max(0, bisect_right(SIZES, tokens) - 1)] in self._seconds
+
+    def seconds(self, tokens: int) -> float:
+        """Return the expected seconds of a step: interpolated; beyond the largest measured size, in proportion.
+
+        Larger steps are assumed not to be faster than smaller ones."""
+        known = sorted(self._seconds)
+        if not known:
+            return 0.0
+        at = bisect_right(known, tokens)
+        if not at:
+            return self._seconds[known[0]]
+        low = known[at - 1]
+        below = self._seconds[low]
+        if at == len(known):
+            # Unknown: assume that half of the time grows with the tokens, so that it is tried and measured.
+            return below * (1 + 0.25 * (tokens - low) / max(low, 8))
+        high = known[at]
+        above = max(below, self._seconds[high])
+        return below + (above - below) * (tokens - low) / (high - low)
+
+
+class Controller:
+    """Decides the draft lengths of a step, for each proposer."""
+
+    def __init__(self) -> None:
+        self.costs, self.acceptance = StepCosts(), Acceptance()
+        self.reasons: dict[str, str] = {}
+        """The last decision about each proposer, and why."""
+        self._proposing: dict[str, float] = {}  # seconds per draft token of a proposer, for all rows
+        self._off: dict[str, int] = {}  # steps since a proposer was turned off or tried again
+        self._since_plain = 0
+
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether the next step may have drafts: it waits for the tokens of the previous one."""
+        return not self.reasons or any(
+            self._off.get(name, PROBE_STEPS) >= PROBE_STEPS for name in self.reasons
+        )
+
+    def step_begins(self) -> None:
+        """Count a step."""
+        self._since_plain += 1
+        for name in self._off:
+            self._off[name] += 1
+
+    def lengths(
+        self, proposer: str, chances: Sequence[float], most: Sequence[int], rows: int, others: int
+    ) -> list[int]:
+        """Return the draft length of each request, from its acceptance and its longest possible draft.
+
+        `rows` are the positions left for drafts in the step, `others` its other tokens."""
+        count, plain = len(chances), len(chances) + others
+        none = [0] * count
+        if not self.costs.knows(plain) or self._since_plain > PROBE_STEPS:
+            self._since_plain = 0
+            self.reasons.setdefault(proposer, "nothing is measured yet")
+            return none
+        probes = proposer in self._off
+        if probes and self._off[proposer] < PROBE_STEPS:
+            return none
+        base = self.costs.seconds(plain)
+        rate = plain / base if base else math.inf
+        best, best_rate = none, rate
+        for length in LENGTHS:
+            if length > max(most, default=0) and best_rate > rate:
+                break
+            drafts = [_worth(chance, min(length, n)) for chance, n in zip(chances, most, strict=True)]
+            drafts = self.share(drafts, rows)
+            seconds = self.costs.seconds(plain + sum(drafts))
+            seconds += self._proposing.get(proposer, 0.0) * max(drafts, default=0)
+            gained = sum(_expected(chance, n) for chance, n in zip(chances, drafts, strict=True))
+            if seconds and (plain + gained) / seconds > best_rate:
+                best, best_rate = drafts, (plain + gained) / seconds
+        mean = sum(chances) / max(1, count)
+        if best_rate > GAIN * rate:
+            self._off.pop(proposer, None)
+            self.reasons[proposer] = (
+                f"on: {sum(best)} draft tokens for {plain} requests, acceptance {mean:.2f}, "
+                f"expects {best_rate / rate:.2f} times the tokens per second"
+            )
+            return best
+        self._off[proposer] = 0
+        self.reasons[proposer] = (
+            f"off: {plain} requests, acceptance {mean:.2f}; drafts would give "
+            f"{best_rate / rate:.2f} times the tokens per second"
+        )
+        # A probe verifies one draft token of each request, to learn whether that has changed.
+        return self.share([min(1, n) for n in most], rows) if probes else none
+
+    def observe_step(self, tokens: int, seconds: float) -> None:
+        """Learn the time of a decode step without prompts, of `tokens` tokens."""
+        self.costs.observe(tokens, seconds)
+
+    def observe_proposal(self, proposer: str, longest: int, seconds: float) -> None:
+        """Learn the time in which a proposer made drafts of up to `longest` tokens."""
+        if longest:
+            each = seconds / longest
+            before = self._proposing.get(proposer, each)
+            self._proposing[proposer] = before + WEIGHT * (min(each, 2 * before) - before)
+
+    @staticmethod
+    def share(drafts: list[int], rows: int) -> list[int]:
+        """Shorten the longest drafts until all fit the rows."""
+        while sum(drafts) > rows:
+            longest = max(drafts)
+            excess = sum(drafts) - rows
+            for i, n in enumerate(drafts):
+                if n == longest and excess:
+                    drafts[i] -= 1
+                    excess -= 1
+        return drafts
+
+
+def _worth(chance: float, length: int) -> int:
+    """Return the part of a draft that is accepted with a chance of at least LEAST."""
+    chance = min(max(chance, LEAST), MOST)
+    return min(length, int(math.log(LEAST) / math.log(chance)))
+
+
+def _expected(chance: float, length: int) -> float:
+    """Return the expected accepted tokens of a draft: a + a² + … + a^length."""
+    chance = min(max(chance, 0.0), MOST)
+    return chance * (1 - chance**length) / (1 - chance)

@@ -1,0 +1,147 @@
+"""The draft model proposer: a small model with the same vocabulary guesses, token by token.
+
+Its layers are more groups of the target's pool. Its pages belong to the same blocks, so they are hashed, cached,
+evicted and offloaded with the target's: a hit restores both. It therefore computes every token that the target
+computes. Prompts follow in the same step; the tokens of a draft are computed while it is proposed. Other output tokens
+follow in the same step if tiers store the pages, else together, before the request's next draft.
+
+    step 1: the request's last token → d1     step 2: d1 → d2     …     step k: dk-1 → dk
+
+The tokens stay on the device between these steps. Draft tokens are sampled with the target's parameters and noise, so
+that both models choose the same token where their distributions agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvloom.engine.sampling import Sampler, SamplingRequest
+from kvloom.models.loading import load
+from kvloom.models.paged import Work
+from kvloom.models.specs import folder_of
+
+from .proposer import DraftedRequest, DraftRunner
+from .verifier import NO_DRAFT, DraftPosition
+
+__all__ = ["DraftModelProposer", "load_draft"]
+
+UNKNOWN = np.array([-1])
+
+
+def load_draft(name: str, target: Any) -> Any:
+    """Load the draft model of `target` on its device, in its dtype. Raises ValueError for another vocabulary."""
+    weight = next(target.parameters())
+    draft, _ = load(folder_of(name), weight.dtype, weight.device)
+    sizes = [len(model.get_input_embeddings().weight) for model in (draft, target)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"draft model {name} has {sizes[0]} tokens in its vocabulary, the target {sizes[1]}: "
+            "use a draft model with the same tokenizer"
+        )
+    return draft
+
+
+class DraftModelProposer:
+    """Proposes with a draft model. `apply_copies` makes the pool's pending copies."""
+
+    name = "draft"
+
+    def __init__(
+        self, runner: DraftRunner, sampler: Sampler, apply_copies: Callable[[], None], complete: bool
+    ) -> None:
+        """`complete`: compute the last draft token at once, not with the next draft: for pages that tiers store."""
+        self._runner, self._sampler, self._apply_copies = runner, sampler, apply_copies
+        self._complete = complete
+
+    def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
+        """See `Proposer`. Reserves the pages of the drafts; a request without pages gets none."""
+        found = [
+            (place, request, count)
+            for place, (request, count) in enumerate(zip(requests, counts, strict=True))
+            if request.sequence is not None and not request.sequence.extend(1 + count)
+        ]
+        drafts: list[list[int]] = [[] for _ in requests]
+        if not found:
+            return drafts
+        self._apply_copies()
+        order = sorted(found, key=lambda one: -one[2])  # requests with the longest drafts first
+        rows: list[SamplingRequest] = [_SampledRow(request) for _, request, _ in order]
+        greedy = all(_is_plain(request) for _, request, _ in order)
+        chosen: list[torch.Tensor] = []
+        for step in range(order[0][2] + self._complete):
+            going = [one for one in order if one[2] + self._complete > step]
+            works = [self._work(request, step, place) for place, (_, request, _) in enumerate(going)]
+            active = sum(one[2] > step for one in going)
+            logits = self._runner.run(works, range(active))
+            if not active:
+                break
+            if greedy:
+                tokens = logits.argmax(-1)
+            else:
+                before = [request.sampled_tokens + step for _, request, _ in going[:active]]
+                tokens = self._sampler.choose(logits, rows[:active], before).tokens
+            self._runner.chosen[:active] = tokens
+            chosen.append(tokens)
+        values = iter(torch.cat(chosen).tolist())
+        for tokens in chosen:
+            for place, _, _ in order[: len(tokens)]:
+                drafts[place].append(next(values))
+        return drafts
+
+    def request_finished(self, request: DraftedRequest) -> None:
+        pass
+
+    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
+        """Compute the tokens of a launched step, and drafts of other proposers, if tiers store the pages.
+
+        Otherwise output tokens are computed with the next draft, many at once."""
+        works = []
+        for request, part in work:
+            if not part.new_tokens:
+                continue
+            if request.output_count and not self._complete:
+                if request.draft_missing is None:
+                    request.draft_missing = request.computed
+                continue
+            works.append(Work(part.sequence, part.tokens[part.replayed :], part.source))
+        if works:
+            self._runner.run(works, [])
+
+    def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
+        """Note the last token of a draft that was accepted as a whole: the draft model has not computed it."""
+        if own and accepted == drafted and not self._complete:
+            request.draft_missing = request.computed - 1
+
+    def _work(self, request: DraftedRequest, step: int, place: int) -> Work:
+        """Return the part of a request in a draft step: first what the draft model lacks, then its own last token."""
+        sequence = request.sequence
+        assert sequence is not None
+        if step:
+            return Work(sequence, UNKNOWN, place, skipped=step)
+        start = request.computed
+        if request.draft_missing is not None:
+            start, request.draft_missing = min(start, request.draft_missing), None
+        tokens = np.array(request.tokens[start:])
+        return Work(sequence, tokens, replayed=request.computed - start, rewrites=True)
+
+
+class _SampledRow(DraftPosition):
+    """A request as the sampler of a draft model sees it: without its grammar."""
+
+    __slots__ = ()
+
+    def __init__(self, request: DraftedRequest) -> None:
+        super().__init__(request, NO_DRAFT, 0)
+        self.structure = None
+
+
+def _is_plain(request: DraftedRequest) -> bool:
+    """Return whether the most likely token is the sampled one."""
+    params = request.params
+    return params.greedy and not (
+        params.has_penalties or params.logit_bias or params.allowed_token_ids or params.bad_token_ids
+    )

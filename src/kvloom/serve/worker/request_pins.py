@@ -1,0 +1,71 @@
+"""RequestPins: prompts that stay in the pool after their request, for a time that the request asks for (`cache.pin`).
+
+All pins together use at most a quarter of the pool. A pin ends with its time or its session, or when a request needs its pages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvloom.core import CacheControl, Pin
+from kvloom.engine import Engine
+
+from .messages import Add
+
+__all__ = ["RequestPins"]
+
+POOL_PARTS = 4
+"""Pins use at most this part of the pool: a quarter."""
+
+
+class RequestPins:
+    """The pins of one engine, oldest first, with the sessions of their requests."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._pins: deque[tuple[str | None, Pin]] = deque()
+
+    def check(self, message: Add) -> str | None:
+        """Return why a request cannot be pinned, or None if it can."""
+        needed, used = self._bytes(len(message.prompt)), self._pinned_bytes()
+        limit = self._pool_bytes() // POOL_PARTS
+        if message.pin is None or used + needed <= limit:
+            return None
+        return (
+            f"cache.pin: the prompt needs {needed:,} bytes of the pool, pins use {used:,}, and the limit is {limit:,}: "
+            "pin less, or end a session that has pins"
+        )
+
+    def add(self, message: Add, control: CacheControl) -> None:
+        """Pin the cached prefix of a finished request's prompt. Nothing is pinned if the prompt is not cached."""
+        if message.pin is not None and self.check(message) is None:
+            pin = self._engine.cache.pin(message.prompt, message.pin, control)
+            self._pins.append((control.session, pin))
+
+    def end_session(self, session: str) -> None:
+        """End the pins of a session. The argument is the session of their CacheControl."""
+        self._end([pin for name, pin in self._pins if name == session])
+
+    def free(self, needed: int) -> None:
+        """End the oldest pins until a request that needs `needed` bytes fits beside the others."""
+        while self._pins and self._pinned_bytes() + needed > self._pool_bytes():
+            self._end([self._pins[0][1]])
+
+    def _end(self, pins: list[Pin]) -> None:
+        for pin in pins:
+            self._engine.cache.unpin(pin)
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        self._engine.cache.release_expired()
+        self._pins = deque(item for item in self._pins if item[1].is_active)
+
+    def _pinned_bytes(self) -> int:
+        self._forget_ended()
+        return sum(self._bytes(pin.length) for _, pin in self._pins)
+
+    def _bytes(self, tokens: int) -> int:
+        return self._engine.layout.slab_bytes_for(tokens) if tokens else 0
+
+    def _pool_bytes(self) -> int:
+        return self._engine.cache.usable_slabs * self._engine.layout.slab_bytes

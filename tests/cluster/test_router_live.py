@@ -1,0 +1,194 @@
+"""Two real workers and a router on loopback: hits, failover, registration, degraded routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("zmq")
+pytest.importorskip("aiohttp")
+pytest.importorskip("uvicorn")
+
+from tests.cluster.fleet import Process, free_port, started, until
+from tests.serve.running import MODEL, model_folder
+
+PROMPT = [(7 * i) % 250 + 20 for i in range(160)]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("models"))
+
+
+def start_worker(stack: ExitStack, folder: Path, log: Path) -> Process:
+    ports = free_port(), free_port()
+    events = [f"tcp://127.0.0.1:{port}" for port in ports]
+    return stack.enter_context(
+        started(
+            log, "serve", str(folder), "--device", "cpu", "--pool", "32MiB", "-q", "--drain-seconds", "0",
+            "--kv-events", events[0], "--kv-events-replay", events[1],
+        )
+    )  # fmt: skip
+
+
+@pytest.fixture
+def fleet(folder: Path, tmp_path: Path) -> Iterator[tuple[Process, list[Process]]]:
+    """A router and two workers, all ready."""
+    with ExitStack() as stack:
+        workers = [start_worker(stack, folder, tmp_path / f"w{i}.log") for i in range(2)]
+        flags = [word for worker in workers for word in ("--worker", worker.url)]
+        router = stack.enter_context(started(tmp_path / "router.log", "route", *flags))
+        until(lambda: router.is_healthy() and alive(router) == 2)
+        yield router, workers
+
+
+def alive(router: Process) -> int:
+    return sum(one["alive"] for one in router.send("GET", "/workers")[1]["workers"])
+
+
+def cached(router: Process, tokens: list[int]) -> dict[str, int]:
+    _, found = router.send("POST", "/query", {"model_name": MODEL, "token_ids": tokens})
+    return {name: one["gpu"] for name, one in found["instances"].items()}
+
+
+def metrics(router: Process) -> dict[str, float]:
+    rows = (line.rsplit(" ", 1) for line in router.send("GET", "/metrics")[1].splitlines() if line[0] != "#")
+    return {name: float(value) for name, value in rows}
+
+
+def test_prompts_go_where_their_prefix_is(fleet: tuple[Process, list[Process]]) -> None:
+    router, workers = fleet
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    status, first = router.send("POST", "/v1/completions", body)
+    assert status == 200, first
+    until(lambda: max(cached(router, PROMPT).values()) >= 160)
+    assert sorted(cached(router, PROMPT).values()) == [0, 160], "one worker has it"
+    for _ in range(3):
+        _, again = router.send("POST", "/v1/completions", body)
+        assert again["choices"][0]["text"] == first["choices"][0]["text"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 144
+    chat = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "a" * 200}],
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    router.send("POST", "/v1/chat/completions", chat)
+    status, second = router.send("POST", "/v1/chat/completions", chat)
+    assert status == 200
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 192
+    found = metrics(router)
+    assert found["kvloom_router_failovers_total"] == 0
+    assert found["kvloom_router_untokenised_prompts_total"] == 0
+    assert router.send("GET", "/v1/models")[1]["data"][0]["id"] == MODEL
+    assert router.send("POST", "/v1/completions", {"model": "other", "prompt": "x"})[0] == 404
+    assert (
+        router.send("POST", "/v1/completions", {"model": MODEL, "prompt": "x", "temperature": -1})[0] == 400
+    )
+    assert router.send("POST", "/v1/completions", {}, {"Host": "evil.example"})[0] == 403
+    workers[0].kill()
+    workers[1].kill()
+    until(lambda: not router.is_healthy())
+    assert router.send("POST", "/v1/completions", body)[0] == 503
+
+
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": PROMPT, "temperature": 0}),
+    ("/v1/completions", {"prompt": PROMPT, "temperature": 1.0, "seed": 11}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello " * 20}], "temperature": 0}),
+]
+
+
+def text_of(event: dict[str, Any]) -> str:
+    choice = event["choices"][0] if event["choices"] else {}
+    return str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+
+
+@pytest.mark.parametrize(("path", "fields"), CALLS)
+def test_a_stream_continues_when_its_worker_is_killed(
+    fleet: tuple[Process, list[Process]], path: str, fields: dict[str, Any]
+) -> None:
+    router, workers = fleet
+    body = {"model": MODEL, "max_tokens": 600, "ignore_eos": True, **fields}
+    _, whole = workers[1].send("POST", path, body)
+    choice = whole["choices"][0]
+    expected = choice.get("text") or choice["message"]["content"]
+    got, victim = "", None
+    ids = set()
+    ends = []
+    for event in router.stream(path, {**body, "stream_options": {"include_usage": True}}):
+        assert "error" not in event, event
+        got += text_of(event)
+        ids.add(event["id"])
+        if event["choices"]:
+            assert "token_ids" not in event["choices"][0]
+            ends.append(event["choices"][0]["finish_reason"])
+        else:
+            assert event["usage"]["completion_tokens"] == 600
+        if victim is None and len(got) > 40:
+            busy = [
+                one
+                for one in router.send("GET", "/workers")[1]["workers"]
+                if one["models"][MODEL]["requests"]
+            ]
+            assert len(busy) == 1
+            victim = next(worker for worker in workers if worker.url == busy[0]["url"])
+            victim.kill()
+    assert victim is not None
+    assert got == expected
+    assert len(ids) == 1
+    assert [end for end in ends if end] == ["length"]
+    found = metrics(router)
+    assert found["kvloom_router_continued_streams_total"] == 1
+    assert found["kvloom_router_diverged_streams_total"] == 0
+
+
+def test_workers_come_and_go_and_a_restarted_router_finds_their_pages(folder: Path, tmp_path: Path) -> None:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+    with ExitStack() as stack:
+        worker = start_worker(stack, folder, tmp_path / "w.log")
+        until(worker.is_healthy)
+        assert worker.send("POST", "/v1/completions", body)[0] == 200
+        with started(tmp_path / "first.log", "route") as router:
+            until(lambda: router.send("GET", "/health")[0] == 503 if listens(router) else False)
+            assert router.send("POST", "/register", {"url": worker.url, "instance_id": "a"})[0] == 201
+            until(router.is_healthy)
+            until(lambda: cached(router, PROMPT) == {"a": 160})  # by a snapshot: it was computed before
+            assert router.send("POST", "/unregister", {"instance_id": "a"})[0] == 200
+            assert router.send("POST", "/unregister", {"instance_id": "a"})[0] == 404
+            assert router.send("POST", "/v1/completions", body)[0] == 503
+        with started(tmp_path / "second.log", "route", "--worker", worker.url, "--no-tokenize") as router:
+            until(router.is_healthy)
+            until(lambda: cached(router, PROMPT) == {worker.url: 160})
+            text = {"model": MODEL, "prompt": "plain text " * 20, "max_tokens": 2}
+            for _ in range(2):
+                assert router.send("POST", "/v1/completions", text)[0] == 200
+            assert metrics(router)["kvloom_router_untokenised_prompts_total"] == 2
+            assert metrics(router)["kvloom_router_expected_hit_tokens_total"] > 0
+
+
+def listens(router: Process) -> bool:
+    try:
+        router.send("GET", "/health")
+    except OSError:
+        return False
+    return True
+
+
+def test_the_router_loads_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, kvloom.cluster.router.command, kvloom.cluster.router.application, kvloom.cluster.router.proxy;"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "[]"
