@@ -23,6 +23,19 @@ class Refused:
 
 
 REFUSED = {
+    "draft model, states": Refused(
+        "engine",
+        "speculate draft=MODEL",
+        "a draft model with recurrent layers",
+        "draft model {name} has recurrent layers, whose states cannot follow rejected drafts: use a draft model with "
+        "attention only",
+    ),
+    "draft model, images": Refused(
+        "engine",
+        "speculate draft=MODEL",
+        "a vision model",
+        "a draft model reads no images: use speculate ngram or suffix with a vision model",
+    ),
     "beams, sampling": Refused(
         "request",
         "beam search",

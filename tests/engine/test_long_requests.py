@@ -12,6 +12,7 @@ from kvloom.engine import Engine, Request, SamplingParams
 from kvloom.engine.offload import HostPages
 from kvloom.engine.scheduling import Feasibility
 from tests.engines import make_engine
+from tests.models import image_prompts
 from tests.models.zoo import expected, tiny
 
 CONTEXT = 2048
@@ -180,6 +181,21 @@ def test_quantised_pages_can_be_cold(kv_dtype: Any) -> None:
     request = engine.add(prompt, greedy())
     run(engine)
     assert request.tokens == wanted.tokens
+    assert cold_pages(engine) > 0
+    closed(engine)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next", "bamba"])
+@pytest.mark.few(2)
+def test_drafts_of_long_requests_are_verified(family: str) -> None:
+    model, size = model_of(family), LENGTHS.get(family, 180)
+    repeated = drawn("drafts", 12)[0] * (size // 12)
+    prompts = [repeated, drawn("beside", size)[0], repeated[:24]]
+    wanted = expected(model, prompts, 30)
+    engine = small_engine(model, size + 30, more=2, speculate="ngram", draft_tokens=4)
+    requests = [engine.add(prompt, greedy(30)) for prompt in prompts]
+    run(engine)
+    assert [request.tokens for request in requests] == wanted
     assert cold_pages(engine) > 0
     closed(engine)
 
@@ -444,4 +460,22 @@ def test_random_traffic_on_random_pools_has_the_same_tokens(seed: int) -> None:
         assert steps < 4000
     assert [request.tokens for request in requests] == wanted
     assert any(request.is_long for request in requests)
+    closed(engine)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_long_prompt_with_images_resumes_behind_its_cold_pages(family: str) -> None:
+    model, images = image_prompts.vision_model(family), [image_prompts.image_of(family, i) for i in (1, 2)]
+    words = [image_prompts.words(seed, 55) for seed in (1, 2, 3)]
+    prompt = image_prompts.prompt_of(family, words[0], images[0], words[1], images[1], words[2])
+    wanted = image_prompts.expected(family, model, prompt, images, NEW)
+    big = make_engine(model, 8 << 20)
+    least = Feasibility(big.cache, 1)._slabs_of(big.add(prompt, greedy(), images=images), 2)
+    engine = make_engine(model, (least + 2) * big.layout.slab_bytes, tiers=["host:8MiB"])
+    for cached in (0, (len(prompt) - 1) // 16 * 16):
+        request = engine.add(prompt, greedy(), images=images)
+        run(engine)
+        assert request.is_long
+        assert request.output == list(wanted)[-NEW:]
+        assert request.cached_tokens == cached
     closed(engine)

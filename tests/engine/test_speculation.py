@@ -514,3 +514,20 @@ def test_the_controller_follows_acceptance_and_cost() -> None:
     useless, _, tried = decided(slope=0.3, chance=0.02, requests=4)
     assert useless.reasons["x"].startswith("off: ")
     assert tried < 40
+
+
+def test_requests_longer_than_the_pool_run_beside_drafts() -> None:
+    model = tiny("llama", max_position_embeddings=512)
+    model.set_attn_implementation("eager")
+    prompts = [[3 + i * 7 % 60 for i in range(300)], [5, 9, 11, 13]]
+    wanted = expected(model, prompts, 20)
+    answers = {tuple(prompt): tokens for prompt, tokens in zip(prompts, wanted, strict=True)}
+    room = 2 * make_engine(model, 1 << 22).layout.slab_bytes_for(64)
+    engine = speculating(model, room, answers, 0.9, token_budget=16, tiers=["host:16MiB"])
+    requests = [engine.add(prompt, SamplingParams(max_tokens=20, temperature=0)) for prompt in prompts]
+    engine.run()
+    assert [request.tokens for request in requests] == wanted
+    assert requests[0].is_long
+    assert requests[1].accepted_tokens
+    engine.cache.check()
+    engine.close()

@@ -231,8 +231,9 @@ async def _load(session: Any, url: str, rate: int, seconds: int) -> list[float]:
     return times
 
 
-async def ready(session: Any, url: str) -> None:
-    async with asyncio.timeout(60):
+async def ready(session: Any, url: str, seconds: float = 60.0) -> None:
+    """Wait until a URL answers with status 200."""
+    async with asyncio.timeout(seconds):
         while True:
             try:
                 async with session.get(url) as answer:

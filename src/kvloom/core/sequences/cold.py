@@ -25,10 +25,12 @@ __all__ = ["add_cold_run", "coldable_pages", "open_cold"]
 def coldable_pages(state: CacheState, seq: Sequence, most: int) -> Ids:
     """Return the page ids of up to `most` next blocks that can become cold, [blocks, columns]; 0 in columns of windows.
 
-    These are full and computed. Pending copies may still write to them: make those first."""
+    These are full and computed, in the recurrent layers too: cold tokens must precede all queries of a step. Pending
+    copies may still write to them: make those first."""
     ensure_open(state, seq)
     table, first = state.block_tables, seq.cold_blocks
-    last = min(first + most, table.length.item(seq.row) // state.block_tokens)
+    computed = min(table.length.item(seq.row), table.state_length.item(seq.row))
+    last = min(first + most, computed // state.block_tokens)
     rows = np.zeros((max(0, last - first), state.pages.width), np.int32)
     rows[:, state.full_columns] = table.tables[state.full_columns, seq.row, first : first + len(rows)].T
     return rows

@@ -132,12 +132,9 @@ def _with_draft(spec: ModelSpec, draft: Any, config: EngineConfig) -> ModelSpec:
         {**draft.config.to_dict(), "dtype": str(weight.dtype).removeprefix("torch.")}, kv_dtype=every
     )
     if any(layer.unit == "state" for layer in beside.layers.values()):
-        raise ValueError(
-            f"draft model {beside.name} has recurrent layers, whose states cannot follow rejected drafts: "
-            "use a draft model with attention only"
-        )
+        raise ValueError(refused("draft model, states", name=beside.name))
     if spec.media is not None or beside.media is not None:
-        raise ValueError("a draft model reads no images: use speculate ngram or suffix with a vision model")
+        raise ValueError(refused("draft model, images"))
     return with_draft(spec, beside)
 
 

@@ -149,6 +149,17 @@ class OutputProcessor:
             request.tokens.pop()  # the grammar allowed no token, so an arbitrary token was sampled
             self._fail(request)
             return
+        structure = request.structure
+        if (
+            ends
+            and structure is not None
+            and not structure.pending
+            and structure.done
+            and not structure.failed
+        ):
+            request.tokens.pop()  # the grammar was complete, but its last mask arrived late
+            self._finish(request, "stop")
+            return
         if logprobs is not None:
             request.cumulative_logprob += logprobs[token].logprob
             if params.logprobs is not None:

@@ -605,7 +605,7 @@ class Scheduler:
         for place, (request, work) in enumerate(picked):
             sequence, draft = work.sequence, drafts.get(id(request), [])
             replayed = sequence.length - sequence.state_length if self.cache.has_states else 0
-            if draft and sequence.extend(1 + len(draft)):
+            if request.is_long or (draft and sequence.extend(1 + len(draft))):
                 draft = []
             if draft or replayed:
                 tokens = [*request.tokens[request.computed - replayed : request.computed + 1], *draft]

@@ -101,7 +101,7 @@ class DraftModelProposer:
         Otherwise output tokens are computed with the next draft, many at once."""
         works = []
         for request, part in work:
-            if not part.new_tokens:
+            if not part.new_tokens or request.is_long:
                 continue
             if request.output_count and not self._complete:
                 if request.draft_missing is None:

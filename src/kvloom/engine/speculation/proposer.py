@@ -30,6 +30,7 @@ class DraftedRequest(SamplingRequest, Protocol):
     accepted_tokens: int
     draft_missing: int | None
     acceptance: dict[str, float]
+    is_long: bool
 
     @property
     def output_count(self) -> int: ...

@@ -217,6 +217,8 @@ def refusal(request: DraftedRequest) -> str | None:
     """Return why a request is never speculated for; None if it may be."""
     if request.params.beam_width > 1:
         return "beam search chooses among beams, not along one"
+    if request.is_long:
+        return "some of its pages are in host memory"
     if request.params.pooling is not None:
         return "an embedding has no output"
     return None
