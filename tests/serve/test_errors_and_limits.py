@@ -197,7 +197,7 @@ def test_invalid_paths_methods_bodies_and_hosts_are_refused(server: Running) -> 
         {"Origin": "http://127.0.0.1:8000"},
         {"Origin": "http://[::1]:8000"},
     ):
-        assert server.send("GET", "/health", headers=own)[2] == {"status": "ok"}
+        assert server.send("GET", "/health", headers=own)[2] == {"status": "ok", "role": "both"}
 
 
 @pytest.mark.parametrize(

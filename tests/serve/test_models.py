@@ -108,7 +108,7 @@ def test_endpoints_name_every_model(both: Running) -> None:
     assert [one["id"] for one in both.send("GET", "/v1/models")[2]["data"]] == list(MODELS)
     assert both.send("GET", f"/v1/models/{OTHER}")[2]["status"] == "ok"
     status, _, found = both.send("GET", "/health")
-    assert (status, found) == (200, {"status": "ok", "models": dict.fromkeys(MODELS, "ok")})
+    assert (status, found) == (200, {"status": "ok", "role": "both", "models": dict.fromkeys(MODELS, "ok")})
     assert both.send("POST", "/tokenize", {"model": OTHER, "prompt": "abc"})[0] == 200
     assert both.send("POST", f"/v1/sessions/s?model={OTHER}")[0] == 202
     assert both.send("GET", f"/kvloom/state?model={OTHER}")[2]["server"]["model"] == OTHER

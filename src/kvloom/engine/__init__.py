@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .calibration import Calibration, calibrate
-    from .config import EngineConfig, OffloadConfig, engine_config
+    from .config import EngineConfig, OffloadConfig, Role, engine_config
     from .engine import Engine
     from .execution import default_token_budget, use_threads
     from .image_prompts import encode_image_prompt, load_processor
@@ -62,6 +62,7 @@ __all__ = [
     "OffloadManager",
     "Request",
     "Result",
+    "Role",
     "SamplingParams",
     "TokenLogprobs",
     "add_engine_arguments",
@@ -79,7 +80,7 @@ __all__ = [
 
 _MODULES = {
     "calibration": ("Calibration", "calibrate"),
-    "config": ("EngineConfig", "OffloadConfig", "engine_config"),
+    "config": ("EngineConfig", "OffloadConfig", "Role", "engine_config"),
     "engine": ("Engine",),
     "execution": ("default_token_budget", "use_threads"),
     "image_prompts": ("encode_image_prompt", "load_processor"),

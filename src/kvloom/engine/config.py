@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvloom.core import Tenant
 from kvloom.events_wire import EventSettings
@@ -21,10 +21,11 @@ from kvloom.tiers.transfers import TransferConfig
 
 from .sampling import GrammarLimits
 
-__all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "engine_config"]
+__all__ = ["EngineConfig", "LoadRule", "OffloadConfig", "Role", "engine_config"]
 
 MOST_DRAFT_TOKENS = 64
 LoadRule = Literal["auto", "always", "never"]
+Role = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class OffloadConfig:
     """
     wait_share: float = 0.04
     """Longest time that a request may lose by waiting for pages, as a fraction of the time to compute its prompt."""
+    hand_over_seconds: float = 10.0
+    """Longest time without a new page from a prefill worker, in seconds. Afterwards the rest is computed here."""
     transfers: TransferConfig = field(default_factory=TransferConfig)
 
     def __post_init__(self) -> None:
@@ -103,6 +106,8 @@ class EngineConfig:
     """Tiers, fastest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """How pages are loaded from the tiers."""
+    role: Role = "both"
+    """What a worker does: "prefill" offers the pages of every prompt, "decode" computes prompts in short steps."""
     kv_events: str | None = None
     """ZMQ address on which block events are published, such as `tcp://127.0.0.1:5557`; None: they are not."""
     kv_events_replay: str | None = None
@@ -132,6 +137,8 @@ class EngineConfig:
             raise ValueError(
                 f"pool sizes {given} must not decrease from min_pool_bytes over pool_bytes to max_pool_bytes"
             )
+        if self.role not in get_args(Role):
+            raise ValueError(f"role {self.role!r} is not one of {', '.join(get_args(Role))}")
         parts = self.proposers
         if not all(part in ("ngram", "suffix") or part.startswith("draft=") for part in parts) or len(
             {part.partition("=")[0] for part in parts}
@@ -159,6 +166,7 @@ class EngineConfig:
 def engine_config(
     *,
     load: LoadRule = "auto",
+    hand_over_seconds: float = 10.0,
     grammar_seconds: float = 2.0,
     grammar_memory: int = 256 << 20,
     **settings: Any,
@@ -171,9 +179,11 @@ def engine_config(
     names = [one.name for one in fields(EngineConfig)]
     for name in settings:
         if name not in names:
-            close = get_close_matches(name, [*names, "load", "grammar_seconds", "grammar_memory"], n=1)
+            close = get_close_matches(
+                name, [*names, "load", "hand_over_seconds", "grammar_seconds", "grammar_memory"], n=1
+            )
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"the engine has no setting {name!r}{hint}")
-    settings.setdefault("offload", OffloadConfig(load))
+    settings.setdefault("offload", OffloadConfig(load, hand_over_seconds=hand_over_seconds))
     settings.setdefault("grammar_limits", GrammarLimits(grammar_seconds, grammar_memory))
     return EngineConfig(**settings)

@@ -26,7 +26,7 @@ from kvloom.kernels.copy import copy_pages
 from kvloom.models.paged import ImageInputs
 from kvloom.models.vision import Vision
 
-from .config import EngineConfig
+from .config import EngineConfig, Role
 from .execution import (
     MAX_RUNNING,
     TOKEN_BUDGET,
@@ -76,6 +76,8 @@ STRONG_MATCH = 6
 """Tokens that lookup must match if another proposer follows it: a draft model knows better after a short match."""
 MIN_DRAFT_ROWS = 64
 """Positions at which a step with drafts may sample at least; otherwise as many as there are running requests."""
+DECODE_PROMPT_TOKENS = 256
+"""Largest number of prompt tokens in a step of a decode worker."""
 MASK_WAIT_SECONDS = 0.01
 """Longest sleep, in seconds, of a step in which all requests wait for grammar masks."""
 
@@ -144,6 +146,9 @@ class Engine:
             self.pool_size = PoolSize(self.cache, memory.elastic, self._apply_copies, least)
             self._pool_rule = PoolRule(pool, config.keep_free, config.idle_seconds)
         self.scheduler = Scheduler(self.cache, config.token_budget, config.max_running, self.offload)
+        self.role: Role = "both"
+        """What this worker does; see `set_role`."""
+        self.set_role(config.role)
         self.eos = eos_tokens(model)
         self.sampler = Sampler(self.eos)
         self.ahead = on_gpu if config.ahead is None else config.ahead
@@ -211,13 +216,17 @@ class Engine:
         images: Many[Any] = (),
         grammar: Grammar | None = None,
         resume: Many[int] = (),
+        offers_pages: bool = False,
+        awaits_peer: str | None = None,
     ) -> Request:
         """Queue a request and return it. Raises ValueError for a request that can never run.
 
         `text`: decode tokens as they arrive (about 20 µs each), so that the text can be streamed. `images`: what the model's
         processor returns for each image (a mapping of tensors, or pixels), in the order of their placeholders. `grammar`: the
         compiled result of `begin_grammar`; without it, this call waits for the compilation. `resume`: output tokens that another
-        engine has generated; the request continues after them, with the same tokens as there."""
+        engine has generated; the request continues after them, with the same tokens as there. `offers_pages`: offload the pages
+        of each computed chunk at once, for another worker. `awaits_peer`: host:port of the peer tier whose worker computes the
+        prompt now; the request waits for its pages."""
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
@@ -240,6 +249,8 @@ class Engine:
             priority,
             images=image_inputs,
             prompt_array=prompt_array,
+            offers_pages=offers_pages or self.role == "prefill",
+            awaits_peer=awaits_peer,
         )
         request.children = [
             Request(
@@ -319,6 +330,26 @@ class Engine:
         """
         self._sessions.forget(session)
         return self.cache.end_session(session)
+
+    def set_role(self, role: Role) -> None:
+        """Change the role. "prefill" offers the pages of every later request. "decode" limits prompt tokens per step,
+        so that a prompt that must be computed here does not delay decoding requests. Raises ValueError for "prefill"
+        without shared host memory.
+        """
+        if role == "prefill" and self.peer_address is None:
+            raise ValueError(
+                "role prefill needs host memory that decode workers can read: add the tier host:SIZE?share=HOST:PORT"
+            )
+        self.role = role
+        assert self.config.token_budget is not None
+        budget = self.config.token_budget
+        self.scheduler.token_budget = min(budget, DECODE_PROMPT_TOKENS) if role == "decode" else budget
+
+    @property
+    def peer_address(self) -> tuple[str, int] | None:
+        """Host and port at which other workers read the pages in host memory. None: it is not shared."""
+        server = None if self.offload is None else self.offload.host_server
+        return None if server is None else server.address
 
     def step(self) -> list[Request]:
         """Launch one step and process the tokens of the previous step. Return the requests that got a token or

@@ -32,6 +32,13 @@ TIER = (
     "peer:// with an address and ?capacity=64GiB&…; repeatable (docs/tiers.md)"
 )
 EVENTS = "publish block events for routers on this ZMQ address, such as tcp://127.0.0.1:5557 (default: nowhere; docs/cluster.md)"
+ROLE = (
+    "prefill: offer the pages of every prompt to other workers; decode: pull pages that prefill workers compute; "
+    "both: on request (default: both; docs/disaggregation.md)"
+)
+HAND_OVER = (
+    "seconds without a new page from a prefill worker, after which the rest is computed here (default: 10)"
+)
 LOAD = "pages in tiers: load or recompute, whichever is faster (auto); always load; never load, only store (default: auto)"
 INVARIANT = "same tokens for the same seed, independent of the batch, on a GPU, too; slower"
 SPECULATE = (
@@ -39,7 +46,12 @@ SPECULATE = (
     "draft=MODEL (a small model with the same tokenizer), several in order (suffix,draft=MODEL), auto (suffix), "
     "or off (default: off; docs/speculation.md)"
 )
-_SETTINGS = {one.name for one in fields(EngineConfig)} | {"load", "grammar_seconds", "grammar_memory"}
+_SETTINGS = {one.name for one in fields(EngineConfig)} | {
+    "load",
+    "hand_over_seconds",
+    "grammar_seconds",
+    "grammar_memory",
+}
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +89,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eviction-policy", default="lru", metavar="NAME", help=POLICY)
     add("--checkpoint-every", type=whole(0), default=0, metavar="N", help=CHECKPOINT)
     add("--tier", action="append", default=[], dest="tiers", metavar="TIER", help=TIER)
+    add("--role", choices=("both", "prefill", "decode"), default="both", help=ROLE)
+    add("--hand-over-seconds", type=number(0, above=True), default=10.0, metavar="S", help=HAND_OVER)
     add("--kv-events", metavar="ADDRESS", help=EVENTS)
     add("--kv-events-replay", metavar="ADDRESS", help="with --kv-events: address that replays past events")
     add("--kv-events-hashes", choices=("int64", "bytes"), default="int64",

@@ -54,6 +54,7 @@ class Request:
     | cache hits  | `cached_tokens` at the first start; `pool_miss`: where and why pool and tiers had no more; `other_tenant_has_more` |
     | times       | `looked_up`, `started`: the match and the first work, on the cache's clock                              |
     | drafts      | `draft_tokens` proposed, `accepted_tokens` of them; `token_index`: its tokens, indexed for lookup; `acceptance`: estimates by proposer; `draft_missing`: first token that the draft model has not computed |
+    | hand-over   | `offers_pages`: its pages are offloaded after each chunk; `awaits_peer`: host:port of the worker that computes its prompt |
     | loads       | `loads`: (tier, start, end, tokens) on the monotonic clock; the `first_loads` of them before it started |"""
 
     order: int
@@ -105,6 +106,8 @@ class Request:
     draft_missing: int | None = None
     acceptance: dict[str, float] = field(default_factory=dict)
     token_index: TokenIndex | None = None
+    offers_pages: bool = False
+    awaits_peer: str | None = None
     needs_last_token: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)
     """Sort key. The request with the smallest rank runs first."""

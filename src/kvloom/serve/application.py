@@ -31,6 +31,7 @@ from .api import (
     MessagesEndpoint,
     PoolEndpoint,
     ResponsesEndpoint,
+    RoleEndpoint,
     ServerContext,
     TokenizeEndpoint,
     documentation_routes,
@@ -63,6 +64,7 @@ def application(
     routes = [
         Route("/", _root),
         Route("/admin/pool", PoolEndpoint(context), methods=["GET", "POST"]),
+        Route("/admin/role", RoleEndpoint(context), methods=["GET", "POST"]),
         Route("/v1/completions", CompletionEndpoint(context), methods=["POST"]),
         Route("/v1/chat/completions", ChatEndpoint(context), methods=["POST"]),
         Route("/v1/responses", ResponsesEndpoint(context), methods=["POST"]),
@@ -163,7 +165,9 @@ def _status_routes(context: ServerContext) -> list[Route]:
         if status != "ok":
             request_log(request.scope).error = ApiError(503, status)
         detail = {"models": models} if context.labels_models else {}
-        return _json({"status": status, **detail}, 200 if status == "ok" else 503)
+        roles = {served.engine.role for served in context.models.values()}
+        role = {"role": roles.pop()} if len(roles) == 1 else {}
+        return _json({"status": status, **role, **detail}, 200 if status == "ok" else 503)
 
     async def metrics(request: Request) -> Response:
         open_ = not context.keys

@@ -175,6 +175,7 @@ class _Lifecycle:
                 one.engine.info,
                 one.engine.pid or 0,
                 one.name not in completing and _has_chat(one),
+                one.engine.role,
             )
             for one in self.context.models.values()
             if one.engine.info is not None

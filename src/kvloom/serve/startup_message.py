@@ -26,6 +26,7 @@ class ReadyModel:
     facts: Ready
     pid: int
     has_chat: bool
+    role: str = "both"
 
 
 def print_startup(
@@ -55,7 +56,7 @@ dashboard: {url}/dashboard or `kvloom top --url {url}`\n""",
 
 
 def _print_model(console: Console, model: ReadyModel, seconds: float) -> None:
-    facts = model.facts
+    facts, role = model.facts, model.role
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("group", "layers", "page", "pages/block", "pages/slab", "padding"):
         table.add_column(column, justify="left" if column == "group" else "right")
@@ -80,6 +81,10 @@ def _print_model(console: Console, model: ReadyModel, seconds: float) -> None:
         console.print(
             f"requests of up to {facts.max_context:,} tokens, the model's limit, need a larger --pool or --tier host:SIZE"
         )
+    if role != "both":
+        console.print(f"role: {role}")
+    if facts.peer_address is not None:
+        console.print("decode workers read its pages with --tier peer://{}:{}".format(*facts.peer_address))
     console.print(f"block: {facts.block_tokens} tokens, slab: {facts.slab_bytes:,} bytes")
     console.print(table)
     for name, capacity, pages in facts.tiers:

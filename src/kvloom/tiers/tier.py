@@ -194,6 +194,11 @@ class Tier(Protocol):
         """Whether the tier re-encodes pages. A lossy tier never serves exact pages."""
         return False
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether the last call reached the medium."""
+        return True
+
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         """Returns for each object whether a read would probably find it. A page may still be evicted or damaged
         before the read.

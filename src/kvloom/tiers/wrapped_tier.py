@@ -45,6 +45,10 @@ class WrappedTier(Tier):
     def is_lossy(self) -> bool:
         return self.inner.is_lossy
 
+    @property
+    def is_reachable(self) -> bool:
+        return self.inner.is_reachable
+
     def set_shares(self, shares: Shares) -> None:
         if isinstance(self.inner, SupportsShares):
             self.inner.set_shares(shares)

@@ -8,6 +8,7 @@ from kvloom.core.pool.page_pool import Ids
 from kvloom.core.prefix.in_transfer import Mask, Reservation
 from kvloom.core.prefix.lookup import Match
 from kvloom.core.prefix.offload_batch import OffloadBatch, OffloadSource
+from kvloom.core.sequences.sequence import Sequence
 from kvloom.core.state import CacheState
 
 from .load_plan import LoadPlan, TierQuery, deciding_group, first_query
@@ -75,6 +76,14 @@ class Loading:
         state.tree.set_offload_source(
             OffloadSource(publisher, state.block_tokens, current_pages, listener, on_close)
         )
+
+    def offload_published(self, seq: Sequence, again: bool = False) -> None:
+        """Pass the published pages of an open sequence to the listener, except pages that were passed before. `again`
+        passes those, too: tiers may have evicted them. The pages stay in use.
+        """
+        source = self._state.tree.offload_source
+        if source is not None:
+            source.offload_path(seq.node, again)
 
     def remove_listener(self) -> None:
         """Stop building offload batches."""

@@ -121,20 +121,27 @@ class OffloadSource:
 
     def on_sequence_closed(self, node: Node) -> None:
         """Pass the pages on the path of a closed sequence to the listener, except pages that were passed before."""
-        if not self.on_close:
-            return
+        if self.on_close:
+            self.offload_path(node)
+
+    def offload_path(self, node: Node, again: bool = False) -> None:
+        """Pass the pages on a path to the listener, except pages that were passed before. `again` passes those, too:
+        tiers may have evicted them.
+        """
         current: Node | None = node
         while current is not None and current.parent is not None:
             base = current.start // self._block
             marks = current.offload
             if marks is None:
                 marks = current.offload = OffloadMarks(current.start)
+            if again:
+                marks.offloaded_tokens = current.start
             if marks.offloaded_tokens < current.end:
                 first = max(marks.offloaded_tokens, current.start) // self._block - base
                 self._collect(current, first, current.count, evicted=False)
                 marks.offloaded_tokens = current.end
             for checkpoint in current.checkpoints:
-                if not checkpoint.is_offloaded:
+                if again or not checkpoint.is_offloaded:
                     checkpoint.is_offloaded = True
                     self._collect_states(checkpoint, evicted=False)
                     if checkpoint.position % self._block and checkpoint.position < current.end:

@@ -12,6 +12,7 @@
     host_pages.py         HostPages: copies between pool and host memory, on a GPU by streams
     image_store.py        ImageStore: embeddings of images in tiers
     open_tiers.py         open_offload, opened_tiers: opens configured tiers
+    hand_over.py          HandOver: pulls the pages that a prefill worker computes
     session_history.py    SessionHistory: tokens of past sessions, for prefetches
     stats.py              OffloadStats: counters
 

@@ -24,6 +24,7 @@ from kvloom.tiers.transfers import TransferManager
 
 from .cold_pages import ColdPages
 from .decision import Action, Decision
+from .hand_over import HandOver, needed_pages, peer_queue
 from .host_pages import HostPages
 from .image_store import ImageStore
 from .load_job import LoadJob, Phase
@@ -83,6 +84,8 @@ class OffloadManager:
         self.has_lossy_tier = any(place.is_lossy for place in places)
         """Whether a tier stores re-encoded pages, for requests that accept them."""
         self._jobs: dict[Request, LoadJob] = {}
+        self._hand_overs: dict[Request, HandOver] = {}
+        self._offering: dict[Request, int] = {}  # requests that offer pages, and the tokens offered so far
         self._inflight_requests: Collection[Request] = ()
         self._inflight_until = 0.0
         self._prefill_time = TimeModel()
@@ -124,6 +127,10 @@ class OffloadManager:
         `can_wait` states that other requests are scheduled first. Costs a match and a load plan. Does nothing if host
         memory is the only tier, or if MAX_PREFETCH_JOBS is reached.
         """
+        if request.offers_pages:
+            self._offering[request] = 0
+        if request.awaits_peer is not None and self._start_hand_over(request, find_match(request)):
+            return
         if not self._can_prefetch:
             return
         match = find_match(request)
@@ -139,6 +146,8 @@ class OffloadManager:
         has a page, this costs a dictionary lookup.
         """
         self._store.note_root(request.control.lossy, match.root_hash)
+        if request in self._hand_overs:
+            return Decision(Action.WAIT)
         if self._must_wait(request, match):
             return Decision(Action.WAIT)
         job = self._jobs.get(request)
@@ -171,6 +180,8 @@ class OffloadManager:
 
         If other requests wait for the same pages (`has_followers`), copied pages enter the cache at once.
         """
+        if request in self._hand_overs:
+            return True
         job = self._jobs.get(request)
         if job is None:
             return False
@@ -237,6 +248,9 @@ class OffloadManager:
 
     def cancel(self, request: Request) -> None:
         """End the load job of a request, if there is one. Reserved pages become free when their copies are done."""
+        hand_over = self._hand_overs.pop(request, None)
+        if hand_over is not None:
+            hand_over.cancel()
         job = self._jobs.pop(request, None)
         if job is not None:
             self._tiers.cancel(job)
@@ -249,6 +263,7 @@ class OffloadManager:
         """
         self._pool.poll()
         self._store.poll()
+        self._advance_hand_overs()
         for job in list(self._jobs.values()):
             if not self._tiers.advance(job, None) and job.is_prefetch:
                 self.stats.prefetched_sessions += 1
@@ -294,6 +309,7 @@ class OffloadManager:
         """Start queued copies, and record the duration of the `finished` step since `started`. `inflight` is the next
         step. If there is no step and requests wait for pages (`is_waiting`), sleep until a page may have arrived.
         """
+        self._offer_pages()
         self.flush()  # the next step may start much later
         if finished is not None:
             self.observe_prefill(finished.prompt_tokens, time.perf_counter() - started)
@@ -335,6 +351,49 @@ class OffloadManager:
             self.host_server.close()
         self.transfers.close(max(0.1, deadline - time.monotonic()))
         self._pages.close()
+
+    # -- hand-over between prefill and decode workers ------------------------------------------------
+
+    def _offer_pages(self) -> None:
+        """Offload the pages of finished chunks, for workers that wait for them. O(requests that offer pages)."""
+        for request, offered in list(self._offering.items()):
+            if request.finish_reason is not None or offered >= len(request.prompt):
+                del self._offering[request]  # a closed sequence has offloaded its last pages
+            elif request.sequence is not None and request.computed > offered:
+                self.cache.loading.offload_published(request.sequence, again=not offered)
+                self._offering[request] = request.computed
+
+    def _start_hand_over(self, request: Request, match: Match) -> bool:
+        """Start to pull the pages that a prefill worker computes. Return False if no tier is that worker, or if this
+        worker lacks no page.
+        """
+        assert request.awaits_peer is not None
+        peer = peer_queue(self.transfers, request.awaits_peer)
+        if peer is None or not self._may_load(request, match):
+            return False
+        needed = needed_pages(self.cache.layout, self.cache.loading.plan(match))
+        if not any(needed):
+            return False
+        self._store.note_root(request.control.lossy, match.root_hash)
+        self._hand_overs[request] = HandOver(
+            self.transfers,
+            self._tiers.forms_of(request),
+            request.control.tenant,
+            needed,
+            peer,
+            self.config.hand_over_seconds,
+            time.monotonic(),
+        )
+        return True
+
+    def _advance_hand_overs(self) -> None:
+        now = time.monotonic()
+        for request, hand_over in list(self._hand_overs.items()):
+            if not hand_over.advance(now):
+                del self._hand_overs[request]
+                self.stats.handed_over_pages += hand_over.pages
+                self.stats.hand_overs += hand_over.is_complete
+                self.stats.cut_hand_overs += not hand_over.is_complete
 
     # -- load jobs --------------------------------------------------------------------------------
 

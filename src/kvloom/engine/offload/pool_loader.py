@@ -81,7 +81,7 @@ class PoolLoader:
         missing = plan.missing_pages()
         size = sum(len(pages.hashes) * pages.group.page_stride * pages.group.runs for pages in missing)
         seconds = self.copy_time.seconds(size) if self.copy_time.is_trusted else None
-        if not self._tiers.is_worth_loading(tokens, match.length - match.resume, seconds):
+        if not self._tiers.is_worth_loading(request, tokens, match.length - match.resume, seconds):
             self._stats.not_worth_loading += 1
             self.copy_time.doubt()
             return CopyStart.NOT_WORTH

@@ -27,6 +27,12 @@ class OffloadStats:
     """Images whose embeddings were loaded from tiers."""
     encoded_images: int = 0
     """Images that no tier had in time, so the vision tower ran."""
+    hand_overs: int = 0
+    """Prompts whose pages a prefill worker computed, and that ended with all of them."""
+    cut_hand_overs: int = 0
+    """Prompts whose prefill worker or pages were lost or late. The rest was computed here."""
+    handed_over_pages: int = 0
+    """Pages pulled from prefill workers while they computed."""
     offloaded_pages: int = 0
     """Pages copied to host memory."""
     offloaded_bytes: int = 0

@@ -120,11 +120,15 @@ class TierLoader:
                 fetch.cancel()
         job.transfer.chunks.clear()
 
-    def is_worth_loading(self, tokens: int, all_tokens: int, seconds: float | None) -> bool:
+    def loads_always(self, request: Request) -> bool:
+        """Return whether a request waits for every page that a tier has. A handed-over request does."""
+        return self.config.load == "always" or request.awaits_peer is not None
+
+    def is_worth_loading(self, request: Request, tokens: int, all_tokens: int, seconds: float | None) -> bool:
         """Return whether loading, which takes `seconds`, is faster than computing `tokens` of the `all_tokens`
         missing tokens.
         """
-        if self.config.load == "always" or seconds is None or not self.prefill_time.is_known:
+        if self.loads_always(request) or seconds is None or not self.prefill_time.is_known:
             return True
         return seconds < self.prefill_time.seconds(all_tokens) - self.prefill_time.seconds(
             all_tokens - tokens
@@ -138,7 +142,7 @@ class TierLoader:
         if job.copy is not None or not self.transfers.queues:
             return None
         is_loading = self.advance(job, None)
-        if self.config.load == "always":
+        if self.loads_always(job.request):
             return 0 if is_loading else None
         compute = self.prefill_time.seconds if self.prefill_time.is_known else None
         end, block = len(job.request.tokens), self.cache.block_tokens
@@ -203,7 +207,7 @@ class TierLoader:
         if self.prefill_time.is_known:
             allowed = max(least, min(most, 2 * self.prefill_time.seconds(resume - match.resume)))
         transfer.deadline = time.monotonic() + allowed
-        if self.config.load == "always":
+        if self.loads_always(job.request):
             every = [page for b in sorted(by_block) for page in by_block[b]]
             self._request_chunk(job, missing, every, match.resume)
             return

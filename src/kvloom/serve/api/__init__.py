@@ -8,7 +8,7 @@
     embeddings.py         /v1/embeddings, as completions without output
     translation.py        reading requests of other APIs
     tokenize.py           /tokenize and /detokenize
-    admin.py              /admin/pool
+    admin.py              /admin/pool, /admin/role
     request_fields.py     fields of a request, and their sampling parameters
     json_limits.py        limits of a request's JSON
     prompts.py            PromptEncoder: texts and chats to token ids
@@ -27,7 +27,7 @@ Imports worker, auth and metrics. The routes are in serve/application.py.
 
 from __future__ import annotations
 
-from .admin import PoolEndpoint
+from .admin import PoolEndpoint, RoleEndpoint
 from .answers import AnswerFormats
 from .anthropic_messages import CountTokensEndpoint, MessagesEndpoint
 from .connection import close_idle, limited_connection
@@ -52,6 +52,7 @@ __all__ = [
     "PoolEndpoint",
     "PromptEncoder",
     "ResponsesEndpoint",
+    "RoleEndpoint",
     "ServedModel",
     "ServerContext",
     "TokenizeEndpoint",

@@ -1,4 +1,4 @@
-"""Endpoints for operators: the size of an elastic pool. With API keys they need an admin key."""
+"""Endpoints for operators: the size of an elastic pool, the role of a worker. With API keys they need an admin key."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvloom.core import parse_size
+from kvloom.engine import Role
 from kvloom.serve.errors import ApiError, bad_request
 from kvloom.serve.worker import Ready
 
 from .request_fields import read_fields
 from .server_context import ServerContext
 
-__all__ = ["PoolEndpoint"]
+__all__ = ["PoolEndpoint", "RoleEndpoint"]
 
 ANSWER_SECONDS = 30.0
 """Seconds that the engine has to answer, because it may be in a long step."""
@@ -62,6 +63,33 @@ class PoolEndpoint:
                 504, f"the engine did not answer within {ANSWER_SECONDS:g} s; ask again with GET"
             ) from None
         return _response(engine.require_ready(), state.target_bytes)
+
+
+class RoleFields(msgspec.Struct, frozen=True):
+    """Body of POST /admin/role."""
+
+    role: Role
+
+
+class RoleEndpoint:
+    """GET /admin/role returns the role of the worker, POST changes it for later requests. An ASGI application."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._respond(Request(scope, receive))
+        await response(scope, receive, send)
+
+    async def _respond(self, request: Request) -> Response:
+        context = self._context
+        context.require_admin(request)
+        engine = context.asked_model(request).engine
+        if request.method == "POST":
+            with context.bodies.hold(context.authenticate(request) or "") as held:
+                fields = read_fields(await context.read_body(request, held), RoleFields)
+            engine.set_role(fields.role)
+        return Response(msgspec.json.encode({"role": engine.role}), media_type="application/json")
 
 
 def _bytes(given: int | str) -> int:

@@ -34,6 +34,7 @@ from .request_fields import (
     MAX_GRAMMAR_CHARACTERS,
     ChatFields,
     CompletionFields,
+    TransferFields,
     beam_width,
     check_tokens,
     read_fields,
@@ -170,6 +171,9 @@ class GenerationEndpoint(ABC):
         messages = self._messages(fields, given, tenant, served, facts)
         ids = [message.id for message in messages]
         response = self.response(fields, given, ids, messages[0].params, served)
+        response.kv_transfer_params = _offered_pages(
+            fields, facts, served.name, response, len(given[0].tokens)
+        )
         forced = isinstance(fields, ChatFields) and _forces_call(fields)
         return served, messages, response, bool(fields.stream), forced
 
@@ -203,6 +207,7 @@ class GenerationEndpoint(ABC):
         facts: Ready,
     ) -> list[Add]:
         """Return one Add message per prompt. Raises ApiError for the first invalid prompt."""
+        transfer = fields.kv_transfer_params or TransferFields()
         made: dict[int, SamplingParams] = {}  # by max_tokens; a schema is encoded once
         return [
             Add(
@@ -223,6 +228,8 @@ class GenerationEndpoint(ABC):
                 self._image_prompt(fields, prompt, tenant, facts),
                 fields.resume_token_ids or [],
                 None if fields.cache is None else fields.cache.pin,
+                transfer.do_remote_decode,
+                transfer.awaited_peer,
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]
@@ -524,6 +531,28 @@ def _token_ranges(
     for stop, ttl in sorted(prompt.retain):
         ranges.append(TokenRange(stop=-(-stop // block_tokens) * block_tokens, ttl=ttl))
     return ranges
+
+
+def _offered_pages(
+    fields: CompletionFields | ChatFields, facts: Ready, model: str, response: ResponseBuilder, tokens: int
+) -> dict[str, Any] | None:
+    """Return the fields with which a decode worker finds the pages of this request. None if it asks for no hand-over, or
+    if this worker shares no host memory."""
+    if fields.kv_transfer_params is None or not fields.kv_transfer_params.do_remote_decode:
+        return None
+    if facts.peer_address is None:
+        return None
+    host, port = facts.peer_address
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [],  # pages are found by hash
+        "remote_engine_id": f"{model}@{host}:{port}",
+        "remote_request_id": response.id,
+        "remote_host": host,
+        "remote_port": port,
+        "remote_num_tokens": tokens,
+    }
 
 
 def _answer_count(fields: CompletionFields | ChatFields) -> int:

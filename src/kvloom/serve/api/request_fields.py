@@ -58,7 +58,6 @@ UNSUPPORTED: dict[str, str] = {
     "audio": "answers are text only",
     "function_call": "use tool_choice",
     "functions": "use tools",
-    "kv_transfer_params": "requests cannot hand over pages",
     "logits_processors": "requests cannot contain code",
     "prompt_embeds": "send text or token ids",
     "return_tokens_as_token_ids": "use return_token_ids",
@@ -113,6 +112,24 @@ class CacheFields(msgspec.Struct, frozen=True):
     pin: float | None = None
 
 
+class TransferFields(msgspec.Struct, frozen=True):
+    """vLLM's fields of a hand-over. A prefill worker gets `do_remote_decode`, and returns the fields for the decode worker.
+    Pages are found by hash, so block ids, engine ids and token counts are only passed on."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_host: str | None = None
+    remote_port: int | None = None
+
+    @property
+    def awaited_peer(self) -> str | None:
+        """The address of the prefill worker's host memory, host:port; None if this worker computes the prompt."""
+        if not self.do_remote_prefill or self.remote_host is None or self.remote_port is None:
+            return None
+        host = f"[{self.remote_host}]" if ":" in self.remote_host else self.remote_host
+        return f"{host}:{self.remote_port}"
+
+
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that both endpoints share. Unsupported fields are declared too, so that they are detected."""
 
@@ -165,7 +182,7 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     audio: Any = None
     function_call: Any = None
     functions: Any = None
-    kv_transfer_params: Any = None
+    kv_transfer_params: TransferFields | None = None
     logits_processors: Any = None
     prompt_embeds: Any = None
     return_tokens_as_token_ids: Any = None

@@ -81,6 +81,8 @@ class ResponseBuilder(ABC):
         self.warning = warning
         self._sent_characters: dict[int, int] = {}  # by choice
         self._token_offsets: dict[int, int] = {}  # characters of the tokens so far, by choice
+        self.kv_transfer_params: dict[str, Any] | None = None
+        """Where a decode worker finds the pages of this request; None without a hand-over."""
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._head = {
             "id": self.id,
@@ -102,6 +104,9 @@ class ResponseBuilder(ABC):
             {
                 **self._head,
                 **self._more(),
+                **(
+                    {} if self.kv_transfer_params is None else {"kv_transfer_params": self.kv_transfer_params}
+                ),
                 "object": self.whole_object,
                 "choices": choices,
                 "usage": self.usage.to_dict(),

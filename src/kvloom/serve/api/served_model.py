@@ -86,6 +86,8 @@ class ServedModel:
             "max_tokens": facts.max_tokens,
             "events": settings.get("kv_events"),
             "replay": settings.get("kv_events_replay"),
+            "role": self.engine.role,
+            "peer": None if facts.peer_address is None else "{}:{}".format(*facts.peer_address),
         }
 
     def to_dict(self) -> dict[str, Any]:

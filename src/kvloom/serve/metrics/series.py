@@ -191,10 +191,15 @@ def tier_series(stats: EngineStats) -> list[Series]:
     breakers = {(t.name, state): float(t.breaker == state) for t in tiers for state in BREAKERS}
     faults = {(tier, verb, outcome): count for tier, verb, outcome, count in stats.tier_faults}
     at = ("tier",)
+    roles = {(role,): float(role == stats.role) for role in ("both", "prefill", "decode")}
     return [
+        Series("kvloom_role", "gauge", "1 for the role of this worker", roles, labels=("role",)),
         Series("kvloom_load_jobs", "counter", "Load jobs: copies of a request's pages from host memory into the pool", offload.get("load_jobs", 0), aliases=("kvloom_trips",)),
         Series("kvloom_loaded_tokens", "counter", "Prompt tokens loaded from tiers", offload.get("loaded_tokens", 0), aliases=("kvloom_landed_tokens",)),
         Series("kvloom_loaded_bytes", "counter", "Bytes loaded from tiers", offload.get("loaded_bytes", 0), aliases=("kvloom_landed_bytes",)),
+        Series("kvloom_hand_overs", "counter", "Prompts of prefill workers whose pages all arrived", offload.get("hand_overs", 0)),
+        Series("kvloom_cut_hand_overs", "counter", "Prompts whose prefill worker or pages were lost or late", offload.get("cut_hand_overs", 0)),
+        Series("kvloom_handed_over_pages", "counter", "Pages pulled from prefill workers while they computed", offload.get("handed_over_pages", 0)),
         Series("kvloom_load_failed_pages", "counter", "Pages that host memory evicted before they were loaded", offload.get("failed_pages", 0), aliases=("kvloom_missed_pages",)),
         Series("kvloom_loaded_images", "counter", "Images whose embeddings were loaded from tiers", offload.get("loaded_images", 0)),
         Series("kvloom_encoded_images", "counter", "Images that no tier had in time, so the vision encoder ran", offload.get("encoded_images", 0)),

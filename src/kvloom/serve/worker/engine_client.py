@@ -16,10 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
+from kvloom.engine import Role
 from kvloom.serve.errors import ApiError, bad_request, engine_died, engine_loading, grammars_busy
 from kvloom.tiers import mark_optional
 
@@ -38,6 +39,7 @@ from .messages import (
     Ready,
     RequestProgress,
     ResizePool,
+    SetRole,
     SnapshotRequest,
     Start,
     StartFailed,
@@ -161,6 +163,22 @@ class EngineClient:
     def end_session(self, tenant: str, session: str) -> None:
         """Announce that a session is over."""
         self._send(EndSession(tenant, session))
+
+    @property
+    def role(self) -> Role:
+        """The role of the worker. A restarted engine keeps it."""
+        return cast(Role, self.start.settings.get("role", "both"))
+
+    def set_role(self, role: Role) -> None:
+        """Change the role. Raises ApiError for a role that this worker cannot have."""
+        if role == "prefill" and self.require_ready().peer_address is None:
+            raise bad_request(
+                "role prefill needs host memory that decode workers can read: start the server with "
+                "--tier host:SIZE?share=HOST:PORT",
+                "role",
+            )
+        self.start = msgspec.structs.replace(self.start, settings={**self.start.settings, "role": role})
+        self._send(SetRole(role))
 
     async def snapshot(self, seconds: float) -> bytes:
         """Return a snapshot of the cache as JSON. Raises ApiError without an engine, TimeoutError after `seconds`."""

@@ -37,6 +37,7 @@ from .messages import (
     Heartbeat,
     Ready,
     ResizePool,
+    SetRole,
     SnapshotRequest,
     Start,
     StartFailed,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_engine", "main"]
 
-Inbox = SimpleQueue[Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | None]
+Inbox = SimpleQueue[Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole | None]
 """A queue of messages. None means that the API process has closed the socket."""
 PREPARE_SECONDS = 0.005
 """Poll interval for images and grammars of requests while idle."""
@@ -177,6 +178,7 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
         pool_limits=None if size is None else (size.least * layout.slab_bytes, size.most * layout.slab_bytes),
         image_refusal=_image_refusal(engine),
         hash_model=cache.model,
+        peer_address=engine.peer_address,
         groups=[
             GroupInfo(g.index, g.spec.kind, g.spec.visibility.size)
             for g in layout.groups
@@ -223,7 +225,8 @@ def _serve(sender: _Sender, inbox: Inbox, worker: Worker) -> None:
 
 
 def _handle(
-    worker: Worker, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | None
+    worker: Worker,
+    message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole | None,
 ) -> None:
     if message is None:
         worker.engine.close(CLOSE_SECONDS - 0.5)

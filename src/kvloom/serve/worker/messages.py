@@ -1,6 +1,7 @@
 """Messages between the API process and the engine process, and their encoding.
 
-    API    ──▶ engine    Start (once, first), Add, Cancel, ExpectSession, EndSession, SnapshotRequest, ResizePool
+    API    ──▶ engine    Start (once, first), Add, Cancel, ExpectSession, EndSession, SnapshotRequest, ResizePool,
+                         SetRole
     engine ──▶ API       Ready or StartFailed (once), then Outputs (one per step); Heartbeat, every second
 
 A message is msgpack with a four-byte length before it. Log-probabilities are triples of token, value and rank.
@@ -33,6 +34,7 @@ __all__ = [
     "Rejected",
     "RequestProgress",
     "ResizePool",
+    "SetRole",
     "SnapshotRequest",
     "Start",
     "StartFailed",
@@ -120,7 +122,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     """One prompt. The deltas of its answers have its `id`. With `stream`, a delta is sent per step, else once at the
     end. Only requests with the same `salt` share pages. `ends_session` marks the last request of a session. `lossy`
     accepts pages that a tier re-encoded. `retain` contains priorities of token ranges. `image_prompt` replaces
-    `prompt`.
+    `prompt`. `offers_pages` and `awaits_peer` belong to a hand-over, see `Engine.add`.
     """
 
     id: int
@@ -142,6 +144,8 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     """Output tokens that another worker has generated: the answer begins with them."""
     pin: float | None = None
     """Seconds for which the prompt stays in the pool after the request."""
+    offers_pages: bool = False
+    awaits_peer: str | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -177,6 +181,12 @@ class ResizePool(msgspec.Struct, frozen=True, tag=True):
     pool_bytes: int
     number: int = 0
     share_bytes: int | None = None
+
+
+class SetRole(msgspec.Struct, frozen=True, tag=True):
+    """Change the role of the worker."""
+
+    role: Literal["both", "prefill", "decode"]
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -288,6 +298,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     | `proposed_tokens`, `accepted_tokens` | draft tokens by position in their draft                           |
     | `speculation`               | the last decision about each proposer, and why                             |
     | `offload`                   | counters of the offload manager                                            |
+    | `role`                      | both, prefill or decode                                                    |
     | `tier_faults`               | failures: tier, operation, outcome, count                                  |
     """
 
@@ -323,6 +334,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     draft_seconds_saved: float = 0.0
     speculation: dict[str, str] = {}
     offload: dict[str, int] = {}
+    role: str = "both"
     tier_faults: list[tuple[str, str, str, int]] = []
 
 
@@ -365,7 +377,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     limit for tenants with a quota. `tiers` contains name, capacity and stored pages; `unavailable_tiers` contains
     name and reason. `pool_limits` are the smallest and largest size of an elastic pool. `image_refusal` is the reason
     why the model accepts no images, or "". `hash_model` is the model's part of block hashes; `groups` are its layer
-    groups on the text axis. `max_context` is the model's limit.
+    groups on the text axis. `max_context` is the model's limit. `peer_address` is where
+    other workers read its host memory, or None.
     """
 
     device: str
@@ -386,6 +399,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     hash_model: str = ""
     groups: list[GroupInfo] = []
     max_context: int = 0
+    peer_address: tuple[str, int] | None = None
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
@@ -400,7 +414,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     step: int = 0
 
 
-ToEngine = Start | Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool
+ToEngine = Start | Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole
 FromEngine = Ready | StartFailed | Outputs | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()

@@ -76,6 +76,7 @@ def engine_stats(
         reuse_age=_counts(inspect.reuse_seconds),
         tenants=tenants,
         **({} if engine.speculation is None else _speculation_stats(engine.speculation)),
+        role=engine.role,
         **({} if engine.offload is None else _offload_stats(engine.offload)),
     )
 

@@ -28,6 +28,7 @@ from .messages import (
     Rejected,
     RequestProgress,
     ResizePool,
+    SetRole,
     SnapshotRequest,
     TenantConfig,
     TierUsage,
@@ -140,7 +141,7 @@ class Worker:
             self.engine.events.flush()
 
     def handle(
-        self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool
+        self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole
     ) -> None:
         """Carry out a message. The next step reports rejections."""
         if isinstance(message, SnapshotRequest):
@@ -154,6 +155,8 @@ class Worker:
                 self._share(message.share_bytes)
             self.engine.resize_pool(message.pool_bytes)
             self._resize_requested, self._resize_number = True, message.number
+        elif isinstance(message, SetRole):
+            self.engine.set_role(message.role)
         elif isinstance(message, EndSession):
             self._end_session(message.tenant, message.session)
         elif isinstance(message, ExpectSession):
@@ -353,6 +356,8 @@ class Worker:
                 images=images,
                 grammar=None if structure is None else structure.grammar,
                 resume=message.resume,
+                offers_pages=message.offers_pages,
+                awaits_peer=message.awaits_peer,
             )
         except ValueError as error:
             self._reject(message.id, error)

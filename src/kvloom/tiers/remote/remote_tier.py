@@ -205,7 +205,7 @@ class RemoteTier(Tier):
         self._transfer_counts = TransferCounts()
         self._limits = TenantLimits(config.capacity)
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed, self._reachable = False, True
         self._links: list[Link] = []
         self._inflight_bytes = {"read": 0, "write": 0}
         self._open_transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
@@ -236,6 +236,10 @@ class RemoteTier(Tier):
         has a key file. Raises NoKeyError if the tenant has no key.
         """
         return objects if self._keys is None else self._keys.with_stored_keys(objects)
+
+    @property
+    def is_reachable(self) -> bool:
+        return self._reachable
 
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         nothing = [False] * len(objects)
@@ -314,8 +318,11 @@ class RemoteTier(Tier):
         if self._closed or not self._control_lock.acquire(timeout=self._config.timeout):
             return default
         try:
-            return self._control.call(verb)
+            result = self._control.call(verb)
+            self._reachable = True
+            return result
         except StoreError:
+            self._reachable = False
             return default
         finally:
             self._control_lock.release()

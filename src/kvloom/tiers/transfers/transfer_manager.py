@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,7 +47,9 @@ class TransferConfig:
 class TierLookup:
     """The location of many objects. `found` is valid once `done`: whether host memory or a tier has the object."""
 
-    def __init__(self, manager: TransferManager, objects: Sequence[Objects]) -> None:
+    def __init__(
+        self, manager: TransferManager, objects: Sequence[Objects], without: Collection[int] = ()
+    ) -> None:
         self.objects = list(objects)
         self.in_host: list[Mask] = [manager.host.lookup(o) for o in self.objects]
         self.found: list[Mask] = [mask.copy() for mask in self.in_host]
@@ -64,7 +66,7 @@ class TierLookup:
             ]
             for number, queue in enumerate(manager.queues):
                 lookup = QueuedLookup(some)
-                if queue.queue_lookup(lookup):
+                if number not in without and queue.queue_lookup(lookup):
                     self._pending.append((number, missing, lookup))
 
     @property
@@ -159,9 +161,9 @@ class TransferManager:
         self._dirty: list[OrderedDict[bytes, Objects]] = [OrderedDict() for _ in self.tiers]
         self._last_check = 0.0
 
-    def lookup(self, objects: Sequence[Objects]) -> TierLookup:
-        """Looks up objects: at once in host memory, asynchronously in the other tiers."""
-        return TierLookup(self, objects)
+    def lookup(self, objects: Sequence[Objects], without: Collection[int] = ()) -> TierLookup:
+        """Looks up objects: at once in host memory, asynchronously in the other tiers, except in the queues `without`."""
+        return TierLookup(self, objects, without)
 
     def fetch(self, objects: Sequence[Objects], queue_of: dict[bytes, int], deadline: float) -> FetchJob:
         """Loads objects into host memory until `deadline`. `queue_of` (of a TierLookup) states which tier has each

@@ -39,6 +39,10 @@ class UnavailableTier(Tier):
     def capacity(self) -> int:
         return 0 if self._inner is None else self._inner.capacity
 
+    @property
+    def is_reachable(self) -> bool:
+        return self._inner is not None and self._inner.is_reachable
+
     def lookup(self, objects: Objects) -> npt.NDArray[np.bool_]:
         return np.zeros(len(objects), np.bool_) if self._inner is None else self._inner.lookup(objects)
 
