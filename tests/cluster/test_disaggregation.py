@@ -21,6 +21,7 @@ from tests.engine.made_tokenizers import byte_level
 from tests.models.zoo import tiny
 from tests.serve.running import MODEL, Running, running
 
+from .fleet import started, until
 from .toy_proxy import handed_over, handed_over_meanwhile
 
 FAMILIES = ["llama", "gemma3_text", "qwen3_next"]
@@ -111,6 +112,40 @@ def test_hand_over_and_killed_prefill_worker(workers: tuple[Running, Running, Ru
     fourth = drawn("fourth")
     found = handed_over(prefill, decode, **fourth)
     assert tokens_of(found) == tokens_of(alone.complete(**fourth))
+
+
+@pytest.mark.slow
+def test_router_hands_prompts_over(tmp_path: Path) -> None:
+    """The router lets the prefill worker compute long prompts; tokens are those of the decode worker alone."""
+    model, port = made_model("gemma3_text", tmp_path), free_port()
+    with ExitStack() as stack:
+        pool = ("--pool", "64MiB")
+        small = ("--role", "prefill", "--token-budget", "64")
+        tier = f"host:64MiB?share={port}"
+        prefill = stack.enter_context(running(model, *pool, "--tier", tier, *small))
+        tiers = ("--tier", "host:64MiB", "--tier", f"peer://127.0.0.1:{port}?timeout=2")
+        decode = stack.enter_context(running(model, *pool, *tiers, "--role", "decode"))
+        flags = ("--worker", prefill.url, "--worker", decode.url)
+        router = stack.enter_context(started(tmp_path / "router.log", "route", *flags))
+        until(lambda: router.is_healthy() and len(router.send("GET", "/workers")[1]["workers"]) == 2)
+        until(lambda: all(one["alive"] for one in router.send("GET", "/workers")[1]["workers"]))
+        for name in ("whole", "streamed", "short", "killed"):
+            fields = drawn(name, 60 if name == "short" else TOKENS)
+            if name == "killed":
+                os.kill(engine_pid(prefill), signal.SIGKILL)
+            body = {"model": MODEL, **fields}
+            if name == "streamed":
+                events = list(router.stream("/v1/completions", body))
+                found = [token for one in events for token in one["choices"][0].get("token_ids") or ()]
+            else:
+                status, answer = router.send("POST", "/v1/completions", body)
+                assert status == 200, answer
+                found = tokens_of(answer)
+            again = {**fields, "cache": {"store": False, "read": False}}
+            assert found == tokens_of(decode.complete(**again)), name
+        assert decode.metrics()["kvloom_hand_overs_total"] == 2
+        assert "kvloom_router_hand_overs_total" in router.send("GET", "/metrics")[1]
+        assert decode.metrics()["kvloom_handed_over_pages_total"] > 0
 
 
 def engine_pid(server: Running) -> int:

@@ -262,6 +262,7 @@ def _metrics(fleet: Fleet, proxy: Proxy) -> Iterator[str]:
         "diverged_streams": counts.diverged_streams,
         "prompt_tokens": counts.prompt_tokens,
         "expected_hit_tokens": counts.expected_hit_tokens,
+        "hand_overs": counts.hand_overs,
         "untokenised_prompts": proxy.reader.fallbacks,
         "worker_deaths": fleet.deaths,
     }

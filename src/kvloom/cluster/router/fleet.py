@@ -43,6 +43,10 @@ class Offer:
     capacity: int = 0
     events: str | None = None
     replay: str | None = None
+    role: str = "both"
+    """What the worker does: "prefill", "decode" or "both"."""
+    peer: str | None = None
+    """Address, `host:port`, at which other workers read its pages."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,8 +124,14 @@ class Fleet:
                     task.cancel()
 
     def candidates(self, model: str) -> list[str]:
-        """Return the names of living workers that serve a model."""
-        return [w.name for w in self.workers.values() if w.is_alive and w.url and model in w.models]
+        """Return the names of living workers that answer requests for a model. Prefill workers do so only if there are no others."""
+        alive = [w for w in self.workers.values() if w.is_alive and w.url and model in w.models]
+        return [w.name for w in alive if w.models[model].role != "prefill"] or [w.name for w in alive]
+
+    def prefill_workers(self, model: str) -> list[str]:
+        """Return the names of living prefill workers of a model whose pages others can read."""
+        alive = [w for w in self.workers.values() if w.is_alive and w.url and model in w.models]
+        return [w.name for w in alive if w.models[model].role == "prefill" and w.models[model].peer]
 
     # -- health -------------------------------------------------------------------------------------
 
@@ -151,6 +161,8 @@ class Fleet:
                 if known is not None:
                     await self._withdraw(worker, model)
                 self._offer(worker, model, offer)
+            else:
+                known.role, known.peer = offer.role, offer.peer  # the role may change while serving
         if not worker.is_alive and offers:
             worker.is_alive = True
             log.info("worker %s is alive: %s", worker.name, ", ".join(offers))
@@ -252,7 +264,15 @@ def _offer(found: dict[str, Any]) -> Offer:
         )
     groups = tuple(Group(one["index"], one["kind"], one["window"]) for one in found["groups"])
     capacity = int(found["pool_bytes"]) // max(1, int(found["bytes_per_token"]))
-    return Offer(found["hash_model"], groups or (Group(),), capacity, found["events"], found["replay"])
+    return Offer(
+        found["hash_model"],
+        groups or (Group(),),
+        capacity,
+        found["events"],
+        found["replay"],
+        found.get("role", "both"),
+        found.get("peer"),
+    )
 
 
 def now() -> float:

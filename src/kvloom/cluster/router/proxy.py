@@ -3,6 +3,7 @@
 | failure                                     | what happens                                                                        |
 |---------------------------------------------|-------------------------------------------------------------------------------------|
 | no connection, 502, 503, 429 of a worker    | the next best worker; the last answer if all refuse                                  |
+| a prefill worker fails                      | the decode worker computes the tokens whose pages it has not got                      |
 | a worker dies before its answer             | the request goes to another worker                                                   |
 | a worker dies in a stream                   | another worker continues after the tokens so far; the client sees one stream          |
 | no worker left, too many attempts, deadline | an error with the reason: a status before the stream, an event in it                 |
@@ -36,6 +37,18 @@ Send = Callable[[Any], Awaitable[None]]
 STREAMED = ("/v1/completions", "/v1/chat/completions")
 """Endpoints whose streams continue on another worker."""
 TRY_ANOTHER = (429, 502, 503)
+HAND_OVER_TOKENS = 256
+"""A decode worker computes fewer tokens than this itself: it takes one step."""
+LEFT_OUT = (
+    "max_completion_tokens",
+    "min_tokens",
+    "stream_options",
+    "best_of",
+    "use_beam_search",
+    "beam_width",
+    "end_session",
+)
+"""Fields that have no meaning for the prefill of a request."""
 FORWARDED = (
     "authorization",
     "x-api-key",
@@ -103,6 +116,8 @@ class Counts:
     diverged_streams: int = 0
     prompt_tokens: int = 0
     expected_hit_tokens: int = 0
+    hand_overs: int = 0
+    """Requests whose prompt a prefill worker computes."""
     overhead: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     ttft: Histogram = field(default_factory=lambda: Histogram(SECONDS))
 
@@ -259,6 +274,60 @@ class Proxy:
         if load is not None:
             load.ended(call, now())
 
+    # -- hand-over ------------------------------------------------------------------------------------
+
+    def _hand_over(
+        self, call: Call, worker: Worker, choice: Choice
+    ) -> tuple[dict[str, Any], list[asyncio.Task[None]]]:
+        """Start the prefill of a call on a prefill worker, if its decode worker lacks many tokens. Return the fields that
+        make the decode worker pull the pages, and the task; both are empty if the decode worker computes alone.
+        """
+        keys, served = call.keys, self.fleet.models[call.model]
+        assert keys is not None
+        offer = worker.models.get(call.model)
+        missing = keys.length - choice.cached
+        if offer is None or offer.role != "decode" or call.path not in STREAMED or missing < HAND_OVER_TOKENS:
+            return {}, []
+        names = self.fleet.prefill_workers(call.model)
+        found = (
+            served.scorer.choose(keys.length, self._lengths(call, served, names), names, now())
+            if names
+            else None
+        )
+        if found is None or "kv_transfer_params" in call.body:
+            return {}, []
+        prefill = self.fleet.workers[found.worker]
+        host, _, port = (prefill.models[call.model].peer or "").rpartition(":")
+        self.counts.hand_overs += 1
+        task = asyncio.create_task(self._prefill(call, prefill, keys.length - found.cached))
+        params = {"do_remote_prefill": True, "remote_host": host, "remote_port": int(port)}
+        return {"kv_transfer_params": params}, [task]
+
+    async def _prefill(self, call: Call, worker: Worker, compute: int) -> None:
+        """Compute the prompt of a call on a prefill worker. A failure costs time only: the decode worker computes the rest."""
+        assert call.keys is not None
+        served, key = self.fleet.models[call.model], object()
+        load, hashes = served.scorer.loads[worker.name], call.hashes.get(worker.name, [])
+        body = {name: value for name, value in call.body.items() if name not in LEFT_OUT}
+        body |= {"max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+        headers = {name: value for name, value in call.headers.items() if name in FORWARDED}
+        timeout = aiohttp.ClientTimeout(total=self.options.deadline_seconds, sock_connect=5.0)
+        load.sent(key, compute, call.keys.length, now())
+        try:
+            async with self.fleet.session.post(
+                worker.url + call.path, data=msgspec.json.encode(body), headers=headers, timeout=timeout
+            ) as answer:
+                await answer.read()
+            if answer.status == 200 and call.keys.tokens is not None:
+                served.index.arrived(worker.name, hashes)
+            elif answer.status != 200:
+                log.warning("prefill worker %s returned status %d", worker.name, answer.status)
+        except (aiohttp.ClientError, OSError) as error:
+            if not isinstance(error, TimeoutError):
+                self.fleet.failed(worker, f"{type(error).__name__}: {error}")
+        finally:
+            load.ended(key, now())
+
     # -- whole answers --------------------------------------------------------------------------------
 
     async def _whole(self, call: Call, send: Send) -> None:
@@ -273,8 +342,10 @@ class Proxy:
                 raise
             self._begin(call, worker, choice)
             has_begun = False
+            more, tasks = self._hand_over(call, worker, choice)
+            data = msgspec.json.encode({**call.body, **more}) if more else call.raw
             try:
-                async with _Attempt(self, call, worker, call.raw) as answer:
+                async with _Attempt(self, call, worker, data) as answer:
                     if answer.status in TRY_ANOTHER:
                         last = answer.status, _headers(answer), await answer.read()
                         continue
@@ -305,6 +376,8 @@ class Proxy:
                     return
             finally:
                 self._end(call, worker)
+                for task in tasks:
+                    task.cancel()
         if last is not None:
             await _respond(send, *last)
             return
@@ -332,8 +405,9 @@ class Proxy:
                 why = error.message
                 break
             self._begin(call, worker, choice)
+            more, tasks = ({}, []) if stream.has_begun else self._hand_over(call, worker, choice)
             try:
-                refused = await self._stream_from(call, worker, stream, body, send, until)
+                refused = await self._stream_from(call, worker, stream, {**body, **more}, send, until)
                 if refused is None:
                     return
                 why = f"the worker returned status {refused[0]}"
@@ -349,6 +423,8 @@ class Proxy:
                 break
             finally:
                 self._end(call, worker)
+                for task in tasks:
+                    task.cancel()
             if now() > until:
                 why = f"the deadline of {self.options.deadline_seconds:g} s has passed; {why}"
                 break
