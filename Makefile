@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvloom-setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-full test-slow test-gpu clients lint format plan serve bench lock sbom fuzz clean
+.PHONY: help setup test test-full test-slow test-gpu clients cluster lint format plan serve bench lock sbom fuzz clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -49,6 +49,9 @@ test-gpu: ## the tests of kernels, models and engine on this machine's GPU, by a
 		$(GPU_PYTHON) -m pytest -q -p no:cacheprovider -m "not alone" -n $(GPU_JOBS) --dist worksteal $(GPU_TESTS) && \
 		$(GPU_PYTHON) -m pytest -q -p no:cacheprovider -m alone $(GPU_TESTS); \
 	else echo "test-gpu: skipped, $(GPU_PYTHON) has no torch that sees a CUDA GPU, or no pytest-xdist"; fi
+
+cluster: setup ## a router, two prefill and two decode workers; conversations by KV-aware routing, then round robin
+	$(BIN)/kvloom bench routing --workers 2 --prefill 2 --tokens 400 --turns 4 --sessions 6
 
 clients: setup ## run OpenAI's client, LangChain and others against a server; each is installed below .clients
 	$(BIN)/python tools/try_clients.py

@@ -162,6 +162,7 @@ def engine_pid(server: Running) -> int:
     raise AssertionError("the server has no engine process")
 
 
+@pytest.mark.slow
 def test_role_changes_at_run_time(tmp_path: Path) -> None:
     model = made_model("llama", tmp_path)
     with running(model, "--pool", "16MiB", "--tier", "host:16MiB?share=0") as server:

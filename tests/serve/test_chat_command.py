@@ -25,6 +25,7 @@ def chat(*arguments: str, lines: str = LINES) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_chats_with_a_server_and_a_local_model_are_equal(server: Running, folder: Path) -> None:
     remote = chat("--server", server.url, *GREEDY)
     assert remote.returncode == 0, remote.stderr

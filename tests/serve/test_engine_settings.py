@@ -97,6 +97,7 @@ def test_retained_token_ranges_outlive_others(folder: Path) -> None:
             assert said in error["error"]["message"]
 
 
+@pytest.mark.slow
 def test_pinned_prompts_stay_until_their_session_ends(folder: Path) -> None:
     with running(folder, "--pool", "1MiB") as server:
 

@@ -52,6 +52,7 @@ def test_a_flood_of_one_tenant_neither_stops_nor_refuses_another(
     shared.wait_for(shared.idle, 30)
 
 
+@pytest.mark.slow
 def test_a_tenant_that_keeps_pages_for_long_leaves_those_of_another_cached(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -324,6 +324,7 @@ def test_tenants_take_turns_at_the_decoder_and_a_cancelled_request_is_dropped(
     assert "3 prompt tokens, with those of the images, exceed the limit of 2" in str(why)
 
 
+@pytest.mark.slow
 def test_a_restarted_server_loads_embeddings_from_disk(made: tuple[Path, Any, Any], tmp_path: Path) -> None:
     """Other words stand before the image, so its pages are not found: only its embeddings are."""
     more = ("--pool", "16MiB", "--load", "always", "--tier", f"disk:{tmp_path}:64MiB")

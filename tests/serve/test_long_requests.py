@@ -54,6 +54,7 @@ def test_server_runs_long_and_short_requests_together(folder: Path, wanted: list
         server.wait_for(server.idle)
 
 
+@pytest.mark.slow
 def test_server_without_host_memory_states_the_flag(folder: Path) -> None:
     with running(folder, "--pool", str(POOL)) as server:
         assert any("--tier host:SIZE" in line for line in server.said)

@@ -39,6 +39,7 @@ def test_a_restarted_server_hits_pages_on_disk(folder: Path, tmp_path: Path) -> 
         assert 0 < cached < len(PROMPT)  # on a busy machine it computes the head while the tail loads
 
 
+@pytest.mark.slow
 def test_a_restarted_server_does_not_load_expired_pages(folder: Path, tmp_path: Path) -> None:
     def tiers(ttl: float) -> tuple[str, ...]:
         return (
@@ -100,6 +101,7 @@ def test_a_partial_hit_from_a_tier_is_explained_with_one_account(
                 assert (hits, at) == ({}, 0)
 
 
+@pytest.mark.slow
 def test_an_unusable_tier_ends_the_start_before_loading(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for tier in ("peer://me:secret@127.0.0.1:1", f"disk:{tmp_path}/file:256MiB"):

@@ -132,6 +132,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     return cert, private
 
 
+@pytest.mark.slow
 def test_https_with_client_certificates_and_keys(folder: Path, tmp_path: Path) -> None:
     cert, private = certificate(tmp_path)
     tls = ("--ssl-certfile", str(cert), "--ssl-keyfile", str(private), "--ssl-ca-certs", str(cert))
@@ -153,6 +154,7 @@ def test_https_with_client_certificates_and_keys(folder: Path, tmp_path: Path) -
         del os.environ["KVLOOM_API_KEY"]
 
 
+@pytest.mark.slow
 def test_the_key_of_the_environment(folder: Path) -> None:
     os.environ["KVLOOM_API_KEY"] = "key-of-the-shell"
     try:

@@ -8,7 +8,7 @@ engine.py                 whole workloads; workloads.py, shapes.py, roofline.py,
 serve.py, metrics.py      load on a server, and the cost of its metrics
 quality.py                perplexity with quantised K and V
 tiers.py                  throughput of tiers; tiers_work.py, tiers_media.py, lmcache_process.py
-speculation.py            drafts, with and without
+speculation.py            engines with and without speculation
 offload.py                an engine with tiers; offload_cost.py, load_or_recompute.py, layerwise_copy.py,
                           page_placement.py
 """

@@ -1,7 +1,7 @@
 """Attention of `kvloom bench kernels`: decode, quantised pages, shared prefixes, prefill and MLA latents.
 
-One layer on bf16 pages of 16 tokens in random order, 32 query heads over 8 KV heads of 128, unless the row states otherwise.
-`gpu_timing` times it.
+Unless a row states otherwise, it measures one layer with 32 query heads over 8 KV heads of 128 dims. Its bf16 pages
+have 16 tokens and are in random order. `gpu_timing` times the calls.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LATENT_HEADS, LATENT_DIM, LATENT_VALUES = 128, 576, 512
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """A prefill step: rows of new tokens after cached ones, and the layer's heads."""
+    """A prefill step: `batch` sequences of `new` tokens after `cached` tokens, and the heads of the layer."""
 
     batch: int
     new: int
@@ -233,7 +233,7 @@ def shared_rows(rounds: int) -> Iterator[Row]:
 
 
 def shared_floor(batch: int, prefix: int, own: int) -> float:
-    """Return the lower bound. For each part it is the memory time or the compute time, whichever is longer; parts add up."""
+    """Return the lower bound: the sum over both parts of the memory time or the compute time, whichever is longer."""
 
     def part(tokens_read: int, pairs: int) -> float:
         return max(tokens_read * KV_HEADS * DIM * 4 / READ_RATE, pairs * HEADS * DIM * 4 / FLOP_RATE) * 1e6

@@ -1,4 +1,4 @@
-"""`kvloom bench`: selects a benchmark; the arguments after its name are its own."""
+"""`kvloom bench` selects a benchmark, and passes the arguments after its name to it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _current_name(text: str) -> str:
-    """Return the current name of a benchmark; report a former name on stderr."""
+    """Return the current name of a benchmark. If `name` is a former name, report the current one on stderr."""
     name = RENAMED.get(text, text)
     if name != text:
         print(f"kvloom bench {text} is now `kvloom bench {name}`", file=sys.stderr)

@@ -1,7 +1,7 @@
 """`kvloom bench engine`: whole workloads on kvloom's engine, Hugging Face's generate(), vLLM, and the roofline.
 
-Models have random weights, tokens are random ids from a seed, answers are greedy and of fixed length. On a GPU
-runners run one after the other, because each needs the device's memory; on a CPU they alternate per workload.
+Models have random weights, tokens are random ids from a seed, and answers are greedy and of fixed length. On a GPU the
+runners run one after the other, because each needs the device's memory. On a CPU they alternate after each workload.
 `workloads` defines workloads, `shapes` models, `roofline` lower bounds, `engine_runners` and `engine_peers` runners,
 `engine_report` tables.
 """
@@ -306,7 +306,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _capacity(args: argparse.Namespace) -> int:
-    """Report the measured and the planned capacity; return 1 if they differ."""
+    """Report the measured and the planned capacity. Returns exit code 1 if they differ, else 0."""
     from kvloom.models.specs import known_models, load_spec, model_spec
 
     from .pool_usage import capacity

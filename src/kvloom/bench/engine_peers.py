@@ -1,6 +1,7 @@
 """Peers of `kvloom bench engine`: Hugging Face's generate() in this process, vLLM in a separate process.
 
-They implement the Runner protocol (`engine_runners`), with the same weights if these are small enough to copy.
+The peers implement the Runner protocol (`engine_runners`). They get the same weights if the weights are small enough to
+copy.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["HuggingFace", "NotInstalledError", "UnbatchedHuggingFace", "Vllm"]
 
 VLLM_KV_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "auto"}
 SAVED_WEIGHTS = 1 << 30
-"""Largest model in bytes whose weights vLLM gets. For larger ones it makes its own random weights."""
+"""Most bytes of weights that are copied to vLLM. For a larger model, vLLM makes its own random weights."""
 
 
 class HuggingFace:
@@ -64,7 +65,8 @@ class HuggingFace:
         on_gpu = options.device.startswith("cuda")
         self._free_bytes = int(torch.cuda.mem_get_info()[0] * 0.8) if on_gpu else self.CPU_BYTES
         self._most: dict[int, int] = {}
-        """Batch size limit by prompt length: half of a size that did not fit. Only the first run pays for a wrong guess."""
+        """Batch size limit by prompt length: half of a size that did not fit. Only the first run pays for a wrong
+        guess."""
 
     def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
         all_answers: Turns = [[] for _ in conversations]
@@ -152,7 +154,7 @@ def _cpu_environment() -> dict[str, str]:
 
 
 def _check_vllm(python: str) -> None:
-    """Raise NotInstalledError if an interpreter has no vLLM. Does not import it."""
+    """Raise NotInstalledError if an interpreter has no vLLM. Does not import vLLM."""
     look = "import sys; from importlib.util import find_spec; sys.exit(find_spec('vllm') is None)"
     if subprocess.run([python, "-c", look], cwd="/", env=_plain_environment(), check=False).returncode:
         raise NotInstalledError(
@@ -166,7 +168,7 @@ def _plain_environment() -> dict[str, str]:
 
 
 class NotInstalledError(RuntimeError):
-    """A peer is not installed; the message states what to do."""
+    """A peer is not installed. The message states what to do."""
 
 
 class Vllm:

@@ -1,6 +1,6 @@
 """The report of `kvloom bench engine`: rows of plain data, ratios, and three tables of at most 120 columns.
 
-Measures nothing. Quoted figures, not measured in the same run, are stored here and labelled as quoted.
+This module measures nothing. It has quoted figures, which are from other runs and are labelled as quoted in the report.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ QUOTED: dict[str, dict[str, float]] = {
         "W1": 14.44, "W2": 30.18, "W3": 9.41, "W3 warm": 9.53, "W4": 11.47, "W5": 2.14, "W6": 14.49, "start": 82,
     },
 }  # fmt: skip
-"""Seconds that vLLM 0.24.0 took on an H200 in an earlier measurement, and from start to ready with cold compile caches.
+"""Seconds that vLLM 0.24.0 took for each workload on an H200 in an earlier measurement, and its seconds from start to
+ready with cold compile caches.
 
-Its defaults, prefix caching on, bf16, random weights, the better of one process and two. Not measured in this run.
+vLLM ran with its defaults, prefix caching, bf16 and random weights. Each figure is the better of one process and two.
 """
 GOAL_WASTE = 0.04
-"""Goal for unscaled workloads. In scaled ones the last block is a large share."""
+"""Goal for the wasted share of workloads of full size. In scaled workloads the last block wastes a larger share."""
 
 
 @dataclass(slots=True)
 class WorkloadResult:
-    """One workload on one runner: the best round, the seconds of each round, and the seconds of its prompts alone, if
-    measured.
-
-    `processor`: on a CPU, the least CPU seconds of a round."""
+    """One workload on one runner. `best` is the best round, and `rounds` are the seconds of each round. `prompts` are
+    the seconds of the prompts alone, if they were measured. `processor` is the least CPU time of a round in seconds,
+    on a CPU only."""
 
     work: Workload
     best: Measurement
@@ -94,7 +94,8 @@ def rows_of(
     quoted: dict[str, float],
     exact: bool,
 ) -> list[dict[str, Any]]:
-    """Return one row per workload as plain data. `exact`: answers are comparable, because rounding cannot change them."""
+    """Return one row per workload as plain data. `exact` states that rounding cannot change answers, so they are
+    compared."""
     rows = []
     own = next((each.results for each in ran if each.name == "kvloom"), {})
     for work in works:

@@ -1,7 +1,7 @@
-"""Runners of `kvloom bench engine`: the Runner protocol and kvloom's own; peers are in `engine_peers`.
+"""Runners of `kvloom bench engine`: the Runner protocol, and the runners of kvloom. Peers are in `engine_peers`.
 
-A runner starts on a shape, serves conversations, and returns times, answers and figures. It draws no tokens and prints no
-report.
+A runner starts on a shape, serves conversations, and returns times, answers and figures. It draws no tokens and
+prints no report.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Options:
 class Measurement:
     """Seconds from the first submission to the last token, the answers, and figures by name.
 
-    On a CPU also the CPU seconds of all threads and processes. Copies to tiers after the last token are not counted:
-    `drained_s` is their time."""
+    On a CPU, a measurement also has the CPU seconds of all threads and processes. Copies to tiers after the last token
+    are not part of the seconds. The figure `drained_s` is the time of these copies."""
 
     seconds: float
     answers: Turns
@@ -68,8 +68,8 @@ class Measurement:
 
 
 class Runner(Protocol):
-    """A runner. `start_s`: seconds from no weights to ready, without Python imports; `version` and `notes` are for the
-    report."""
+    """A runner. `start_s` is the time in seconds to build or load the model and get ready, without Python imports. The
+    report contains `version` and `notes`."""
 
     name: str
     version: str
@@ -77,7 +77,7 @@ class Runner(Protocol):
     start_s: float
 
     def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
-        """Serve every turn with exactly `output` greedy tokens. The next turn follows at once."""
+        """Answer every turn with exactly `output` greedy tokens. The next turn of a conversation starts at once."""
         ...
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class Kvloom:
         return Measurement(seconds, answers, figures | peak.figures(), computed)
 
     def _drain(self, offload: OffloadManager) -> float:
-        """Wait for pending copies to host memory; return the seconds."""
+        """Wait for pending copies to host memory, and return the seconds that this took."""
         began = time.perf_counter()
         offload.flush()
         while offload.is_retaining_pages:

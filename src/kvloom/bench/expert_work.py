@@ -1,6 +1,6 @@
-"""Mixture of experts of `kvloom bench kernels`: one layer of Qwen3-30B-A3B with random routing, compared with torch's.
+"""Mixture of experts of `kvloom bench kernels`: one layer of Qwen3-30B-A3B with random routing, compared with torch.
 
-Defines the calls and their lower bounds; `kernels` times them.
+This module defines the calls and their lower bounds. `kernels` times the calls.
 """
 
 from __future__ import annotations

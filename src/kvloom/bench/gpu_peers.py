@@ -1,7 +1,7 @@
 """Attention libraries that `kvloom bench kernels` is compared with, if installed.
 
-Each function returns callables over our pages, planned beforehand: one layer is timed. If a library is missing or
-rejects a shape, the reason is reported.
+Each function returns calls that compute one layer over our pages. Plans are made before the calls and are not timed.
+If a library is missing or rejects a shape, the reason is reported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Call", "decode_peers", "prefill_peers", "shared_peers", "versions"]
 Call = Callable[[], Any]
 WORKSPACE = 512 << 20
 SPLITS = 32
-"""vLLM's limit of splits for FlashAttention-3 under CUDA graphs; the device chooses the number."""
+"""Most splits of FlashAttention-3 under CUDA graphs, as in vLLM. The kernel chooses the number on the device."""
 
 
 def _library(name: str) -> Any:

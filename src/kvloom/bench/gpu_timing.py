@@ -21,7 +21,7 @@ LINK_RATE = 55e9
 
 @dataclass
 class Row:
-    """One line of the report: microseconds of ours and of each peer, and the lower bound."""
+    """One line of the report: microseconds of kvloom's call and of each peer's call, and the lower bound."""
 
     section: str
     work: str
@@ -70,7 +70,7 @@ def _replay(call: Call, times: int) -> float:
 
 
 def timed(calls: dict[str, Call], rounds: int = 5, times: int = 7) -> dict[str, float]:
-    """Return microseconds of each call: the best of `rounds` medians. The calls alternate."""
+    """Return the microseconds of each call, as the best of `rounds` medians. The calls alternate."""
     graphs = {name: _captured(call) for name, call in calls.items()}
     best = dict.fromkeys(graphs, math.inf)
     for turn in range(rounds + 1):

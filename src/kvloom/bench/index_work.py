@@ -43,10 +43,10 @@ def life(
     names: bool = False,
     repeats: int = 40,
 ) -> Figures:
-    """Return microseconds of a request: match, allocate, publish, release; `total` of all.
+    """Return the microseconds of each phase of a request: match, allocate, publish and release. `total` is their sum.
 
-    The first `cached` tokens are cached; with `evicting` none are, and the pool is full of other requests. With `names`, events
-    are published, so every new block is hashed.
+    The first `cached` tokens are cached. With `evicting`, no token is cached, and the pool is full of pages of other
+    requests. With `names`, events are published, so every new block is hashed.
     """
     shape = layout_of(layout)
     cache = KVCache(shape, _slabs(shape, tokens, 6 if evicting else 2 * repeats), max_sequences=4)
@@ -86,7 +86,7 @@ def _live(cache: KVCache, prompt: Tokens) -> Figures:
 def decode_step(
     layout: str = "full", batch: int = 256, context: int = 1024, crossing: int = 16, steps: int = 64
 ) -> Figures:
-    """Return microseconds of one decode step of `batch` sequences: reserve a slot each, then commit a token each.
+    """Return the microseconds of one decode step of `batch` sequences. It reserves a slot and commits a token for each.
 
     In each step one sequence in `crossing` fills a block."""
     shape = layout_of(layout)
@@ -150,7 +150,8 @@ def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
 
 
 def pool_scale(blocks: int, tokens: int = 8192, repeats: int = 40) -> Figures:
-    """Return the phases of an evicting request with `blocks` cached blocks, and the bookkeeping bytes per cached block."""
+    """Return the phases of an evicting request with `blocks` cached blocks, and the bookkeeping bytes per cached
+    block."""
     shape = layout_of("full")
     draw = _drawer()
     prompts = (draw(tokens) for _ in range(blocks // (tokens // shape.block_tokens) + 2))

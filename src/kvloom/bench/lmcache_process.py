@@ -1,7 +1,7 @@
 """LMCache controlled by JSON lines: the process that `kvloom bench tiers` starts in the interpreter that has LMCache.
 
-Each line names a backend, a page size and a byte count; the reply has the seconds to put and to get them. Needs only LMCache
-and torch, not kvloom. LMCache's output goes to stderr.
+Each line names a backend, a page size and a number of bytes. The reply has the seconds to put and to get these bytes.
+The process needs only LMCache and torch, not kvloom. LMCache's output goes to stderr.
 """
 
 from __future__ import annotations

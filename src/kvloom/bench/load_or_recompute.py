@@ -1,10 +1,11 @@
-"""Time to first token of a long prompt on a disk of any speed, without a GPU and without such a disk.
+"""Measures the decision to load or recompute a long prompt, for disks of any speed. Needs neither a GPU nor such disks.
 
-    computing   a tiny model; a step takes as long as on a simulated device that computes asynchronously
-    loading     a disk tier whose reads are paced
-    result      time to first token with the engine's decision, relative to computing everything, alternating
+    computing   a tiny model runs; the engine then sleeps until the step has taken as long as on a simulated GPU
+    loading     a disk tier sleeps in each read, so that it has the simulated throughput
+    result      time to first token if the engine decides, divided by the time to compute the whole prompt
 
-Scheduler, tiers, threads and clocks are the engine's own. Times are slept, so the machine must not be overloaded.
+The engine runs with its own scheduler, tiers, threads and clocks. An overloaded machine sleeps too long and falsifies
+the result.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SCENARIOS = {
     "slower": "the disk was three times faster before",
     "cached": "the first quarter loads at once (page cache)",
 }
-"""Scenarios: what the engine has measured before."""
+"""Scenarios differ in what the engine has measured before."""
 PROMPT, BUDGET, SECONDS = 2048, 1024, 0.48
 PIECE, PIECES = 1 << 12, 16
 """Bytes of a read (two pages), and the number of concurrent reads. A prompt has as many reads as 16,384 tokens of an 8B
@@ -52,7 +53,7 @@ FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 
 class SimulatedDevice:
-    """Makes an engine's steps take as long as on a device: launched at once, ready after their time."""
+    """Simulates a device: an engine launches a step at once, and its result is ready after the simulated time."""
 
     def __init__(self, engine: Engine) -> None:
         self._step_ends: deque[float] = deque()
@@ -63,7 +64,8 @@ class SimulatedDevice:
 
     @staticmethod
     def seconds(tokens: int, position: int) -> float:
-        """Return the time of a step of `tokens` tokens at a position. A prompt in full steps takes SECONDS."""
+        """Return the seconds of a step of `tokens` tokens at a position. A prompt of PROMPT tokens in full steps takes
+        SECONDS."""
         steps = PROMPT // BUDGET
         each = (SECONDS - steps * BASE) / PROMPT
         middle = (position + tokens / 2) / PROMPT - 0.5
@@ -135,9 +137,10 @@ class PacedEngine:
 def measure_load_or_recompute(
     ratios: Sequence[float] = RATIOS, scenarios: Sequence[str] = tuple(SCENARIOS), rounds: int = 3
 ) -> list[dict[str, Any]]:
-    """Return a row per ratio and scenario: median times of computing everything, and of the engine's decision.
+    """Return one row per ratio and scenario, with median times to first token in seconds. `computed_s` is the time to
+    compute the whole prompt, and `auto_s` the time if the engine decides.
 
-    Each row also has the ideal time, if computing and loading overlap perfectly."""
+    `relative` is their ratio. `ideal` is the ratio if computing and loading overlap perfectly."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -1,4 +1,4 @@
-"""Price of cold pages: one request in a pool that holds it, and in a quarter of it with a host tier."""
+"""Cost of cold pages: one request runs in a pool that fits it, and in a quarter of that pool with a host tier."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from .shapes import SHAPES, build, hf_config
 __all__ = ["SHARE", "measure_long_request"]
 
 SHARE = 4
-"""The small pool has one part in this many of the large one."""
+"""The large pool is this many times as large as the small pool."""
 OUTPUT = 32
 
 
 def measure_long_request(shape: str, device: str, host: int, prompt: int, rounds: int) -> dict[str, Any]:
-    """Return the seconds to the first token and for each further token in both pools, as medians, and whether tokens agree."""
+    """Return the seconds to the first token and for each further token in both pools, as medians, and whether tokens
+    agree."""
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
     vocabulary = hf_config(shape).vocab_size
     layout = Engine(model, EngineConfig(pool_bytes=64 << 20)).layout

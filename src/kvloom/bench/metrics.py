@@ -1,8 +1,8 @@
 """`kvloom bench metrics`: cost of the server's metrics, request records, stats messages and scrapes.
 
-Two results. By parts: each part is timed alone and multiplied by its rate under a load. By turns: the same load runs
-on a server with metrics, scraped every second, and on one without (`--no-metrics`). On a busy machine the second
-result has an error of several percent; use the first.
+The benchmark has two results. For the first, each part is timed alone and multiplied by its rate under a load. For the
+second, the same load runs on a server with metrics, which are scraped every second, and on a server without
+(`--no-metrics`). On a busy machine the second result has an error of several percent, so use the first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ PROGRESS_REPORTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Microseconds of each part: a token of a stream, a request with its progress messages, one stats message, one scrape."""
+    """Microseconds of each part: a token of a stream, a request with its progress messages, one stats message, one
+    scrape."""
 
     token: float
     request: float

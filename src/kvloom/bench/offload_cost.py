@@ -47,8 +47,9 @@ def measure_offload_cost(
 ) -> list[dict[str, Any]]:
     """Return microseconds per page, medians of `rounds`, with free space in the host tier and with a full one.
 
-    `close`: closing the sequences, which hashes and queues their pages. `offload`: placing and publishing them.
-    `copy`: starting the copies. Uses 256 sequences times `scale`, or as many as fit `pool` and `host`."""
+    `close` is the time to close the sequences, which hashes and queues their pages. `offload` is the time to place
+    the pages in host memory and publish them. `copy` is the time to start the copies. Uses 256 sequences times
+    `scale`, or as many as fit `pool` and `host`."""
     dtype = str(SHAPES[shape].dtype).removeprefix("torch.")
     layout = PoolLayout.build(model_spec({**hf_config(shape).to_dict(), "dtype": dtype}).layers)
     each = layout.slab_bytes_for(TOKENS)
@@ -104,7 +105,7 @@ def _measure(layout: PoolLayout, device: str, sequences: int, rounds: int, full:
 
 
 def _finish(store: PageOffloader) -> float:
-    """Wait for pending copies; return the seconds spent polling."""
+    """Wait for pending copies, and return the seconds spent polling."""
     spent = 0.0
     while store.busy:
         time.sleep(0.0002)

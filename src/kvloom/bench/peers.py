@@ -1,8 +1,8 @@
 """Cost of the peers' cache bookkeeping on this CPU: vLLM's KVCacheManager and SGLang's prefix trees.
 
-Makes the calls of their own schedulers and returns microseconds (lower deciles). Needs only numpy and the peer, so it also
-runs in another interpreter: `python -m kvloom.bench.peers --json`, or this file by its path (so it is one file), prints one
-JSON object.
+Makes the calls of their own schedulers and returns microseconds (lower deciles). Needs only numpy and the peer, so it
+also runs in another interpreter: `python -m kvloom.bench.peers --json`, or this file by its path (so it is one file),
+prints one JSON object.
 """
 
 from __future__ import annotations
@@ -137,9 +137,10 @@ def vllm_decode_step(
 ) -> Figures:
     """Microseconds of one decode step over `batch` running requests in vLLM's KVCacheManager.
 
-    `allocate`: allocate_slots of one token for each request; `append`: append_output_token_ids of each, which hashes
-    the blocks that become full; `total`. Lengths start at `context` and are spread over one block, so that in each
-    step one request in `block` begins a new block."""
+    `allocate` is the time of allocate_slots for one token of each request. `append` is the time of
+    append_output_token_ids for each request, which hashes the blocks that become full. `total` is their sum. Lengths
+    start at `context` and are spread over one block, so that in each step one request in `block` begins a new
+    block."""
     peer, draw = _vllm(layout, block, batch * (context + steps), batch), _drawer()
     requests = [peer.request(draw(context + i * peer.block // batch)) for i in range(batch)]
     for request in requests:

@@ -6,8 +6,9 @@
     head     one row of logits per request                              its weights              2 a weight and row
     attend   by each layer's visibility                                 K and V read             4 a head, dimension and pair
 
-Assumptions: all prompts in one pass, then all requests decode together; a shared prefix is computed once and read once per
-pass; turns are in step. Norms, rotations, activations, sampling, launches and the host cost nothing.
+The bound assumes that one pass computes all prompts, and that all requests then decode together. A shared prefix is
+computed once, and read once per pass. All conversations are in the same turn. Norms, rotations, activations, sampling,
+launches and the host take no time.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Roofline:
         return LowerBound(prompts[0], decode[0], prompts[1], decode[2])
 
     def _turns(self, work: Workload) -> Iterator[tuple[int, int]]:
-        """Yield cached and new tokens of each turn's prompt; the last token of an answer is not computed."""
+        """Yield the cached and the new tokens of each turn's prompt. The last token of an answer is not cached."""
         before, new = work.prefix, work.prompt
         for _ in range(work.turns):
             yield before, new

@@ -2,8 +2,8 @@
 
 events    blocks per second that one process reads from encoded batches into its index
 score     time to find the cached prefix of a prompt on all workers, and to choose one
-latency   time that a router adds to a request, at a fixed rate: the same load straight to a worker, and through the router. The
-          worker answers at once, so that only the path is measured
+latency   time that the router adds to a request, at a fixed rate. The same load runs directly on a worker and through the
+          router. The worker answers at once, so that its own time does not count
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure_events(workers: int, batches: int = 400) -> dict[str, Any]:
-    """Decode and apply encoded batches: half of the blocks are stored, then removed."""
+    """Decode and apply encoded batches. Each batch stores blocks and then removes half of them."""
     from kvloom.cluster.router import FleetIndex
     from kvloom.events_wire import (
         BlockRemoved,
@@ -120,7 +120,7 @@ def measure_events(workers: int, batches: int = 400) -> dict[str, Any]:
 
 
 def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any]:
-    """Find the cached lengths of a prompt on all workers and choose one; the median of many prompts."""
+    """Find the cached lengths of a prompt on all workers, and choose a worker. Returns medians over many prompts."""
     from kvloom.cluster.router import FleetIndex, Scorer, SpeedModel, WorkerLoad
     from kvloom.core import hash_chain, root_hash, token_bytes
     from kvloom.events_wire import BlockStored, EventBatch, raw_tokens, wire_hashes
@@ -160,7 +160,7 @@ def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any
 
 
 async def measure_latency(rate: int, seconds: int) -> dict[str, Any]:
-    """Load a worker that answers at once, straight and through a router, at a fixed rate."""
+    """Send requests at a fixed rate to a worker that answers at once, directly and through a router."""
     import aiohttp
 
     ports = [free_port() for _ in range(3)]
@@ -203,7 +203,7 @@ async def measure_latency(rate: int, seconds: int) -> dict[str, Any]:
 
 
 async def _load(session: Any, url: str, rate: int, seconds: int) -> list[float]:
-    """Send requests at a fixed rate; return their times to the first byte. The first second is left out."""
+    """Send requests at a fixed rate, and return their times to the first byte. The first second does not count."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 100_000, 1024).tolist() for _ in range(32)]
     bodies = [
@@ -250,7 +250,7 @@ def free_port() -> int:
 
 
 class Process:
-    """A child process, ended at last."""
+    """A child process that ends with the `with` block."""
 
     def __init__(self, command: list[str]) -> None:
         self._command = command

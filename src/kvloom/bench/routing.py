@@ -1,7 +1,8 @@
 """`kvloom bench routing`: agent sessions over several real workers on loopback, by router.
 
 Every session sends turns that repeat all tokens before and add some. The routers serve the same workers one after the other, with sessions
-of their own, so that no router finds pages of another. Hit rate: cached prompt tokens that the workers report.
+of their own, so that no router finds pages of another. Hit rate: cached prompt tokens that the workers report. With prefill workers it
+includes the pages that a decode worker pulled from them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def main(argv: list[str]) -> int:
         help="model of the workers (default: kvloom-llama)",
     )
     add("--workers", type=whole(1), default=4, metavar="N", help="workers (default: 4)")
+    prefill = "prefill workers; the other workers then only decode (default: 0: every worker does both)"
+    add("--prefill", type=whole(0), default=0, metavar="N", help=prefill)
     add("--sessions", type=whole(1), default=10, metavar="N", help="sessions per router (default: 10)")
     add("--turns", type=whole(1), default=6, metavar="N", help="turns of a session (default: 6)")
     add("--tokens", type=whole(1), default=256, metavar="N", help="tokens that a turn adds (default: 256)")
@@ -61,6 +64,7 @@ def main(argv: list[str]) -> int:
         print(
             f"{one['router']:12} hit rate {one['hit_rate']:.1%}, TTFT mean {1e3 * one['mean_ttft']:.0f} ms, "
             f"p99 {1e3 * one['p99_ttft']:.0f} ms, {one['requests']} requests, {one['errors']} errors"
+            + (f", {one['hand_overs']} prompts handed over" if args.prefill else "")
         )
     return 0
 
@@ -71,9 +75,11 @@ async def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         urls = []
-        for _ in range(args.workers):
+        shared = [free_port() for _ in range(args.prefill)]
+        for number in range(args.prefill + args.workers):
             port, events, replay = free_port(), free_port(), free_port()
             flags = ["--pool", "128MiB", "-q", "--threads", "1", "--drain-seconds", "0"]
+            flags += _role_flags(number, shared)
             flags += [
                 "--kv-events",
                 f"tcp://127.0.0.1:{events}",
@@ -86,6 +92,7 @@ async def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             for url in urls:
                 await ready(session, f"{url}/health", 300)
+            print(f"{len(urls)} workers are ready", file=sys.stderr)
             async with session.get(f"{urls[0]}/v1/models") as answer:
                 model = (await answer.json())["data"][0]["id"]
             found = []
@@ -94,8 +101,31 @@ async def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
                     url = _start(running, router, urls, args.smg, folder)
                     await ready(session, f"{url}/health", 60)
                     await asyncio.sleep(2)
-                    found.append({"router": router, **await _sessions(session, url, model, number, args)})
+                    result = await _sessions(session, url, model, number, args)
+                    found.append(
+                        {"router": router, **result, "hand_overs": await _hand_overs(session, url, router)}
+                    )
     return found
+
+
+def _role_flags(number: int, shared: list[int]) -> list[str]:
+    """Return the flags of a worker's role: the first workers prefill and share their pages at the ports `shared`."""
+    if not shared:
+        return []
+    if number < len(shared):
+        return ["--role", "prefill", "--tier", f"host:128MiB?share={shared[number]}"]
+    peers = [word for port in shared for word in ("--tier", f"peer://127.0.0.1:{port}")]
+    return ["--role", "decode", "--tier", "host:128MiB", *peers]
+
+
+async def _hand_overs(session: Any, url: str, router: str) -> int:
+    """Return how many prompts a router gave to prefill workers. Other routers than ours give none."""
+    if router == "smg":
+        return 0
+    async with session.get(f"{url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    name = "kvloom_router_hand_overs_total "
+    return int(float(next(line for line in lines if line.startswith(name)).removeprefix(name)))
 
 
 def _start(stack: ExitStack, router: str, urls: list[str], smg: str | None, folder: Path) -> str:

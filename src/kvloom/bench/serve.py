@@ -1,4 +1,4 @@
-"""`kvloom bench serve`: load on a server: many concurrent streams, each restarted when it ends.
+"""`kvloom bench serve` puts a load on a server: many concurrent streams, each restarted when it ends.
 
 Without --url a server is started on the embedded model, and the memory of its processes is sampled. The client parses
 little, because it shares the cores with the server. Works with any server with OpenAI's /v1/completions.
@@ -96,7 +96,7 @@ class Seen:
     memory: list[dict[str, float]] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures; times in milliseconds."""
+        """Return the figures by name. Times are in milliseconds."""
         arrivals = sorted(self.arrivals)
         gaps = [b - a for a, b in pairwise(arrivals)]
         return {
@@ -132,7 +132,8 @@ class Seen:
 async def offer(
     load: Load, processes: list[int] | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Seen:
-    """Run a load on a server. Samples the memory of `processes`; calls `progress` with seconds done and total."""
+    """Run a load on a server, and sample the memory of `processes`. Calls `progress` with the seconds done and the
+    total."""
     seen = Seen()
     began = time.monotonic()
     end = began + load.seconds
@@ -240,7 +241,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 
 def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]:
-    """Start a server; return its process, address, model name and engine process."""
+    """Start a server, and return its process, address, model name and engine process."""
     command = [
         sys.executable,
         "-m",

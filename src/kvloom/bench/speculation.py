@@ -50,7 +50,7 @@ MODULES = [
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case: tokens per second without and with drafts, their ratio, and what became of the drafts."""
+    """One case: tokens per second without and with drafts, their ratio, and the acceptance of the drafts."""
 
     case: str
     streams: int
@@ -64,7 +64,7 @@ class Row:
 
 
 def prompts(case: str, count: int, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Return prompts and forced outputs (empty: the model's own) as token ids, each from another module."""
+    """Return prompts and forced outputs as token ids, each from another module. An empty output is not forced."""
     found = []
     for name in MODULES[:count]:
         text = inspect.getsource(import_module(name))
@@ -82,7 +82,7 @@ def prompts(case: str, count: int, tokenizer: Any) -> list[tuple[list[int], list
 
 
 def force(engine: Any, outputs: dict[tuple[int, ...], list[int]]) -> None:
-    """Replace the tokens that the sampler of an engine chooses by given outputs, by prompt."""
+    """Replace the tokens that an engine's sampler chooses by the given output of each prompt."""
     import torch
 
     choose = engine.sampler.choose
@@ -102,7 +102,8 @@ def force(engine: Any, outputs: dict[tuple[int, ...], list[int]]) -> None:
 def generate(
     engine: Any, asked: Sequence[Sequence[int]], tokens: int, together: bool
 ) -> tuple[float, list[Any]]:
-    """Run prompts one after the other, or together. Return decoded tokens per second, without prompts, and the requests."""
+    """Run prompts one after the other, or together. Return the decoded tokens per second, without the time of
+    prompts, and the requests."""
     from kvloom.core import CacheControl
     from kvloom.engine import SamplingParams
 

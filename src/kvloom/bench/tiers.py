@@ -1,6 +1,7 @@
 """`kvloom bench tiers`: throughput of every tier, of its medium alone, and of LMCache, with the same bytes in one run.
 
-Sides alternate; each figure is the best of its rounds. Tiers that are not available on a machine are reported.
+The tier, its medium and LMCache alternate, and each figure is the best of its rounds. Tiers that are not available on
+this machine are reported.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ PEER_GOALS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """GB/s of one operation. Ratios are ours divided by theirs. `backend` is LMCache's counterpart, "" if not run."""
+    """GB/s of one operation. Ratios are kvloom's GB/s divided by those of the other side. `backend` is the backend of
+    LMCache, or "" if none ran."""
 
     tier: str
     page_bytes: int
@@ -94,7 +96,7 @@ class LMCache:
         return reply
 
     def moved(self, backend: str, page: int, total: int) -> dict[str, float]:
-        """Return the seconds of one round by operation; empty for an unavailable backend."""
+        """Return the seconds of one round by operation. The result is empty if the backend is unavailable."""
         if backend in self.missing:
             return {}
         try:
@@ -210,7 +212,7 @@ def _parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return 0, or 2 for invalid input."""
+    """Run the benchmark. Returns exit code 0, or 2 for invalid input."""
     args = _parser().parse_args(argv)
     try:
         pages, total = args.pages, args.total

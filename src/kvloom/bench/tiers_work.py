@@ -1,7 +1,7 @@
 """The measurements of `kvloom bench tiers`: a tier and its medium with the same bytes, alternating.
 
-A Work has two sides with `write` and `read`, which return when the bytes are in place. The medium is what the tier is
-built on, without the tier: memcpy, raw O_DIRECT, the store's own client.
+A Work has two sides with `write` and `read`, which return when the bytes are in place. The medium alone is
+memcpy, raw O_DIRECT or the store's own client, without the tier.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM controlled by JSON lines: the process that `kvloom bench engine` starts in the interpreter that has vLLM.
 
-The first line has the engine's options, each later one conversations; each line gets one reply. Needs only vLLM, not kvloom.
-vLLM's output goes to stderr.
+The first line has the engine's options. Each later line has conversations. Each line gets one reply. The process
+needs only vLLM, not kvloom. vLLM's output goes to stderr.
 """
 
 from __future__ import annotations

@@ -39,8 +39,9 @@ class Conversation:
 class Workload:
     """`requests` conversations of `turns` turns, each answered by exactly `output` greedy tokens.
 
-    A prompt is one of `prefixes` prefixes of `prefix` tokens (round robin) and `prompt` tokens of its own; a later turn adds
-    `more`. `warm`: the prefixes of the same round were served before. `on_request`: runs only if selected by name.
+    A prompt is one of `prefixes` prefixes of `prefix` tokens (round robin) and `prompt` tokens of its own. A later turn
+    adds `more` tokens. `warm` states that the prefixes of the same round were served before. A workload with
+    `on_request` runs only if it is selected by name.
     """
 
     name: str
@@ -112,7 +113,8 @@ class Workload:
     def draw(self, vocabulary: int, seed: int = 0, round_: int = 0) -> list[Conversation]:
         """Return the conversations of one round.
 
-        Rounds and workloads share no tokens. Only a warm workload shares prefixes with the cold workload of its round."""
+        Rounds and workloads share no tokens. Only a warm workload shares prefixes with the cold workload of its
+        round."""
         family = self.name.split()[0]
         common = np.random.default_rng([seed, round_, zlib.crc32(family.encode())])
         prefixes = common.integers(FIRST_TOKEN, vocabulary, (self.prefixes, self.prefix)).tolist()
@@ -141,7 +143,8 @@ WORKLOADS: tuple[Workload, ...] = (
 
 
 def select_workloads(names: Sequence[str] | None, scale: float = 1.0) -> list[Workload]:
-    """Return the workloads of these names ("W3" is both of its parts), or all but those on request."""
+    """Return the workloads with these names. "W3" selects both of its parts. Without names, return all workloads except
+    those with `on_request`."""
     known = list(dict.fromkeys(w.name.split()[0] for w in WORKLOADS))
     for name in names or ():
         if name not in known:

@@ -34,8 +34,8 @@ class Histogram:
         self.total += value * times
 
     def quantile(self, q: float) -> float | None:
-        """Return the `q` quantile of all values, interpolated between bounds. Returns None without values. Values
-        above the last bound count as the last bound. O(bounds).
+        """Return the `q` quantile of all values, interpolated between bounds. Returns None if there are no values.
+        Values above the last bound count as the last bound. O(bounds).
         """
         rank = q * self.count
         reached, low = 0, 0.0

@@ -252,7 +252,8 @@ class KVCache:
     # -- cold blocks ----------------------------------------------------------------------------
 
     def coldable_pages(self, seq: Sequence, most: int) -> Ids:
-        """Return the page ids of up to `most` next blocks that can become cold, [blocks, columns]; 0 in columns of windows.
+        """Return the page ids of up to `most` next blocks that can become cold, [blocks, columns]; 0 in columns of
+        windows.
 
         These are its oldest blocks in the pool that are full and computed. Make pending copies before reading them."""
         return coldable_pages(self.state, seq, most)
@@ -264,11 +265,11 @@ class KVCache:
         add_cold_run(self.state, seq, run)
 
     def open_cold(self, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:
-        """Start an empty sequence at `position`, behind cold blocks. `run` has all full blocks before it; `tail` are the
-        tokens after them.
+        """Start an empty sequence at `position`, behind cold blocks. `run` has all full blocks before it; `tail` are
+        the tokens after them.
 
-        Allocates the other pages that are visible there, and the live states: fill those of the block table and the states
-        before the next step. Returns False, and changes nothing, if the pool lacks pages."""
+        Allocates the other pages that are visible there, and the live states: fill those of the block table and the
+        states before the next step. Returns False, and changes nothing, if the pool lacks pages."""
         return open_cold(self.state, seq, run, position, tail)
 
     def block_hashes(
@@ -280,9 +281,11 @@ class KVCache:
         end: int | None = None,
         parent: bytes | None = None,
     ) -> list[bytes]:
-        """Return the hashes of the blocks of a prompt, from block `first` to token `end`; the last block may be partial.
+        """Return the hashes of the blocks of a prompt, from block `first` to token `end`. The last block may be
+        partial.
 
-        They follow the hash `parent`, without it the root hash. The last one is also that of a state at `end`. O(tokens)."""
+        The first hash continues the hash `parent`. None means the root hash, which is right for block 0 only.
+        The last returned hash is also the hash of a state at `end`. O(tokens)."""
         ids = self.state.media_ids.place(np.frombuffer(token_bytes(tokens), np.int32), media)
         data, resolve = ids[first * self.block_tokens : end].tobytes(), self.state.media_ids.digest_of
         parent = parent or self.root_hash(control)
@@ -358,7 +361,8 @@ class KVCache:
         return self.state.copies.take()
 
     def free_pages(self, tokens: int, tenant: str = "") -> int:
-        """Evict by policy until the pool has pages for `tokens` tokens of a tenant. Returns the number of missing pages."""
+        """Evict by policy until the pool has pages for `tokens` tokens of a tenant. Returns the number of missing
+        pages."""
         blocks = -(-tokens // self.block_tokens)
         return self.state.allocator.free_pages(self.state.accounts[tenant], self.state.pages.needs(blocks))
 

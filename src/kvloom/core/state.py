@@ -4,9 +4,9 @@
               │
     tree, media cache, ghosts, lookup       cached prefixes
               │
-    accounts, pins, loads, compaction ── allocator
+    accounts, pins, pages in transfer, compaction ── allocator
 
-The components are created here, in this order, and never replaced.
+`CacheState` creates each component after those that the component uses, and never replaces one.
 """
 
 from __future__ import annotations

@@ -58,10 +58,11 @@ class EngineConfig:
     pool_bytes: int | None = None
     """Bytes of the page pool. None uses the memory that `memory_fraction` leaves."""
     max_pool_bytes: int | None = None
-    """Largest size of an elastic pool in bytes, which grows and shrinks while serving. None: the pool keeps its size.
+    """Largest size of an elastic pool in bytes, which grows and shrinks while serving. None means that the pool keeps
+    its size.
     """
     min_pool_bytes: int | None = None
-    """Smallest size of an elastic pool in bytes. None: an eighth of its first size."""
+    """Smallest size of an elastic pool in bytes. None means an eighth of its first size."""
     keep_free: int = 1 << 30
     """Bytes of device memory that an elastic pool leaves to other processes. The pool shrinks when they need more."""
     idle_seconds: float = 30.0
@@ -77,27 +78,28 @@ class EngineConfig:
     where prompts end or branch.
     """
     token_budget: int | None = None
-    """Largest number of prompt tokens in a step. None: 8,192 on a GPU, 2,048 on a CPU."""
+    """Largest number of prompt tokens in a step. None means 8,192 on a GPU and 2,048 on a CPU."""
     max_running: int | None = None
-    """Largest number of running requests. None: 512 on a GPU, 256 on a CPU."""
+    """Largest number of running requests. None means 512 on a GPU and 256 on a CPU."""
     max_context: int | None = None
-    """Largest number of tokens of a sequence. None: the model's limit."""
+    """Largest number of tokens of a sequence. None means the model's limit."""
     kv_dtype: KVDtype | None = None
-    """Data type of K and V in the pool. None: that of the model."""
+    """Data type of K and V in the pool. None means the data type of the model."""
     kv_scales: str | os.PathLike[str] = "dynamic"
     """Scales for int8 and fp8: "dynamic", "checkpoint", or a file from `kvloom calibrate`."""
     batch_invariant: bool = False
     """Make the results of a request bit-identical in any batch, on a GPU too."""
     ahead: bool | None = None
-    """Launch a step before the tokens of the previous step have arrived. None: only on a GPU."""
+    """Launch a step before the tokens of the previous step have arrived. None means only on a GPU."""
     cuda_graphs: bool = True
     """Replay steps from CUDA graphs, on a GPU."""
     speculate: str = "off"
-    """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), or several ("suffix,draft=MODEL").
+    """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), or several
+    ("suffix,draft=MODEL").
 
     "auto" is "suffix". The controller decides whether and how far they are used."""
     draft_tokens: int | None = None
-    """Most draft tokens of a request in one step; None: 4 of a draft model, else 16."""
+    """Most draft tokens of a request in one step. None means 4 for a draft model, and 16 for other proposers."""
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
@@ -109,9 +111,9 @@ class EngineConfig:
     role: Role = "both"
     """What a worker does: "prefill" offers the pages of every prompt, "decode" computes prompts in short steps."""
     kv_events: str | None = None
-    """ZMQ address on which block events are published, such as `tcp://127.0.0.1:5557`; None: they are not."""
+    """ZMQ address on which block events are published, such as `tcp://127.0.0.1:5557`. None means no events."""
     kv_events_replay: str | None = None
-    """ZMQ address that replays past events and sends snapshots; None: routers cannot fill gaps."""
+    """ZMQ address that replays past events and sends snapshots. None means that routers cannot fill gaps."""
     kv_events_hashes: Literal["int64", "bytes"] = "int64"
     """How block hashes travel: signed 64-bit integers, or all bytes."""
 
@@ -157,7 +159,7 @@ class EngineConfig:
 
     @property
     def event_settings(self) -> EventSettings | None:
-        """Where events are published; None: nowhere."""
+        """Where events are published, or None if they are not published."""
         if self.kv_events is None:
             return None
         return EventSettings(self.kv_events, self.kv_events_replay, self.kv_events_hashes)

@@ -105,7 +105,7 @@ class Engine:
         self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache
         self.vision, self.limit = memory.vision, memory.limit
         self.memory_budget = memory.budget
-        """How the pool's size was measured; None if it was configured."""
+        """How the pool's size was measured, or None if it was configured."""
         draft_rows = 0 if config.speculate == "off" else max(config.max_running, MIN_DRAFT_ROWS)
         self.runner = ModelRunner(
             model,
@@ -120,7 +120,7 @@ class Engine:
             2 * draft_rows,
         )
         self.offload: OffloadManager | None = None
-        """Offloads and loads pages. None without tiers."""
+        """Offloads and loads pages. None if the engine has no tiers."""
         if config.tiers:
             self.offload = open_offload(
                 config.tiers, self.cache, self.buffer, self._apply_copies, config.offload
@@ -132,7 +132,7 @@ class Engine:
                 self.offload.cold = None
                 self.offload.cold_refusal = refused("batch_invariant, cold pages")
         self.events: WirePublisher | None = None
-        """Publishes block events to routers; None if not configured."""
+        """Publishes block events to routers. None if events are not configured."""
         if config.event_settings is not None:
             from kvloom.events_wire import WirePublisher
 
@@ -153,7 +153,7 @@ class Engine:
         self.sampler = Sampler(self.eos)
         self.ahead = on_gpu if config.ahead is None else config.ahead
         self.speculation: Speculation | None = None
-        """Proposes draft tokens; None if it is off."""
+        """Proposes draft tokens. None if speculation is off."""
         if config.speculate != "off":
             self.speculation = Speculation(self._proposers(draft), config.draft_tokens, self.eos, draft_rows)
         self._output_processor = OutputProcessor(self.scheduler, self.eos)
@@ -221,12 +221,16 @@ class Engine:
     ) -> Request:
         """Queue a request and return it. Raises ValueError for a request that can never run.
 
-        `text`: decode tokens as they arrive (about 20 µs each), so that the text can be streamed. `images`: what the model's
-        processor returns for each image (a mapping of tensors, or pixels), in the order of their placeholders. `grammar`: the
-        compiled result of `begin_grammar`; without it, this call waits for the compilation. `resume`: output tokens that another
-        engine has generated; the request continues after them, with the same tokens as there. `offers_pages`: offload the pages
-        of each computed chunk at once, for another worker. `awaits_peer`: host:port of the peer tier whose worker computes the
-        prompt now; the request waits for its pages."""
+        | argument       | meaning                                                                                      |
+        |----------------|----------------------------------------------------------------------------------------------|
+        | `text`         | decodes each token when it arrives (about 20 µs), so that the text can be streamed           |
+        | `images`       | the output of the model's processor for each image, in the order of the placeholders         |
+        | `grammar`      | the compiled result of `begin_grammar`; if it is missing, this call waits for the compilation |
+        | `resume`       | output tokens that another engine generated; the request continues after them                |
+        | `offers_pages` | offloads the pages of each computed chunk at once, so that another worker can load them      |
+        | `awaits_peer`  | host:port of the peer tier whose worker computes the prompt; the request waits for its pages |
+
+        The output of the processor is a mapping of tensors, or pixels."""
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
@@ -347,7 +351,8 @@ class Engine:
 
     @property
     def peer_address(self) -> tuple[str, int] | None:
-        """Host and port at which other workers read the pages in host memory. None: it is not shared."""
+        """Host and port at which other workers read the pages in host memory. None means that the pages are not
+        shared."""
         server = None if self.offload is None else self.offload.host_server
         return None if server is None else server.address
 
@@ -447,7 +452,8 @@ class Engine:
             self.events = None
 
     def _needs_tokens(self, previous: InflightStep) -> bool:
-        """Whether the tokens of a step must be on the host before the next is scheduled: for grammars, penalties, drafts."""
+        """Whether the tokens of a step must be on the host before the next is scheduled: for grammars, penalties,
+        drafts."""
         if self.speculation is not None and self.speculation.waits_for(previous.requests):
             return True
         return bool(previous.drafts) or any(request.needs_last_token for request in previous.requests)
@@ -469,7 +475,7 @@ class Engine:
             raise
 
     def _launch(self, previous: InflightStep | None) -> InflightStep | None:
-        """Schedule and launch a step. Return None without work. A step that fails is discarded."""
+        """Schedule and launch a step. Return None if there is no work. A step that fails is discarded."""
         places = {} if previous is None else {id(request): i for i, request in enumerate(previous.requests)}
         try:
             return self._execute(places)

@@ -1,12 +1,12 @@
-"""KV events on the wire, in vLLM's ZMQ format: what a worker publishes, and how a router follows it.
+"""KV events in vLLM's ZMQ format. A worker publishes them, and a router receives them.
 
     settings.py      addresses
-    messages.py      BlockStored, BlockRemoved, AllBlocksCleared in msgpack; both encodings of vLLM are read
+    messages.py      BlockStored, BlockRemoved, AllBlocksCleared in msgpack; reads both encodings of vLLM
     publisher.py     the worker's side: a PUB socket, a replay socket, a mirror for snapshots
-    subscriber.py    the router's side: batches in order; a gap is filled by replay, else by a snapshot
+    subscriber.py    the router's side: applies batches in order, and fills gaps by replays or snapshots
 
-Frames of a batch: topic, sequence (8 bytes, big-endian), msgpack of [time, events, data-parallel rank]. Needs pyzmq and
-msgspec. Imports `kvloom.core` only, because both the engine and the router import it.
+Frames of a batch: topic, sequence (8 bytes, big-endian), msgpack of [time, events, data-parallel rank]. The package
+needs pyzmq and msgspec. It imports `kvloom.core` only, because both the engine and the router import it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _MODULE_OF = {"WirePublisher": "publisher", "Followed": "subscriber", "Subscribe
 
 
 def __getattr__(name: str) -> Any:
-    """Import the other names on first use: an engine without events needs neither pyzmq nor msgspec."""
+    """Import the other names on first use, so that an engine without events needs neither pyzmq nor msgspec."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_MODULE_OF.get(name, 'messages')}", __name__), name)

@@ -1,4 +1,4 @@
-"""The messages: events as msgpack, and block hashes as they travel.
+"""Messages: events in msgpack, and block hashes in the form in which they are sent.
 
 vLLM 0.32 writes an event as a map with the key `type`; earlier versions write an array with the name first. This module
 writes maps and reads both.
@@ -32,16 +32,17 @@ __all__ = [
 
 GPU = "GPU"
 MEDIA = (GPU, "CPU", "DISK", "STORAGE")
-"""Media by distance: device pool, host memory, local disk, a store that workers share."""
+"""Media from near to far: device pool, host memory, local disk, a store that workers share."""
 WireHash = int | bytes
 _NO_TOKENS = msgspec.Raw(msgspec.msgpack.encode([]))
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen=True):
-    """Pages of group `group_idx` were stored for `block_hashes`, a chain below `parent_block_hash` (None: a first block).
+    """Pages of layer group `group_idx` were stored for consecutive blocks with the hashes `block_hashes`.
 
-    `token_ids` is msgpack of all tokens, `block_size` per hash; readers that trust the hashes do not decode it. A hash
-    with fewer tokens is a partial tail."""
+    `parent_block_hash` is the hash of the block before them. None means that the first of them starts the prompt.
+    `token_ids` has the tokens of all blocks in msgpack, with `block_size` tokens per hash. Readers that trust the
+    hashes do not decode the tokens. A partial last block has an event of its own, with a smaller `block_size`."""
 
     block_hashes: list[WireHash]
     parent_block_hash: WireHash | None
@@ -60,12 +61,12 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen
 
     @property
     def tokens(self) -> list[int]:
-        """The token ids. Decodes them."""
+        """The token ids, decoded at each call."""
         return msgspec.msgpack.decode(self.token_ids, type=list[int])
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen=True):
-    """Pages of group `group_idx` (None: of all groups) were removed from `medium`."""
+    """Pages of layer group `group_idx` were removed from `medium`. None means the pages of all groups."""
 
     block_hashes: list[WireHash]
     medium: str | None = None
@@ -75,7 +76,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False, froze
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen=True):
-    """The worker has no pages any more. Also the first event of a snapshot."""
+    """The worker has no pages any more. A snapshot starts with this event."""
 
 
 WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -111,7 +112,7 @@ class _ArrayBatch(msgspec.Struct, array_like=True, gc=False):
 
 
 class EventDecoder:
-    """Reads the batches of one publisher. Remembers which encoding it uses."""
+    """Reads the batches of one publisher, and records which of the two encodings the publisher uses."""
 
     def __init__(self) -> None:
         self._maps = msgspec.msgpack.Decoder(EventBatch)
@@ -119,7 +120,7 @@ class EventDecoder:
         self._reads_arrays = False
 
     def decode(self, payload: bytes) -> EventBatch:
-        """Return a batch. Raises msgspec.DecodeError for another message."""
+        """Return the batch in `payload`. Raises msgspec.DecodeError if it is not a batch."""
         if self._reads_arrays:
             return self._from_arrays(payload)
         try:
@@ -154,7 +155,7 @@ def wire_hash(block_hash: bytes) -> int:
 
 
 def wire_hashes(hashes: Sequence[bytes]) -> list[int]:
-    """Return `wire_hash` of each. About 30 ns per hash."""
+    """Return `wire_hash` of each hash. Takes about 30 ns per hash."""
     if not hashes:
         return []
     words: list[int] = np.frombuffer(b"".join(hashes), "<i8")[:: HASH_BYTES // 8].tolist()

@@ -5,8 +5,8 @@
                                     ▼                                                     ▼ publisher thread
                               mirror of all hashes ──▶ snapshot, on request         PUB socket, replay buffer
 
-A step never waits: if the queue is full, the batch is dropped and counted. Its sequence number is used, so subscribers see
-the gap and ask for a snapshot. Media runs (images) are not published.
+A step never waits. If the queue is full, the batch is dropped and counted. The sequence number of a dropped batch is
+not used again, so subscribers see the gap and ask for a snapshot. Pages of images are not published.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ __all__ = ["END", "SNAPSHOT", "WirePublisher"]
 
 log = logging.getLogger("kvloom.events")
 END = (-1).to_bytes(8, "big", signed=True)
-"""Sequence of the message that ends a replay."""
+"""Sequence number of the message that ends a replay."""
 SNAPSHOT = (-2).to_bytes(8, "big", signed=True)
-"""Start sequence that asks for a snapshot instead of past batches."""
+"""A replay request with this start asks for a snapshot instead of past batches."""
 MAX_QUEUED_BATCHES = 20_000
 REPLAY_BATCHES = 10_000
 SNAPSHOT_BLOCKS = 4096
-"""Blocks of one message of a snapshot."""
+"""A message of a snapshot ends when it has at least so many blocks."""
 POLL_SECONDS = 0.05
 MEDIUM_NAMES = {"device": "GPU", "host": "CPU", "disk": "DISK"}
 KIND_NAMES = {
@@ -125,7 +125,7 @@ class WirePublisher:
         self._wake.set()
 
     def _reflect(self, events: Iterable[tuple[Event, bool]]) -> None:
-        """Apply events to the mirror. About 0.2 µs per block."""
+        """Apply events to the mirror. Takes about 0.2 µs per block."""
         for event, _ in events:
             groups = [index for index in event.groups if index in self._groups]
             if not groups:
@@ -136,7 +136,7 @@ class WirePublisher:
                 self._mirror.dropped(event.hashes, groups, event.medium)
 
     def close(self, seconds: float = 1.0) -> None:
-        """Send what is queued, within `seconds`, and close the sockets."""
+        """Send the queued batches and close the sockets. Waits at most `seconds`."""
         self._unsubscribe()
         self.flush()
         self._closing = True
@@ -172,7 +172,8 @@ class WirePublisher:
             self.published += 1
 
     def _answer(self, frames: list[bytes]) -> None:
-        """Answer a replay request: [client, empty, start]. The last message has the sequence END."""
+        """Answer a replay request, whose frames are client, an empty frame and start. The last message of the answer
+        has the sequence number END."""
         if len(frames) != 3 or len(frames[2]) != 8 or self._replay is None:
             log.warning("a replay request with %d frames is invalid: send 8 bytes of sequence", len(frames))
             return
@@ -187,7 +188,8 @@ class WirePublisher:
         self._replay.send_multipart((client, b"", END, b""))
 
     def _snapshot(self) -> list[tuple[int, bytes]]:
-        """Return messages that rebuild the cache's state. All have the sequence of the last batch in it.
+        """Return messages from which a subscriber rebuilds the index of this worker. Each message has the sequence
+        number of the last batch that the snapshot contains.
 
         Holds the lock for about 0.1 µs per block."""
         with self._lock:

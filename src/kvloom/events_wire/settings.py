@@ -13,7 +13,8 @@ __all__ = ["EventSettings", "offset_port"]
 class EventSettings:
     """Where a worker publishes. `endpoint` and `replay` are ZMQ addresses to bind, such as tcp://127.0.0.1:5557.
 
-    `hashes`: "int64" sends signed 64-bit integers, which Dynamo's indexer needs; "bytes" sends whole hashes."""
+    `hashes` selects the form of block hashes. "int64" sends signed 64-bit integers, which Dynamo's indexer needs.
+    "bytes" sends whole hashes."""
 
     endpoint: str
     replay: str | None = None
@@ -43,7 +44,8 @@ def _is_address(address: str) -> bool:
 
 
 def offset_port(address: str | None, offset: int) -> str | None:
-    """Return an address with its port raised by `offset`; another transport gets a suffix. As vLLM does for ranks."""
+    """Return a TCP address with `offset` added to its port, or another address with `offset` as a suffix. vLLM derives
+    the addresses of its ranks in the same way."""
     if address is None or not offset:
         return address
     if not address.startswith("tcp://"):

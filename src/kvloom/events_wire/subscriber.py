@@ -1,12 +1,14 @@
 """Follows the events of one worker: the router's side.
 
-    batch n+1 after n      apply
-    batch beyond n+1       a gap: ask the replay socket for n+1 …; a snapshot if they are gone; else forget the worker
-    batch n or older       a duplicate: ignore
-    an old sequence with a later time    the worker restarted: snapshot
-    first contact          snapshot, because the worker may have pages already
+    received after batch n            action
+    batch n+1                         apply it
+    a later batch                     replay the missing batches; if the worker does not have them, get a snapshot
+    an earlier batch, newer time      the worker restarted: get a snapshot
+    another earlier batch             a duplicate: ignore it
+    first contact                     get a snapshot, because the worker may have pages already
 
-The index is never wrong for correctness: a stale entry costs a recomputed prefix, not a wrong token.
+If there is no snapshot either, the index forgets the worker's pages. A wrong entry of the index makes a worker
+recompute a prefix. It never changes a token.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ __all__ = ["Followed", "Subscriber"]
 log = logging.getLogger("kvloom.events")
 REPLAY_SECONDS = 5.0
 BATCHES_PER_TURN = 64
-"""Batches applied before other work of the event loop gets a turn."""
+"""After so many batches, other work of the event loop can run."""
 
 
 @dataclass(slots=True)
 class Followed:
-    """Counts of one followed worker. `is_synced`: the index has what the worker has."""
+    """Counts of one followed worker. `is_synced` states that the index has all pages that the worker published."""
 
     batches: int = 0
     events: int = 0
@@ -44,9 +46,11 @@ class Followed:
 
 
 class Subscriber:
-    """Follows one worker until cancelled: `await Subscriber(...).run()`. `apply` gets each batch, in order.
+    """Follows one worker: `await Subscriber(...).run()` runs until it is cancelled, and passes each batch to `apply`,
+    in order.
 
-    `apply` of a batch with AllBlocksCleared must forget the worker's pages. Does not raise for invalid messages."""
+    If a batch contains AllBlocksCleared, `apply` must forget the worker's pages. An invalid message is counted and does
+    not raise."""
 
     def __init__(
         self, endpoint: str, replay: str | None, apply: Callable[[EventBatch], None], topic: str = ""
@@ -101,7 +105,8 @@ class Subscriber:
                 self._deliver(sequence, frames[2])
 
     def _is_newer(self, payload: bytes) -> bool:
-        """Return whether a batch is younger than the last one: then the worker has restarted."""
+        """Return whether a batch is newer than the last one. If its sequence number is not larger, the worker has
+        restarted."""
         try:
             return self._decoder.decode(payload).ts > self._last_at
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -122,7 +127,8 @@ class Subscriber:
         return self._last + 1 >= sequence
 
     async def _resync(self, context: Any) -> None:
-        """Replace what the index has of this worker by a snapshot. vLLM has none: past batches stand in."""
+        """Replace the worker's pages in the index by a snapshot. vLLM offers no snapshots, so its past batches are
+        applied."""
         self.counts.is_synced = False
         self._last = None
         self._apply(EventBatch(0.0, [AllBlocksCleared()]))
@@ -151,7 +157,8 @@ class Subscriber:
         self._apply(batch)
 
     async def _ask(self, context: Any, start: bytes) -> list[tuple[int, bytes]] | None:
-        """Return the messages of a replay; None without a replay socket or an answer."""
+        """Return the messages of a replay. Returns None if the worker has no replay socket or does not answer in
+        time."""
         import zmq
 
         if self._replay is None:

@@ -198,7 +198,8 @@ class LayerPages:
 class SingleTokenRows:
     """A step of one new token a row: each row's pages ([rows, blocks], int32) and visible tokens.
 
-    `ordered`: a row may follow another of the same sequence, and sees its token. Such rows run in order, in one thread."""
+    `ordered` states that a row may follow another row of the same sequence, whose token it sees. Such rows run in
+    order, in one thread."""
 
     def __init__(self, tables: torch.Tensor, seen: VisibleTokens, ordered: bool = False) -> None:
         self.ordered = ordered

@@ -6,7 +6,7 @@ recording.py     reads recordings of `kvloom serve --record`
 traffic.py       Traffic: requests as block numbers and times
 simulator.py     replay: traffic through the core under a policy
 fleet.py         replay_fleet: traffic over several workers behind the router's own scoring
-routes.py        the names of its routes
+routes.py        the names of the routes of replay_fleet
 bounds.py        upper bounds: unlimited cache, and Belady's MIN
 sizing.py        size_cache: the capacity that a hit rate needs
 cost.py          estimate: waiting times on given hardware

@@ -1,7 +1,7 @@
 """Upper bounds of the hit rate: an unlimited cache, and Belady's MIN for a given size.
 
-MIN evicts the block whose next use is the latest. As in every replay, whole requests are inserted, and a block counts as hit
-only if all blocks before it are. Needs no cache and no clock.
+MIN evicts the block whose next use is the latest. As in every replay, whole requests are inserted, and a block counts
+as a hit only if all blocks before it are hits. The bounds need no cache and no clock.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from .traffic import Traffic
 __all__ = ["arguments", "run"]
 
 DEFAULT_BYTES = 131072
-"""Bytes per token of an 8B Llama 3 in bf16, for sizes in bytes without a model."""
+"""Bytes per token of an 8B Llama 3 in bf16. It converts sizes in bytes if no model is given."""
 Row = tuple[Outcome, Load | None]
 
 

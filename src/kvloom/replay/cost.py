@@ -1,8 +1,8 @@
 """Waiting times of a replay on given hardware.
 
 New prompt tokens are computed, cached ones are read from their tier, and requests queue for `devices` devices in
-order of arrival. Decode costs a fixed time per token. This is a roofline model: good for comparing caches, not for
-predicting latency.
+order of arrival. Decode takes a fixed time per token. The model is a roofline: it can compare caches, but
+does not predict latency.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Load:
 
 
 def estimate(traffic: Traffic, outcome: Outcome, model: CostModel) -> Load:
-    """Return the time to first token and the throughput of a replay. The throughput is what the devices can sustain."""
+    """Return the times to first token of a replay, and the throughput that the devices can sustain."""
     if not traffic.requests:
         raise ValueError("the traffic contains no requests")
     free = [traffic.requests[0].at] * model.devices

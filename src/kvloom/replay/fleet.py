@@ -1,11 +1,13 @@
-"""Replays traffic over several workers behind a router, with a virtual clock. The router's own classes choose the workers.
+"""Replays traffic over several workers behind a router, with a virtual clock. The router's own classes choose the
+workers.
 
     arrival ──▶ route (FleetIndex, Scorer; or round robin) ──▶ worker: queue, steps of at most `token_budget` tokens
                     ▲── block events, first tokens, ends ──────────┘   a real KVCache holds its blocks
 
-A block of the trace is one block of the cache, as in `simulator`. Output tokens take pages, too, and match nothing. A step takes
-`prefill(prompt tokens in it)` plus, if requests decode in it, `decode(share of the pool that they occupy)`. The default times are
-those of Dynamo's simulator (its polynomial model), so that both routers can be compared under one cost model.
+A block of the trace is one block of the cache, as in `simulator`. Output tokens use pages, too, but are never hit. A
+step takes `prefill(prompt tokens in it)` plus, if requests decode in it, `decode(share of the pool that they
+occupy)`. The default times are those of Dynamo's simulator (its polynomial model), so that both routers can be
+compared under one cost model.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class EngineModel:
 
 @dataclass(frozen=True, slots=True)
 class FleetOutcome:
-    """Result of a replay over workers. Times in seconds; the hit rate counts prompt tokens."""
+    """Result of a replay over workers. Times are in seconds. The hit rate is a share of the prompt tokens."""
 
     route: str
     workers: int
@@ -82,7 +84,7 @@ class FleetOutcome:
     mean_itl: float
     preemptions: int
     spread: float
-    """Requests of the busiest worker, relative to the mean."""
+    """Requests of the worker with the most requests, divided by the mean of all workers."""
 
     def to_dict(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -90,7 +92,8 @@ class FleetOutcome:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request on a worker. Tokens are those of the trace; `ids` are the prompt's tokens in the cache."""
+    """A request on a worker. `computed`, `cached` and `output` count tokens of the trace. `ids` are the prompt's
+    tokens in the simulated cache."""
 
     number: int
     request: Request
@@ -145,7 +148,7 @@ class _Worker:
         self.time = max(self.time, job.at)
 
     def advance(self, until: float) -> None:
-        """Run all steps that end by `until`; one more may be in progress then."""
+        """Run all steps that end by `until`. Then one more step may be in progress."""
         while True:
             if self._end is not None:
                 if self._end > until:
@@ -156,12 +159,12 @@ class _Worker:
             self._begin_step(until)
 
     def _length(self, tokens: int) -> int:
-        """Return the cache's tokens for `tokens` of the trace."""
+        """Return the number of tokens in the cache for `tokens` tokens of the trace."""
         blocks, rest = divmod(tokens, self.block_tokens)
         return blocks * HASH_TOKENS + -(-rest * HASH_TOKENS // self.block_tokens)
 
     def _grow(self, job: _Job, tokens: int) -> bool:
-        """Compute a job's sequence up to `tokens`. Returns False if the pool has no pages."""
+        """Extend a job's sequence to `tokens` tokens of the trace. Returns False if the pool lacks pages."""
         seq = job.sequence
         assert seq is not None
         now = int(self.cache.lengths[seq.row])
@@ -232,7 +235,7 @@ class _Worker:
         return end
 
     def _preempt_for(self, job: _Job) -> None:
-        """Preempt the youngest requests until the pages for one token of `job` are there."""
+        """Preempt the youngest requests until the pool has the pages for the next token of `job`."""
         while self.running:
             youngest = self.running.pop()
             self._close(youngest)
@@ -255,7 +258,7 @@ class _Worker:
             job.sequence = None
 
     def _schedule(self, job: _Job, budget: int) -> int:
-        """Add the next prompt tokens of a job to the step. Returns their number; 0 if the pool has no pages."""
+        """Add the next prompt tokens of a job to the step. Returns their number, which is 0 if the pool lacks pages."""
         tokens = min(budget, job.request.prompt_tokens - job.computed)
         end = job.computed + tokens
         whole = end if end == job.request.prompt_tokens else end // self.block_tokens * self.block_tokens
@@ -392,7 +395,8 @@ def replay_fleet(
 
 
 def _job(number: int, request: Request, at: float, block: int, root: bytes) -> _Job:
-    """Return a request with its tokens in the cache: whole blocks by their id, the rest by its own."""
+    """Return a request with its tokens in the cache. The tokens of a whole block are the block's id. The tokens of the
+    rest are an id of this request."""
     whole, rest = divmod(request.prompt_tokens, block)
     ids = np.repeat(request.blocks[:whole].astype(np.int32), HASH_TOKENS)
     tail = np.full(-(-rest * HASH_TOKENS // block), 2**31 - 2 - number, np.int32)

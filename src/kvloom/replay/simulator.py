@@ -1,10 +1,10 @@
 """Replays traffic through the real core: pool, prefix cache, policies, tenants, with a virtual clock.
 
-Each request is looked up, opened, extended, committed and closed at its arrival time, one after the other. A block of the
-trace is one block of the cache: 16 equal tokens whose id is the block's number. So only whole blocks match.
+Each request is looked up, opened, extended, committed and closed at its arrival time, one after the other. A block of
+the trace is one block of the cache: 16 equal tokens whose id is the block's number. So only whole blocks match.
 
-A tier is another cache with its own size, which gets the same requests (write-through). A block is read from the first tier
-that has it.
+A tier is another cache with its own size, which gets the same requests (write-through). A block is read from the
+first tier that has it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """Usage of a tier: blocks that prompts hit there and in no faster tier, blocks written, blocks stored at the end."""
+    """Usage of a tier: blocks that prompts hit there and in no faster tier, blocks written, blocks stored at the
+    end."""
 
     name: str
     capacity_blocks: int
@@ -74,8 +75,8 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a replay. `hits` are the leading blocks of each request found on the device, `tier_hits` those that each
-    tier adds.
+    """Result of a replay. `hits` is the number of leading blocks of each request that the device has. `tier_hits` is
+    the number of blocks that each tier adds.
 
     `evictions` counts blocks."""
 

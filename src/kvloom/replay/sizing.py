@@ -1,6 +1,6 @@
 """Cache sizing: the capacity of each tier that a hit rate needs, and the gain of one more gigabyte.
 
-Replays the traffic at several sizes; assumes no formula for the curve.
+The traffic is replayed at several sizes. No formula of the hit rate is assumed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """The bytes needed in one tier; `limit` is its maximum (None: no limit)."""
+    """The bytes needed in one tier. `limit` is the largest size of the tier in bytes, or None without a limit."""
 
     name: str
     bytes: int
@@ -38,8 +38,8 @@ class TierSize:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """Result of sizing. `capacity_blocks` is the smallest capacity that reaches the target; None if even the `ideal` is
-    below it.
+    """Result of sizing. `capacity_blocks` is the smallest capacity that reaches the target hit rate. It is None if even
+    the hit rate `ideal` is below the target.
 
     `tiers` lists the bytes per tier, fastest first."""
 
@@ -93,8 +93,8 @@ def size_cache(
     precision: float = 0.03,
     progress: Callable[[int], None] = lambda blocks: None,
 ) -> Sizing:
-    """Find the smallest capacity at which `policy` reaches the hit rate `target` (None: 0.9 of the ideal), to within
-    `precision`.
+    """Find the smallest capacity at which `policy` reaches the hit rate `target`, to within `precision`. The default
+    target is 0.9 of the ideal hit rate.
 
     `limits` lists the tiers, fastest first, with their maximum bytes. A slower tier also stores copies of the pages in
     the faster tiers, so the slowest tier in use needs the whole capacity. A slower tier is used only if the limits of

@@ -1,7 +1,7 @@
 """Traffic for the simulator: arrival times, and the blocks of each request as numbers.
 
-Two requests have the same block number exactly if all their tokens up to the end of that block are equal. Contains no tokens
-and no text.
+Two requests have the same block number exactly if all their tokens up to the end of that block are equal. Traffic
+contains no tokens and no text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Blocks = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: `blocks` are the blocks of prompt and answer. The first `asked` blocks are the prompt, which is
-    looked up."""
+    """One request. `blocks` are the blocks of prompt and answer. The first `asked` blocks are those of the prompt,
+    and only these are looked up."""
 
     at: float
     blocks: Blocks
@@ -34,8 +34,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Requests in order of arrival; `distinct` blocks, numbered from 0. `model` and `bytes_per_token` are those of a recording, if
-    it states them."""
+    """Requests in order of arrival. Their blocks have the numbers 0 to `distinct` - 1. `model` and `bytes_per_token`
+    are from the recording, if it states them."""
 
     requests: tuple[Request, ...]
     block_tokens: int
@@ -66,7 +66,8 @@ class Traffic:
 
     @classmethod
     def merged(cls, parts: Sequence[Traffic]) -> Traffic:
-        """Return several recordings as if they ran at the same time, each from time 0. Different parts share no blocks."""
+        """Return several recordings as if they ran at the same time, each from time 0. Different parts share no
+        blocks."""
         if not parts:
             raise ValueError("no traffic: at least one trace is required")
         sizes = {part.block_tokens for part in parts}
@@ -103,8 +104,8 @@ class Traffic:
 def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tuple[list[Blocks], int]:
     """Replace the block ids of each row by numbers from 0. Return the rows, and how many distinct numbers they have.
 
-    If an id follows different blocks in two rows, the prefixes differ, so it gets two numbers. Raises ValueError for an invalid
-    id. O(n log n), in array operations if ids are hashes of whole prefixes."""
+    If an id follows different blocks in two rows, the prefixes differ, so it gets two numbers. Raises ValueError for
+    an invalid id. O(n log n), in array operations if ids are hashes of whole prefixes."""
     arrays = [_ids(row) for row in rows]
     ends = np.cumsum([len(a) for a in arrays])
     if not arrays or not ends[-1]:

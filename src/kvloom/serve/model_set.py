@@ -52,7 +52,7 @@ class ModelSet:
         self._unloads: set[asyncio.Task[None]] = set()
         self._loaded: dict[ServedModel, asyncio.Event] = {}
         self.broker = None if options.memory is None else PoolBroker(options.memory, self._engines)
-        """Divides the memory that models share. None: each pool keeps its own memory."""
+        """Divides the memory that models share. None means that each pool keeps its own memory."""
         self._loading = asyncio.Lock()
         self._tokenizers = (
             asyncio.Lock()

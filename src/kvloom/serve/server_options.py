@@ -71,7 +71,7 @@ class ServerOptions:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names in requests, with the name of their model."""
     memory: int | None = None
-    """Bytes that the pools of all models share; None: each pool keeps its own size."""
+    """Bytes that the pools of all models share. None means that each pool keeps its own size."""
     model_folders: tuple[Path, ...] = ()
     """Folders below which the API may load models."""
     metrics_auth: str = "auto"

@@ -32,7 +32,7 @@ class ReadyModel:
 def print_startup(
     models: Sequence[ReadyModel], url: str, seconds: float, keys: bool, memory: int | None
 ) -> None:
-    """Print the start-up lines to stdout. `memory`: bytes that the pools share."""
+    """Print the start-up lines to stdout. `memory` is the number of bytes that the pools share."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     for model in models:
         _print_model(console, model, seconds)

@@ -1,4 +1,5 @@
-"""Memory in whole blocks, which O_DIRECT and registered transfers need. Does not depend on files or tiers."""
+"""Memory in whole blocks, which O_DIRECT and registered transfers need. This module does not depend on files or
+tiers."""
 
 from __future__ import annotations
 

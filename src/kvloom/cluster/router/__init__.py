@@ -1,7 +1,7 @@
 """The router: one OpenAI endpoint over many workers.
 
-fleet_index.py    which worker has which blocks, by medium: filled from events
-scoring.py        the choice of a worker: expected time to first token and more
+fleet_index.py    which worker has which blocks, and in which medium
+scoring.py        chooses a worker, mainly by the expected time to first token
 """
 
 from .fleet_index import FleetIndex, Group

@@ -1,12 +1,13 @@
 """One answer as a stream of events, across the workers that generate it.
 
     worker A: event, event, event ✝         worker B: the same request, with the tokens so far
-                 │ passed on                          │ what the client has is dropped, the rest is passed on
+                 │ passed on                          │ the part that the client has is dropped
                  ▼                                    ▼
     client:   event, event, event ─────────────────── event, event, [DONE]
 
-A continued answer must repeat what the client has, character by character. If it does not (a worker that samples without a
-seed, or a GPU whose results depend on the batch), the stream ends with an error instead of a wrong text.
+A continued answer must repeat the text that the client has, character by character. If the texts differ, the stream
+ends with an error instead of a wrong text. They can differ if the worker samples without a seed, or if the results of
+its GPU depend on the batch.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ FATAL_TYPES = ("invalid_request_error", "authentication_error", "permission_erro
 
 
 class WorkerFailedError(Exception):
-    """The worker cannot finish the request; another may."""
+    """The worker cannot finish the request. Another worker may be able to."""
 
 
 class DivergedError(Exception):
-    """A continued answer differs from what the client has."""
+    """A continued answer differs from the text that the client has."""
 
 
 class AnswerStream:
-    """The events of a request. `hides_tokens`: the client did not ask for token ids; remove them."""
+    """The events of a request. `hides_tokens` removes token ids, for a client that did not ask for them."""
 
     def __init__(self, hides_tokens: bool) -> None:
         self._tokens: list[int] = []
@@ -54,11 +55,11 @@ class AnswerStream:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the first answer so far, of the worker that got farthest."""
+        """Token ids of the first answer (choice 0). If several workers generated it, the longest list of one worker."""
         return max(self._tokens, self._known, key=len)
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
-        """Return what the client gets for bytes of a worker, and the number of new tokens.
+        """Return the bytes to send to the client after `data` of a worker, and the number of new tokens.
 
         Raises WorkerFailedError for an error event of the worker, DivergedError for a different answer."""
         *events, self._buffer = (self._buffer + data).split(b"\n\n")
@@ -135,7 +136,7 @@ class AnswerStream:
             self._sent[place] = self._sent.get(place, "") + owner[key]
 
     def _trim(self, choice: dict[str, Any]) -> bool:
-        """Remove what the client has from a choice. Returns whether something is left."""
+        """Remove the text that the client has from a choice. Returns whether something is left to send."""
         index = choice.get("index", 0)
         if index in self._finished:
             return False

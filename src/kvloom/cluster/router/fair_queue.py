@@ -1,7 +1,7 @@
-"""Admission of requests by tenant: while workers are full, the tenant that got the least goes first.
+"""Admission of requests by tenant. While all workers are full, the tenant with the least service is admitted next.
 
-A tenant's service is counted in prompt tokens. A tenant that was idle starts at the least service of the active ones, so it cannot save
-up. Without contention nothing waits.
+The service of a tenant is the number of its admitted prompt tokens. A tenant that was idle starts with the least
+service of the other tenants, so idle time gives no advantage. While workers have free places, no request waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class QueueFullError(Exception):
 
 
 class FairQueue:
-    """At most `places` requests run at once; `resize` follows the number of living workers. At most `limit` wait."""
+    """At most `places` requests run at once, and at most `limit` wait. The caller calls `resize` when workers come or
+    go."""
 
     def __init__(self, places: int, limit: int = 10_000) -> None:
         self.places, self.limit = places, limit
@@ -29,7 +30,7 @@ class FairQueue:
         self._count = 0
 
     async def enter(self, tenant: str, tokens: int) -> None:
-        """Wait for a place. Raises QueueFullError if too many wait."""
+        """Wait until a request of `tokens` prompt tokens may run. Raises QueueFullError if `limit` requests wait."""
         if self.running < self.places and not self.waiting:
             self._start(tenant, tokens)
             return
@@ -52,7 +53,7 @@ class FairQueue:
             raise
 
     def leave(self) -> None:
-        """Give a place back."""
+        """Free the place of a request that ended."""
         self.running -= 1
         self._admit()
 

@@ -1,10 +1,10 @@
-"""Which worker has which blocks, and in which medium. Filled from events; restart and loss cost hits, never correctness.
+"""Which worker has which blocks, and in which medium. Lost events cost hits, never correctness.
 
-    prompt hashes ──▶ HashIndex of GPU ──▶ | HashIndex of CPU ──▶ | …        one index per medium, one place per worker
-                                           each step adds a farther medium
+    prompt hashes ──▶ blocks in GPU ──▶ in GPU or CPU ──▶ in GPU, CPU or DISK ──▶ …      one HashIndex per medium
 
-Three sources share the indexes' form: events, expectations (a request is on its way, so its blocks will be there), and, for
-workers without events, the requests that were sent to them.
+Events of the workers fill one index per medium. One more index has the expected blocks: those of requests that were
+sent to a worker and that its events have not reported yet. For a worker without events, blocks of past requests stay
+expected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["FleetIndex", "Group", "WorkerBlocks"]
 MAIN_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
 """Kinds of groups that every prompt token needs."""
 MAX_EXPECTED = 200_000
-"""Blocks of requests on their way, per worker; also the assumed cache of a worker without events."""
+"""Most expected blocks per worker. For a worker without events, this is the assumed size of its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,9 @@ class Group:
 class WorkerBlocks:
     """One worker's part of the index.
 
-    `trusts_hashes`: its block hashes are those of `kvloom.core`. Otherwise (vLLM) they are only names: the router hashes the
-    tokens itself, below `root`. `names` maps a foreign hash to the router's hashes of the same block."""
+    `trusts_hashes` states that the worker's block hashes are those of `kvloom.core`. A worker with other hashes, such
+    as vLLM, is foreign: the router hashes the tokens of its events itself, starting from `root`. `names` maps a
+    foreign hash to the router's hashes of the same block."""
 
     number: int
     trusts_hashes: bool = True
@@ -71,7 +72,7 @@ class WorkerBlocks:
     has_events: bool = False
     names: dict[WireHash, list[bytes]] = field(default_factory=dict)
     expected: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Blocks of requests that were sent to it, oldest first."""
+    """Expected blocks of the worker, oldest first."""
 
 
 class FleetIndex:
@@ -96,7 +97,7 @@ class FleetIndex:
         return self._workers.keys()
 
     def add(self, worker: str, trusts_hashes: bool = True, root: bytes = bytes(HASH_BYTES)) -> None:
-        """Add a worker without blocks. One that is known stays as it is."""
+        """Add a worker without blocks. Does nothing if the index has the worker."""
         if worker in self._workers:
             return
         if self._free:
@@ -110,7 +111,8 @@ class FleetIndex:
         self._workers[worker] = WorkerBlocks(number, trusts_hashes, root)
 
     def remove(self, worker: str) -> Iterator[None]:
-        """Remove a worker, in steps: iterate to the end. `lengths` leaves it out from the first step on."""
+        """Remove a worker, a part of its blocks in each iteration. The caller must iterate to the end. `lengths`
+        leaves the worker out after the first iteration."""
         blocks = self._workers.pop(worker, None)
         if blocks is not None:
             self._names[blocks.number] = ""
@@ -119,7 +121,7 @@ class FleetIndex:
             self._free.append(blocks.number)
 
     def apply(self, worker: str, batch: EventBatch) -> None:
-        """Apply a batch of a worker's events. About 0.3 µs per block."""
+        """Apply a batch of a worker's events. Takes about 0.3 µs per block."""
         blocks = self._workers.get(worker)
         if blocks is None:
             return
@@ -152,14 +154,16 @@ class FleetIndex:
                     index.dropped(_integers(event.block_hashes), groups, place)
 
     def _group(self, index: int | None, kind: str | None, blocks: WorkerBlocks) -> int | None:
-        """Return the group of an event; None if it is not followed. Of foreign workers, the main group only."""
+        """Return the layer group of an event, or None if the index leaves it out. For foreign workers, the index has
+        only the groups with MAIN_KINDS, as group 0."""
         if blocks.trusts_hashes:
             index = index or 0
             return index if index in self._known else None
         return 0 if kind in MAIN_KINDS else None
 
     def _store_foreign(self, index: HashIndex[int], blocks: WorkerBlocks, event: BlockStored) -> None:
-        """Hash the tokens of a foreign event. Blocks of unknown parents, and sizes that are no multiple of 16, are left out."""
+        """Hash the tokens of a foreign worker's event and store its blocks. Skips blocks with an unknown parent, and
+        block sizes that are not a multiple of HASH_TOKENS."""
         above = event.parent_block_hash
         known = blocks.root if above is None else (blocks.names.get(above) or [b""])[-1]
         units, rest = divmod(event.block_size, HASH_TOKENS)
@@ -173,7 +177,7 @@ class FleetIndex:
         index.stored(wire_hash(root), wire_hashes(chain), (0,), str(blocks.number))
 
     def clear(self, worker: str) -> None:
-        """Forget the blocks of a worker (it restarted, or its events were lost). O(blocks of all workers)."""
+        """Forget the blocks of a worker that restarted, or whose events were lost. O(blocks of all workers)."""
         blocks = self._workers[worker]
         blocks.names.clear()
         for index in self._media.values():
@@ -181,7 +185,7 @@ class FleetIndex:
                 index.forget(str(blocks.number))
 
     def expect(self, worker: str, hashes: Sequence[int]) -> None:
-        """Record that a worker will have these blocks soon: a request was sent to it."""
+        """Record that a worker will have these blocks soon, because a request was sent to it."""
         blocks = self._workers.get(worker)
         if blocks is None or not hashes:
             return
@@ -194,16 +198,17 @@ class FleetIndex:
             self._expected.dropped([order.popitem(last=False)[0]], (0,), place)
 
     def arrived(self, worker: str, hashes: Iterable[int]) -> None:
-        """End an expectation: from now on the worker's events decide. Without events the blocks stay expected."""
+        """Remove blocks from the expected ones, because events report them now. Does nothing for a worker without
+        events."""
         blocks = self._workers.get(worker)
         if blocks is not None and blocks.has_events:
             gone = [hash_ for hash_ in hashes if blocks.expected.pop(hash_, 0) is None]
             self._expected.dropped(gone, (0,), str(blocks.number))
 
     def lengths(self, hashes: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return how many tokens of a prompt each worker can resume: from the GPU, with host memory, with disk, with stores.
-
-        The values never decrease. Cost: see `HashIndex.lengths`."""
+        """Return, for each worker, the tokens of a prompt that it has, as one number per entry of MEDIA. Each number
+        counts the medium and all nearer media, so the numbers never decrease. For the cost see
+        `HashIndex.lengths`."""
         gpu = self._media[GPU]
         bits = gpu.bits(hashes)
         step = gpu.lengths(bits)

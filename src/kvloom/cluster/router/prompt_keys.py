@@ -1,4 +1,4 @@
-"""From a request's JSON to block hashes: the same that the workers compute.
+"""Computes the block hashes of a prompt from the request's JSON. They equal those of the workers.
 
 token ids in the request ──────────────────────────────▶ hashes of every root that workers use
 text or chat ──▶ local tokenizer, or a worker's /tokenize ──▶ "
@@ -35,21 +35,22 @@ CHAT_FIELDS = (
 
 @dataclass(slots=True)
 class PromptKeys:
-    """A prompt as the router sees it: its tokens if they are known, else its text in pieces."""
+    """A prompt in the router: its tokens if they are known, else hashes of pieces of its text."""
 
     tokens: bytes | None
     """Token bytes."""
     text: list[int]
     length: int
-    """Tokens; an estimate if only the text is known."""
+    """Number of tokens. It is an estimate if only the text is known."""
 
     def hashes(self, root: bytes) -> list[int]:
-        """Return its block hashes below `root`; none without tokens. About 0.2 µs per block."""
+        """Return the block hashes of the prompt for a root hash, or none if its tokens are unknown. About 0.2 µs per
+        block."""
         return [] if self.tokens is None else wire_hashes(hash_chain(root, self.tokens))
 
 
 class PromptReader:
-    """Reads prompts. `tokenizer` is a folder with a tokenizer.json, for texts; chats are tokenised by a worker."""
+    """Reads prompts. `tokenizer` is a folder with a tokenizer.json, which tokenises texts. Workers tokenise chats."""
 
     def __init__(self, fleet: Fleet, tokenizer: str | None = None, uses_workers: bool = True) -> None:
         self._fleet, self._uses_workers = fleet, uses_workers
@@ -108,7 +109,7 @@ class PromptReader:
         return PromptKeys(tokens, [], len(tokens) // TOKEN_BYTES)
 
     async def _tokenize(self, request: bytes, model: Any, headers: dict[str, str]) -> bytes | None:
-        """Ask the worker with the fewest requests. None if it does not answer in time."""
+        """Ask the worker with the fewest requests for the tokens. Returns None if it does not answer in time."""
         able = [
             w
             for w in self._fleet.workers.values()
@@ -152,7 +153,7 @@ def _has_media(messages: list[Any]) -> bool:
 def roots_of(
     fleet: Fleet, model: str, names: list[str], tenant: str, salt: str, lossy: bool
 ) -> dict[bytes, list[str]]:
-    """Return the workers by the root of their hashes. Workers of one fleet usually share one."""
+    """Return the workers by the root hash that they use. Workers of one fleet usually have the same root hash."""
     found: dict[bytes, list[str]] = {}
     for name in names:
         offer: Offer = fleet.workers[name].models[model]

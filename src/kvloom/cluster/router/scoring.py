@@ -1,13 +1,13 @@
 """Chooses a worker for a request: the smallest expected cost, in seconds.
 
     time to first token   backlog of the worker + prefill of the missing tokens + load of pages from farther tiers
-    + delay of others     the prefill occupies the worker: requests that come next wait for it, in proportion to the load
-    + decode load         each decode step that the prefill shares, and pages that running requests occupy
+    + delay of others     seconds that later requests wait for this prefill, in proportion to the worker's load
+    + decode load         time of decode steps during the prefill, and a cost of pages that running requests occupy
     + adapter             the time to load an adapter that is not resident
     - affinity            of a session to its last worker, unless that worker is overloaded
 
-All inputs are what a router knows: its own requests, their first tokens and ends, the workers' events. `Clock` and workers
-may be simulated: `kvloom replay --workers` uses these classes.
+The inputs are the router's own requests, the times of their first tokens and ends, and the workers' events. Time is an
+argument, so workers may be simulated: `kvloom replay --workers` uses these classes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Choice", "Scorer", "ScoringOptions", "SpeedModel", "WorkerLoad"]
 
 MAX_SESSIONS = 100_000
 SCORED = 8
-"""Workers whose cost is computed in full: the best by backlog and missing tokens."""
+"""Number of workers whose whole cost is computed. They are the best by backlog and cached tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,15 @@ class ScoringOptions:
 
     | option             | meaning                                                                              |
     |--------------------|--------------------------------------------------------------------------------------|
-    | `delay_weight`     | seconds that a second of prefill costs the requests behind it, at full load             |
-    | `decode_seconds`   | what decode steps add to each step of a prefill, if running requests fill the pool        |
-    | `step_tokens`      | prompt tokens of one step                                                              |
-    | `memory_seconds`   | cost of a pool full of running requests, where admission waits; it starts at 80 %           |
-    | `affinity_seconds` | gain of a session's last worker                                                        |
-    | `overload_seconds` | backlog above the least one from which affinity yields                                  |
-    | `foreign_seconds`  | what each request of another router on the worker costs                                 |
-    | `adapter_seconds`  | cost of an adapter that is not resident                                                 |
-    | `load_rates`       | tokens per second that CPU, DISK and STORAGE pages load at                              |
+    | `delay_weight`     | cost of the delay of later requests: seconds per second of prefill, at full load     |
+    | `decode_seconds`   | seconds that decode adds to each step of a prefill, if running requests fill the pool |
+    | `step_tokens`      | prompt tokens of one step                                                            |
+    | `memory_seconds`   | cost if running requests fill the pool; it grows from 0 at 80 % of the pool          |
+    | `affinity_seconds` | seconds by which the cost of a session's last worker is reduced                      |
+    | `overload_seconds` | affinity ends if the worker's backlog exceeds the least backlog by more seconds      |
+    | `foreign_seconds`  | cost of each request that another router sent to the worker                          |
+    | `adapter_seconds`  | cost of an adapter that is not resident                                              |
+    | `load_rates`       | tokens per second at which pages load from CPU, DISK and STORAGE                     |
     """
 
     delay_weight: float = 1.0
@@ -85,34 +85,35 @@ class _Sent:
 
 @dataclass(slots=True)
 class WorkerLoad:
-    """The requests of one worker, as its router sees them. `capacity` is the pool in tokens; 0: unknown."""
+    """The requests that this router sent to one worker. `capacity` is the size of the pool in tokens, or 0 if
+    unknown."""
 
     capacity: int = 0
     speed: SpeedModel = field(default_factory=SpeedModel)
     busy_until: float = 0.0
     tokens: int = 0
-    """Tokens of all its requests."""
+    """Tokens of all requests."""
     requests: dict[object, _Sent] = field(default_factory=dict)
     waiting: int = 0
     """Requests without a first token."""
     waiting_tokens: int = 0
-    """Tokens that they compute."""
+    """Prompt tokens to compute for the waiting requests."""
     decoding_tokens: int = 0
-    """Tokens of the others."""
+    """Tokens of the requests that have a first token."""
     busy_share: float = 0.0
-    """Share of recent time in which it computed prompts."""
+    """Share of recent time in which the worker computed prompts."""
     adapters: set[str] = field(default_factory=set)
     foreign: int = 0
-    """Open requests that it has from other routers."""
+    """Open requests that other routers sent to the worker."""
     _last_first: float = 0.0
     share_at: float = 0.0
 
     def backlog(self, now: float) -> float:
-        """Return the seconds until its queued prompts are computed."""
+        """Return the expected seconds until the worker has computed its queued prompts."""
         return max(0.0, self.busy_until - now)
 
     def sent(self, key: object, compute: int, tokens: int, now: float) -> None:
-        """Record a request that was sent to it."""
+        """Record a request of `tokens` tokens that was sent to the worker, which computes `compute` of them."""
         seconds = self.speed.prefill(compute)
         self.requests[key] = _Sent(compute, tokens, seconds, now)
         self.tokens += tokens
@@ -123,7 +124,7 @@ class WorkerLoad:
         self.busy_share = min(1.0, self.busy_share + seconds / BUSY_SECONDS)
 
     def first_token(self, key: object, now: float) -> None:
-        """Record the first token of a request, and learn from it."""
+        """Record the first token of a request. Its time updates the speed model if the request waited for no other."""
         one = self.requests.get(key)
         if one is None or one.has_first:
             return
@@ -160,7 +161,7 @@ class WorkerLoad:
             self.busy_until = max(now, self.busy_until - one.seconds)
 
     def load_share(self, now: float) -> float:
-        """Return the share of time that it computes prompts: 0 idle, 1 saturated."""
+        """Return the share of recent time in which the worker computed prompts, from 0 (idle) to 1 (saturated)."""
         self._decay(now)
         return self.busy_share
 
@@ -175,7 +176,8 @@ BUSY_SECONDS = 30.0
 
 
 class Choice(NamedTuple):
-    """The chosen worker, its expected time to first token, and the tokens that it has: on the GPU, and in all media."""
+    """The chosen worker. `seconds` is its expected time to first token. `cached` prompt tokens need not be computed,
+    and `on_gpu` of them are on the GPU."""
 
     worker: str
     seconds: float
@@ -200,9 +202,8 @@ class Scorer:
         session: str | None = None,
         adapter: str | None = None,
     ) -> Choice | None:
-        """Return the best of `candidates`, or None without any. Costs about 0.3 µs per candidate, and 2 µs for each of the SCORED best.
-
-        `lengths` are the tokens that each worker can resume, by medium (`FleetIndex.lengths`)."""
+        """Return the best of `candidates`, or None if there are none. `lengths` are the cached tokens of each worker,
+        by medium (`FleetIndex.lengths`). Takes about 0.3 µs per candidate, and 2 µs for each of the SCORED best."""
         loads = self.loads
         found = [(loads[name], name) for name in candidates if name in loads]
         if not found:

@@ -164,8 +164,8 @@ class LoadPlan:
             resume = deepest
 
     def _units(self, resume: int) -> list[tuple[Visibility, Mask]]:
-        """Return, for every window, which blocks before `resume` have a page in the pool or in a tier. A partial last
-        block counts.
+        """Return, for every windowed group, its visibility and one truth value per block before `resume`. The value
+        states whether the pool or a tier has the block's page. A partial last block counts as present.
         """
         whole, part = divmod(resume, self.block)
         more = np.ones(int(part > 0), bool)

@@ -1,7 +1,8 @@
 """Rows of page ids. A row has the pages of one block, one state or one block of an image, over all page sizes.
 
 Maps columns to size classes, and converts pages to bytes for the accounts. If a slab has several pages, it also
-records the owner of each cached page, because compaction moves such pages. Does not depend on tokens or policies.
+records the owner of each cached page, because compaction moves such pages. This module does not depend on tokens or
+policies.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class BlockPages:
         return sum(self.pool.retain(c, ids) * self._strides[c] for c, ids in self.by_class(rows))
 
     def release(self, rows: Ids) -> tuple[int, int]:
-        """Drop one use of every page. Returns the bytes that are no longer in use, and how many of them are now free."""
+        """Drop one use of every page. Returns the bytes that are no longer in use, and how many of them are now
+        free."""
         if self._single_class is not None:
             stride = self._strides[self._single_class]
             idle, freed = self.pool.release(self._single_class, rows.ravel())

@@ -174,7 +174,7 @@ class OffloadSource:
             self._emit("token", hashes[cut:], rows[cut:], node, evicted, age)
 
     def _age(self, node: Node) -> int:
-        """Return the age of the newest pages of a node."""
+        """Return the age of the newest pages of a node in step marks: 0, 1 or 2, as in `OffloadBatch`."""
         grown = 0 if node.offload is None else node.offload.grown
         return 2 if grown < self._before else int(grown < self._marks)
 

@@ -1,8 +1,10 @@
 """The resume rule: the positions at which a prompt may resume. Radix tree, hash index and load plan use it.
 
 Position p is valid if every windowed group has pages for [first_visible(p), p), and every state group has a snapshot
-at p. Full groups have a page for every matched token. A unit is a block in the tree, and HASH_TOKENS tokens in the
-hash index.
+at p. The rule does not test groups with full attention, because they have a page for every matched token.
+
+The functions test pages in units. A unit is the number of consecutive tokens whose pages are present or missing
+together: a block in the radix tree and in the load plan, and HASH_TOKENS tokens in the hash index.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def take_checkpoints(state: CacheState, seq: Sequence, before: int) -> None:
 
 
 def checkpoint(state: CacheState, seq: Sequence, position: int | None = None) -> bool:
-    """Take a checkpoint. If `position` is beyond the current length, schedule it. Returns False if no checkpoint was
-    taken.
+    """Take a checkpoint at `position` (None means the current end). A checkpoint beyond the current length is
+    scheduled. Returns whether a checkpoint was taken or scheduled.
     """
     ensure_open(state, seq)
     tree, table = state.tree, state.block_tables

@@ -9,7 +9,7 @@
 | others                                 | without graphs                                               |
 
 Pages that several sequences share are read once. The runner searches for shared pages when the sequences of a step
-change. Does not depend on requests.
+change. This module does not depend on requests.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class ModelRunner:
         drafts: int = 0,
         target: ModelRunner | None = None,
     ) -> None:
-        """`target`: the runner whose draft model this is; both share the pool and the batches' buffers. `drafts`: draft tokens of a step, and tokens computed again, at most. `invariant`: make a row's bits independent of the other rows of its step (CUDA only)."""
+        """`target` is the runner of the target model, if this runner has its draft model. Both share the pool and the
+        buffers of batches. `drafts` is the largest number of draft tokens and of tokens computed again in a step. With
+        `invariant`, the bits of a row do not depend on the other rows of its step (CUDA only)."""
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
         self.pages = Pages(
@@ -149,8 +151,8 @@ class ModelRunner:
         whole: Many[int] = (),
         pooled: Many[int] = (),
     ) -> torch.Tensor:
-        """Compute a step. Return the logits ([works, vocabulary]) after the last token of each work, or of the works `wanted`.
-        A work with drafts has one row more for each of them.
+        """Compute a step. Return the logits ([works, vocabulary]) after the last token of each work, or of the works
+        `wanted`. A work with drafts has one row more for each of them.
 
         The logits after every token of the works `whole` follow. `hidden_states` gets the hidden states of the works
         `pooled`. Valid until the next step."""

@@ -40,7 +40,7 @@ __all__ = ["MAX_HOST_SHARE", "ColdPages", "ColdStart"]
 MAX_SAVED = 1024
 """Ends of long requests that are remembered, for models with windows or states."""
 MAX_HOST_SHARE = 0.9
-"""Most of host memory that cold pages may use, as a share: transfers need the rest."""
+"""Largest share of host memory that cold pages may use. Transfers need the rest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class ColdStart:
 
     @property
     def last_hash(self) -> bytes | None:
-        """Hash of the last full block; None if there is none."""
+        """Hash of the last full block, or None if there is no full block."""
         return self.hashes[len(self.pages) - 1] if len(self.pages) else None
 
     def release(self) -> None:
@@ -72,7 +72,7 @@ class ColdStart:
 class ColdPages:
     """Moves cold pages of one cache to host memory. `forms_of` returns the forms of a request's pages by group.
 
-    `apply_copies` makes the pending copies inside the pool. Not thread safe, like the cache."""
+    `apply_copies` executes the pending copies inside the pool. Like the cache, the class is not thread-safe."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ColdPages:
             bytes, int
         ] = {}  # by the hash of the tokens before it, a position where a long request ended
         self.block_bytes = sum(group.page_stride * group.runs for group in self._groups)
-        """Bytes of the pages of one block that can become cold; 0 if the model has none."""
+        """Bytes of the pages of one block that can become cold, or 0 if no layer has full attention."""
 
     def limit(self, tenant: str) -> int:
         """Return the bytes of host memory that cold pages of a tenant may use."""
@@ -101,10 +101,8 @@ class ColdPages:
         return -(-tokens // self._cache.block_tokens) * self.block_bytes
 
     def offload(self, request: Request, blocks: int) -> int:
-        """Make up to `blocks` oldest blocks of a running request cold. Return how many; 0 if none is left or host
-        memory is full.
-
-        Waits for the copies."""
+        """Make up to `blocks` of the oldest blocks of a running request cold. Return the number of blocks that became
+        cold, which is 0 if no block is left or host memory is full. Waits for the copies."""
         sequence = request.sequence
         assert sequence is not None
         self._apply_copies()
@@ -138,10 +136,11 @@ class ColdPages:
         return len(rows)
 
     def save(self, request: Request) -> None:
-        """Copy to host memory what a later request needs to resume at the end of a long request, which will be closed.
+        """Copy the pages to host memory that a later request needs to resume at the end of a long request. Call it
+        before the sequence is closed.
 
-        Does nothing if the request stores no pages, or host memory is full. A failed copy is not reported: the pages are
-        recomputed."""
+        Does nothing if the request stores no pages, or host memory is full. A failed copy is not reported: the pages
+        are recomputed."""
         sequence, cache = request.sequence, self._cache
         assert sequence is not None
         position = sequence.length
@@ -164,9 +163,11 @@ class ColdPages:
                     del self._saved[next(iter(self._saved))]
 
     def find(self, request: Request, beyond: int) -> ColdStart | None:
-        """Lease the pages with which a long request can resume behind `beyond` tokens; None if host memory has none.
+        """Lease the pages with which a long request can resume at a position after `beyond`. Returns None if host
+        memory lacks such pages.
 
-        A model with windows or states resumes where a long request ended (`save`), others at the end of any block."""
+        A model with windows or states can resume only at the end of a long request (`save`). Other models can resume at
+        the end of any block."""
         cache, last = self._cache, len(request.tokens) - 1
         if not request.match_control.read or (request.images and cache.media_outlives_prompt):
             return None
@@ -187,8 +188,8 @@ class ColdPages:
         return None
 
     def start(self, request: Request, found: ColdStart) -> bool:
-        """Start the empty sequence of a request with leased pages. Return False, with the leases released, if the pool lacks
-        pages.
+        """Start the empty sequence of a request with leased pages. If the pool lacks pages, release the leases and
+        return False.
 
         Waits for the copies of the pages that must be in the pool."""
         sequence, cache = request.sequence, self._cache
@@ -208,8 +209,8 @@ class ColdPages:
         return True
 
     def _lease(self, request: Request, position: int) -> ColdStart:
-        """Lease the pages to resume at `position`. If some are missing, the result's position is an earlier end of a block,
-        or 0 in models with windows or states."""
+        """Lease the pages to resume at `position`. If some are missing, the result's position is an earlier end of a
+        block, or 0 in models with windows or states."""
         cache, tenant = self._cache, request.control.tenant
         hashes, blocks = self._block_hashes(request, 0, position, None), position // cache.block_tokens
         found = ColdStart(position, np.zeros((blocks, len(cache.page_tables)), np.int32), hashes, [], [])
@@ -231,7 +232,8 @@ class ColdPages:
     def _visible_blocks(self, request: Request, position: int) -> list[tuple[PageGroup, Form, list[int]]]:
         """Return the blocks that must be in the pool to resume at `position`, for each run of every group.
 
-        These are the blocks inside windows, a partial block, and for states the last block."""
+        A windowed group needs the blocks inside the window. A group with full attention needs only a partial last
+        block. A state group needs the last block."""
         layout, block, forms = self._cache.layout, self._cache.block_tokens, self._forms_of(request)
         last = -(-position // block)
         found = []
@@ -246,7 +248,7 @@ class ColdPages:
     def _visible_pages(
         self, request: Request, sequence: Sequence, position: int
     ) -> list[tuple[PageGroup, Form, list[int], Ids]]:
-        """Return `_visible_blocks`, with their page ids in the pool."""
+        """Return the result of `_visible_blocks`, with the page ids of the blocks in the pool."""
         found: list[tuple[PageGroup, Form, list[int], Ids]] = []
         for group, form, blocks in self._visible_blocks(request, position):
             column = group.column + self._forms_of(request)[group.index].index(form)
@@ -259,7 +261,7 @@ class ColdPages:
 
     @staticmethod
     def _keeps(request: Request) -> bool:
-        """Return whether host memory may keep a request's pages for others."""
+        """Return whether host memory may keep a request's pages for other requests."""
         return request.control.store and not request.uncached
 
     def _columns(self, request: Request) -> list[tuple[PageGroup, Form, int]]:
@@ -273,9 +275,10 @@ class ColdPages:
         return self._cache.block_hashes(ids, request.control, media, first, end, parent)
 
     def _copy(self, group: PageGroup, objects: Objects, pages: Ids, keep: bool) -> Lease:
-        """Copy pages of one column to host memory, where they are not there already, and lease them for reading.
+        """Copy those pages of one column to host memory that it lacks, and lease all of them for reading.
 
-        A page without space in host memory is not leased. Unless `keep`, the end of the lease frees the pages."""
+        A page without space in host memory is not leased. If `keep` is false, the pages are freed when the lease
+        ends."""
         written, done = self._host.reserve(objects), False
         is_new = written.results == int(Outcome.PENDING)
         try:
@@ -296,7 +299,7 @@ class ColdPages:
 
 
 def _first_missing(lease: Lease) -> int:
-    """Return the number of leased pages before the first that is missing."""
+    """Return the number of leased pages before the first missing page."""
     missing = np.flatnonzero(lease.offsets < 0)
     return int(missing[0]) if missing.size else len(lease.offsets)
 

@@ -33,8 +33,9 @@ Page = tuple[int, bytes]
 
 
 def needed_pages(layout: PoolLayout, plan: LoadPlan) -> list[list[Page]]:
-    """Return the pages that a prompt needs beyond the pool, one entry per block from the first unmatched block on. With
-    recurrent layers a last entry has the state snapshots and the partial block. Costs O(blocks).
+    """Return the pages that a prompt needs and the pool lacks, as one list per block, from the first unmatched block
+    on. With recurrent layers, one more list has the state snapshots and the pages of the partial last block.
+    O(blocks).
     """
     block, states = layout.block_tokens, layout.of("state")
     first, blocks = plan.match.matched // block, plan.limit // block
@@ -54,7 +55,8 @@ def needed_pages(layout: PoolLayout, plan: LoadPlan) -> list[list[Page]]:
 
 
 def peer_queue(transfers: TransferManager, address: str) -> int | None:
-    """Return the number of the queue whose tier is the peer at `address` (host:port). None: no tier has this address."""
+    """Return the number of the queue whose tier is the peer at `address` (host:port), or None if no tier has this
+    address."""
     for number, queue in enumerate(transfers.queues):
         parts = urlsplit(queue.tier.name)
         if parts.scheme == "peer" and parts.netloc.rpartition("@")[2] == address:
@@ -64,7 +66,8 @@ def peer_queue(transfers: TransferManager, address: str) -> int | None:
 
 @dataclass(slots=True)
 class _Pull:
-    """Pages in transfer: their entries from `first` on, their objects, and the tier of each key."""
+    """Pages in transfer. `first` is the number of their first entry in the needed pages. `tier_of` is the queue from
+    which each key is loaded."""
 
     first: int
     objects: list[Objects]
@@ -136,7 +139,7 @@ class HandOver:
         self._pulls, self._lookup = [], None
 
     def _collect(self, pull: _Pull, now: float) -> None:
-        """Count the pages of a finished transfer. Look for missing ones again, but not in the same tier."""
+        """Count the pages of a finished transfer. Look for missing pages again, but not in the same tier."""
         self.pages += pull.fetch.loaded
         missing = [
             objects.keys[i]

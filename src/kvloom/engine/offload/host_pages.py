@@ -2,8 +2,8 @@
 
     pool, pages of one stride  <── Copier ──>  arena, slots of that stride  <── tier queues ──>  disk, stores, peers
 
-On a GPU the arena is pinned, and copies run on separate streams. On a CPU a copy is done when the call returns. Uses
-page ids and offsets in the arena; does not depend on hashes or requests.
+On a GPU the arena is pinned, and copies run on separate streams. On a CPU a copy is done when the call returns. This
+module uses page ids and offsets in the arena. It does not depend on hashes or requests.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ _WAIT_SECONDS = 0.25
 
 
 class ImageStore:
-    """The embeddings of one model in tiers, with `hidden` numbers each. Only the engine's thread may call it."""
+    """The image embeddings of one model in tiers. An embedding has `hidden` numbers. Only the engine's thread may call
+    the methods."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class ImageStore:
         return values.view(-1, self._hidden)[:tokens]
 
     def _read(self, objects: Objects, deadline: float) -> npt.NDArray[np.uint8] | None:
-        """Return the pages of objects, or None unless all of them are loaded into host memory in time."""
+        """Return the pages of `objects`, or None if some of them are not in host memory in time."""
         transfers = self._transfers
         lookup = transfers.lookup([objects])
         while not lookup.done:  # bounded by the lookup's own deadline

@@ -38,7 +38,8 @@ class Estimates:
     load_seconds: Callable[[int], float] | None
     """Returns the seconds until all pages from a token on are loaded."""
     inflight_seconds: float | None
-    """Seconds left of the request's in-flight step, during which waiting costs nothing. None without such a step."""
+    """Seconds left of the request's in-flight step, during which waiting costs nothing. None if there is no such
+    step."""
     max_lost_seconds: float
     """Largest number of seconds that the request may lose by waiting."""
 

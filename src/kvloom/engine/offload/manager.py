@@ -100,7 +100,7 @@ class OffloadManager:
         )
         self._pool = PoolLoader(cache, host, self._pages, self._store, self._tiers, apply_copies, self.stats)
         self.cold: ColdPages | None = None
-        """Cold pages of requests longer than the pool; None without a configured host tier."""
+        """Cold pages of requests that are longer than the pool. None if no host tier is configured."""
         self.cold_refusal = ""
         """Why this engine has no cold pages, if host memory is not the reason."""
         if host_write is not None:
@@ -141,9 +141,9 @@ class OffloadManager:
 
     def before_admission(self, request: Request, match: Match) -> Decision:
         """Decide the action of the next waiting request. `match` must be current. May start or finish a load job.
-        Returns WAIT while pages are in transfer, NO_FREE_PAGES if the pool has no pages for them, and COMPUTE otherwise.
-        Loaded pages may have entered the cache, so the caller matches again if `cache.version` changed. If no tier
-        has a page, this costs a dictionary lookup.
+        Returns WAIT while pages are in transfer, NO_FREE_PAGES if the pool has no pages for them, and COMPUTE
+        otherwise. Loaded pages may have entered the cache, so the caller matches again if `cache.version` changed. If
+        no tier has a page, this costs a dictionary lookup.
         """
         self._store.note_root(request.control.lossy, match.root_hash)
         if request in self._hand_overs:
@@ -197,8 +197,8 @@ class OffloadManager:
         return job is not None and job.copy is not None
 
     def copying_requests(self) -> list[tuple[Request, int]]:
-        """Return the requests that wait only for copies into the pool, and the length for which each has reserved
-        pages. O(jobs).
+        """Return the requests that wait only for copies between pool and host memory. With each, return the tokens
+        for which pages of the pool are reserved: 0 while pages that it needs are still being offloaded. O(jobs).
         """
         return [
             (job.request, 0 if job.copy is None else job.copy.reservation.end)
@@ -220,7 +220,8 @@ class OffloadManager:
     def open_cold(self, request: Request, beyond: int, open_empty: Callable[[], Sequence]) -> bool:
         """Open the sequence of a long request behind pages in host memory, if they are more than `beyond` tokens.
 
-        Returns False, and opens nothing, if they are not, or the pool lacks pages. `open_empty` opens an empty sequence."""
+        Returns False, and opens nothing, if they are not, or the pool lacks pages. `open_empty` opens an empty
+        sequence."""
         began = time.monotonic()
         found = None if self.cold is None else self.cold.find(request, beyond)
         if self.cold is None or found is None:
@@ -241,7 +242,8 @@ class OffloadManager:
         return True
 
     def request_started(self, request: Request) -> None:
-        """Record that a request has started to compute. Ends its load job, unless the tail of its prompt is still loading."""
+        """Record that a request has started to compute. Ends its load job, unless the tail of its prompt is still
+        loading."""
         request.looked_in_tiers = request.computed
         if (job := self._jobs.get(request)) is not None and job.phase is not Phase.COMPUTING:
             self.cancel(request)

@@ -42,7 +42,7 @@ class _PendingOffload:
     lease: Lease
     objects: Objects
     new: npt.NDArray[np.bool_] | None
-    """Marks the pages that host memory did not have. None: all pages."""
+    """Marks the pages that host memory did not have. None means all pages."""
     was_hit: bool
     retained: OffloadBatch | None = None
 

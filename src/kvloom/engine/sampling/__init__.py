@@ -1,5 +1,5 @@
-"""Sampling: turns logits into tokens, text and beams. Does not depend on pages. Reads only the `SamplingRequest` part
-of a request.
+"""Sampling: turns logits into tokens, text and beams. This package does not depend on pages. It
+reads only the `SamplingRequest` part of a request.
 
     params.py            SamplingParams: sampling parameters of a request
     sampler.py           Sampler: one token for each row of logits

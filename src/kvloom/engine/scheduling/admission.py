@@ -28,7 +28,8 @@ MEMORY = 32
 """Number of recent outputs that the estimate uses."""
 HAVE, END, _, LEFT = range(4)
 LONG_SHARE = 4
-"""A request that may be long is projected with at most one part in this many of the pool: the rest of its pages can become cold."""
+"""A request that may be long is projected with at most one part in this many of the pool: the rest of its pages can
+become cold."""
 LAG = 2
 """Number of steps for which a finished request may still use its pages."""
 
@@ -121,7 +122,8 @@ class Admission:
         return [(one, n, min(n, sequence.resumed)) for (one, sequence), n in zip(some, have, strict=True)]
 
     def _blocks_beyond(self, running: Iterable[Request]) -> int:
-        """Return the blocks that requests which may be long have in the pool beyond their projection: they can become cold."""
+        """Return the blocks that requests which may be long have in the pool beyond their projection: they can become
+        cold."""
         most = self.resident_tokens // self._cache.block_tokens
         return sum(
             max(0, r.sequence.length // self._cache.block_tokens - r.sequence.cold_blocks - most)
@@ -130,11 +132,15 @@ class Admission:
         )
 
     def _projected(self, requests: list[tuple[Request, int, int]]) -> tuple[Ints, Ints, Ints]:
-        """Return the projected growth of requests ([4, requests]), the pages that they still add by class, and the
-        pages that their prompts lack now.
+        """Return the projected growth of `requests` (see `_pages_of`) as three arrays.
 
-        The four rows, in tokens, are: the length after the prompt, the expected final length, cached tokens that may
-        be shared, and tokens left to decode.
+        | array         | contents                                                                                  |
+        |---------------|-------------------------------------------------------------------------------------------|
+        | [4, requests] | tokens after the prompt, expected final tokens, cached tokens, tokens left to decode       |
+        | [classes, 1]  | pages of each size class that all requests add between the first two of these lengths     |
+        | [classes, 1]  | pages of each size class that the prompts of all requests still lack                      |
+
+        Cached tokens may be shared with other requests.
         """
         rest = []
         for request, have, found in requests:

@@ -74,7 +74,7 @@ class Scheduler:
         self.decoding = 0
         """Number of decoding requests in the work of the last step. They come first, with one token each."""
         self.offload = offload
-        """Loads pages from tiers. None without tiers."""
+        """Loads pages from tiers. None if the engine has no tiers."""
         self.reachable_slabs = 0
         """Number of slabs to which the pool can always grow. Until then, requests that lack pages wait."""
         self.awaits_growth = False
@@ -141,7 +141,8 @@ class Scheduler:
     def schedule(
         self, places: dict[int, int] | None = None, drafts: dict[int, list[int]] | None = None
     ) -> list[Scheduled]:
-        """Return the work of the next step, with reserved pages. Empty if there is none, or requests wait for tokens or pages.
+        """Return the work of the next step, with reserved pages. Empty if there is none, or requests wait for tokens
+        or pages.
 
         `places` maps a request (by `id`) to the place of its in-flight token in the previous step. `drafts` are the
         draft tokens of requests, by `id`; a request without pages for its draft gets none."""
@@ -473,8 +474,8 @@ class Scheduler:
         request.tokens.append(token)
 
     def discard_step(self, places: dict[int, int] | None = None) -> None:
-        """Discard a failed step: its requests wait, and recompute what is not cached. Their states may be ahead of their
-        tokens."""
+        """Discard a failed step: its requests wait, and recompute what is not cached. Their states may be ahead of
+        their tokens."""
         self.close_unsettled()
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
@@ -669,10 +670,11 @@ class Scheduler:
         return self._feasibility.holds(len(request.tokens) + 1, request.control.tenant, self.reachable_slabs)
 
     def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:
-        """Make some of the oldest blocks of long requests cold, so that `request` gets pages. Return whether any became cold.
+        """Make some of the oldest blocks of long requests cold, so that `request` gets pages. Return whether any
+        became cold.
 
-        A request becomes long if it may, and has more blocks in the pool than admission projects. The request with the most
-        blocks in the pool is first. If the tenant's quota is short, only its own requests are candidates."""
+        A request becomes long if it may, and has more blocks in the pool than admission projects. The request with
+        the most blocks in the pool is first. If the tenant's quota is short, only its own requests are candidates."""
         cold = None if self.offload is None else self.offload.cold
         if cold is None:
             return False
@@ -696,8 +698,8 @@ class Scheduler:
         return False
 
     def _host_fits(self, request: Request) -> bool:
-        """Return whether host memory has space for the cold pages of a long request beside those of running ones, at their
-        expected lengths."""
+        """Return whether host memory has space for the cold pages of a long request beside those of running ones, at
+        their expected lengths."""
         others = [one for one in self.running if one.is_long]
         if self.offload is None or self.offload.cold is None or not others:
             return self.offload is not None and self.offload.cold is not None
@@ -722,8 +724,8 @@ class Scheduler:
     def _reject(self, request: Request) -> None:
         """Finish a request that does not fit the pool even alone.
 
-        First it becomes long, if it may: the pool may have shrunk. Then it retries without the cache: pages that it shares
-        with the cache may be the reason."""
+        First it becomes long, if it may: the pool may have shrunk. Then it retries without the cache: pages that it
+        shares with the cache may be the reason."""
         pool = self.cache.usable_slabs * self.cache.layout.slab_bytes
         if not request.is_long and self.runs_cold(request.limit, request.control.tenant, pool):
             request.may_be_long = request.is_long = True
@@ -734,7 +736,7 @@ class Scheduler:
         request.uncached = True
 
     def _preempt(self, request: Request, save: bool = True) -> None:
-        """Release the pages of a running request, which waits again. `save`: its pages are valid."""
+        """Release the pages of a running request, which waits again. `save` states that its pages are valid."""
         assert request.sequence is not None
         parked = request.parked
         began = request.computed > request.sequence.resumed

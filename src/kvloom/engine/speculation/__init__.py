@@ -1,18 +1,18 @@
-"""Speculative decoding: propose draft tokens, verify them in one step, decide how many pay.
+"""Speculative decoding: proposers guess draft tokens, one step verifies them, and a controller decides how many to use.
 
     proposer.py      Proposer: the interface of everything that proposes drafts
     draft_model.py   DraftModelProposer: drafts from a small model that shares the pool
     lookup.py        NGramProposer, SuffixProposer: drafts from earlier tokens, without weights
     token_index.py   TokenIndex: where n-grams occur in a growing list of tokens
-    verifier.py      Draft, draft_positions, accepted_places: which draft tokens the sampler would have chosen, too
+    verifier.py      Draft, draft_positions, accepted_places: find the draft tokens that the sampler chooses
     controller.py    Controller: how many draft tokens a request gets, and when speculation is off
     speculation.py   Speculation: the engine's entry; counters
 
-A step computes k draft tokens after each request's last token and samples at all k + 1 positions. Tokens are accepted
-while the sample equals the draft. The sampler's noise depends on the seed and the position only, so the tokens are the
-same as without speculation, greedy or sampled. See docs/speculation.md.
+A step computes k draft tokens after each request's last token and samples at all k + 1 positions. Draft tokens are
+accepted up to the first one that differs from the sample. The sampler's noise depends on seed, position and token only,
+so the output is the same as without speculation, greedy or sampled. See docs/speculation.md.
 
-Names are imported on first use: settings are read without loading torch.
+Names are imported on first use, so that reading settings does not load torch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The controller: how many draft tokens each request gets, and whether speculation pays at all.
+"""The controller decides how many draft tokens each request gets, and whether a proposer is used at all.
 
-    cost        seconds of a decode step by its tokens, measured; seconds of a proposer by its draft tokens, measured
-    acceptance  chance a that one more draft token is accepted, by request and proposer: a moving average
-    length      one more draft token is worth it while a^j exceeds its share of a step's time
-    on or off   tokens per second with drafts against those without; drafts must win by GAIN
+    cost        the measured seconds of decode steps of each size, and of a proposer per draft token
+    acceptance  the chance a that one more draft token is accepted: a moving average for each request and proposer
+    length      the draft lengths with the most expected tokens per second
+    on or off   a proposer is used if it is expected to give GAIN times the tokens per second of plain steps
 
-A large batch keeps the device busy without drafts: each draft token then costs as much as a request's own token, and
-the controller turns speculation off. It tries again now and then, because texts change.
+A large batch keeps the device busy without drafts. Each draft token then takes as long as a request's own token, and
+the controller turns speculation off. Acceptance may change, so the controller tries again every PROBE_STEPS steps.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Sequence
 __all__ = ["Acceptance", "Controller", "StepCosts"]
 
 GAIN = 1.03
-"""Expected tokens per second with drafts, relative to those without, from which drafts are used."""
+"""Drafts are used if the expected tokens per second are more than GAIN times those of plain steps."""
 PROBE_STEPS = 100
-"""Steps without drafts after which one step tries them; or steps with drafts after which one measures without."""
+"""After so many steps without drafts, one step tries drafts. After so many steps with drafts, one step runs without."""
 PRIOR = 0.7
 """Acceptance assumed of a proposer that has not been tried."""
 WEIGHT = 0.15
@@ -28,21 +28,24 @@ WEIGHT = 0.15
 LEAST, MOST = 0.02, 0.98
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
-"""Tokens of a step at which its time is measured; between them it is interpolated."""
+"""Step sizes in tokens for which an average time is stored. Times of other sizes are interpolated."""
 
 
 class Acceptance:
-    """Moving averages of acceptance: of each proposer, as a start for the estimate of each request."""
+    """Moving averages of acceptance, for each proposer. They are the first estimates of a new request."""
 
     def __init__(self) -> None:
         self._overall: dict[str, float] = {}
 
     def of(self, known: dict[str, float], proposer: str) -> float:
-        """Return the acceptance of one more draft token for a request with the estimates `known`."""
+        """Return the chance that one more draft token is accepted. `known` are the estimates of a request, by
+        proposer."""
         return known.get(proposer, self._overall.get(proposer, PRIOR))
 
     def observe(self, known: dict[str, float], proposer: str, drafted: int, accepted: int) -> None:
-        """Update both estimates with a verified draft: tokens after the first rejected one were not tried."""
+        """Update the estimates of the request and of the proposer with a verified draft.
+
+        Draft tokens after the first rejected one do not count."""
         tried = min(drafted, accepted + 1)
         share, weight = accepted / tried, 1 - (1 - WEIGHT) ** tried
         for estimates in (known, self._overall):
@@ -69,9 +72,10 @@ class StepCosts:
         return SIZES[max(0, bisect_right(SIZES, tokens) - 1)] in self._seconds
 
     def seconds(self, tokens: int) -> float:
-        """Return the expected seconds of a step: interpolated; beyond the largest measured size, in proportion.
+        """Return the expected seconds of a step of `tokens` tokens, or 0 if no step was measured.
 
-        Larger steps are assumed not to be faster than smaller ones."""
+        Between measured sizes the time is interpolated. Beyond the largest one, it is assumed to grow slowly, so that
+        larger steps are tried. A larger step is assumed not to be faster than a smaller one."""
         known = sorted(self._seconds)
         if not known:
             return 0.0
@@ -94,20 +98,20 @@ class Controller:
     def __init__(self) -> None:
         self.costs, self.acceptance = StepCosts(), Acceptance()
         self.reasons: dict[str, str] = {}
-        """The last decision about each proposer, and why."""
+        """The last decision about each proposer, with its figures, as text."""
         self._proposing: dict[str, float] = {}  # seconds per draft token of a proposer, for all rows
         self._off: dict[str, int] = {}  # steps since a proposer was turned off or tried again
         self._since_plain = 0
 
     @property
     def wants_drafts(self) -> bool:
-        """Whether the next step may have drafts: it waits for the tokens of the previous one."""
+        """Whether the next step may have drafts. The engine then waits for the tokens of the previous step."""
         return not self.reasons or any(
             self._off.get(name, PROBE_STEPS) >= PROBE_STEPS for name in self.reasons
         )
 
     def step_begins(self) -> None:
-        """Count a step."""
+        """Count a step, for the probes of every PROBE_STEPS steps."""
         self._since_plain += 1
         for name in self._off:
             self._off[name] += 1
@@ -115,9 +119,10 @@ class Controller:
     def lengths(
         self, proposer: str, chances: Sequence[float], most: Sequence[int], rows: int, others: int
     ) -> list[int]:
-        """Return the draft length of each request, from its acceptance and its longest possible draft.
+        """Return the draft length of each request in tokens.
 
-        `rows` are the positions left for drafts in the step, `others` its other tokens."""
+        `chances` are the acceptances of the requests, and `most` their longest possible drafts. `rows` is the number
+        of draft tokens that the step can still have. `others` is the number of tokens of other requests in it."""
         count, plain = len(chances), len(chances) + others
         none = [0] * count
         if not self.costs.knows(plain) or self._since_plain > PROBE_STEPS:
@@ -157,11 +162,11 @@ class Controller:
         return self.share([min(1, n) for n in most], rows) if probes else none
 
     def observe_step(self, tokens: int, seconds: float) -> None:
-        """Learn the time of a decode step without prompts, of `tokens` tokens."""
+        """Update the average time of decode steps of `tokens` tokens. The step must have no prompt tokens."""
         self.costs.observe(tokens, seconds)
 
     def observe_proposal(self, proposer: str, longest: int, seconds: float) -> None:
-        """Learn the time in which a proposer made drafts of up to `longest` tokens."""
+        """Update a proposer's average time per draft token. It took `seconds` for drafts of up to `longest` tokens."""
         if longest:
             each = seconds / longest
             before = self._proposing.get(proposer, each)
@@ -169,7 +174,7 @@ class Controller:
 
     @staticmethod
     def share(drafts: list[int], rows: int) -> list[int]:
-        """Shorten the longest drafts until all fit the rows."""
+        """Shorten the longest drafts until all together have at most `rows` tokens."""
         while sum(drafts) > rows:
             longest = max(drafts)
             excess = sum(drafts) - rows
@@ -181,7 +186,7 @@ class Controller:
 
 
 def _worth(chance: float, length: int) -> int:
-    """Return the part of a draft that is accepted with a chance of at least LEAST."""
+    """Return how many of the first `length` draft tokens are accepted with a chance of at least LEAST."""
     chance = min(max(chance, LEAST), MOST)
     return min(length, int(math.log(LEAST) / math.log(chance)))
 

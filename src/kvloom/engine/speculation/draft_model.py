@@ -1,14 +1,19 @@
 """The draft model proposer: a small model with the same vocabulary guesses, token by token.
 
-Its layers are more groups of the target's pool. Its pages belong to the same blocks, so they are hashed, cached,
-evicted and offloaded with the target's: a hit restores both. It therefore computes every token that the target
-computes. Prompts follow in the same step; the tokens of a draft are computed while it is proposed. Other output tokens
-follow in the same step if tiers store the pages, else together, before the request's next draft.
+The layers of the draft model are groups of the target's pool. A block has pages of both models, which are hashed,
+cached, evicted and offloaded together. A hit therefore restores both models, and the draft model must compute every
+token that the target computes:
 
-    step 1: the request's last token → d1     step 2: d1 → d2     …     step k: dk-1 → dk
+    prompt tokens          in the target's step
+    tokens of own drafts   while the draft is proposed
+    other output tokens    with tiers: in the target's step; without tiers: together, before the request's next draft
 
-The tokens stay on the device between these steps. Draft tokens are sampled with the target's parameters and noise, so
-that both models choose the same token where their distributions agree.
+A draft of k tokens takes k runs of the draft model. The tokens stay on the device between the runs.
+
+    run 1: the request's last token → d1     run 2: d1 → d2     …     run k: dk-1 → dk
+
+Draft tokens are sampled with the target's parameters and noise, so that both models choose the same token where their
+distributions agree.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ UNKNOWN = np.array([-1])
 
 
 def load_draft(name: str, target: Any) -> Any:
-    """Load the draft model of `target` on its device, in its dtype. Raises ValueError for another vocabulary."""
+    """Load a draft model on the device and in the dtype of `target`. Raises ValueError if the vocabularies differ."""
     weight = next(target.parameters())
     draft, _ = load(folder_of(name), weight.dtype, weight.device)
     sizes = [len(model.get_input_embeddings().weight) for model in (draft, target)]
@@ -46,19 +51,20 @@ def load_draft(name: str, target: Any) -> Any:
 
 
 class DraftModelProposer:
-    """Proposes with a draft model. `apply_copies` makes the pool's pending copies."""
+    """Proposes with a draft model. `apply_copies` executes the pending copies of the pool."""
 
     name = "draft"
 
     def __init__(
         self, runner: DraftRunner, sampler: Sampler, apply_copies: Callable[[], None], complete: bool
     ) -> None:
-        """`complete`: compute the last draft token at once, not with the next draft: for pages that tiers store."""
+        """If `complete`, the draft model computes each output token at once, because tiers store its pages. Otherwise
+        it computes the last token of a draft, and output tokens without drafts, before the next draft."""
         self._runner, self._sampler, self._apply_copies = runner, sampler, apply_copies
         self._complete = complete
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
-        """See `Proposer`. Reserves the pages of the drafts; a request without pages gets none."""
+        """See `Proposer`. Reserves pages for the drafts. A request for which the pool lacks pages gets no draft."""
         found = [
             (place, request, count)
             for place, (request, count) in enumerate(zip(requests, counts, strict=True))
@@ -96,9 +102,8 @@ class DraftModelProposer:
         pass
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
-        """Compute the tokens of a launched step, and drafts of other proposers, if tiers store the pages.
-
-        Otherwise output tokens are computed with the next draft, many at once."""
+        """Compute the prompt tokens of a launched step. If `complete`, compute its output tokens and the drafts of
+        other proposers, too. Otherwise record that they are missing."""
         works = []
         for request, part in work:
             if not part.new_tokens or request.is_long:
@@ -112,12 +117,13 @@ class DraftModelProposer:
             self._runner.run(works, [])
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
-        """Note the last token of a draft that was accepted as a whole: the draft model has not computed it."""
+        """If a whole draft was accepted, record that the draft model has not computed its last token."""
         if own and accepted == drafted and not self._complete:
             request.draft_missing = request.computed - 1
 
     def _work(self, request: DraftedRequest, step: int, place: int) -> Work:
-        """Return the part of a request in a draft step: first what the draft model lacks, then its own last token."""
+        """Return the input of a request in run `step` of a draft. Run 0 computes the tokens that the draft model
+        lacks and the request's last token. A later run computes the token of the run before."""
         sequence = request.sequence
         assert sequence is not None
         if step:
@@ -130,7 +136,7 @@ class DraftModelProposer:
 
 
 class _SampledRow(DraftPosition):
-    """A request as the sampler of a draft model sees it: without its grammar."""
+    """A request for the sampler of a draft model, without its grammar."""
 
     __slots__ = ()
 
@@ -140,7 +146,7 @@ class _SampledRow(DraftPosition):
 
 
 def _is_plain(request: DraftedRequest) -> bool:
-    """Return whether the most likely token is the sampled one."""
+    """Return whether sampling returns the token with the highest logit."""
     params = request.params
     return params.greedy and not (
         params.has_penalties or params.logit_bias or params.allowed_token_ids or params.bad_token_ids

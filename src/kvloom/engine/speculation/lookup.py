@@ -1,6 +1,6 @@
-"""Proposers without weights: the tokens that followed the last tokens before.
+"""Proposers without weights. They find an earlier occurrence of the last tokens, and propose the tokens after it.
 
-| proposer | looks in                                                              | pays for                     |
+| proposer | searches                                                              | useful for                   |
 |----------|-----------------------------------------------------------------------|------------------------------|
 | ngram    | the request's own prompt and output                                   | summaries, edits, extraction |
 | suffix   | the same, and past answers to the same tenant and adapter             | repeated tasks, agents, code |
@@ -18,18 +18,18 @@ from .token_index import LONGEST_MATCH, TokenIndex
 __all__ = ["NGramProposer", "SuffixProposer"]
 
 MOST_PAST_TOKENS = 1 << 18
-"""Tokens of past answers that a tenant's index has at most, in each of two generations."""
+"""Most tokens of past answers in the index of a tenant and adapter, for each of its two generations."""
 SEPARATOR = (1 << 21) - 1
-"""Between two past answers: no token has this id."""
+"""Id between two past answers in an index. It is not the id of a token, so no match crosses it."""
 
 
 class NGramProposer:
-    """Proposes what followed the longest earlier match in the request's own tokens (prompt lookup)."""
+    """Proposes the tokens after the longest earlier match in the request's own tokens (prompt lookup)."""
 
     name = "ngram"
 
     def __init__(self, min_match: int = 0) -> None:
-        """`min_match`: propose nothing after a shorter match: another proposer may know better."""
+        """A match of fewer than `min_match` tokens gives no draft, so that the next proposer can make one."""
         self._min_match = min_match
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
@@ -67,7 +67,7 @@ class NGramProposer:
 
 
 class SuffixProposer(NGramProposer):
-    """Like `NGramProposer`, but looks in past answers, too, and takes the longer match."""
+    """Searches the request's own tokens, as `NGramProposer` does, and past answers. Uses the longer match."""
 
     name = "suffix"
 

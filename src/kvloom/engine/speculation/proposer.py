@@ -54,17 +54,20 @@ class Proposer(Protocol):
     name: str
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
-        """Return up to `counts[i]` tokens that may follow all tokens of `requests[i]`; an empty list if it has no guess."""
+        """Return, for each request i, at most `counts[i]` tokens that may follow its tokens. An empty list means no
+        guess."""
         ...
 
     def request_finished(self, request: DraftedRequest) -> None:
-        """Learn from a finished request, and drop what was kept for it."""
+        """Record the tokens of a finished request, and drop the data that was stored for it."""
         ...
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
-        """Follow a step that the target has launched and the cache has not committed, without its own drafts."""
+        """Process a step that the target has launched and the cache has not committed. `work` leaves out requests with
+        drafts of this proposer."""
         ...
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
-        """Learn how many tokens of a request's draft were accepted; `own`: this proposer made the draft."""
+        """Process the number of accepted tokens of a request's draft. `own` states that this proposer made the
+        draft."""
         ...

@@ -1,7 +1,7 @@
-"""Speculation of one engine: asks the proposer for drafts, and counts what became of them.
+"""Speculation of one engine: asks the proposers for drafts, and counts proposed and accepted tokens.
 
-A step with drafts is finished before the next is scheduled: the next input of such a request is known only then. The
-same rule holds for grammars and penalties.
+A step with drafts is finished before the next step is scheduled, because the next input of a request depends on its
+accepted tokens. Steps with grammars and penalties are finished first, too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .verifier import Draft
 __all__ = ["Speculation", "SpeculationStats"]
 
 DRAFT_TOKENS = {"draft": 4, "ngram": 16, "suffix": 16}
-"""Default draft tokens at most, by proposer."""
+"""Default limit of the tokens in a draft, by proposer."""
 MASK_SECONDS = 0.01
 """Longest wait for the grammar masks of drafts. A draft whose masks are late is dropped."""
 
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """What became of drafts. `proposed` and `accepted` count draft tokens by position in the draft."""
+    """Counts of verified drafts. `proposed` and `accepted` count draft tokens by position in the draft."""
 
     steps: int = 0
     rows: int = 0
@@ -36,7 +36,8 @@ class SpeculationStats:
     accepted: list[int] = field(default_factory=list)
     proposing_seconds: float = 0.0
     seconds_saved: float = 0.0
-    """Estimate: the time that plain steps would have taken for the same tokens, less the time of steps with drafts."""
+    """Estimated seconds that plain steps would have taken for the same tokens, minus the seconds of steps with
+    drafts."""
 
     def count(self, drafted: int, accepted: int) -> None:
         """Count one verified draft."""
@@ -53,7 +54,8 @@ class SpeculationStats:
 class Speculation:
     """Proposes drafts for the running requests. A request gets the draft of the first proposer that has one for it.
 
-    `rows` limits the positions at which a step samples, `draft_tokens` the length of a draft."""
+    A step samples at no more than `rows` positions. A draft has no more than `draft_tokens` tokens (None means
+    DRAFT_TOKENS)."""
 
     def __init__(
         self, proposers: Sequence[Proposer], draft_tokens: int | None, ends: Iterable[int], rows: int
@@ -63,7 +65,7 @@ class Speculation:
         self.ends = frozenset(ends)
         self.stats = SpeculationStats()
         self.controller: Controller | None = Controller()
-        """Decides the length of drafts; None: always the longest."""
+        """Decides the lengths of drafts. Without a controller (None), every draft has the largest length."""
         self._new_tokens = 0  # of the last finished step
         self._proposing = 0.0  # seconds of proposers since the last finished step
         self._proposed_by: dict[int, Proposer] = {}  # of the drafts in the last step, by request
@@ -75,7 +77,8 @@ class Speculation:
         return any(refusal(request) is None for request in requests)
 
     def propose(self, running: Sequence[DraftedRequest]) -> dict[int, Draft]:
-        """Return the drafts of the next step by request (`id`). A draft never exceeds `max_tokens` or the step's rows."""
+        """Return the drafts of the next step by request (`id`). A draft never exceeds `max_tokens` or the step's
+        rows."""
         if self.controller is not None:
             self.controller.step_begins()
             if not self.controller.wants_drafts:
@@ -101,7 +104,7 @@ class Speculation:
     def _ask(
         self, proposer: Proposer, waiting: list[tuple[DraftedRequest, int]], left: int, others: int
     ) -> list[tuple[DraftedRequest, list[int]]]:
-        """Return the drafts of one proposer, of lengths that pay."""
+        """Return the drafts of one proposer, with the lengths that the controller chooses."""
         longest = self.draft_tokens or DRAFT_TOKENS.get(proposer.name, 8)
         most, controller = [min(longest, n) for _, n in waiting], self.controller
         if controller is None:
@@ -122,7 +125,7 @@ class Speculation:
         return [(request, tokens) for (request, _), tokens in zip(asked, made, strict=True)]
 
     def _most(self, request: DraftedRequest) -> int:
-        """Return the longest draft that a request may get now; 0 if it gets none."""
+        """Return the most draft tokens that a request may get in the next step. 0 means no draft."""
         sequence = request.sequence
         if sequence is None or request.inflight_tokens or request.pending != 1 or not request.output_count:
             return 0
@@ -139,7 +142,8 @@ class Speculation:
         return most
 
     def _checked(self, request: DraftedRequest, tokens: list[int]) -> Draft:
-        """Return a draft without tokens after an end of the output, and start its way through the grammar."""
+        """Return a draft that stops at the first token that ends the output. With a grammar, request the masks of the
+        draft's positions."""
         params, structure = request.params, request.structure
         ends = self.ends | set(params.stop_token_ids)
         end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
@@ -150,7 +154,8 @@ class Speculation:
 
     @staticmethod
     def _await_masks(drafts: Sequence[Draft]) -> None:
-        """Wait a short time for the masks of drafts; cut each draft at the first token that its grammar refuses."""
+        """Wait up to MASK_SECONDS for the masks of drafts. Cut each draft before the first token that its grammar
+        refuses."""
         states = [state for draft in drafts for state in draft.structures]
         if not states:
             return
@@ -165,7 +170,7 @@ class Speculation:
                 del draft.tokens[good:], draft.structures[good:]
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
-        """Let the proposers follow a launched step, before its tokens are committed."""
+        """Pass a launched step to the proposers, before its tokens are committed."""
         for proposer in self.proposers:
             proposer.step_computed(
                 [
@@ -176,7 +181,8 @@ class Speculation:
             )
 
     def observe_step(self, work: Sequence[tuple[DraftedRequest, Work]], seconds: float) -> None:
-        """Learn the time of a finished step if it had no prompts. `seconds` include those of the proposers."""
+        """Pass the time of a finished step without prompts to the controller. `seconds` include the time of the
+        proposers."""
         own, self._proposing = seconds - self._proposing, 0.0
         if self.controller is None or not all(part.new_tokens == 1 for _, part in work):
             return
@@ -188,9 +194,10 @@ class Speculation:
     def step_verified(
         self, requests: Sequence[DraftedRequest], before: Sequence[int], drafts: Sequence[Draft]
     ) -> None:
-        """Count the drafts of a finished step, and learn from finished requests.
+        """Count the drafts of a finished step, and pass finished requests to the proposers.
 
-        `before` are the tokens of each request before the step; `drafts` is empty for a step without drafts."""
+        `before` is the number of tokens of each request before the step. `drafts` is empty for a step without
+        drafts."""
         self.stats.steps += bool(drafts)
         self._new_tokens = sum(map(len, (request.tokens for request in requests))) - sum(before)
         for place, draft in enumerate(drafts):
@@ -214,7 +221,7 @@ class Speculation:
 
 
 def refusal(request: DraftedRequest) -> str | None:
-    """Return why a request is never speculated for; None if it may be."""
+    """Return the reason why a request never gets drafts. None means that it may get drafts."""
     if request.params.beam_width > 1:
         return "beam search chooses among beams, not along one"
     if request.is_long:

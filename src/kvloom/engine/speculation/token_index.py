@@ -1,8 +1,8 @@
-"""Where n-grams occur in a growing list of tokens: finds the longest match of a suffix.
+"""Finds the longest earlier match of the last tokens in a growing list of tokens.
 
-An n-gram of three tokens leads to its latest position, and from there to earlier ones. Each candidate is compared
-backwards, so the result is the longest match among the latest candidates, as in a suffix tree, at the cost of a
-dictionary.
+A dictionary has the latest position of each n-gram of three tokens. A list links each position to the previous one of
+the same n-gram. The search follows the links for the last CANDIDATES positions, compares tokens backwards from each,
+and returns the longest match. A suffix tree would find longer matches in older positions, too, but costs more.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 __all__ = ["MIN_MATCH", "TokenIndex"]
 
 MIN_MATCH = 3
-"""Tokens of an indexed n-gram: the shortest match."""
+"""Tokens of an indexed n-gram. No match is shorter."""
 LONGEST_MATCH = 24
-"""A match of so many tokens ends the search."""
+"""Most tokens of a match. A match of this length ends the search."""
 CANDIDATES = 8
 """Most earlier positions of an n-gram that are compared."""
 BASE = 1 << 21
@@ -31,10 +31,10 @@ class TokenIndex:
         self.tokens: list[int] = []
         self._last: dict[int, int] = {}
         self._earlier: list[int] = []
-        """For each position, the previous position where the same n-gram ends; -1 if none."""
+        """For each position, the previous position at which the same n-gram ends, or -1."""
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append tokens. Ids are below 2,097,152."""
+        """Append tokens, whose ids must be less than BASE."""
         start = len(self.tokens)
         self.tokens += tokens
         if len(tokens) >= BULK:
@@ -68,9 +68,10 @@ class TokenIndex:
         self._last.update(zip(key_list, range(first, first + len(keys)), strict=True))
 
     def longest_match(self, tail: Sequence[int], own: bool) -> tuple[int, int]:
-        """Return the position after the longest match of the end of `tail`, and its length; length 0 if there is none.
+        """Find the longest match of the last tokens of `tail`. Return the position after the match and its length, or
+        (0, 0) without a match.
 
-        `own`: the tail is the end of the index itself, which does not count."""
+        `own` states that `tail` is the end of the index. That occurrence does not count as a match."""
         if len(tail) < MIN_MATCH:
             return 0, 0
         key = (tail[-3] * BASE + tail[-2]) * BASE + tail[-1]

@@ -1,14 +1,14 @@
-"""Verification: which draft tokens are the ones that the sampler chooses without a draft.
+"""Verification: accepts the draft tokens that the sampler would also choose without a draft.
 
     position        0           1            …   k
     input           last token  draft 1          draft k
     sampled         t0          t1               tk           the sampler's choice after the input
     accepted        t0          t1 if t0 = draft 1, t2 if also t1 = draft 2, …
 
-Position j samples with the request's seed and the number of tokens before it, after penalties, masks and the grammar
-for the tokens before it. An accepted token is therefore the token that plain decoding samples. A draft of fixed tokens
-is accepted with the target's own probability, which is what rejection sampling does with a point mass. A draft model
-samples with the same noise (`noise.py`), so that both choose the same token if their distributions agree.
+Sampling at position j uses the request's seed and the number of tokens before the position. Penalties, masks and
+grammar are applied for the tokens before the position. An accepted token is therefore the token that plain decoding
+samples. A fixed draft token is accepted with the target's probability of that token, as in rejection sampling. A draft
+model samples with the same noise (`noise.py`), so that both models choose the same token if their distributions agree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["NO_DRAFT", "Draft", "DraftPosition", "accepted_places", "draft_posit
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Draft tokens of a request, and its state in the grammar after each of them, if it has one."""
+    """Draft tokens of a request. A request with a grammar also has the state of the grammar after each draft token."""
 
     tokens: list[int]
     structures: list[GrammarState] = field(default_factory=list)
@@ -35,7 +35,7 @@ NO_DRAFT = Draft([])
 
 
 class DraftPosition:
-    """A request after some tokens of its draft, as the sampler sees it."""
+    """The input of the sampler for a request after the first `count` tokens of its draft."""
 
     __slots__ = (
         "params",
@@ -65,7 +65,8 @@ class DraftPosition:
 def draft_positions(
     requests: Sequence[DraftedRequest], drafts: Sequence[Draft]
 ) -> tuple[list[SamplingRequest], list[int]]:
-    """Return a row for each position of each request, and the number of tokens sampled before it."""
+    """Return the rows of the sampler, one for each position of each request. Also return, for each row, the number of
+    output tokens before it."""
     rows: list[SamplingRequest] = []
     for request, draft in zip(requests, drafts, strict=True):
         rows.append(request)
@@ -74,7 +75,7 @@ def draft_positions(
 
 
 def accepted_places(tokens: Sequence[int], drafts: Sequence[Draft]) -> list[range]:
-    """Return, for each request, the places of its accepted tokens among the sampled `tokens`: at least one."""
+    """Return, for each request, the range of its accepted tokens in the sampled `tokens`. It has at least one token."""
     places, start = [], 0
     for draft in drafts:
         count = 0

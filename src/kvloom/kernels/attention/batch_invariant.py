@@ -5,7 +5,8 @@
 | `BatchInvariantPrefillPlan` | chunks of prompts           | its query and visible tokens, summed by `piece` tokens       |
 | `BatchInvariantDecodePlan`  | single tokens, CUDA graphs  | the same: both plans give the same bits                      |
 
-These plans are slower than the others, because the others split work to fill the device. Does not depend on models.
+These plans are slower than the others, because the others split work to fill the device. This module does not depend
+on models.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 Every query sees every cold token: cold tokens precede all queries of their sequence. On a CPU a piece is gathered from
 host memory where it is; for a GPU it is gathered on the host and copied to the device. Sinks are part of the attention
-over the pool. Does not depend on the cache.
+over the pool. This module does not depend on the cache.
 """
 
 from __future__ import annotations

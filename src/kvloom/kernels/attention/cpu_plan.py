@@ -1,6 +1,6 @@
 """Attention plans on a CPU: the oracle as a plan, and faster paths for plain float32 attention.
 
-The oracle computes every call that no faster path supports. Does not depend on the cache.
+The oracle computes every call that no faster path supports. This module does not depend on the cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Integers = torch.Tensor | Sequence[int] | npt.NDArray[np.int64]
 
 
 class ReferencePlan:
-    """The oracle behind the plan interface. Used for CPU tensors, and for shapes that the GPU kernels do not support."""
+    """The oracle behind the plan interface. Used for CPU tensors, and for shapes that the GPU kernels do not
+    support."""
 
     def __init__(self, shape: Shape, span: Visibility = FULL) -> None:
         self.shape, self.span = shape, span
@@ -127,7 +128,8 @@ class CpuPlan(ReferencePlan):
     def _attend_plain(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor | None:
-        """Compute the outputs by the fastest path that supports the call. Return None if only the oracle supports it."""
+        """Compute the outputs by the fastest path that supports the call. Return None if only the oracle supports
+        it."""
         native, apart = cpu.supports(q, k, v), k.data_ptr() != v.data_ptr()
         if self._native is not None and native and not len(self._prompts) and len(self._queries) == len(q):
             rows = tables if self._single else tables[torch.from_numpy(self._owners)]

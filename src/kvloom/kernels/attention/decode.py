@@ -5,7 +5,7 @@
     out, lse = plan.attend(q, k, v, tables)        # every layer
 
 A CUDA graph can capture both calls: the buffers are fixed, and no grid depends on lengths. `cascade.SharedRuns`
-describes shared pages. Does not depend on the cache.
+describes shared pages. This module does not depend on the cache.
 """
 
 from __future__ import annotations

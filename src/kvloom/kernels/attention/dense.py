@@ -4,8 +4,8 @@
     out, lse = merge_outputs(out, lse, cached_out, cached_lse)    # joined with attention over the cached tokens
 
 MLA prefill needs both: new tokens are expanded to full heads (dims 192 and 128), while cached tokens are latents in
-pages. CPU tensors run in torch. CUDA tensors run in torch's cuDNN operator or a Triton kernel. Does not depend on
-pages.
+pages. CPU tensors run in torch. CUDA tensors run in torch's cuDNN operator or a Triton kernel. This module does not
+depend on pages.
 """
 
 from __future__ import annotations

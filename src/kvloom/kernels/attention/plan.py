@@ -5,7 +5,7 @@
 | 1 to 64 queries each  | `decode.DecodePlan`, in CUDA graphs | `ReferencePlan` |
 | any number of queries | `prefill.PrefillPlan`               | `CpuPlan`       |
 
-Every plan returns the same results as `reference.attend`. Does not depend on the cache or on models.
+Every plan returns the same results as `reference.attend`. This module does not depend on the cache or on models.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 A step may mix rows with any number of queries, including 1 and 0. `prefill_backends.choose_backend` selects the
 kernels. If a step begins with many rows of one query, the decode kernels compute those rows. A CUDA graph can capture
-a call of `attend` after an equal call has run. Does not depend on the cache.
+a call of `attend` after an equal call has run. This module does not depend on the cache.
 """
 
 from __future__ import annotations
@@ -345,7 +345,8 @@ class PrefillPlan:
     def _decode_leading_rows(
         self, rows: QueryRows, call: PrefillCall, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
     ) -> int:
-        """Run leading rows of one query on the decode kernels, if there are many. Return the number of rows that ran."""
+        """Run leading rows of one query on the decode kernels, if there are many. Return the number of rows that
+        ran."""
         if call.mask.spans is not None:
             return 0
         if self._decode is None:

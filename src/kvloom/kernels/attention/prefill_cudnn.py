@@ -1,7 +1,7 @@
 """Prefill by cuDNN. Pages are gathered into batches of equal rows. The causal part and the context part are merged by
 log-sum-exp.
 
-`prefill_backends.cudnn_batches` forms the batches. Independent of plans and of other backends.
+`prefill_backends.cudnn_batches` forms the batches. This module is independent of plans and of other backends.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ context, the new tokens are read directly.
     tokens of a row    |-- outside every window --|-- context, visible --|---- new ----|
     gathered                                       |--------------- one copy -----------|    |---- new ----|
                                                                                             no context: not copied
-Does not depend on plans or other backends.
+This module does not depend on plans or other backends.
 """
 
 from __future__ import annotations

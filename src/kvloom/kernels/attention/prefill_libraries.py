@@ -8,7 +8,7 @@ our kernels.
 
 No library is required. The first step of each size class times all candidates on its own tensors, within
 milliseconds. The process keeps the result. `KVLOOM_ATTENTION_LIBRARIES` lists the allowed modules, separated by
-commas; an empty value allows none. Does not depend on our plans and kernels.
+commas; an empty value allows none. This module does not depend on our plans and kernels.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 results.
 
 Rows are packed: the queries of sequence i are `starts[i]` to `starts[i + 1]` of q. They belong to its last tokens.
-Does not depend on models or the pool.
+This module does not depend on models or the pool.
 
 | argument   | shape               | meaning                                                              |
 |------------|---------------------|----------------------------------------------------------------------|

@@ -2,7 +2,7 @@
 """Prefill over gathered K and V: the kernels that copy pages, attend by tensor descriptors, and merge batches.
 
 Rows and blocks are defined in `triton_prefill`. The host passes the copies and the visible tokens as int32 lists.
-Does not depend on plans.
+This module does not depend on plans.
 
 | list    | fields                                                                                      |
 |---------|---------------------------------------------------------------------------------------------|

@@ -48,8 +48,8 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
 
     Few rows are bound by memory: units have about 32 KiB, with three in flight and two programs per multiprocessor.
     8-bit values in long pages run faster with three programs of two units, which hides arithmetic. Many rows are
-    bound by arithmetic and get tall tiles. `beside`: two launches share the multiprocessors, so each uses fewer
-    programs.
+    bound by arithmetic and get tall tiles. `beside` states that two launches share the multiprocessors, so each
+    uses fewer programs.
     """
     if device.type != "cuda":
         # Triton's interpreter: tiles are small, so that tests split every kind of work.

@@ -11,7 +11,7 @@ Pages move between pool and host by one of three methods. All write the same byt
 | staged | a kernel packs pages into a buffer, large engine copies | engines, short kernels | small, in consecutive rows |
 | kernel | a kernel reads or writes host memory directly           | a few multiprocessors  | small, in any rows         |
 
-The pages of a CPU pool are copied at once by indexing. Does not depend on block tables or tiers.
+The pages of a CPU pool are copied at once by indexing. This module does not depend on block tables or tiers.
 """
 
 from __future__ import annotations

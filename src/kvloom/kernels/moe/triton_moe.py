@@ -1,13 +1,17 @@
-"""Triton kernels of `interface.py`: sort pairs by expert, two grouped matrix products, the weighted sum, and top-k
-routing.
+"""Triton kernels of `interface.py`. They sort pairs by expert, multiply by the experts' weights in two grouped
+products, sum the results of each token, and compute top-k routing.
 
-    order   pair p = token * picked + j goes to rows[first[expert] * M + rank], its expert's tiles of M rows each
-    up      hidden[row] = act(x[token] @ gate.T) * (x[token] @ up.T)      a program: one tile of rows, N columns of each half
+A pair is a token and one of the `picked` experts that it selected: pair = token * picked + j. A tile has M rows, and
+all its pairs selected the same expert. The tiles of an expert start at tile first[expert].
+
+    order   rows[first[expert] * M + rank] = pair      rank: number of earlier pairs that selected the expert
+    up      hidden[row] = act(x[token] @ gate.T) * (x[token] @ up.T)
     down    parts[pair] = hidden[row] @ down.T
     sum     out[token] = sum over j of parts[pair] * weights[pair]
 
-Grids depend on the number of pairs, not on the selected experts. Unused tiles return at once. All sums are in
-float32, and results are rounded where modeling code rounds.
+A program of `up` computes N columns of one tile, from N columns of gate and N columns of up. Grids depend on the number
+of pairs, not on the selected experts. Programs of unused tiles return at once. All sums are in float32, and results are
+rounded where modeling code rounds.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"

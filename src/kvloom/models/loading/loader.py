@@ -4,7 +4,7 @@
     load("llama-3.1-8b" | "config.json" | "folder", load_format="random")    random weights, made on the device
 
 Config, files and code are checked before any weight is read. `refusal` returns the reason why a config cannot run.
-Does not depend on pages or requests.
+This module does not depend on pages or requests.
 """
 
 from __future__ import annotations

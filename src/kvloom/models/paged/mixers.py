@@ -44,7 +44,7 @@ class MixerSteps:
     """The rows of a step for mixers. They are computed on demand, once for all layers."""
 
     def __init__(self, batch: Batch, batch_invariant: bool = False) -> None:
-        """`batch_invariant`: the bits of a state do not depend on how a sequence is split into steps
+        """With `batch_invariant`, the bits of a state do not depend on how a sequence is split into steps
         (`StateRows.batch_invariant`).
         """
         self.batch, self.batch_invariant = batch, batch_invariant

@@ -110,8 +110,8 @@ def read_scales(path: Path, layers: Mapping[str, LayerSpec]) -> Scales:
 
 
 def write_scales(path: str | os.PathLike[str], scales: Scales, about: Mapping[str, str]) -> None:
-    """Write a file for `read_scales`, atomically. `about` becomes its metadata; "dtype" is the dtype of the scaled
-    values.
+    """Write `scales` atomically to a file that `read_scales` can read. `about` is the metadata of the file. Its entry
+    "dtype" is the dtype of the quantised values.
     """
     from safetensors.torch import save_file
 

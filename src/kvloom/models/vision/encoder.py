@@ -66,7 +66,7 @@ class Vision:
 
     embeddings: Embeddings | None = None
     store: EmbeddingStore | None = None
-    """Embeddings in tiers; None without tiers."""
+    """Embeddings in tiers. None if the engine has no tiers."""
     _last_encoded: tuple[bytes, torch.Tensor] | None = None
 
     def __init__(self, model: Any) -> None:

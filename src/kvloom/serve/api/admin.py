@@ -22,7 +22,7 @@ ANSWER_SECONDS = 30.0
 
 
 class PoolFields(msgspec.Struct, frozen=True):
-    """Body of POST /admin/pool: a number, or a text such as "4GiB"."""
+    """Body of POST /admin/pool: an object with the field `bytes`, a number or a text such as "4GiB"."""
 
     bytes: int | str
 

@@ -237,7 +237,8 @@ class GenerationEndpoint(ABC):
     def _image_prompt(
         self, fields: CompletionFields | ChatFields, prompt: Prompt, tenant: str, facts: Ready
     ) -> ImagePrompt | None:
-        """Return the text and images of a prompt, which the engine process encodes. Returns None without images."""
+        """Return the text and images of a prompt, which the engine process encodes. Returns None if it has no
+        images."""
         if not prompt.images:
             return None
         assert isinstance(fields, ChatFields)
@@ -536,8 +537,8 @@ def _token_ranges(
 def _offered_pages(
     fields: CompletionFields | ChatFields, facts: Ready, model: str, response: ResponseBuilder, tokens: int
 ) -> dict[str, Any] | None:
-    """Return the fields with which a decode worker finds the pages of this request. None if it asks for no hand-over, or
-    if this worker shares no host memory."""
+    """Return the fields with which a decode worker finds the pages of this request. None if it asks for no hand-over,
+    or if this worker shares no host memory."""
     if fields.kv_transfer_params is None or not fields.kv_transfer_params.do_remote_decode:
         return None
     if facts.peer_address is None:

@@ -179,17 +179,18 @@ class PromptEncoder:
             self._templates = TemplateProcess()
 
     async def run(self, work: Callable[[], Some], tenant: str, size: int, has_template: bool = False) -> Some:
-        """Return the result of `work` for a request of `size` bytes. `work` runs outside the event loop, for one
-        tenant after another. A request that brings its own chat template (`has_template`) may take long, so it uses a
-        separate thread.
+        """Run `work` for a request of `size` bytes in a thread, and return its result. A thread runs one function at
+        a time, and waiting tenants take turns. Requests of more than LONG_BYTES share a second thread. Requests with
+        their own chat template (`has_template`) share a third one, because a template may take long.
         """
         if has_template:
             return await self._own.run(tenant, work)
         return await (self._short if size <= LONG_BYTES else self._long).run(tenant, work)
 
     def encode_completion(self, fields: CompletionFields, limits: PromptLimits) -> list[Prompt]:
-        """Return the prompts of a completion: texts or token ids. A text with far too many tokens is refused before it is encoded
-        completely. Special tokens in a text are recognised, because the client writes the whole prompt."""
+        """Return the prompts of a completion: texts or token ids. A text with far too many tokens is refused before
+        it is encoded completely. Special tokens in a text are recognised, because the client writes the whole
+        prompt."""
         given = fields.prompt
         if isinstance(given, str):
             many: list[Any] = [given]

@@ -113,8 +113,8 @@ class CacheFields(msgspec.Struct, frozen=True):
 
 
 class TransferFields(msgspec.Struct, frozen=True):
-    """vLLM's fields of a hand-over. A prefill worker gets `do_remote_decode`, and returns the fields for the decode worker.
-    Pages are found by hash, so block ids, engine ids and token counts are only passed on."""
+    """vLLM's fields of a hand-over. A prefill worker gets `do_remote_decode`, and returns the fields for the decode
+    worker. Pages are found by hash, so block ids, engine ids and token counts are only passed on."""
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
@@ -123,7 +123,7 @@ class TransferFields(msgspec.Struct, frozen=True):
 
     @property
     def awaited_peer(self) -> str | None:
-        """The address of the prefill worker's host memory, host:port; None if this worker computes the prompt."""
+        """The address of the prefill worker's host memory, host:port, or None if this worker computes the prompt."""
         if not self.do_remote_prefill or self.remote_host is None or self.remote_port is None:
             return None
         host = f"[{self.remote_host}]" if ":" in self.remote_host else self.remote_host

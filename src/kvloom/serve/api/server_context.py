@@ -45,7 +45,7 @@ class ServerContext:
     labels_models: bool = False
     """Whether the series of a model have the label `model` in /metrics, because the server has several models."""
     memory: int | None = None
-    """Bytes that the pools of all models share. None: each pool has its own memory."""
+    """Bytes that the pools of all models share. None means that each pool has its own memory."""
     metrics_need_key: bool = False
     """Whether /metrics requires a key."""
     cors_origins: tuple[str, ...] = ()
@@ -168,7 +168,8 @@ class ServerContext:
         return bytes(data)
 
     async def parse(self, read: Callable[[], Some], account: str, size: int) -> Some:
-        """Return the fields that `read` returns for a body of `size` bytes. Large bodies are read outside the event loop."""
+        """Return the fields that `read` returns for a body of `size` bytes. Large bodies are read outside the event
+        loop."""
         encoders = (one.encoder for one in self.models.values() if one.encoder is not None)
         encoder = next(encoders, None)
         if size <= SMALL_BODY_BYTES or encoder is None:

@@ -3,8 +3,8 @@
     viewers ──▶ state_json() ──▶ the latest snapshot, or one SnapshotRequest that all viewers wait for
     every 2 s   a sample of counters, with or without viewers
 
-While the engine is busy in a long step, loading or dead, viewers see the last snapshot with its age. Independent of
-HTTP.
+While the engine is busy in a long step, loading or dead, viewers see the last snapshot with its age. This module is
+independent of HTTP.
 """
 
 from __future__ import annotations

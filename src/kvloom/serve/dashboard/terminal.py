@@ -1,4 +1,5 @@
-"""The dashboard in a terminal: a server's state as rich renderables that fit any terminal size. Independent of HTTP."""
+"""The dashboard in a terminal: a server's state as rich renderables that fit any terminal size. This module is
+independent of HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A snapshot of the engine's cache as JSON, for the dashboard. Runs in the engine process; independent of HTTP."""
+"""A snapshot of the engine's cache as JSON, for the dashboard. The module runs in the engine process and
+does not depend on HTTP.
+"""
 
 from __future__ import annotations
 

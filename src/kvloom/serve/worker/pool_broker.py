@@ -34,8 +34,8 @@ GROWTH = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """The state of one model's pool. `is_busy`: it has running or waiting requests. `is_full`: it evicted pages, or
-    requests wait for pages.
+    """The state of one model's pool. `is_busy` states that the model has running or waiting requests. `is_full`
+    states that the pool evicted pages, or that requests wait for pages.
     """
 
     pool_bytes: int

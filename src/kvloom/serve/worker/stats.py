@@ -1,5 +1,5 @@
-"""Collects the counters of the engine, its cache and its tiers in one EngineStats message. Does not depend on metric
-names.
+"""Collects the counters of the engine, its cache and its tiers in one EngineStats message. This module does not
+depend on metric names.
 """
 
 from __future__ import annotations

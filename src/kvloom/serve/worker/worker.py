@@ -1,4 +1,4 @@
-"""Runs requests on the engine. Handles messages and returns Outputs. Does not depend on sockets and HTTP.
+"""Runs requests on the engine. Handles messages and returns Outputs. This module does not depend on sockets and HTTP.
 
 A tenant with a quota has a separate queue. A request enters the engine only if its largest number of pages fits into
 the quota. A tenant at its quota therefore never blocks other tenants.

@@ -1,7 +1,7 @@
 """All system calls of a disk tier, so that tests can make any of them fail.
 
 Uses O_DIRECT if the file system supports it. Reads then run at device speed, without a second copy in the page cache.
-Does not depend on formats.
+This module does not depend on formats.
 """
 
 from __future__ import annotations

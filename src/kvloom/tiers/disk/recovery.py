@@ -1,8 +1,8 @@
 """Reads the directory of a disk tier at opening: its segments, and their records in the order of writing.
 
-A killed process may leave partly written pages in an unsealed segment and, after power loss, in the segment before
-it. Their records are not `is_verified`: an older copy is preferred, and a new write stores the page again. Does not
-depend on shares or the index.
+A killed process may leave partly written pages in an unsealed segment. After power loss, the segment before it may
+have such pages, too. Therefore no record of these two segments is `is_verified`: the tier prefers an older copy of the
+page, and a new write stores the page again. This module uses neither the tier's shares nor its index.
 """
 
 from __future__ import annotations

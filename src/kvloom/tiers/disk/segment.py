@@ -8,7 +8,7 @@ Append-only.
 
 There is no separate index: opening a segment reads the heads of all frames. In an unfinished frame, its own checksum
 or those of its objects are wrong. Every frame repeats the segment's random id, so page content cannot look like a
-frame. Does not depend on tiers.
+frame. This module does not depend on tiers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 receive.
 
 If the package was built with a compiler, native code does one call per page without the interpreter lock. Otherwise
-the package xxhash computes the same results run by run. Does not depend on formats.
+the package xxhash computes the same results run by run. This module does not depend on formats.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 The cipher is 0 (plain), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher 1 is AES-256-GCM of format version
 2, whose pages are stored under their plain keys. Such pages are still read, but no longer written. A codec with keys
 does not open plain pages. A page that fails verification becomes an Outcome; it never raises and never returns bytes.
-Does not depend on files or stores.
+This module does not depend on files or stores.
 """
 
 from __future__ import annotations

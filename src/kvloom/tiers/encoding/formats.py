@@ -14,7 +14,8 @@ In HND, 8-bit values are [heads, dims, tokens] (`core.Field.axes`).
 | HND    | [layers, 2, heads, tokens, dims]    | FlashInfer and vLLM, head-major                        |
 | MLA    | [layers, tokens, dims]              | one latent per token (KV_MLA)                          |
 
-Only the order of values changes, so every element type of 1, 2, 4 or 8 bytes works. Does not depend on tiers.
+Only the order of values changes, so every element type of 1, 2, 4 or 8 bytes works. This module does not depend on
+tiers.
 """
 
 from __future__ import annotations
@@ -172,7 +173,8 @@ def _check(shape: PageShape, kind: Format) -> None:
 
 
 def to_format(page: Any, shape: PageShape, kind: Format) -> Array:
-    """Returns a page in another format, as a new array of unsigned elements. The caller views it as the element type."""
+    """Returns a page in another format, as a new array of unsigned elements. The caller views it as the element
+    type."""
     _check(shape, kind)
     stacked = np.stack(shape.views(page), axis=1)
     return np.ascontiguousarray(stacked.transpose(_AXES[kind])).reshape(_block_shape(shape, kind))

@@ -2,7 +2,7 @@
 
     a run    values, 1 byte each | scales, float32, one per 64 values
 
-Element types are fp32, fp16 and bf16. Independent of layouts and tiers.
+Element types are fp32, fp16 and bf16. This module is independent of layouts and tiers.
 """
 
 from __future__ import annotations

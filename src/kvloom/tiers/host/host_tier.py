@@ -2,7 +2,7 @@
 
 Reads and writes copy in the calling thread and are done on return. Large copies use a second thread. For copies by a
 device, `acquire` and `reserve` lease arena pages until the copies are done. The caller may pass pinned memory as the
-arena's buffer. Does not depend on devices.
+arena's buffer. This module does not depend on devices.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 An origin is a user on this host, or a network address. If too many connections are pending, the server closes the
 oldest one of the origin that has the most. A flood of connections therefore closes its own connections first, and
-never an admitted one. Does not depend on tiers.
+never an admitted one. This module does not depend on tiers.
 """
 
 from __future__ import annotations

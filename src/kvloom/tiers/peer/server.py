@@ -3,8 +3,8 @@ deadline.
 
 A client on the same host maps the arena and copies pages itself, between `ACQUIRE` and `RELEASE` or `RESERVE` and
 `COMMIT`. Other clients receive pages on the connection. The writer computes checksums, and the reader compares them.
-Nothing is ever unpickled. A stored page is never overwritten, and only its writer may drop it. Does not depend on
-engines.
+Nothing is ever unpickled. A stored page is never overwritten, and only its writer may drop it. This module does not
+depend on engines.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
     kvloom/1:owners  tenant and bytes by key                     kvloom/1:tenant:ID  keys of a tenant by last use
     kvloom/1:tenants bytes by tenant                             kvloom/1:shares     guaranteed bytes by tenant
 
-All clients of the database share the capacity and the shares of tenants. A write first creates an empty value and evicts others for it, in one
-step on the server. Then it fills the value, but only if the value still exists. Every value is therefore counted.
+All clients of the database share the capacity and the shares of tenants. A write first creates an empty value and
+evicts others for it, in one step on the server. Then it fills the value, but only if the value still exists. Every
+value is therefore counted.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ class RedisStore(Store):
         ttl: float = 0,
         accounts: TenantAccounts | None = None,
     ) -> None:
-        """`ttl`: the server drops pages that were not read or written for this many seconds. 0 means never."""
+        """The server drops a page that was not read or written for `ttl` seconds. 0 means never."""
         self._capacity, self._ttl = capacity, int(ttl * 1000)
         self._accounts = accounts or TenantAccounts(capacity)
         tls = ssl.create_default_context() if address.tls else None

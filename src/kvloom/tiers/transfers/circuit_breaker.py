@@ -4,7 +4,7 @@
                                      ^                          │
                                      └──────── failed ──────────┘  with a longer pause
 
-Independent of tiers: the caller records successes and failures. Thread-safe.
+This module is independent of tiers. The caller records successes and failures. Both classes are thread-safe.
 """
 
 from __future__ import annotations
