@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.serve.running import MODEL, Running
 
 LINES = "hello\n\n/nothing\nand now?\n/reset\nhello\n/quit\nnever sent\n"
