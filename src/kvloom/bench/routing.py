@@ -114,7 +114,7 @@ def _role_flags(number: int, shared: list[int]) -> list[str]:
         return []
     if number < len(shared):
         return ["--role", "prefill", "--tier", f"host:128MiB?share={shared[number]}"]
-    peers = [word for port in shared for word in ("--tier", f"peer://127.0.0.1:{port}")]
+    peers = [word for port in shared for word in ("--tier", f"peer://127.0.0.1:{port}?optional=1&write=back")]
     return ["--role", "decode", "--tier", "host:128MiB", *peers]
 
 
