@@ -34,10 +34,10 @@ $(STAMP): pyproject.toml requirements.lock src/kvloom/core/_native.c src/kvloom/
 	else $(BIN)/python -m pip install --quiet --editable '.[engine,serve,grammar,dev]'; fi
 	@touch $@
 
-test: setup lint ## lint, formatting, types and the quick tests (about 13 minutes on two cores)
+test: setup lint ## lint, formatting, types and the quick tests (about 15 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" --durations=10
 
-test-full: setup lint ## all tests, the slow ones too (about 25 minutes on two cores)
+test-full: setup lint ## all tests, the slow ones too (about 30 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
 
 test-slow: setup ## the slow tests alone: all parameter sets, training, compiled models, benchmarks

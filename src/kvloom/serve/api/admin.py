@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,14 +23,8 @@ ANSWER_SECONDS = 30.0
 """Seconds that the engine has to answer, because it may be in a long step."""
 
 
-class PoolFields(msgspec.Struct, frozen=True):
-    """Body of POST /admin/pool: an object with the field `bytes`, a number or a text such as "4GiB"."""
-
-    bytes: int | str
-
-
-class PoolEndpoint:
-    """GET /admin/pool returns the size of the pool, POST changes it. An ASGI application."""
+class AdminEndpoint(ABC):
+    """An endpoint for admins. An ASGI application."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -36,6 +32,20 @@ class PoolEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = await self._respond(Request(scope, receive))
         await response(scope, receive, send)
+
+    @abstractmethod
+    async def _respond(self, request: Request) -> Response:
+        """Return the response. Raises ApiError."""
+
+
+class PoolFields(msgspec.Struct, frozen=True):
+    """Body of POST /admin/pool: an object with the field `bytes`, a number or a text such as "4GiB"."""
+
+    bytes: int | str
+
+
+class PoolEndpoint(AdminEndpoint):
+    """GET /admin/pool returns the size of the pool, POST changes it."""
 
     async def _respond(self, request: Request) -> Response:
         context = self._context
@@ -71,15 +81,8 @@ class RoleFields(msgspec.Struct, frozen=True):
     role: Role
 
 
-class RoleEndpoint:
-    """GET /admin/role returns the role of the worker, POST changes it for later requests. An ASGI application."""
-
-    def __init__(self, context: ServerContext) -> None:
-        self._context = context
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self._respond(Request(scope, receive))
-        await response(scope, receive, send)
+class RoleEndpoint(AdminEndpoint):
+    """GET /admin/role returns the role of the worker, POST changes it for later requests."""
 
     async def _respond(self, request: Request) -> Response:
         context = self._context
