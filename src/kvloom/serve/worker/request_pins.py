@@ -27,9 +27,11 @@ class RequestPins:
 
     def check(self, message: Add) -> str | None:
         """Return why a request cannot be pinned, or None if it can."""
+        if message.pin is None:
+            return None
         needed, used = self._bytes(len(message.prompt)), self._pinned_bytes()
         limit = self._pool_bytes() // POOL_PARTS
-        if message.pin is None or used + needed <= limit:
+        if used + needed <= limit:
             return None
         return (
             f"cache.pin: the prompt needs {needed:,} bytes of the pool, pins use {used:,}, and the limit is {limit:,}: "
