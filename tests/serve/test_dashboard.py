@@ -95,7 +95,7 @@ def test_the_state_has_totals_and_quantiles(server: Running) -> None:
     assert len(ages["reused"]) == len(ages["bounds"]) + 1
     assert sum(ages["reused"]) == metrics["kvloom_reuse_seconds_count"] > 0
     # Without keys every tenant that a request names is on the map.
-    assert "crimson" in [tenant["name"] for tenant in found["engine"]["tenants"]]
+    server.wait_for(lambda: "crimson" in [tenant["name"] for tenant in state(server)["engine"]["tenants"]])
 
 
 def test_the_state_contains_no_text_keys_or_token_ids(server: Running) -> None:
