@@ -159,8 +159,9 @@ class LayerCall:
         """Attend every tile of the list. `bounds` selects which bounds of a row to check (1 last token, 2 first
         token).
 
-        `direct` writes whole tiles to `out`. `members` lists the queries; without it they are consecutive. `beside`
-        overlaps the previous launch, and waits for it at the end.
+        With `direct`, results of whole tiles are written to `out`. `members` lists the queries. Without `members`,
+        queries are consecutive. With `beside`, the launch overlaps the previous launch, and waits for it at the
+        end.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         k_scale = self.q if self.k_scale is None else self.k_scale
@@ -200,8 +201,8 @@ class LayerCall:
         )  # fmt: skip
 
     def attend_single_tiles(self, work: WorkList, queries: int, bounds: int) -> None:
-        """Attend every tile of a list whose segments have one tile each, in one loop. Whole tiles are written to
-        `out`.
+        """Attend every tile of a list whose segments have one tile each, in one loop. Results of whole tiles are
+        written to `out`.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         dk0, dk1 = split_dim(shape.k_dim)
@@ -224,8 +225,8 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_split(self, work: WorkList, starts: torch.Tensor, queries: int) -> None:
-        """Merge the partial results of split tiles. On a GPU the launch starts while `attend_tiles` still runs, and
-        waits for it.
+        """Merge the partial results of split tiles. On a GPU this launch starts while `attend_tiles` still runs,
+        and waits for its results.
         """
         shape, tile = self.shape, work.tile
         columns = triton.next_power_of_2(shape.v_dim)
