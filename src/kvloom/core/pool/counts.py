@@ -159,7 +159,7 @@ def _refuse(at: At, wrong: npt.NDArray[np.bool_], why: str) -> None:
 
 
 def leading(masks: list[int], places: int) -> list[int]:
-    """For each bit below `places`, return how many of the first masks in a row have this bit set."""
+    """For each bit below `places`, return the number of masks at the start of the list that all have this bit set."""
     found = [len(masks)] * places
     alive = (1 << places) - 1
     for at, mask in enumerate(masks):

@@ -115,8 +115,8 @@ class PagePool:
         return max(0, self.fewest_slabs(needs, more) - (self.slabs - 1))
 
     def fewest_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Return how many slabs would be full after compaction. Counts the pages in use, plus `needs[c]` + `more`
-        pages of each class c.
+        """Return the smallest number of slabs for the pages in use plus `needs[c]` + `more` pages of each class c.
+        Assumes compaction.
         """
         slabs = 0
         for c in self.classes:
