@@ -75,7 +75,8 @@ class RouterApplication:
         self.proxy.counts.requests[key] = self.proxy.counts.requests.get(key, 0) + 1
 
     def _check_host(self, headers: dict[str, str]) -> None:
-        """On a loopback router, refuse foreign host names: a web page must not use it through a browser."""
+        """On a loopback router, refuse foreign host names, so that no web page can use the router through a
+        browser."""
         if self._is_public:
             return
         for name in (
