@@ -1,11 +1,11 @@
-"""Replays traffic over several workers behind a router, with a virtual clock. The router's own classes choose the
+"""Replays traffic over several workers behind a router, with a virtual clock. The real router classes choose the
 workers.
 
     arrival ──▶ route (FleetIndex, Scorer; or round robin) ──▶ worker: queue, steps of at most `token_budget` tokens
                     ▲── block events, first tokens, ends ──────────┘   a real KVCache holds its blocks
 
-A block of the trace is one block of the cache, as in `simulator`. Output tokens use pages, too, but are never hit. A
-step takes `prefill(prompt tokens in it)` plus, if requests decode in it, `decode(share of the pool that they
+A block of the trace is one block of the cache, as in `simulator`. Output tokens also use pages, but are never hit.
+A step takes `prefill(prompt tokens in it)` plus, if requests decode in it, `decode(share of the pool that they
 occupy)`. The default times are those of Dynamo's simulator (its polynomial model), so that both routers can be
 compared under one cost model.
 """
@@ -59,12 +59,12 @@ class EngineModel:
     decode_ms: tuple[float, float, float] = (-25.74, 54.01, 5.74)
 
     def prefill(self, tokens: int) -> float:
-        """Return the seconds of a step's prompt tokens."""
+        """Return the seconds for the prompt tokens of a step."""
         a, b, c = self.prefill_ms
         return 1e-3 * ((a * tokens + b) * tokens + c)
 
     def decode(self, share: float) -> float:
-        """Return the seconds of a step's decode tokens, whose requests occupy `share` of the pool."""
+        """Return the seconds for the decode tokens of a step. Their requests occupy `share` of the pool."""
         a, b, c = self.decode_ms
         return 1e-3 * ((a * share + b) * share + c)
 
@@ -148,7 +148,7 @@ class _Worker:
         self.time = max(self.time, job.at)
 
     def advance(self, until: float) -> None:
-        """Run all steps that end by `until`. Then one more step may be in progress."""
+        """Run all steps that end by the time `until`. Afterwards one more step may be in progress."""
         while True:
             if self._end is not None:
                 if self._end > until:
@@ -159,7 +159,7 @@ class _Worker:
             self._begin_step(until)
 
     def _length(self, tokens: int) -> int:
-        """Return the number of tokens in the cache for `tokens` tokens of the trace."""
+        """Return the number of cache tokens that represent `tokens` tokens of the trace."""
         blocks, rest = divmod(tokens, self.block_tokens)
         return blocks * HASH_TOKENS + -(-rest * HASH_TOKENS // self.block_tokens)
 
@@ -296,7 +296,7 @@ class _Worker:
 
 
 class _Router:
-    """The router's own classes, fed by simulated workers."""
+    """The real router classes, with input from simulated workers."""
 
     def __init__(self, route: str, options: ScoringOptions | None) -> None:
         self.route = route
@@ -395,8 +395,8 @@ def replay_fleet(
 
 
 def _job(number: int, request: Request, at: float, block: int, root: bytes) -> _Job:
-    """Return a request with its tokens in the cache. The tokens of a whole block are the block's id. The tokens of the
-    rest are an id of this request."""
+    """Return a request with its tokens in the cache. All tokens of a whole block are the block's id. All tokens of
+    the partial last block are an id of this request."""
     whole, rest = divmod(request.prompt_tokens, block)
     ids = np.repeat(request.blocks[:whole].astype(np.int32), HASH_TOKENS)
     tail = np.full(-(-rest * HASH_TOKENS // block), 2**31 - 2 - number, np.int32)

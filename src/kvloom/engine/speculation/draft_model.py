@@ -51,20 +51,22 @@ def load_draft(name: str, target: Any) -> Any:
 
 
 class DraftModelProposer:
-    """Proposes with a draft model. `apply_copies` executes the pending copies of the pool."""
+    """Proposes with a draft model. `apply_copies` runs the pending copies of the pool."""
 
     name = "draft"
 
     def __init__(
         self, runner: DraftRunner, sampler: Sampler, apply_copies: Callable[[], None], complete: bool
     ) -> None:
-        """If `complete`, the draft model computes each output token at once, because tiers store its pages. Otherwise
-        it computes the last token of a draft, and output tokens without drafts, before the next draft."""
+        """If `complete`, the draft model computes each output token at once, because tiers store its pages.
+        Otherwise some tokens are computed later, before the next draft: the last token of a draft, and output
+        tokens without drafts."""
         self._runner, self._sampler, self._apply_copies = runner, sampler, apply_copies
         self._complete = complete
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
-        """See `Proposer`. Reserves pages for the drafts. A request for which the pool lacks pages gets no draft."""
+        """Propose drafts (see `Proposer`). Reserves pages for the drafts. If the pool lacks pages for a request,
+        the request gets no draft."""
         found = [
             (place, request, count)
             for place, (request, count) in enumerate(zip(requests, counts, strict=True))
@@ -102,8 +104,8 @@ class DraftModelProposer:
         pass
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
-        """Compute the prompt tokens of a launched step. If `complete`, compute its output tokens and the drafts of
-        other proposers, too. Otherwise record that they are missing."""
+        """Compute the prompt tokens of a launched step. If `complete`, also compute its output tokens and the
+        drafts of other proposers. Otherwise record that these tokens are missing."""
         works = []
         for request, part in work:
             if not part.new_tokens or request.is_long:
