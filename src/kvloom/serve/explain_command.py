@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a request's record. Raises ValueError for an unknown request, OSError without a server."""
+    """Print the record of a request. Raises ValueError for an unknown request, and OSError without a server."""
     key = args.api_key or os.environ.get(KEY)
     if args.request is None:
         found = fetch(args.url, "/kvloom/requests?limit=20", key)
@@ -75,7 +75,8 @@ def describe(record: Mapping[str, Any]) -> list[str]:
 
 
 def _account(record: Mapping[str, Any]) -> str:
-    """Return a sentence about the sources of the prompt tokens. Their numbers add up to the prompt."""
+    """Return a sentence about the sources of the prompt tokens. The numbers in it add up to the number of prompt
+    tokens."""
     found = [
         f"{hit['tokens']:,} were in the pool"
         if hit["tier"] == POOL

@@ -30,7 +30,7 @@ Series = Sequence[float | None]
 
 
 def screen(state: State, requests: list[State] | None, mode: str = "kind", note: str = "") -> Layout:
-    """Return the whole screen; `note` is shown at the end of the last line."""
+    """Return the whole screen. `note` is shown at the end of the last line."""
     whole = Layout()
     whole.split_column(
         Layout(_head(state), size=2),
@@ -145,8 +145,8 @@ def _curve(values: Series, width: int, top: float | None, high: int) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """The page pool. Each character stands for several cells: its colour shows their largest part, and its shape the
-    state.
+    """The page pool. Each character represents several cells. Its colour shows their largest part, and its shape
+    shows the state.
     """
 
     engine: State
@@ -294,7 +294,8 @@ class _Tree:
 
 
 def _walk(below: dict[str | None, list[State]], at: str | None, depth: int) -> Iterable[tuple[int, State]]:
-    """Yield branches in tree order, those with the most hits first. An only child keeps its parent's depth."""
+    """Yield branches in tree order. Branches with the most hits come first. An only child is shown at its parent's
+    depth."""
     children = sorted(below.get(at, ()), key=lambda one: (-one["hits"], one["idle"]))
     for child in children:
         yield depth, child
