@@ -66,6 +66,11 @@ def describe(record: Mapping[str, Any]) -> list[str]:
     if record["preemptions"]:
         times_ = "once" if record["preemptions"] == 1 else f"{record['preemptions']} times"
         lines.append(f"It was preempted {times_}.")
+    if drafted := record["draft_tokens"]:
+        accepted = record["accepted_tokens"]
+        lines.append(
+            f"Of its {drafted:,} draft tokens, {accepted:,} were accepted ({accepted / drafted:.0%})."
+        )
     return lines
 
 

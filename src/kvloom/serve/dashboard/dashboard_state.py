@@ -133,6 +133,13 @@ class DashboardState:
             "hit_tokens": dict(metrics.hit_tokens),
             "tenants": {name: asdict(use) for name, use in metrics.tenant_tokens.items()},
             "latency": {name: _quantiles(histogram) for name, histogram in latency.items()},
+            "drafts": {
+                "count": stats.drafts,
+                "proposed": stats.proposed_tokens,
+                "accepted": stats.accepted_tokens,
+                "saved_seconds": round(stats.draft_seconds_saved, 3),
+                "decisions": stats.speculation,
+            },
             "ages": {
                 "bounds": SECONDS,
                 "evicted": evicted.counts,

@@ -227,7 +227,8 @@ def _tiers(engine: State, totals: State) -> Group:
             lines.append(Text(f"  {', '.join(wrong)}", style="red"))
     if not lines:
         lines.append(Text("no tiers", style="bright_black"))
-    lines += [Text(text, style="bright_black") for text in (_sources(totals), _ages(totals["ages"])) if text]
+    texts = _sources(totals), _ages(totals["ages"]), _drafts(totals["drafts"])
+    lines += [Text(text, style="bright_black") for text in texts if text]
     table = Table.grid(padding=(0, 1, 0, 0))
     reasons = engine["pool"]["miss_reasons"]
     most = max(reasons.values(), default=1)
@@ -249,6 +250,14 @@ def _sources(totals: State) -> str:
         return ""
     parts = [f"{tier_word(tier)} {tokens / whole:.0%}" for tier, tokens in totals["hit_tokens"].items()]
     return "tokens: " + ", ".join([*parts, f"computed {1 - totals['cached_tokens'] / whole:.0%}"])
+
+
+def _drafts(drafts: State) -> str:
+    """Return the number of drafts and the share of accepted draft tokens."""
+    if not drafts["count"]:
+        return ""
+    accepted = sum(drafts["accepted"])
+    return f"drafts: {drafts['count']:,}, {accepted / sum(drafts['proposed']):.0%} of their tokens accepted"
 
 
 def _ages(ages: State) -> str:

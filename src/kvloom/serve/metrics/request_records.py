@@ -142,6 +142,8 @@ class RequestRecord:
             "hits": [{"tier": tier, "tokens": tokens} for tier, tokens in self.hit_tokens.items()],
             "stopped": stopped,
             "preemptions": sum(progress.preemptions for progress in self.progress.values()),
+            "draft_tokens": sum(progress.draft_tokens for progress in self.progress.values()),
+            "accepted_tokens": sum(progress.accepted_tokens for progress in self.progress.values()),
             "finish_reason": self.finish_reason,
         }
 
