@@ -28,7 +28,8 @@ Tokens = npt.NDArray[np.int32]
 
 
 def layout_of(name: str) -> PoolLayout:
-    """Return the layout with this name. It is one full group of an 8B Llama, Gemma-3-12B, or Qwen3-Next-80B."""
+    """Return the layout with this name. There are three: an 8B Llama with one full group, Gemma-3-12B, and
+    Qwen3-Next-80B."""
     if name == "full":
         return PoolLayout.build(
             {f"{i}": LayerSpec("token", attention_fields(8, 128, "bf16")) for i in range(32)}

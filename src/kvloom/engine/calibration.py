@@ -67,10 +67,10 @@ class Calibration:
 
 
 class _Recorder(Pages):
-    """Pages that record the largest value of every written token and head.
+    """Pages that record the largest absolute value of every written token and head.
 
-    A percentile needs the values of all tokens, which take 4 bytes for K and V of every head and layer. Without a
-    percentile, only the maximum is stored.
+    For a percentile, the values of all tokens are stored: 4 bytes each for K and V, per token, head and layer.
+    Otherwise only the maximum is stored.
     """
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, every: bool) -> None:

@@ -154,8 +154,8 @@ class FleetIndex:
                     index.dropped(_integers(event.block_hashes), groups, place)
 
     def _group(self, index: int | None, kind: str | None, blocks: WorkerBlocks) -> int | None:
-        """Return the layer group of an event, or None if the index leaves it out. For foreign workers, the index has
-        only the groups with MAIN_KINDS, as group 0."""
+        """Return the layer group of an event, or None if the index leaves out the group. For a foreign worker, the
+        index has only groups with MAIN_KINDS, and numbers them as group 0."""
         if blocks.trusts_hashes:
             index = index or 0
             return index if index in self._known else None

@@ -182,7 +182,7 @@ class Sampler:
         return tokens
 
     def _drawn(self, changed: torch.Tensor, draw: _Draw, plan: _Plan, counts: Sequence[int]) -> torch.Tensor:
-        """Return a token for each row of one draw."""
+        """Return a sampled token for each row of `draw`."""
         words = row_words([plan.requests[i].seed for i in draw.places], [counts[i] for i in draw.places])
         sent, indexes = to_device(words, changed.device), self._indexes_of(plan)
         scaled = changed.float() / draw.temperature

@@ -324,7 +324,7 @@ class Scheduler:
 
     def _shared_part(self, decodes: list[Request]) -> list[Request]:
         """Return the decoding requests of this step. If the limit does not allow all of them, each tenant gets a
-        number by its weight. Requests that waited longest come first.
+        part in proportion to its weight. Requests that waited longest come first.
         """
         assert self.step_limit is not None
         most = self.step_limit.tokens

@@ -128,7 +128,7 @@ class ServerContext:
     def check_host(self, request: Request) -> None:
         """On a server without keys, raise ApiError 403 for a foreign Host or Origin.
 
-        Otherwise any web page could make a browser on this machine send requests."""
+        Without this check, any web page could make a browser on this machine send requests."""
         if self.keys:
             return
         host = request.headers.get("host", "localhost")
