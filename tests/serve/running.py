@@ -118,7 +118,7 @@ class Running:
 
 
 @contextmanager
-def running(folder: Path, *arguments: str, seconds: float = 300) -> Iterator[Running]:
+def running(folder: Path | str, *arguments: str, seconds: float = 300) -> Iterator[Running]:
     """Start `kvloom serve` and wait until it is ready; at the end it must stop by itself on SIGTERM."""
     command = [
         sys.executable,
