@@ -150,6 +150,7 @@ class Scheduler:
         places = places or {}
         self.started_requests = []
         self._paused, self.awaits_growth = 0, False
+        self._lookahead.start_step()
         picked: list[Scheduled] = []
         settling, self._unsettled = self._unsettled, []
         self._settling = settling
@@ -194,7 +195,11 @@ class Scheduler:
                     self._paused += 1
                     continue
             if budget:
-                budget -= self._reserve(request, budget, picked, places, until=until)
+                self._lookahead.request_checkpoints(request)
+                taken = self._reserve(request, budget, picked, places, until=until)
+                budget -= taken
+                if taken:
+                    self._lookahead.announce_checkpoint(request)
         if alone is not None and alone.sequence is None and not self._freeing and not settling:
             if self._can_grow:
                 self.awaits_growth = True
@@ -214,11 +219,9 @@ class Scheduler:
         empty: bool,
         below: tuple[float, float] = (inf, inf),
     ) -> int:
-        """Admit waiting requests within the budget, for tenants whose turn is before `below`. Return the remaining
-        budget.
-
-        If another request computes or loads the next block of a request (`next_blocks`), the request waits. No page
-        is therefore computed or loaded twice.
+        """Admit waiting requests within the budget, of tenants whose turn is before `below`. Return the remaining
+        budget. If another request computes or loads the next block of a request (`next_blocks`), or will take a
+        checkpoint for it, the request waits. No page is computed or loaded twice.
         """
         deferred: list[Request] = []  # queued again at the end, even after an exception
         passed: set[TenantQueue] = set()  # tenants whose next request lacks pages
@@ -242,6 +245,11 @@ class Scheduler:
                         continue
                     if len(deferred) <= MAX_DEFERRED:
                         continue  # another request computes its next block
+                elif len(deferred) <= MAX_DEFERRED and self._lookahead.awaits_checkpoint(
+                    waiting, match.resume
+                ):
+                    if not self._is_copying(waiting):
+                        continue
                 next_blocks.add(next_block)
                 until: int | None = None
                 if waiting.is_long and not self._host_fits(waiting):
@@ -277,6 +285,7 @@ class Scheduler:
                 taken = self._reserve(waiting, budget, picked, places, preempt=not picked, until=until)
                 budget -= taken
                 if taken:
+                    self._lookahead.announce_checkpoint(waiting)
                     self._start(waiting, match, looked_up)
                     if self.admission is not None:
                         self.admission.request_admitted(waiting)
