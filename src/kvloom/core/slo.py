@@ -40,6 +40,7 @@ ENOUGH_STEPS = 8
 """Steps that must be measured before a request is refused."""
 DELAY_SECONDS = 10.0
 """Time over which the delay of decode steps by prompts is averaged."""
+DOUBT = 0.98
 LAST_MOMENT = 1.2
 """A deferred request starts when the time to its deadline is at most this many times the time that it needs."""
 
@@ -94,6 +95,8 @@ class StepTimes:
     FADE = 0.995
     SOLVE_STEPS = 16
     SCALES = (1.0, 1e3, 1e2, 1e5, 1e6)
+    PENALTIES = (1e-6, 1e-6, 1e-6, 1e-2, 5e-2)
+    """Where steps do not tell two causes apart, the cause without a penalty counts: lengths then extrapolate linearly."""
 
     def __init__(self, coefficients: Sequence[float] | None = None) -> None:
         size = len(self.SCALES)
@@ -135,6 +138,12 @@ class StepTimes:
         a, b, c, d, e = self.coefficients
         return a + b * size.prompt_tokens + c * size.rows + d * size.context + e * size.pairs
 
+    def doubt(self) -> None:
+        """Lower the estimate slightly after it caused a refusal on an idle worker. Refused work is not measured, so
+        without this a wrong estimate would never be corrected."""
+        self._targets *= DOUBT
+        self._solution = [DOUBT * one for one in self._solution]
+
     def _solve(self) -> None:
         """Descend along one coefficient at a time from the last solution; each stays at 0 or above."""
         rows, targets, found = self._products.tolist(), self._targets.tolist(), self._solution
@@ -143,7 +152,7 @@ class StepTimes:
             for i, row in enumerate(rows):
                 if row[i] <= 0.0:
                     continue
-                ridge = 1e-6 * row[i]
+                ridge = self.PENALTIES[i] * row[i]
                 left = targets[i] - sum(a * x for a, x in zip(row, found, strict=True))
                 value = max(0.0, (found[i] * row[i] + left) / (row[i] + ridge))
                 change = max(change, abs(value - found[i]) * row[i] ** 0.5)
@@ -154,13 +163,14 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class PromptWork:
-    """A prompt to compute: its tokens without hits, expected output tokens, all its tokens, and the seconds until its
-    pages from tiers are loaded."""
+    """A prompt to compute: its tokens without hits, expected output tokens, all its tokens, the seconds until its pages
+    from tiers are loaded, and the seconds until its first token is due."""
 
     tokens: int
     output: int
     context: int
     load_seconds: float = 0.0
+    due: float = math.inf
 
     @property
     def pairs(self) -> float:
@@ -200,14 +210,16 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds until the first token and between tokens if the request starts now; the same on an idle worker; and the
-    decoding requests at the end of its prefill, as (steps left, context)."""
+    """Seconds until the first token and between tokens if the request starts now; the same on an idle worker; the
+    decoding requests at the end of its prefill, as (steps left, context); and the seconds until the first tokens of prompts
+    in the same step are due."""
 
     ttft: float
     tbt: float
     idle_ttft: float
     idle_tbt: float
     rows: tuple[tuple[float, float], ...] = ()
+    others_due: float = math.inf
 
     def total(self, output: int) -> float:
         """Seconds until an answer of `output` tokens is complete."""
@@ -231,6 +243,18 @@ class Decision:
     verdict: Verdict
     reason: str = ""
     retry_seconds: float | None = 0.0
+
+    @property
+    def message(self) -> str:
+        """A refusal as an error message."""
+        if self.retry_seconds is None:
+            return f"slo: the objective cannot be met here, even without other requests: {self.reason}; raise it, or shorten the request"
+        return f"slo: the objective cannot be met now: {self.reason}; retry in {self.retry_after} s"
+
+    @property
+    def retry_after(self) -> int | None:
+        """Whole seconds after which to retry, at least one. None if a retry does not help."""
+        return None if self.retry_seconds is None else max(1, math.ceil(self.retry_seconds))
 
 
 class SloAdmission:
@@ -301,6 +325,7 @@ class SloAdmission:
             if work is not own:
                 heapq.heappush(rows, (steps + work.output, work.context - steps))
                 context += work.context - steps
+        others_due = self._others_due(backlog.prompts, tokens, budget, time)
         rest = math.ceil(tokens / budget) - tokens / budget
         advance(rest)
         time += token * min(rest * budget, backlog.behind)
@@ -308,13 +333,30 @@ class SloAdmission:
         at_end = tuple(sorted((end - steps, base + steps) for end, base in rows))
         tbt = step + row * (len(rows) + 1) + position * (context + len(rows) * steps + own.context)
         alone = math.ceil(own.tokens / budget) * step + token * own.tokens + pair * own.pairs
+        if not backlog.prompts and not backlog.decoding and not backlog.step_seconds and not backlog.behind:
+            time = max(alone, own.load_seconds)  # without rounding
         return Prediction(
             time,
             tbt + self.prompt_delay,
             max(alone, own.load_seconds),
             step + row + position * own.context,
             at_end,
+            others_due,
         )
+
+    def _others_due(self, prompts: Sequence[PromptWork], tokens: int, budget: int, time: float) -> float:
+        """Return when the first of the prompts before a request is due that share its last step. `tokens` are those of all
+        prompts, which take `time`. A prompt that would be late without the request does not count."""
+        token = self.times.coefficients[1]
+        first = (math.ceil(tokens / budget) - 1) * budget  # tokens before the last step
+        own = tokens - sum(work.tokens for work in prompts)
+        without = time - token * own
+        end, due = 0, math.inf
+        for work in prompts:
+            end += work.tokens
+            if end > first and work.due < due and work.due >= without:
+                due = work.due
+        return due
 
     def decide(
         self,
@@ -329,6 +371,9 @@ class SloAdmission:
         decision = self._decide(objective, prediction, own, waited)
         if not is_deferred or decision.verdict is Verdict.REFUSE:
             self.counts[decision.verdict] += 1
+        is_idle = prediction is not None and not prediction.rows and prediction.ttft <= prediction.idle_ttft
+        if is_idle and decision.verdict is Verdict.REFUSE:
+            self.times.doubt()
         return decision
 
     def _decide(
@@ -342,6 +387,7 @@ class SloAdmission:
         )
         before = waited if deadline is None else 0.0
         late, slow = ttft is not None and before + prediction.ttft > ttft, False
+        delays = prediction.ttft > prediction.others_due
         if tbt is not None and own.output > 1:
             slow = prediction.tbt > tbt
         left = math.inf if deadline is None else deadline - waited
@@ -351,10 +397,13 @@ class SloAdmission:
             idle = prediction.idle_ttft + prediction.idle_tbt * max(0, own.output - 1)
             can = idle <= (deadline or 0.0)
             return Decision(Verdict.REFUSE, why, needed - left if can else None)
-        if not (late or slow):
+        if not (late or slow or delays):
             return Decision(Verdict.ADMIT)
         if deadline is not None:
-            return Decision(Verdict.ADMIT if left <= LAST_MOMENT * needed else Verdict.DEFER)
+            helps = not (late and prediction.idle_ttft > (ttft or 0.0))
+            helps = helps and not (slow and prediction.idle_tbt > (tbt or 0.0))
+            waits = helps and left > LAST_MOMENT * needed
+            return Decision(Verdict.DEFER if waits else Verdict.ADMIT)
         reasons, retry = [], [0.0]
         if late:
             assert ttft is not None
@@ -362,6 +411,11 @@ class SloAdmission:
                 f"its first token would come after {_ms(before + prediction.ttft)} ms, its objective is {_ms(ttft)} ms"
             )
             retry.append(prediction.ttft - ttft if prediction.idle_ttft <= ttft else math.inf)
+        elif delays:
+            reasons.append(
+                "in the same step, it would delay the first token of another request beyond its objective"
+            )
+            retry.append(prediction.others_due)
         if slow:
             assert tbt is not None
             reasons.append(

@@ -146,6 +146,8 @@ class _Job:
     compute: int = 0
     """Prompt tokens without hits, as it was added."""
     prediction: Prediction | None = None
+    due: float = float("inf")
+    """When its first token is due."""
     is_refused: bool = False
     pages_at: float | None = None
     """When its pages arrive from a prefill worker."""
@@ -245,7 +247,7 @@ class _Worker:
             for job in self.running
             if not job.is_decoding
         ]
-        prompts += [self.work(job, job.compute) for job in self.waiting]
+        prompts += [replace(self.work(job, job.compute), due=job.due - now) for job in self.waiting]
         decoding = [
             Decoding(
                 job.request.prompt_tokens + job.output, max(1.0, self.typical - job.output, job.output / 4)
@@ -590,6 +592,8 @@ class _Fleet:
         """Decide with the classes of the engine. With a prefill worker, it predicts the first token, and the decode
         worker the time between tokens."""
         own = computes.work(job, job.compute)
+        if objective.ttft_ms is not None:
+            job.due = job.at + objective.ttft_ms / 1e3
         prediction = computes.predict(own, job.at)
         if computes is not worker:
             own = replace(own, output=int(worker.typical))
