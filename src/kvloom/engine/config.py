@@ -1,8 +1,8 @@
-"""The settings of an engine, which `LLM`, the CLI and the server pass to it. Contains only values; does not import
-torch.
+"""The settings of an engine, which `LLM`, the CLI and the server pass to it. This module contains only values and
+does not import torch.
 
-A new setting is one field here and, for the command line, one argument in `engine/options.py`. `engine_config` builds
-an `EngineConfig` from a flat list of settings, which `LLM(...)`, flags and configuration files use.
+To add a setting, add one field here and, for the command line, one argument in `engine/options.py`. `engine_config`
+builds an `EngineConfig` from a flat list of settings. `LLM(...)`, flags and configuration files use this function.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Role = Literal["both", "prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """How pages are loaded from tiers."""
+    """Settings for loading pages from tiers."""
 
     load: LoadRule = "auto"
     """"auto" loads or recomputes pages, whichever is faster. "always" waits for every page that a tier has. "never"
@@ -53,7 +53,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine. The defaults suit a model on its own device."""
+    """Settings of one engine. The defaults suit one model on one device."""
 
     pool_bytes: int | None = None
     """Bytes of the page pool. None uses the memory that `memory_fraction` leaves."""
@@ -128,12 +128,12 @@ class EngineConfig:
 
     @property
     def draft_model(self) -> str:
-        """Folder or name of the draft model; empty without one."""
+        """Folder or name of the draft model. Empty if there is none."""
         return next((part.removeprefix("draft=") for part in self.proposers if part.startswith("draft=")), "")
 
     @property
     def proposers(self) -> list[str]:
-        """The proposers in the order in which they are asked."""
+        """The proposers, in the order in which they are tried."""
         if self.speculate == "off":
             return []
         return ["suffix"] if self.speculate == "auto" else self.speculate.split(",")
@@ -168,7 +168,7 @@ class EngineConfig:
 
     @property
     def event_settings(self) -> EventSettings | None:
-        """Where events are published, or None if they are not published."""
+        """The addresses and format of published events, or None if no events are published."""
         if self.kv_events is None:
             return None
         return EventSettings(self.kv_events, self.kv_events_replay, self.kv_events_hashes)

@@ -1,4 +1,4 @@
-"""A request: its parameters, its state, and how it finished. Data only."""
+"""A request: its parameters, its state and its results. This module contains only data."""
 
 from __future__ import annotations
 
@@ -188,7 +188,8 @@ class Request:
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]:
-        """The prompt as an array, which all samples share. Created at first use, while the device may be busy."""
+        """The prompt as an array, which all samples share. It is created at first use, while the device may be
+        busy."""
         first = self.parent or self
         if first.prompt_array is None:
             first.prompt_array = np.array(first.prompt, np.int32)
@@ -196,8 +197,8 @@ class Request:
 
     @property
     def match_control(self) -> CacheControl:
-        """The cache control for a match. It does not read if the request skips the cache or needs every prompt token
-        computed.
+        """The cache control for a match. Its `read` is off if the request skips the cache or must compute every
+        prompt token.
         """
         if self.uncached:
             return replace(self.control, read=False, store=False)
@@ -225,7 +226,7 @@ class Request:
 
     @property
     def computes_prompt_logprobs(self) -> bool:
-        """Whether its next tokens yield prompt log-probabilities."""
+        """Whether the next tokens of the request give prompt log-probabilities."""
         return self.computed < len(self.prompt) and self.wants_prompt_logprobs
 
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
@@ -260,7 +261,7 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Number of tokens whose computation is not yet launched."""
+        """Number of tokens that no launched step computes yet."""
         return len(self.tokens) + self.inflight_tokens - self.computed
 
     @property

@@ -1,6 +1,4 @@
-"""An in-flight step: a launched step whose tokens have not arrived on the host, while the next step may already
-compute.
-"""
+"""An in-flight step: a launched step whose tokens have not arrived on the host. The next step may already run."""
 
 from __future__ import annotations
 
@@ -101,8 +99,8 @@ class InflightStep:
         return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
 
     def results(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Return the tokens, and the log-probabilities by row. Adds prompt log-probabilities and embeddings to their
-        requests. Waits for all of them.
+        """Return the tokens, and the log-probabilities by row. Adds prompt log-probabilities and embeddings to
+        their requests. Waits until all of them have arrived.
         """
         if self.event is not None:
             self.event.synchronize()
@@ -124,8 +122,8 @@ def _to_host(found: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def prompt_logprobs(work: Sequence[Scheduled], logits: torch.Tensor) -> list[PromptLogprobs]:
-    """Compute the log-probabilities of the prompt tokens that follow each token of `work`, from its logits ([tokens,
-    vocabulary]).
+    """For each token of `work`, compute the log-probability of the prompt token after it. `logits` are [tokens,
+    vocabulary].
     """
     found, at = [], 0
     for request, part in work:

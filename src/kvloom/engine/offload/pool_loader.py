@@ -1,8 +1,8 @@
 """Copies the pages of a load job from host memory into reserved pages of the pool, and publishes them in the prefix
 cache.
 
-start: load plan → lease pages in host memory → reserve pages of the pool → copies finish: copies done → pages enter
-the prefix cache
+    start    load plan → lease pages in host memory → reserve pages of the pool → copies
+    finish   copies done → pages enter the prefix cache
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CopyStart(Enum):
 
 
 class PoolLoader:
-    """Copies from one host tier into one pool. `apply_copies` makes the pending copies inside the pool."""
+    """Copies from one host tier into one pool. `apply_copies` runs the pending copies inside the pool."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class PoolLoader:
         return plan.resume - match.resume, self.copy_time.seconds(size)
 
     def start(self, job: LoadJob, match: Match) -> CopyStart:
-        """Reserve pool pages for the pages of a request that host memory has, and start the copies. Sets `job.copy`
-        when pages are reserved. If the call raises after that, the caller must cancel the copy.
+        """Reserve pages of the pool for the pages of a request that are in host memory, and start the copies. Sets
+        `job.copy` when pages are reserved. If the call raises after that, the caller must cancel the copy.
         """
         plan, request, is_head = self.cache.loading.plan(match), job.request, job.phase is Phase.COPYING_HEAD
         offloading: list[bytes] = []
@@ -158,7 +158,7 @@ class PoolLoader:
 
     @property
     def has_cancelled_copies(self) -> bool:
-        """Whether pages stay reserved for cancelled copies."""
+        """Whether pages are still reserved for cancelled copies."""
         return bool(self._cancelled)
 
     def _copy_group(self, job: LoadJob, copy: PoolCopy, group: PageGroup) -> None:

@@ -1,7 +1,7 @@
 """The tokens of past sessions, so that their pages can be prefetched before the next request.
 
-A prefetch needs the tokens, but the prefix cache drops those of evicted pages, and tiers store only hashes. The
-number of tokens is limited. Does not use the cache.
+A prefetch needs the tokens. The prefix cache drops the tokens of evicted pages, and tiers store only hashes. The
+number of tokens is limited. This module does not use the cache.
 """
 
 from __future__ import annotations

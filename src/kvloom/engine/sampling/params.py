@@ -1,5 +1,5 @@
-"""The sampling parameters of a request, with the names of vLLM and the OpenAI API. Data and checks; the sampler
-applies them.
+"""The sampling parameters of a request, with the names of vLLM and the OpenAI API. This module has data and checks.
+The sampler applies the parameters.
 """
 
 from __future__ import annotations

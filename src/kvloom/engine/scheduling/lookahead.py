@@ -34,7 +34,7 @@ class Lookahead:
         self._cache, self._queue, self._match = cache, queue, match
 
     def protect_queued(self) -> None:
-        """If few slabs are free, make the cache evict pages of queued requests last."""
+        """If few slabs are free, let the cache evict pages of queued requests last."""
         if self._cache.free_slabs * SHORT_SHARE > self._cache.usable_slabs:
             return
         for request in self._queue.nearest(MAX_PROTECTED):
@@ -48,9 +48,9 @@ class Lookahead:
             request.queued_prefix = None
 
     def request_checkpoints(self, request: Request) -> None:
-        """Make a starting request take checkpoints at the positions where queued requests diverge from it.
+        """Let a starting request take checkpoints at the positions where queued requests diverge from it.
 
-        Does nothing for models without windows and states, which can resume anywhere.
+        Does nothing for models without windows and states, because they can resume at any position.
         """
         sequence, cache = request.sequence, self._cache
         if sequence is None or not cache.needs_checkpoints or not cache.checkpoint_policy.branch:

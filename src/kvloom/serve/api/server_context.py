@@ -29,8 +29,8 @@ Some = TypeVar("Some")
 
 @dataclass(slots=True)
 class ServerContext:
-    """The state of one server. `models` are by name; the first one is the default. Without `keys`, only requests to
-    loopback names are accepted.
+    """The state of one server. `models` maps names to models, and the first one is the default. Without `keys`,
+    only requests to loopback names are accepted.
     """
 
     keys: ApiKeys
@@ -56,7 +56,8 @@ class ServerContext:
         self.bodies = BodyLimiter(self.limits.bodies * self.limits.body_bytes, self.limiter.shared)
 
     def require_accepting(self) -> None:
-        """Raise ApiError while the server drains, or while no model is ready. Call it before reading a body."""
+        """Raise ApiError while the server drains, or while no model is ready. Call this method before reading a
+        body."""
         if self.limiter.is_draining:
             raise draining()
         if not any(served.status == "ok" for served in self.models.values()):

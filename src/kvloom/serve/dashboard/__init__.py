@@ -7,7 +7,7 @@
     command.py            `kvloom top`
     page/                 HTML, CSS and JavaScript of the page
 
-Imports api. Names are imported on first use: `kvloom top` needs no server packages.
+Imports api. Names are imported on first use, because `kvloom top` needs no server packages.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show a server's cache until q or Ctrl-C. Raises ValueError if the server refuses, OSError without a server."""
+    """Show a server's cache until q or Ctrl-C. Raises ValueError if the server refuses the request, and OSError
+    without a server."""
     key = args.api_key or os.environ.get(KEY)
     source = _Server(args.url, key, args.model)
     source.refresh()  # the first error is raised; later ones are shown
@@ -72,7 +73,7 @@ class _Server:
         self.state, self.error = state, ""
 
     def refresh_until(self, stop: threading.Event) -> None:
-        """Refresh until `stop` is set."""
+        """Fetch the state regularly until `stop` is set."""
         while not stop.wait(1.0 if self.state is None else float(self.state["interval"])):
             try:
                 self.refresh()

@@ -81,13 +81,13 @@ class History:
         return [list(histogram.counts) for histogram in self._histograms]
 
     def _quantiles(self) -> list[float | None]:
-        """Return the quantiles of both times over the last WINDOW samples. Takes microseconds."""
+        """Return the quantiles of TTFT and ITL over the last WINDOW samples. Takes microseconds."""
         self._counts.append(self._histogram_counts())
         recent = [one.since(counts) for one, counts in zip(self._histograms, self._counts[0], strict=True)]
         return [one.quantile(q) for one in recent for q in QUANTILES]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return one list per series, oldest first; the last value belongs to `until`."""
+        """Return one list per series, oldest first. The last value belongs to the time `until`."""
         rows = list(self._samples)
         series = {name: [row[i] for row in rows] for i, name in enumerate(SERIES)}
         return {"seconds": self._seconds, "until": self._last or None, "series": series}

@@ -231,6 +231,8 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     | `in_other_tenant`           | another tenant has more of this prompt                                     |
     | `loads`                     | loads from tiers: tier, start, end, tokens                                 |
     | `prompt_tokens`             | of a prompt with images: the count with expanded placeholders              |
+    | `draft_tokens`              | tokens proposed by speculation for all answers                             |
+    | `accepted_tokens`           | number of `draft_tokens` that were accepted                                |
     """
 
     id: int
@@ -247,6 +249,8 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int = 0
     loads: list[tuple[str, float, float, int]] = []
     prompt_tokens: int | None = None
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 HistogramCounts = tuple[list[int], float]

@@ -486,6 +486,8 @@ def _progress(one: _OpenRequest) -> RequestProgress:
         sum(answer.preemptions for answer in request.family),
         request.loads,
         _prompt_tokens(request),
+        sum(answer.draft_tokens for answer in request.family),
+        sum(answer.accepted_tokens for answer in request.family),
     )
 
 

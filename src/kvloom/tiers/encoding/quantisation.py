@@ -26,9 +26,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def lossy_form(form: Form, coding: Coding) -> Form:
-    """Returns the form under which a page of `form` is stored. Raises ValueError if its element type cannot be
-    re-encoded.
-    """
+    """Returns the form of a re-encoded page. Raises ValueError if the element type cannot be re-encoded."""
     if coding not in CODINGS:
         raise ValueError(f"coding={coding!r} is none of {', '.join(CODINGS)}")
     width = _WIDTH.get(form.dtype)
@@ -47,7 +45,7 @@ def lossy_form(form: Form, coding: Coding) -> Form:
 
 
 def encode(run: memoryview, dtype: str, coding: Coding, into: memoryview) -> None:
-    """Encodes one or several runs to values and scales. Infinity becomes the largest value, and NaN becomes 0."""
+    """Encodes one or several runs as values and scales. Infinity becomes the largest value, and NaN becomes 0."""
     floats = _floats(np.frombuffer(run, np.uint8), dtype).reshape(-1, BLOCK_VALUES)
     largest = _FP8_MAX if coding == "fp8" else 127.0
     floats = np.nan_to_num(floats, nan=0.0, posinf=3e38, neginf=-3e38)
@@ -63,7 +61,7 @@ def encode(run: memoryview, dtype: str, coding: Coding, into: memoryview) -> Non
 
 
 def decode(data: memoryview, dtype: str, coding: Coding, into: memoryview) -> None:
-    """Decodes values and scales to the page's element type."""
+    """Decodes values and scales to the element type of the page."""
     values = len(into) // _WIDTH[dtype]
     coded = np.frombuffer(data, np.uint8, values)
     scales = np.frombuffer(data, np.float32, values // BLOCK_VALUES, values)
@@ -100,7 +98,7 @@ def _fp8_values() -> Floats:
 
 @cache
 def _fp8_borders() -> Floats:
-    """Returns the midpoints between adjacent values among the 127 values that are not negative."""
+    """Returns the midpoints between adjacent values of the 127 non-negative fp8 values."""
     values = _fp8_values()[:127].astype(np.float64)
     return ((values[1:] + values[:-1]) / 2).astype(np.float32)
 

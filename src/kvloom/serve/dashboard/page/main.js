@@ -3,6 +3,7 @@
 import { byId, bytes, forgetColours, seconds } from "./dom.js";
 import { Ages } from "./ages.js";
 import { Curves } from "./curves.js";
+import { Drafts } from "./drafts.js";
 import { PoolMap } from "./poolmap.js";
 import { Requests } from "./requests.js";
 import { Tenants } from "./tenants.js";
@@ -10,7 +11,7 @@ import { Tiers } from "./tiers.js";
 import { Tree } from "./tree.js";
 
 const KEY = "kvloom key", THEME = "kvloom theme";
-const curves = new Curves(), map = new PoolMap(), tiers = new Tiers(), tenants = new Tenants(), ages = new Ages(), requests = new Requests();
+const curves = new Curves(), map = new PoolMap(), tiers = new Tiers(), tenants = new Tenants(), ages = new Ages(), drafts = new Drafts(), requests = new Requests();
 const tree = new Tree((branch) => map.mark(branch?.cells ?? null));
 let model = null; // the chosen one; null: the server's first
 let paused = false, failures = 0, timer = null, shownAt = null, told = "", asked = 0, round = 0;
@@ -96,6 +97,7 @@ function show(state) {
     tiers.draw(state);
     tenants.draw(state);
     ages.draw(state);
+    drafts.draw(state);
     tree.draw(engine);
   }
   performance.measure("kvloom draw", { start: began, end: performance.now() });
