@@ -136,9 +136,15 @@ class Engine:
         self.events: WirePublisher | None = None
         """Publishes block events to routers. None if events are not configured."""
         if config.event_settings is not None:
-            from kvloom.events_wire import WirePublisher
+            from kvloom.events_wire import TierBlocks, WirePublisher
 
             self.events = WirePublisher(self.cache, config.event_settings)
+            for tier in self.offload.watch_tiers() if self.offload is not None else ():
+                fingerprints = {
+                    group: [form.fingerprint for form in forms] for group, forms in tier.forms.items()
+                }
+                states = {group.index for group in self.layout.of("state")}
+                self.events.add_tier(TierBlocks(tier.medium, tier.changes.take, fingerprints, states))
         self.pool_size: PoolSize | None = None
         """Grows and shrinks an elastic pool. None if the pool keeps its size."""
         self._pool_rule: PoolRule | None = None

@@ -11,14 +11,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence as Many
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from kvloom.core import KVCache, Match, Sequence
 from kvloom.engine.config import OffloadConfig
 from kvloom.engine.request import Request
-from kvloom.tiers import HostTier, OpenTier, short_tier_names
+from kvloom.tiers import (
+    Form,
+    HostTier,
+    OpenTier,
+    PageChanges,
+    SupportsChanges,
+    UnitTier,
+    short_tier_names,
+)
 from kvloom.tiers.peer import PeerServer
 from kvloom.tiers.transfers import TransferManager
 
@@ -34,7 +42,7 @@ from .store import PageOffloader
 from .throughput import TimeModel
 from .tier_loader import TierLoader
 
-__all__ = ["OffloadManager", "Step"]
+__all__ = ["OffloadManager", "Step", "WatchedTier"]
 
 MAX_PREFETCH_JOBS = 64
 """If there are this many load jobs, queued requests are not prefetched."""
@@ -53,6 +61,14 @@ class Step(Protocol):
 
     @property
     def scheduled_requests(self) -> Collection[Request]: ...
+
+
+class WatchedTier(NamedTuple):
+    """A tier whose pages are published: its medium, its changes, and the forms of each layer group's pages."""
+
+    medium: str
+    changes: PageChanges
+    forms: dict[int, list[Form]]
 
 
 class OffloadManager:
@@ -115,6 +131,19 @@ class OffloadManager:
     @config.setter
     def config(self, config: OffloadConfig) -> None:
         self._tiers.config = config
+
+    def watch_tiers(self) -> list[WatchedTier]:
+        """Make host memory and disk tiers record their pages, for events. Call it before the first step."""
+        exact = {group: list(forms) for group, forms in self.forms.items()}
+        found = [WatchedTier("host", self.host.watch(), exact)]
+        for queue in self.transfers.queues:
+            tier = queue.tier
+            changes = tier.watch() if isinstance(tier, SupportsChanges) and not tier.is_lossy else None
+            if changes is not None:
+                stored = tier.stored_form if isinstance(tier, UnitTier) else lambda form: form
+                forms = {group: [stored(form) for form in each] for group, each in exact.items()}
+                found.append(WatchedTier(tier.name.partition(":")[0], changes, forms))
+        return found
 
     # -- the scheduler's interface ----------------------------------------------------------------
 
