@@ -10,7 +10,7 @@
 | W6   | conversations: a turn is the whole history and 448 new tokens            | 64 x 6 turns of 1024 first, 64   |
 | W7   | longest: a full context of 131072; runs only if selected                 | 1 x (130816, 256)                |
 
-All workloads are lists of conversations; all but W6 have one turn. The same seed and round give the same tokens.
+All workloads are lists of conversations. Only conversations of W6 have more than one turn. The same seed and round give the same tokens.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class Engine:
         | `offers_pages` | offloads the pages of each computed chunk at once, so that another worker can load them      |
         | `awaits_peer`  | host:port of the peer tier whose worker computes the prompt; the request waits for its pages |
 
-        The output of the processor is a mapping of tensors, or pixels."""
+        An image is the output of the model's processor (a mapping of tensors), or pixels."""
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
@@ -330,7 +330,8 @@ class Engine:
         return self.offload.prefetch_session(likely, self.cache.match(tokens, control))
 
     def end_session(self, session: str) -> int:
-        """Evict the pages that only this session used before all others. Return how many of its pages are cached."""
+        """Mark the pages that only this session used, so that they are evicted first. Return how many of its pages
+        are cached."""
         self._sessions.forget(session)
         return self.cache.end_session(session)
 

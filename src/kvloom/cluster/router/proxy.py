@@ -1,4 +1,5 @@
-"""Sends requests to workers: choose, forward, stream back; another worker if one fails.
+"""Sends requests to workers. Chooses a worker, forwards the request and streams the answer back. If the worker fails, chooses
+another one.
 
 | failure                                     | what happens                                                                        |
 |---------------------------------------------|-------------------------------------------------------------------------------------|

@@ -127,7 +127,7 @@ class Adaptive:
         return min(more, entry.tokens) if more > 0 else entry.tokens
 
     def _place(self, entry: Entry, visit: Visit) -> tuple[int, float]:
-        """Return the stratum and the level of an entry for the model."""
+        """Return the stratum and the level of an entry, which are inputs of `ReuseModel.index`."""
         factors = self.model.factors
         uses = factors[0][_uses(entry.hits or visit.again)]
         if entry.value >= SWITCHES:

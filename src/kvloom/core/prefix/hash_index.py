@@ -134,7 +134,7 @@ class HashIndex(Generic[HashKey]):
             yield
 
     def add_place(self, place: str) -> int:
-        """Return the number of a place. `lengths` returns the length of this place at this index."""
+        """Return the number of a place. It is the index of this place in the result of `lengths`."""
         return self._places.setdefault(place, len(self._places))
 
     def entries(self) -> list[tuple[HashKey, tuple[HashKey, int]]]:
@@ -249,7 +249,7 @@ class HashIndex(Generic[HashKey]):
         """Return the longest resumable length of a prompt in each place, in tokens. The index of a length is the
         number of the place.
 
-        `bits` are the result of `bits` for the hashes of the prompt. The bits of several indexes with the same
+        Pass the result of the method `bits` for the hashes of the prompt. The bits of several indexes with the same
         places and groups may be joined by `|`. Partial last blocks are left out. Without windows and states the
         cost is one comparison per block, and some work per place."""
         if self._windows or self._states:

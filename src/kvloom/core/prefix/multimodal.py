@@ -25,7 +25,7 @@ __all__ = ["Media", "MediaIds", "MediaRun"]
 @dataclass(frozen=True, slots=True)
 class Media:
     """The placeholder tokens [start, stop) of a prompt, and the digest of their content. `tokens` is the number of
-    tokens on the media axis, if the model has such layers.
+    tokens on the media axis, if the model has layers on this axis.
     """
 
     start: int

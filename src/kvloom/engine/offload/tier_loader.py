@@ -125,8 +125,8 @@ class TierLoader:
         return self.config.load == "always" or request.awaits_peer is not None
 
     def is_worth_loading(self, request: Request, tokens: int, all_tokens: int, seconds: float | None) -> bool:
-        """Return whether loading, which takes `seconds`, is faster than computing. `tokens` of the `all_tokens`
-        missing tokens would be computed.
+        """Return whether loading `tokens` tokens, which takes `seconds`, is faster than computing them.
+        `all_tokens` is the number of all missing tokens of the prompt.
         """
         if self.loads_always(request) or seconds is None or not self.prefill_time.is_known:
             return True

@@ -434,8 +434,8 @@ class Scheduler:
         return self._queue.requeue_ready(self.offload.is_pending)
 
     def step_launched(self, work: Many[Scheduled]) -> None:
-        """Commit the tokens of launched work that are on the host. If a request has no further tokens, it gets an
-        in-flight token.
+        """Commit the tokens of launched work that are on the host. If all known tokens of a request are launched,
+        count its next token as in flight.
         """
         rows, tokens = [], []
         for request, part in work:

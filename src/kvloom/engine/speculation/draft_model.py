@@ -119,7 +119,7 @@ class DraftModelProposer:
             self._runner.run(works, [])
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
-        """If a whole draft was accepted, record that the draft model has not computed its last token."""
+        """If a whole draft was accepted, record that the draft model has not computed the last token of the draft."""
         if own and accepted == drafted and not self._complete:
             request.draft_missing = request.computed - 1
 

@@ -123,8 +123,8 @@ class Batch:
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """For each token, its row and the number of tokens that it sees. None unless every row has one token and
-        drafts."""
+        """For each token, its row and the number of tokens that it sees. None unless each row consists of one token
+        and its drafts."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
