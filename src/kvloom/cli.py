@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("kvloom.serve.explain_command", "Explain why a request hit or missed the cache."),
     "top": (
         "kvloom.serve.dashboard.command",
-        "Show a server's cache live in the terminal, like /dashboard.",
+        "Show a server's cache or a router's fleet live in the terminal, like /dashboard.",
     ),
     "share": (
         "kvloom.tiers.peer.share_command",

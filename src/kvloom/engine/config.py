@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-from kvloom.core import Tenant
+from kvloom.core import Objective, Tenant
 from kvloom.events_wire import EventSettings
 from kvloom.models.specs import KVDtype
 from kvloom.tiers import OpenTier
@@ -108,6 +108,10 @@ class EngineConfig:
     """Tiers, fastest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """How pages are loaded from the tiers."""
+    slo_ttft: float | None = None
+    """Milliseconds until the first token of requests without an objective of their own. None means no objective."""
+    slo_tbt: float | None = None
+    """Milliseconds between tokens of requests without an objective of their own. None means no objective."""
     role: Role = "both"
     """What a worker does: "prefill" offers the pages of every prompt, "decode" computes prompts in short steps."""
     kv_events: str | None = None
@@ -116,6 +120,11 @@ class EngineConfig:
     """ZMQ address that replays past events and sends snapshots. None means that routers cannot fill gaps."""
     kv_events_hashes: Literal["int64", "bytes"] = "int64"
     """How block hashes travel: signed 64-bit integers, or all bytes."""
+
+    @property
+    def objective(self) -> Objective:
+        """The objective of requests that have none."""
+        return Objective(self.slo_ttft, self.slo_tbt)
 
     @property
     def draft_model(self) -> str:
@@ -155,7 +164,7 @@ class EngineConfig:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is negative: give tokens, or 0")
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ValueError("kv_events_replay needs kv_events: give the address of the events, too")
-        _ = self.event_settings  # raises for invalid addresses
+        _ = self.event_settings, self.objective  # raise for invalid values
 
     @property
     def event_settings(self) -> EventSettings | None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from kvloom.combinations import refused
-from kvloom.core import CacheControl, CopyBatch
+from kvloom.core import CacheControl, CopyBatch, Objective
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.paged import ImageInputs
 from kvloom.models.vision import Vision
@@ -42,7 +42,7 @@ from .execution import (
     prompt_logprobs,
 )
 from .offload import OffloadManager, SessionHistory, open_offload
-from .request import Request, token_ids
+from .request import Request, SloState, token_ids
 from .sampling import (
     BeamSearch,
     Grammar,
@@ -78,6 +78,8 @@ MIN_DRAFT_ROWS = 64
 """Positions at which a step with drafts may sample at least; otherwise as many as there are running requests."""
 DECODE_PROMPT_TOKENS = 256
 """Largest number of prompt tokens in a step of a decode worker."""
+HELD_SECONDS = 0.002
+"""Sleep, in seconds, of a step without work while requests wait for their objective."""
 MASK_WAIT_SECONDS = 0.01
 """Longest sleep, in seconds, of a step in which all requests wait for grammar masks."""
 
@@ -219,6 +221,8 @@ class Engine:
         resume: Many[int] = (),
         offers_pages: bool = False,
         awaits_peer: str | None = None,
+        slo: Objective | None = None,
+        arrived: float | None = None,
     ) -> Request:
         """Queue a request and return it. Raises ValueError for a request that can never run.
 
@@ -230,6 +234,10 @@ class Engine:
         | `resume`       | output tokens that another engine generated; the request continues after them                |
         | `offers_pages` | offloads the pages of each computed chunk at once, so that another worker can load them      |
         | `awaits_peer`  | host:port of the peer tier whose worker computes the prompt; the request waits for its pages |
+        | `slo`          | objective of the request, over those of its tenant and of the engine                          |
+        | `arrived`      | when the request arrived, on the monotonic clock; now if it is missing                        |
+
+        A request that cannot meet its objective has the finish reason "slo", at once or after it was deferred.
 
         An image is the output of the model's processor (a mapping of tensors), or pixels."""
         params = params or SamplingParams()
@@ -257,6 +265,10 @@ class Engine:
             offers_pages=offers_pages or self.role == "prefill",
             awaits_peer=awaits_peer,
         )
+        objective = self._objective(request, slo)
+        if objective and not resume:
+            now = self.cache.clock.now()
+            request.slo = SloState(objective, now if arrived is None else min(arrived, now))
         request.children = [
             Request(
                 self._request_count + i,
@@ -291,6 +303,17 @@ class Engine:
             self._output_processor.resume(request, resume)
         self._request_count += params.samples
         return request
+
+    def _objective(self, request: Request, given: Objective | None) -> Objective:
+        """Return the objective of a request: its own, over that of its tenant, over that of the engine. Prompts that other
+        workers decode have none, and embeddings only their own."""
+        if request.offers_pages:
+            return Objective()
+        own = given or Objective()
+        if request.params.pooling is not None:
+            return own
+        tenant = self.cache.account(request.control.tenant).tenant.objective
+        return own.over(tenant).over(self.config.objective)
 
     def begin_grammar(self, params: SamplingParams, tenant: str = "") -> Grammar | None:
         """Start to compile the grammar of `params` and return it. Return None if there is no grammar. Does not
@@ -384,6 +407,11 @@ class Engine:
             is_waiting = bool(self.scheduler.loading_count)
             self.offload.after_step(started, finished, self._inflight, is_waiting)
             self._sessions.record_requests(self._updated)
+        if finished is not None:
+            self.scheduler.slo.observe_step(finished.size, time.perf_counter() - started)
+        elif self._inflight is None and self.scheduler.slo.held:
+            time.sleep(HELD_SECONDS)
+        self.scheduler.slo.record_tokens()
         if finished is not None and self.speculation is not None:
             self.speculation.observe_step(finished.work, time.perf_counter() - started)
         if finished is not None and self.scheduler.step_limit is not None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from kvloom.combinations import refused
-from kvloom.core import CacheControl, Pin
+from kvloom.core import CacheControl, Objective, Pin
 from kvloom.models.loading import LoadFormat, choose_device, load
 from kvloom.models.specs import folder_of
 
@@ -66,6 +66,9 @@ class Result:
     outputs: list[Completion]
     num_cached_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    slo: dict[str, Any] | None = None
+    """Objective, prediction and outcome in milliseconds; a refused prompt has the finish reason "slo" and `refusal` here.
+    None without an objective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +156,18 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
         control: CacheControl | Sequence[CacheControl] | None = None,
+        slo: Objective | None = None,
     ) -> list[Result]:
         """Return results in the order of the prompts. All requests run together. If one of them can never run,
         raises ValueError and runs none.
 
         `params` and `control` are one object for all prompts, or a list with one per prompt. `control` contains the
         caching options: tenant, session, `store`, `read`, priorities of token ranges.
+
+        With `slo`, a prompt that cannot meet the objective is not run: its answers are empty, with the finish reason
+        "slo", and `Result.slo` has the reason. Prompts before it in the list are ahead of it.
         """
-        many, requests = self._add(prompts, params, control)
+        many, requests = self._add(prompts, params, control, slo=slo)
         try:
             self._run(requests, progress)
         except BaseException:
@@ -238,12 +245,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         control: CacheControl | Sequence[CacheControl] | None = None,
+        slo: Objective | None = None,
     ) -> Iterator[Delta]:
         """Yield deltas as tokens arrive. Deltas of one sample are in order. Deltas of several samples are
         interleaved. The requests start at the first iteration. Leaving the loop cancels them. Raises ValueError for
-        `best_of` and beams, which need `generate`.
+        `best_of` and beams, which need `generate`. A prompt that cannot meet `slo` ends with the finish reason "slo".
         """
-        _, requests = self._add(prompts, params, control, text=True)
+        _, requests = self._add(prompts, params, control, text=True, slo=slo)
         open_ = [one for request in requests for one in request.family]
         places = {
             id(one): (i, j) for i, request in enumerate(requests) for j, one in enumerate(request.family)
@@ -273,6 +281,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         control: CacheControl | Sequence[CacheControl] | None = None,
         text: bool = False,
+        slo: Objective | None = None,
     ) -> tuple[list[Any], list[Request]]:
         """Return the prompts as a list, and their requests. If one prompt is refused, raises ValueError and adds
         none.
@@ -295,7 +304,7 @@ class LLM:
             for prompt, mine, cached in zip(many, each, controls, strict=True):
                 with_text = text and self.tokenizer is not None
                 ids, images = self._read_prompt(prompt)
-                requests.append(self.engine.add(ids, mine, cached, text=with_text, images=images))
+                requests.append(self.engine.add(ids, mine, cached, text=with_text, images=images, slo=slo))
         except BaseException:
             self._cancel(requests)
             raise
@@ -359,7 +368,8 @@ class LLM:
                 None,
                 *self._with_texts([one for one in request.prompt_logprobs if one is not None]),
             ]
-        return Result(text, list(request.prompt), outputs, request.cached_tokens or 0, prompt_logprobs)
+        slo = None if request.slo is None else request.slo.report(request.output_count)
+        return Result(text, list(request.prompt), outputs, request.cached_tokens or 0, prompt_logprobs, slo)
 
     def _completion(self, index: int, one: Request) -> Completion:
         assert one.finish_reason is not None

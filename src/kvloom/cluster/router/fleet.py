@@ -20,15 +20,18 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvloom.core import HASH_TOKENS, root_hash
+from kvloom.core import HASH_TOKENS, Histogram, root_hash
 from kvloom.events_wire import EventBatch, Subscriber
 
 from .fleet_index import FleetIndex, Group
 from .scoring import Scorer, ScoringOptions, SpeedModel, WorkerLoad
 
-__all__ = ["Fleet", "ServedModel", "Worker"]
+__all__ = ["Fleet", "Offer", "ServedModel", "Worker"]
 
 log = logging.getLogger("kvloom.router")
+LATENCY_SECONDS = (0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08,
+                   0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)  # fmt: skip
+"""Bounds of the router's histograms: its own time is below a millisecond, a first token may take minutes."""
 CHECK_SECONDS = 1.0
 CHECK_TIMEOUT = 3.0
 FAILED_CHECKS = 2
@@ -49,6 +52,22 @@ class Offer:
     """What the worker does: "prefill", "decode" or "both"."""
     peer: str | None = None
     """Address, `host:port`, at which other workers read its pages."""
+    load: dict[str, Any] = field(default_factory=dict)
+    """What the worker's engine does and has, as it last reported."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """What this router sent to a worker."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    expected_hit_tokens: int = 0
+    failures: int = 0
+    prefills: dict[str, int] = field(default_factory=dict)
+    """Prompts that the worker computed for others, by decode worker."""
+    ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
+    """Of streams."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +89,7 @@ class Worker:
     """Aborts the requests that are running on it."""
     subscribers: dict[str, tuple[Subscriber, asyncio.Task[None]]] = field(default_factory=dict)
     check: asyncio.Task[None] | None = None
+    sent: Sent = field(default_factory=Sent)
 
 
 @dataclass(slots=True, eq=False)
@@ -166,7 +186,8 @@ class Fleet:
                     await self._withdraw(worker, model)
                 self._offer(worker, model, offer)
             else:
-                known.role, known.peer = offer.role, offer.peer  # the role may change while serving
+                # The role may change while serving.
+                known.role, known.peer, known.load = offer.role, offer.peer, offer.load
         if not worker.is_alive and offers:
             worker.is_alive = True
             log.info("worker %s is alive: %s", worker.name, ", ".join(offers))
@@ -276,6 +297,7 @@ def _offer(found: dict[str, Any]) -> Offer:
         found["replay"],
         found.get("role", "both"),
         found.get("peer"),
+        found.get("load") or {},
     )
 
 

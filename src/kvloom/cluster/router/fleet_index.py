@@ -96,6 +96,12 @@ class FleetIndex:
     def workers(self) -> Iterable[str]:
         return self._workers.keys()
 
+    def counts(self, worker: str) -> dict[str, int]:
+        """Return the blocks of a worker by medium, from its events."""
+        blocks = self._workers.get(worker)
+        place = "" if blocks is None else str(blocks.number)
+        return {medium: index.count(place) for medium, index in self._media.items()}
+
     def add(self, worker: str, trusts_hashes: bool = True, root: bytes = bytes(HASH_BYTES)) -> None:
         """Add a worker without blocks. Does nothing if the index has the worker."""
         if worker in self._workers:

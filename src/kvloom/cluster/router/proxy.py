@@ -22,12 +22,12 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvloom.core import SECONDS, Histogram
+from kvloom.core import Histogram
 from kvloom.serve.errors import ApiError
 
 from .answer_stream import AnswerStream, DivergedError, WorkerFailedError
 from .fair_queue import FairQueue, QueueFullError
-from .fleet import Fleet, ServedModel, Worker, now
+from .fleet import LATENCY_SECONDS, Fleet, ServedModel, Worker, now
 from .prompt_keys import PromptKeys, PromptReader, roots_of
 from .scoring import Choice
 
@@ -120,8 +120,8 @@ class Counts:
     expected_hit_tokens: int = 0
     hand_overs: int = 0
     """Requests whose prompt a prefill worker computes."""
-    overhead: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    ttft: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    overhead: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
+    ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
 
 
 class _AbortedError(Exception):
@@ -260,8 +260,10 @@ class Proxy:
             load.sent(call, keys.length - choice.cached, keys.length, now())
         hashes = call.hashes.get(worker.name, [])
         (served.index if keys.tokens is not None else served.texts).expect(worker.name, hashes)
-        self.counts.prompt_tokens += keys.length
-        self.counts.expected_hit_tokens += choice.cached
+        for counts in (self.counts, worker.sent):
+            counts.prompt_tokens += keys.length
+            counts.expected_hit_tokens += choice.cached
+        worker.sent.requests += 1
 
     def _first_token(self, call: Call, worker: Worker) -> None:
         served = self.fleet.models[call.model]
@@ -302,6 +304,7 @@ class Proxy:
         prefill = self.fleet.workers[found.worker]
         host, _, port = (prefill.models[call.model].peer or "").rpartition(":")
         self.counts.hand_overs += 1
+        prefill.sent.prefills[worker.name] = prefill.sent.prefills.get(worker.name, 0) + 1
         task = asyncio.create_task(self._prefill(call, prefill, keys.length - found.cached))
         params = {"do_remote_prefill": True, "remote_host": host, "remote_port": int(port)}
         return {"kv_transfer_params": params}, [task]
@@ -369,6 +372,7 @@ class Proxy:
                     return
             except _AbortedError as error:
                 self.counts.failovers += 1
+                worker.sent.failures += 1
                 if has_begun:  # this endpoint's streams cannot be continued
                     failed = ApiError(502, f"the worker failed in the answer: {error}", code="worker_failed")
                     await send(
@@ -420,6 +424,7 @@ class Proxy:
                     return
             except (_AbortedError, WorkerFailedError) as error:
                 self.counts.failovers += 1
+                worker.sent.failures += 1
                 why = str(error)
             except DivergedError as error:
                 self.counts.diverged_streams += 1
@@ -475,7 +480,8 @@ class Proxy:
                 if not passed:
                     continue
                 if not has_begun:
-                    self.counts.ttft.add(now() - call.at)
+                    for counts in (self.counts, worker.sent):
+                        counts.ttft.add(now() - call.at)
                     await send(
                         {
                             "type": "http.response.start",

@@ -7,8 +7,10 @@ for other tenants.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
+
+from kvloom.core.slo import Objective
 
 from .policies import Entry, Policy
 from .queue import EvictionQueue
@@ -35,6 +37,8 @@ class Tenant:
     quota: int | None = None
     weight: float = 0.0
     firm: bool = True
+    objective: Objective = field(default_factory=Objective)
+    """Objective of its requests that have none of their own."""
 
     @property
     def claim(self) -> float:

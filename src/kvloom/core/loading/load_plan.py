@@ -246,7 +246,8 @@ class LoadPlan:
         present = min(self.limit, self._reach * self.block) if full and self._round else 0
         if present < self.resume + self.block:
             return None
-        return Miss("snapshot missing" if self._states else "window page missing", self.resume)
+        reason = "snapshot missing" if self._states else "window page missing"
+        return Miss(reason, self.resume, matched=present // self.block * self.block)
 
     # -- missing pages --------------------------------------------------------------------------
 

@@ -38,12 +38,15 @@ NOT_CACHED = ("never seen", "evicted")
 
 
 class Miss(NamedTuple):
-    """The position where a lookup ended, and the reason. `when` and `policy` are set for evicted pages."""
+    """The position where a lookup ended, and the reason. `when` and `policy` are set for evicted pages. `matched` is
+    set if tiers have pages up to a later position, but no checkpoint there.
+    """
 
     reason: str
     position: int
     when: float | None = None
     policy: str | None = None
+    matched: int = 0
 
     def __str__(self) -> str:
         detail = f" at {self.when:.3f} s by {self.policy}" if self.when is not None else ""

@@ -140,6 +140,20 @@ class OffloadManager:
             job = self._jobs[request] = LoadJob(request, can_wait=can_wait)
             self._tiers.advance(job, match)
 
+    def load_estimate(self, request: Request, match: Match) -> tuple[int, float] | None:
+        """Return the tokens after `match` that tiers have, and the seconds until they are loaded; 0 seconds if nothing was
+        measured. Returns None while tiers look them up. Does not load. Costs a load plan if host memory is the only tier.
+        """
+        if not self._may_load(request, match) or request.is_long:
+            return 0, 0.0
+        job = self._jobs.get(request)
+        if job is not None:
+            plan = job.lookup.plan
+            if plan is None or not job.lookup.is_complete:
+                return None
+            return max(0, plan.resume - match.resume), self._tiers.seconds_left(job, match.resume)
+        return self._pool.estimate(request, match)
+
     def before_admission(self, request: Request, match: Match) -> Decision:
         """Decide the action of the next waiting request. `match` must be current. May start or finish a load job.
 

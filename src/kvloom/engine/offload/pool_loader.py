@@ -14,6 +14,7 @@ from enum import Enum
 import numpy as np
 
 from kvloom.core import KVCache, Match, PageGroup
+from kvloom.engine.request import Request
 from kvloom.tiers import HostTier, Objects
 
 from .host_pages import HostPages
@@ -57,6 +58,18 @@ class PoolLoader:
         """Seconds of the last load, from host memory to published pages."""
         self._store, self._tiers, self._apply_copies, self._stats = store, tiers, apply_copies, stats
         self._cancelled: list[PoolCopy] = []
+
+    def estimate(self, request: Request, match: Match) -> tuple[int, float]:
+        """Return the tokens after `match` that host memory has, and the seconds to copy them; 0 seconds if nothing was
+        measured."""
+        if self.host.is_empty or self._tiers.host_misses(self.cache.loading.first_query(match), request):
+            return 0, 0.0
+        plan = self.cache.loading.plan(match)
+        while queries := plan.next_queries():
+            plan.answer([self.host.lookup(self._tiers.objects_for(query, request)) for query in queries])
+        missing = plan.missing_pages() if plan.resume > match.resume else []
+        size = sum(len(pages.hashes) * pages.group.page_stride * pages.group.runs for pages in missing)
+        return plan.resume - match.resume, self.copy_time.seconds(size)
 
     def start(self, job: LoadJob, match: Match) -> CopyStart:
         """Reserve pages of the pool for the pages of a request that are in host memory, and start the copies. Sets

@@ -252,6 +252,18 @@ class TierLoader:
             return resume
         return match.resume + met // 2 * block
 
+    def seconds_left(self, job: LoadJob, first: int) -> float:
+        """Return the seconds until the pages of a job from token `first` on are loaded; 0 without a measured rate."""
+        if job.transfer.bytes_from is None:
+            return 0.0
+        load = self._load_seconds(job)
+        seconds = (
+            0.0
+            if load is None
+            else load(max(first, job.transfer.chunks[-1].first) if job.transfer.chunks else first)
+        )
+        return seconds if math.isfinite(seconds) else 0.0
+
     def _load_seconds(self, job: LoadJob) -> Callable[[int], float] | None:
         """Return a function from a token to the seconds until all missing pages after this token are loaded.
         Returns None without a measured rate.

@@ -19,7 +19,7 @@ from math import inf
 
 import numpy as np
 
-from kvloom.core import NOT_CACHED, CacheControl, KVCache, Match, Sequence
+from kvloom.core import NOT_CACHED, CacheControl, KVCache, Match, Sequence, Verdict
 from kvloom.engine.offload import Action, OffloadManager
 from kvloom.engine.request import Request
 from kvloom.engine.sampling import Finish, Successor, assign_slots
@@ -29,6 +29,7 @@ from .admission import Admission
 from .feasibility import Feasibility
 from .lookahead import Lookahead
 from .preemption import RANK, Scheduled, choose_victim
+from .slo_gate import SloGate
 from .step_limit import StepLimit
 from .waiting_queue import NextBlock, TenantQueue, WaitingQueue, next_block_of
 
@@ -82,6 +83,8 @@ class Scheduler:
         self.admission: Admission | None = Admission(cache)
         """Projects the growth of running requests. None admits every request for which pages are free now."""
         self._queue = WaitingQueue(cache.inspect.accounts)
+        self.slo = SloGate(cache, self._queue, self._match)
+        """Decides about requests with an objective."""
         self._several = len(cache.inspect.accounts) > 1
         self.step_limit = StepLimit(max(1, token_budget // SHARED_STEPS)) if self._several else None
         """Limits the tokens of a step. None with one tenant."""
@@ -97,7 +100,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Number of waiting requests. O(waiting)."""
-        return sum(1 for _ in self._queue)
+        return sum(1 for _ in self._queue) + len(self.slo.held)
 
     @property
     def _can_grow(self) -> bool:
@@ -111,23 +114,37 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.running or self._unsettled) or any(True for _ in self._queue)
+        return bool(self.running or self._unsettled or self.slo.held) or any(True for _ in self._queue)
 
     @property
     def open(self) -> list[Request]:
         """The unfinished requests."""
-        return [*(request for request in self.running if request.finish_reason is None), *self._queue]
+        open_ = (*self.running, *self.slo.held)
+        return [*(request for request in open_ if request.finish_reason is None), *self._queue]
 
     def add(self, request: Request) -> None:
-        """Queue a request and prefetch its pages. Raises ValueError with the numbers if the request can never run."""
+        """Queue a request and prefetch its pages. Raises ValueError with the numbers if the request can never run.
+
+        A request that cannot meet its objective is held, or finished with the reason "slo"."""
         may_be_long = self._feasibility.check(request, self.reachable_slabs)
         is_long = may_be_long and not self._holds_next_token(request)
         for sample in request.family:
             sample.may_be_long, sample.is_long = may_be_long, is_long
-        self._queue.push(request)
         if self.offload is not None and not is_long:
-            can_wait = bool(self.running) or self._queue.length > 1
+            can_wait = bool(self.running) or self._queue.length > 0
             self.offload.prefetch(request, self._match, can_wait)
+        self._decide(request)
+
+    def _decide(self, request: Request) -> None:
+        """Queue a request, unless it has an objective that it cannot meet now."""
+        if request.slo is not None:
+            limits = self.token_budget, self.max_running
+            verdict = self.slo.decide(request, self.running, limits, self.admission, self.offload)
+            if verdict is Verdict.REFUSE:
+                self.finish(request, "slo")
+            if verdict is not Verdict.ADMIT:
+                return
+        self._queue.push(request)
 
     def runs_cold(self, length: int, tenant: str, pool_bytes: int) -> bool:
         """Return whether a request of `length` tokens can run with cold pages if it may use `pool_bytes` bytes of
@@ -150,10 +167,15 @@ class Scheduler:
         places = places or {}
         self.started_requests = []
         self._paused, self.awaits_growth = 0, False
+        self._lookahead.start_step()
         picked: list[Scheduled] = []
         settling, self._unsettled = self._unsettled, []
         self._settling = settling
         next_blocks = self._poll_loads()
+        for request in self.slo.due():
+            self._decide(request)
+            if request.finish_reason is not None:
+                self.rejected.append(request)
         self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
         if self._several:
             self._share_out()
@@ -194,7 +216,11 @@ class Scheduler:
                     self._paused += 1
                     continue
             if budget:
-                budget -= self._reserve(request, budget, picked, places, until=until)
+                self._lookahead.request_checkpoints(request)
+                taken = self._reserve(request, budget, picked, places, until=until)
+                budget -= taken
+                if taken:
+                    self._lookahead.announce_checkpoint(request)
         if alone is not None and alone.sequence is None and not self._freeing and not settling:
             if self._can_grow:
                 self.awaits_growth = True
@@ -214,11 +240,9 @@ class Scheduler:
         empty: bool,
         below: tuple[float, float] = (inf, inf),
     ) -> int:
-        """Admit waiting requests within the budget, for tenants whose turn is before `below`. Return the remaining
-        budget.
-
-        If another request computes or loads the next block of a request (`next_blocks`), the request waits. No page
-        is therefore computed or loaded twice.
+        """Admit waiting requests within the budget, of tenants whose turn is before `below`. Return the remaining
+        budget. If another request computes or loads the next block of a request (`next_blocks`), or will take a
+        checkpoint for it, the request waits. No page is computed or loaded twice.
         """
         deferred: list[Request] = []  # queued again at the end, even after an exception
         passed: set[TenantQueue] = set()  # tenants whose next request lacks pages
@@ -242,6 +266,11 @@ class Scheduler:
                         continue
                     if len(deferred) <= MAX_DEFERRED:
                         continue  # another request computes its next block
+                elif len(deferred) <= MAX_DEFERRED and self._lookahead.awaits_checkpoint(
+                    waiting, match.resume
+                ):
+                    if not self._is_copying(waiting):
+                        continue
                 next_blocks.add(next_block)
                 until: int | None = None
                 if waiting.is_long and not self._host_fits(waiting):
@@ -277,6 +306,7 @@ class Scheduler:
                 taken = self._reserve(waiting, budget, picked, places, preempt=not picked, until=until)
                 budget -= taken
                 if taken:
+                    self._lookahead.announce_checkpoint(waiting)
                     self._start(waiting, match, looked_up)
                     if self.admission is not None:
                         self.admission.request_admitted(waiting)

@@ -224,7 +224,7 @@ class GenerationEndpoint(ABC):
                 fields.cache_salt or "",
                 bool(fields.end_session),
                 bool(fields.lossy),
-                _token_ranges(fields, prompt, facts.block_tokens),
+                _token_ranges(fields, prompt),
                 self._image_prompt(fields, prompt, tenant, facts),
                 fields.resume_token_ids or [],
                 None if fields.cache is None else fields.cache.pin,
@@ -524,14 +524,12 @@ def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | N
     return max(1, most + 1 - (new or 1))
 
 
-def _token_ranges(
-    fields: CompletionFields | ChatFields, prompt: Prompt, block_tokens: int
-) -> list[TokenRange]:
-    """Return the priorities of token ranges in whole blocks. They come from the request and from cache breakpoints."""
+def _token_ranges(fields: CompletionFields | ChatFields, prompt: Prompt) -> list[TokenRange]:
+    """Return the priorities of token ranges: those of the request, and those of cache breakpoints."""
     own = () if fields.cache is None else fields.cache.retain or ()
     ranges = [TokenRange(one.start, one.stop, one.priority, one.ttl) for one in own]
     for stop, ttl in sorted(prompt.retain):
-        ranges.append(TokenRange(stop=-(-stop // block_tokens) * block_tokens, ttl=ttl))
+        ranges.append(TokenRange(stop=stop, ttl=ttl))
     return ranges
 
 

@@ -89,6 +89,19 @@ class ServedModel:
             "replay": settings.get("kv_events_replay"),
             "role": self.engine.role,
             "peer": None if facts.peer_address is None else "{}:{}".format(*facts.peer_address),
+            "load": self._load(),
+        }
+
+    def _load(self) -> dict[str, Any]:
+        """Return what the engine does and has, for the fleet page of a router."""
+        stats, metrics = self.engine.stats, self.metrics
+        return {
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "prompt_tokens": metrics.prompt_tokens,
+            "cached_tokens": metrics.cached_tokens,
+            "used": 1 - stats.free_slabs / stats.slabs if stats.slabs else 0.0,
+            "tiers": [{"name": one.name, "pages": one.objects, "bytes": one.bytes} for one in stats.tiers],
         }
 
     def to_dict(self) -> dict[str, Any]:

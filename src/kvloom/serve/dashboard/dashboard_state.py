@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from dataclasses import asdict
 from typing import Any
 
@@ -31,7 +30,6 @@ REFRESH_SECONDS = 1.0
 WAIT_SECONDS = 2.0
 """Seconds that viewers wait for a new snapshot. After that they get the previous one."""
 SAMPLE_SECONDS = 2.0
-SAMPLES = 300
 _encode = msgspec.json.Encoder().encode
 
 
@@ -63,7 +61,7 @@ class DashboardState:
 
     def __init__(self, context: ServerContext, served: ServedModel) -> None:
         self._context, self._served = context, served
-        self._history = History(served, deque(maxlen=SAMPLES), SAMPLE_SECONDS)
+        self._history = History(served, SAMPLE_SECONDS)
         self._snapshot: bytes | None = None
         self._snapshot_at = 0.0
         self._cached_json: tuple[float, bytes] = (0.0, b"")
