@@ -123,7 +123,7 @@ class EngineConfig:
 
     @property
     def objective(self) -> Objective:
-        """The objective of requests that have none."""
+        """The objective of requests that set none."""
         return Objective(self.slo_ttft, self.slo_tbt)
 
     @property

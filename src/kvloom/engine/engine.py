@@ -305,8 +305,8 @@ class Engine:
         return request
 
     def _objective(self, request: Request, given: Objective | None) -> Objective:
-        """Return the objective of a request: its own, over that of its tenant, over that of the engine. Prompts that other
-        workers decode have none, and embeddings only their own."""
+        """Return the objective of a request. Values come from the request first, then from its tenant, then from
+        the engine. Prompts that other workers decode have no objective. Embeddings use only their own values."""
         if request.offers_pages:
             return Objective()
         own = given or Objective()

@@ -53,12 +53,12 @@ class Offer:
     peer: str | None = None
     """Address, `host:port`, at which other workers read its pages."""
     load: dict[str, Any] = field(default_factory=dict)
-    """What the worker's engine does and has, as it last reported."""
+    """Load, hits and tiers of the engine, from the last report of the worker."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """What this router sent to a worker."""
+    """The requests that this router sent to a worker: counts and times to first token."""
 
     requests: int = 0
     prompt_tokens: int = 0

@@ -141,8 +141,9 @@ class OffloadManager:
             self._tiers.advance(job, match)
 
     def load_estimate(self, request: Request, match: Match) -> tuple[int, float] | None:
-        """Return the tokens after `match` that tiers have, and the seconds until they are loaded; 0 seconds if nothing was
-        measured. Returns None while tiers look them up. Does not load. Costs a load plan if host memory is the only tier.
+        """Return the number of tokens after `match` that tiers have, and the seconds until they are loaded. The
+        seconds are 0 if no load was measured. Returns None while tiers look up the pages. Loads nothing. If host
+        memory is the only tier, costs a load plan.
         """
         if not self._may_load(request, match) or request.is_long:
             return 0, 0.0

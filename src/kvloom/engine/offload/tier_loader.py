@@ -253,7 +253,8 @@ class TierLoader:
         return match.resume + met // 2 * block
 
     def seconds_left(self, job: LoadJob, first: int) -> float:
-        """Return the seconds until the pages of a job from token `first` on are loaded; 0 without a measured rate."""
+        """Return the seconds until the pages of a job from token `first` on are loaded. Returns 0 if no rate was
+        measured."""
         if job.transfer.bytes_from is None:
             return 0.0
         load = self._load_seconds(job)

@@ -136,7 +136,7 @@ class Scheduler:
         self._decide(request)
 
     def _decide(self, request: Request) -> None:
-        """Queue a request, unless it has an objective that it cannot meet now."""
+        """Queue a request. If the request cannot meet its objective now, hold or refuse it instead."""
         if request.slo is not None:
             limits = self.token_budget, self.max_running
             verdict = self.slo.decide(request, self.running, limits, self.admission, self.offload)
@@ -241,8 +241,8 @@ class Scheduler:
         below: tuple[float, float] = (inf, inf),
     ) -> int:
         """Admit waiting requests within the budget, of tenants whose turn is before `below`. Return the remaining
-        budget. If another request computes or loads the next block of a request (`next_blocks`), or will take a
-        checkpoint for it, the request waits. No page is computed or loaded twice.
+        budget. A request waits if another request computes or loads its next block (`next_blocks`), or will take a
+        checkpoint for it. No page is therefore computed or loaded twice.
         """
         deferred: list[Request] = []  # queued again at the end, even after an exception
         passed: set[TenantQueue] = set()  # tenants whose next request lacks pages

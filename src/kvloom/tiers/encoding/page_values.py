@@ -30,8 +30,8 @@ _SMALLEST_SCALE = 2.0**-100
 
 @dataclass(frozen=True, slots=True)
 class PageValues:
-    """Reads and fills pages with the fields `page`. Raises ValueError if a field has neither a float dtype nor
-    scales in the page.
+    """Reads and fills pages with the fields `page`. Raises ValueError if a field has no float dtype and no scales
+    in the page.
     """
 
     page: PageFields
@@ -51,7 +51,7 @@ class PageValues:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the values of one page."""
+        """Number of bytes of the values of one page."""
         if not self.page.tokens:
             return self.page.layers * self.page.layer_bytes
         each = self.page.layers * self.page.tokens
@@ -79,7 +79,7 @@ class PageValues:
         values[at:] = 0
 
     def fill(self, page: Any, values: Any) -> None:
-        """Fills a page from the values of another one."""
+        """Fills a page from values that were read from another page."""
         source = np.frombuffer(memoryview(values).cast("B"), np.uint8)
         if not self.page.tokens:
             target = np.frombuffer(memoryview(page).cast("B"), np.uint8)
