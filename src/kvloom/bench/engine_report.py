@@ -39,9 +39,9 @@ GOAL_WASTE = 0.04
 
 @dataclass(slots=True)
 class WorkloadResult:
-    """One workload on one runner. `best` is the best round, and `rounds` are the seconds of each round. `prompts` are
-    the seconds of the prompts alone, if they were measured. `processor` is the least CPU time of a round in seconds,
-    on a CPU only."""
+    """Result of one workload on one runner. `best` is the best round, and `rounds` are the seconds of each round.
+    `prompts` are the seconds of the prompts alone, if they were measured. `processor` is the smallest CPU time of a
+    round in seconds, and is set on a CPU only."""
 
     work: Workload
     best: Measurement
@@ -94,8 +94,8 @@ def rows_of(
     quoted: dict[str, float],
     exact: bool,
 ) -> list[dict[str, Any]]:
-    """Return one row per workload as plain data. `exact` states that rounding cannot change answers. In this case
-    answers are compared."""
+    """Return one row per workload as plain data. `exact` states that rounding cannot change answers. Only then are
+    answers compared."""
     rows = []
     own = next((each.results for each in ran if each.name == "kvloom"), {})
     for work in works:

@@ -37,10 +37,9 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`requests` conversations of `turns` turns. Each turn is answered by exactly `output` greedy tokens.
-
-    A prompt is one of `prefixes` prefixes of `prefix` tokens (round robin), followed by `prompt` tokens of its own.
-    A later turn adds `more` tokens. `warm` states that the prefixes of the same round were served before. A
+    """`requests` conversations of `turns` turns. Each turn is answered by exactly `output` greedy tokens. A prompt
+    is a prefix of `prefix` tokens, followed by `prompt` tokens of its own. There are `prefixes` prefixes, used in
+    turn. A later turn adds `more` tokens. `warm` states that the prefixes of the same round were served before. A
     workload with `on_request` runs only if it is selected by name.
     """
 
