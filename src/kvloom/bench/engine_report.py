@@ -31,7 +31,8 @@ QUOTED: dict[str, dict[str, float]] = {
 """Seconds that vLLM 0.24.0 took for each workload on an H200 in an earlier measurement, and its seconds from start to
 ready with cold compile caches.
 
-vLLM ran with its defaults, prefix caching, bf16 and random weights. Each figure is the better of one process and two.
+vLLM ran with its defaults, prefix caching, bf16 and random weights. Each figure is the better of two runs, one with one
+process and one with two processes.
 """
 GOAL_WASTE = 0.04
 """Goal for the wasted share of workloads of full size. In scaled workloads the last block wastes a larger share."""

@@ -42,7 +42,7 @@ SCENARIOS = {
     "slower": "the disk was three times faster before",
     "cached": "the first quarter loads at once (page cache)",
 }
-"""Scenarios differ in what the engine has measured before."""
+"""Scenarios differ in the measurements that the engine has at the start."""
 PROMPT, BUDGET, SECONDS = 2048, 1024, 0.48
 PIECE, PIECES = 1 << 12, 16
 """Bytes of a read (two pages), and the number of concurrent reads. A prompt has as many reads as 16,384 tokens of an 8B

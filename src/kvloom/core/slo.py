@@ -99,7 +99,7 @@ class StepTimes:
     SOLVE_STEPS = 16
     SCALES = (1.0, 1e3, 1e2, 1e5, 1e6)
     PENALTIES = (1e-6, 1e-6, 1e-6, 1e-2, 5e-2)
-    """Where steps do not tell two causes apart, the cause without a penalty counts: lengths then extrapolate linearly."""
+    """Penalties of the coefficients. If measured steps cannot separate two causes, the cause with the smaller penalty is used."""
 
     def __init__(self, coefficients: Sequence[float] | None = None) -> None:
         size = len(self.SCALES)
@@ -238,7 +238,7 @@ class Verdict(Enum):
 
     ADMIT = "admit"
     DEFER = "defer"
-    """It waits: its deadline allows a later start."""
+    """The request waits, because its deadline allows a later start."""
     REFUSE = "refuse"
 
 
@@ -271,7 +271,7 @@ class SloAdmission:
         self.times = times or StepTimes()
         self._rows = self._delay = 0.0  # recent decode rows, and the seconds that prompts in their steps took
         self.ttft_ratio, self.tbt_ratio = Histogram(RATIOS), Histogram(RATIOS)
-        """Actual divided by predicted time, of admitted requests."""
+        """Actual time divided by predicted time, for admitted requests."""
         self.counts = dict.fromkeys(Verdict, 0)
 
     def observe_step(self, size: StepSize, seconds: float, count: int = 1) -> None:
@@ -434,7 +434,7 @@ class SloAdmission:
         return Decision(Verdict.REFUSE, "; ".join(reasons), longest if longest < math.inf else None)
 
     def _seconds_until(self, tbt: float, prediction: Prediction) -> float:
-        """Return the seconds until enough decoding requests have finished for a time of `tbt` between tokens."""
+        """Return the seconds until enough decoding requests have finished to reach `tbt` seconds between tokens."""
         if prediction.idle_tbt > tbt:
             return math.inf
         slower = prediction.tbt / max(1e-9, prediction.idle_tbt)

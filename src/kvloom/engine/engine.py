@@ -73,9 +73,9 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 STRONG_MATCH = 6
-"""Tokens that lookup must match if another proposer follows it: a draft model knows better after a short match."""
+"""Smallest match of lookup if another proposer follows. After a shorter match, a draft model is more accurate."""
 MIN_DRAFT_ROWS = 64
-"""Positions at which a step with drafts may sample at least; otherwise as many as there are running requests."""
+"""A step with drafts may sample at this many positions, or at one per running request if these are more."""
 DECODE_PROMPT_TOKENS = 256
 """Largest number of prompt tokens in a step of a decode worker."""
 HELD_SECONDS = 0.002
@@ -149,7 +149,7 @@ class Engine:
             self._pool_rule = PoolRule(pool, config.keep_free, config.idle_seconds)
         self.scheduler = Scheduler(self.cache, config.token_budget, config.max_running, self.offload)
         self.role: Role = "both"
-        """What this worker does; see `set_role`."""
+        """Role of this worker. See `set_role`."""
         self.set_role(config.role)
         self.eos = eos_tokens(model)
         self.sampler = Sampler(self.eos)

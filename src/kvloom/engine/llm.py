@@ -67,7 +67,7 @@ class Result:
     num_cached_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     slo: dict[str, Any] | None = None
-    """Objective, prediction and outcome in milliseconds; a refused prompt has the finish reason "slo" and `refusal` here.
+    """Objective, prediction and outcome in milliseconds. A refused prompt has the finish reason "slo", and `refusal` is set here.
     None without an objective."""
 
 

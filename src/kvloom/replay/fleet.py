@@ -54,7 +54,7 @@ from .traffic import Request, Traffic
 __all__ = ["ADMISSIONS", "EngineModel", "FleetOutcome", "replay_fleet"]
 
 ADMISSIONS = ("none", "slo", "queue")
-"""Which requests are refused: none, those that miss their objective, or those that find a full queue."""
+"""Rules of refusal: none, requests that would miss their objective, or requests that find a full queue."""
 HAND_OVER_TOKENS = 256
 """A decode worker computes fewer tokens than this itself, and at most this many per step."""
 ATTEMPTS = 4
@@ -108,7 +108,7 @@ class FleetOutcome:
     """Workers that only compute prompts; the others then only decode."""
     admission: str = "none"
     p99_tbt: float = 0.0
-    """Of the mean time between tokens of a request."""
+    """99th percentile of the requests' mean time between tokens."""
     refused: int = 0
     met: int = 0
     """Requests that met the objective."""
@@ -144,7 +144,7 @@ class _Job:
     first: float = 0.0
     last: float = 0.0
     compute: int = 0
-    """Prompt tokens without hits, as it was added."""
+    """Prompt tokens without hits, when the request was added."""
     prediction: Prediction | None = None
     due: float = float("inf")
     """When its first token is due."""

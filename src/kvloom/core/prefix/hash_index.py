@@ -61,7 +61,7 @@ class HashIndex(Generic[HashKey]):
         self._tails: dict[HashKey, dict[HashKey, int]] = {}
         self._places: dict[str, int] = {}
         self._counts: list[int] = []
-        """Hashes by the number of their place."""
+        """Number of hashes of each place."""
 
     def __len__(self) -> int:
         return len(self._bits)

@@ -71,7 +71,7 @@ class MediaRun(Entry):
         return self._bytes
 
     def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
-        """Replace a page id in its rows."""
+        """Replace the page id `page` by `target` in the rows of the image."""
         replace_page(self.rows, columns, page, target)
 
 

@@ -527,7 +527,7 @@ class Scheduler:
         self._settling, self._unsettled = [], []
 
     def finish(self, request: Request, why: Finish) -> None:
-        """Finish a request and the requests that finish with it. Their pages stay cached."""
+        """Finish a request, and also its other beams or samples that have not started. Their pages stay cached."""
         for one in request.finishes_with:
             if one.finish_reason is None:
                 one.finish_reason = why

@@ -43,7 +43,7 @@ class SloGate:
         self.admission = SloAdmission()
         """The estimates, and counts of admitted, deferred and refused requests."""
         self.held: list[Request] = []
-        """Requests that wait here: deferred, or until tiers have answered."""
+        """Requests that wait, because they were deferred or because tiers have not answered."""
         self._cache, self._queue, self._match = cache, queue, match
         self._next_check = self._last_step = 0.0
         self._open: list[Request] = []  # admitted requests with an objective that have not finished

@@ -254,8 +254,8 @@ class BatchBuilder:
         )
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
-        """Upload the numbers of a step for a replay of `packed(tokens)`. Padding rows fill the batch, and the last
-        padding row gets all remaining tokens.
+        """Upload the inputs of a step, for a replay of the graph of `packed(tokens)`. Padding rows fill the batch, and
+        the last padding row gets all remaining tokens.
         """
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)
