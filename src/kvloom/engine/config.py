@@ -37,8 +37,8 @@ class OffloadConfig:
     only stores pages.
     """
     deadline_seconds: tuple[float, float] = (0.1, 5.0)
-    """Shortest and longest deadline of a load, in seconds. Between these limits, the deadline is twice the time to compute the
-    same tokens.
+    """Shortest and longest deadline of a load, in seconds. Between these limits, the deadline is twice the time
+    to compute the same tokens.
     """
     wait_share: float = 0.04
     """Longest time that a request may lose by waiting for pages, as a fraction of the time to compute its prompt."""

@@ -67,8 +67,8 @@ class Result:
     num_cached_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     slo: dict[str, Any] | None = None
-    """Objective, prediction and outcome in milliseconds. A refused prompt has the finish reason "slo", and `refusal` is set here.
-    None without an objective."""
+    """Objective, prediction and outcome in milliseconds. A refused prompt has the finish reason "slo", and `refusal` is
+    set here. None without an objective."""
 
 
 @dataclass(frozen=True, slots=True)
