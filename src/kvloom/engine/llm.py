@@ -164,8 +164,8 @@ class LLM:
         `params` and `control` are one object for all prompts, or a list with one per prompt. `control` contains the
         caching options: tenant, session, `store`, `read`, priorities of token ranges.
 
-        With `slo`, a prompt that cannot meet the objective is not run: its answers are empty, with the finish reason
-        "slo", and `Result.slo` has the reason. Prompts before it in the list are ahead of it.
+        With `slo`, a prompt that cannot meet the objective is not run. Its answers are empty and have the finish
+        reason "slo", and `Result.slo` has the reason. Earlier prompts of the list are scheduled first.
         """
         many, requests = self._add(prompts, params, control, slo=slo)
         try:

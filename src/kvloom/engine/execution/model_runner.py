@@ -74,9 +74,9 @@ class ModelRunner:
         drafts: int = 0,
         target: ModelRunner | None = None,
     ) -> None:
-        """`target` is the runner of the target model if this runner has its draft model. Both share the pool and
-        the buffers of batches. `drafts` is the largest number of draft tokens, and of replayed tokens, in a step.
-        With `invariant`, the bits of a row do not depend on the other rows of its step (CUDA only)."""
+        """`target` is the runner of the target model if this runner runs a draft model. Both share the pool and the
+        buffers of batches. `drafts` is the largest number of draft tokens, and of replayed tokens, in a step. With
+        `invariant`, the bits of a row do not depend on the other rows of its step (CUDA only)."""
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
         self.pages = Pages(

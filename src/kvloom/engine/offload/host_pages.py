@@ -52,8 +52,8 @@ def _layout_text(group: PageGroup, run: int, fields: str) -> str:
 
 
 def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
-    """Return how tiers store the pages of a layout. They store pages of HASH_TOKENS tokens, like a layout with that
-    block size. Returns {} if the layout already has that block size.
+    """Return the stored form of every page form of a layout. Tiers store pages of HASH_TOKENS tokens, like a layout
+    with that block size. Returns {} if the layout already has that block size.
 
     Omits groups whose layers would be divided into different runs in that layout.
     """

@@ -317,7 +317,8 @@ class OffloadManager:
         self._store.flush()
 
     def before_step(self, pages_moved: bool = False) -> None:
-        """Mark the device's stream before a step, or after copies inside the pool (`pages_moved`)."""
+        """Mark the current position in the device's stream. Call this before a step, and after copies inside the
+        pool (`pages_moved`)."""
         self._store.before_step(pages_moved)
 
     def during_step(self, is_busy: Callable[[], bool]) -> None:

@@ -296,9 +296,10 @@ class TierLoader:
         return seconds
 
     def _max_lost_seconds(self, job: LoadJob) -> float:
-        """Return the seconds that a request may lose by waiting. It is `wait_share` of the time to compute its
-        prompt. For a short prompt it is twice the expected time of the next chunk. Without a measured prefill rate
-        it is a twentieth of the longest deadline, unless the load takes longer.
+        """Return the seconds that a request may lose by waiting. The limit is `wait_share` of the time to compute
+        its prompt. A short prompt may wait twice the expected time of the next chunk, at most
+        MAX_SHORT_WAIT_SECONDS. Without a measured prefill rate, the limit is a twentieth of the longest deadline,
+        or 0 if the load takes longer than that.
         """
         load = self._load_seconds(job) if job.transfer.chunks else None
         if not self.prefill_time.is_known:

@@ -509,8 +509,8 @@ class Scheduler:
         request.tokens.append(token)
 
     def discard_step(self, places: dict[int, int] | None = None) -> None:
-        """Discard a failed step. Its requests wait, and recompute all tokens that are not cached. Their states may
-        be ahead of their tokens."""
+        """Discard a failed step. Its requests wait, and recompute all tokens that are not cached. Their live states
+        are dropped, because they may be ahead of their tokens."""
         self.close_unsettled()
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None

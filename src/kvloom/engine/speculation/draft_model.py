@@ -104,8 +104,8 @@ class DraftModelProposer:
         pass
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
-        """Compute the prompt tokens of a launched step. If `complete`, also compute its output tokens and the
-        drafts of other proposers. Otherwise record that these tokens are missing."""
+        """Compute the prompt tokens of a launched step. If the proposer is `complete`, also compute the step's
+        output tokens and the drafts of other proposers. Otherwise record that these tokens are missing."""
         works = []
         for request, part in work:
             if not part.new_tokens or request.is_long:

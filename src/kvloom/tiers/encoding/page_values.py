@@ -59,7 +59,7 @@ class PageValues:
         return 4 * -(-values // _BLOCK_VALUES) * _BLOCK_VALUES
 
     def text(self) -> str:
-        """Return the fields and shapes, without dtypes."""
+        """Returns the fields and shapes, without dtypes."""
         return ", ".join(f"{field.name}{list(field.shape)}" for field in self._fields)
 
     def read(self, page: Any, into: Any) -> None:
@@ -113,7 +113,7 @@ def _is_scale(field: Field) -> bool:
 
 
 def _floats(view: Array, dtype: str) -> Floats:
-    """Return the values of a field as a new array, without its scales."""
+    """Returns the values of a field as a new array, without its scales."""
     stored = np.ascontiguousarray(view)
     if dtype == "int8":
         return stored.view(np.int8).astype(np.float32)
@@ -123,6 +123,6 @@ def _floats(view: Array, dtype: str) -> Floats:
 
 
 def _scales(views: dict[str, Array], field: Field) -> Floats:
-    """Return the scales of a field, one per token and head, or one per token of a latent."""
+    """Returns the scales of a field, one per token and head, or one per token of a latent."""
     scales = np.ascontiguousarray(views[f"{field.name}_scale"]).view(np.float32)
     return scales if scales.ndim == views[field.name].ndim else scales[..., None]
