@@ -30,7 +30,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(value: float | None) -> str:
-    """Return a duration as text with its unit."""
+    """Return a duration as text, such as "35 ms" or "02:10:00"."""
     if value is None:
         return "-"
     if value < 1:
