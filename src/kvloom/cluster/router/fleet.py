@@ -302,5 +302,5 @@ def _offer(found: dict[str, Any]) -> Offer:
 
 
 def now() -> float:
-    """Return the router's clock."""
+    """Return the router's time in seconds."""
     return time.monotonic()

@@ -201,7 +201,7 @@ class Visibility:
 
     @property
     def windowed(self) -> bool:
-        """Whether old tokens become invisible."""
+        """Whether tokens become invisible to later queries."""
         return KINDS[self.kind].has_size
 
     def __str__(self) -> str:

@@ -171,7 +171,7 @@ class PoolBroker:
         return share
 
     def release(self) -> None:
-        """End a reservation."""
+        """End the reservation that `reserve` made."""
         self._reserved = 0
 
     def _send_shares(self, engines: Mapping[str, EngineClient]) -> None:
