@@ -99,7 +99,9 @@ class StepTimes:
     SOLVE_STEPS = 16
     SCALES = (1.0, 1e3, 1e2, 1e5, 1e6)
     PENALTIES = (1e-6, 1e-6, 1e-6, 1e-2, 5e-2)
-    """Penalties of the coefficients. If measured steps cannot separate two causes, the smaller penalty decides."""
+    """If the measured steps fit two causes, the cause with the smaller penalty counts. Lengths then extrapolate
+    linearly.
+    """
 
     def __init__(self, coefficients: Sequence[float] | None = None) -> None:
         size = len(self.SCALES)
