@@ -29,7 +29,8 @@ FIRST_TOKEN = 3
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A first prompt, and the new tokens of each later turn, which follow the history."""
+    """A first prompt, and the new tokens of each later turn. A later prompt is the history followed by these
+    tokens."""
 
     prompt: list[int]
     later: list[list[int]]

@@ -45,7 +45,7 @@ MIN_SHARERS = 4
 
 
 def graph_sizes(rows: int) -> list[int]:
-    """Return the graph sizes for up to `rows` sequences. They are few, and cause little padding."""
+    """Return the graph sizes for up to `rows` sequences. There are few sizes, but steps need little padding."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, 8192, 128)]
     return [size for size in sizes if size < rows] + [rows]
 
@@ -353,7 +353,7 @@ class ModelRunner:
         return self._graphs[size, shares]
 
     def _memory(self) -> Any:
-        """Return the memory pool that all graphs share. Graphs never run at the same time."""
+        """Return the memory pool of all graphs. They can share it, because graphs never run at the same time."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool

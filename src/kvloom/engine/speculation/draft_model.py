@@ -138,7 +138,7 @@ class DraftModelProposer:
 
 
 class _SampledRow(DraftPosition):
-    """A request for the sampler of a draft model, without its grammar."""
+    """A request as the sampler of a draft model sees it. The grammar of the request is left out."""
 
     __slots__ = ()
 
