@@ -85,7 +85,7 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """Results of all streams. `arrivals` are the times of first tokens since the start."""
+    """Results of all streams. `arrivals` are the seconds from the start to each first token."""
 
     requests: int = 0
     pieces: int = 0

@@ -57,7 +57,7 @@ SNAPSHOT = (-2).to_bytes(8, "big", signed=True)
 MAX_QUEUED_BATCHES = 20_000
 REPLAY_BATCHES = 10_000
 SNAPSHOT_BLOCKS = 4096
-"""A message of a snapshot ends when it has at least so many blocks."""
+"""A message of a snapshot ends when it has at least this many blocks."""
 POLL_SECONDS = 0.05
 MEDIUM_NAMES = {"device": "GPU", "host": "CPU", "disk": "DISK"}
 KIND_NAMES = {

@@ -20,7 +20,7 @@
     testing/            the conformance suite and fault injection, for tests of tiers
 
 A new tier is one file with a `Tier` and a `parse_url`, and one row of `registry.SCHEMES` (or an entry point).
-See docs/tiers.md. Nothing here imports torch; the disk tier needs the package xxhash.
+See docs/tiers.md. This package does not import torch. The disk tier needs the package xxhash.
 """
 
 from .aligned_memory import aligned_bytes

@@ -1,9 +1,9 @@
 """The router's HTTP application.
 
-/v1/…                        forwarded to the best worker
+/v1/…                            forwarded to the best worker
 /v1/models, /health, /metrics, /workers
-/dashboard, /kvloom/state    the fleet page, and its data
-/register, /unregister, /query     the indexer API of Mooncake's RFC 1403, so that other gateways can ask
+/dashboard, /kvloom/state        the fleet page, and its data
+/register, /unregister, /query   the indexer API of Mooncake's RFC 1403, for other gateways
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ __all__ = ["Fleet", "Offer", "ServedModel", "Worker"]
 log = logging.getLogger("kvloom.router")
 LATENCY_SECONDS = (0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08,
                    0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)  # fmt: skip
-"""Bounds of the router's histograms: its own time is below a millisecond, a first token may take minutes."""
+"""Bounds of the router's histograms. Its own time is below a millisecond, but a first token may take minutes."""
 CHECK_SECONDS = 1.0
 CHECK_TIMEOUT = 3.0
 FAILED_CHECKS = 2
@@ -49,16 +49,16 @@ class Offer:
     events: str | None = None
     replay: str | None = None
     role: str = "both"
-    """What the worker does: "prefill", "decode" or "both"."""
+    """Role of the worker: "prefill", "decode" or "both"."""
     peer: str | None = None
     """Address, `host:port`, at which other workers read its pages."""
     load: dict[str, Any] = field(default_factory=dict)
-    """What the worker's engine does and has, as it last reported."""
+    """Load, hits and tiers of the engine, from the last report of the worker."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """What this router sent to a worker."""
+    """The requests that this router sent to a worker: counts and times to first token."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -67,7 +67,7 @@ class Sent:
     prefills: dict[str, int] = field(default_factory=dict)
     """Prompts that the worker computed for others, by decode worker."""
     ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
-    """Of streams."""
+    """Times to first token of streams, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,9 +84,9 @@ class Worker:
     """Models and events that a registration stated."""
     failed_checks: int = 0
     open_requests: int = 0
-    """Requests that the worker itself reports, those of other routers included."""
+    """Open requests that the worker itself reports, including requests of other routers."""
     streams: set[Callable[[], None]] = field(default_factory=set)
-    """Aborts the requests that are running on it."""
+    """Functions that abort the requests running on the worker."""
     subscribers: dict[str, tuple[Subscriber, asyncio.Task[None]]] = field(default_factory=dict)
     check: asyncio.Task[None] | None = None
     sent: Sent = field(default_factory=Sent)
@@ -102,7 +102,7 @@ class ServedModel:
     scorer: Scorer
     speed: SpeedModel = field(default_factory=SpeedModel)
     texts: FleetIndex = field(default_factory=FleetIndex)
-    """Prefixes of texts that were sent to workers: the fallback where prompts cannot be tokenised."""
+    """Prefixes of texts that were sent to workers. They are used if prompts cannot be tokenised."""
 
 
 class Fleet:
@@ -302,5 +302,5 @@ def _offer(found: dict[str, Any]) -> Offer:
 
 
 def now() -> float:
-    """Return the router's clock."""
+    """Return the router's time in seconds."""
     return time.monotonic()

@@ -1,4 +1,5 @@
-"""Sends requests to workers: choose, forward, stream back; another worker if one fails.
+"""Sends requests to workers. Chooses a worker, forwards the request and streams the answer back. If the worker fails, chooses
+another one.
 
 | failure                                     | what happens                                                                        |
 |---------------------------------------------|-------------------------------------------------------------------------------------|
@@ -38,7 +39,7 @@ STREAMED = ("/v1/completions", "/v1/chat/completions")
 """Endpoints whose streams continue on another worker."""
 TRY_ANOTHER = (429, 502, 503)
 HAND_OVER_TOKENS = 256
-"""A decode worker computes fewer tokens than this itself: it takes one step."""
+"""A decode worker computes fewer tokens than this itself, because they take only one step."""
 LEFT_OUT = (
     "max_completion_tokens",
     "min_tokens",
@@ -48,7 +49,7 @@ LEFT_OUT = (
     "beam_width",
     "end_session",
 )
-"""Fields that have no meaning for the prefill of a request."""
+"""Request fields that are not sent to the prefill worker."""
 FORWARDED = (
     "authorization",
     "x-api-key",

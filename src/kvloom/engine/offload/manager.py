@@ -170,8 +170,9 @@ class OffloadManager:
             self._tiers.advance(job, match)
 
     def load_estimate(self, request: Request, match: Match) -> tuple[int, float] | None:
-        """Return the tokens after `match` that tiers have, and the seconds until they are loaded; 0 seconds if nothing was
-        measured. Returns None while tiers look them up. Does not load. Costs a load plan if host memory is the only tier.
+        """Return the number of tokens after `match` that tiers have, and the seconds until they are loaded. The
+        seconds are 0 if no load was measured. Returns None while tiers look up the pages. Loads nothing. If host
+        memory is the only tier, costs a load plan.
         """
         if not self._may_load(request, match) or request.is_long:
             return 0, 0.0
@@ -345,7 +346,8 @@ class OffloadManager:
         self._store.flush()
 
     def before_step(self, pages_moved: bool = False) -> None:
-        """Mark the device's stream before a step, or after copies inside the pool (`pages_moved`)."""
+        """Mark the current position in the device's stream. Call this before a step, and after copies inside the
+        pool (`pages_moved`)."""
         self._store.before_step(pages_moved)
 
     def during_step(self, is_busy: Callable[[], bool]) -> None:

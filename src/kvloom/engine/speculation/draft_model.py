@@ -104,8 +104,8 @@ class DraftModelProposer:
         pass
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
-        """Compute the prompt tokens of a launched step. If `complete`, also compute its output tokens and the
-        drafts of other proposers. Otherwise record that these tokens are missing."""
+        """Compute the prompt tokens of a launched step. If the proposer is `complete`, also compute the step's
+        output tokens and the drafts of other proposers. Otherwise record that these tokens are missing."""
         works = []
         for request, part in work:
             if not part.new_tokens or request.is_long:
@@ -119,7 +119,7 @@ class DraftModelProposer:
             self._runner.run(works, [])
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
-        """If a whole draft was accepted, record that the draft model has not computed its last token."""
+        """If a whole draft was accepted, record that the draft model has not computed the last token of the draft."""
         if own and accepted == drafted and not self._complete:
             request.draft_missing = request.computed - 1
 
@@ -138,7 +138,7 @@ class DraftModelProposer:
 
 
 class _SampledRow(DraftPosition):
-    """A request for the sampler of a draft model, without its grammar."""
+    """A request as the sampler of a draft model sees it. The grammar of the request is left out."""
 
     __slots__ = ()
 

@@ -93,7 +93,7 @@ class ServedModel:
         }
 
     def _load(self) -> dict[str, Any]:
-        """Return what the engine does and has, for the fleet page of a router."""
+        """Return the load, hits and tiers of the engine, for the fleet page of a router."""
         stats, metrics = self.engine.stats, self.metrics
         return {
             "running": stats.running,

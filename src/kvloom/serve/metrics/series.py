@@ -253,7 +253,7 @@ def _labelled(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, floa
 
 
 def age_histogram(counts: HistogramCounts) -> Histogram:
-    """Return the histogram of the engine's counts of ages."""
+    """Return the engine's counts of ages as a Histogram."""
     found = Histogram(SECONDS)
     if counts[0]:
         found.counts, found.total = list(counts[0]), counts[1]

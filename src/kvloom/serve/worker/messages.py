@@ -231,7 +231,7 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True):
 class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     """Progress of one prompt: sent when it starts, at its first token, and when it finishes.
 
-    Times are on the monotonic clock; 0 means "not yet".
+    Times are on the monotonic clock. 0 means "not yet".
 
     | field                       | meaning                                                                    |
     |-----------------------------|----------------------------------------------------------------------------|
@@ -448,5 +448,5 @@ def frame(message: ToEngine | FromEngine) -> bytes:
 
 
 def body_length(header: bytes) -> int:
-    """Return the number of body bytes, which a header contains."""
+    """Return the length of the body, which is stored in the header."""
     return int(_LENGTH.unpack(header)[0])

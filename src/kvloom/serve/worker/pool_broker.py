@@ -95,8 +95,8 @@ def _growth(load: PoolLoad, share: int) -> int:
 
 @dataclass(slots=True)
 class _Activity:
-    """The counters of an engine at the last round. Counters are compared with their last values, because gauges do
-    not show short requests."""
+    """The counters of an engine at the last round. A changed counter shows that requests ran since then, even if
+    none runs now."""
 
     steps: int = 0
     evictions: int = 0
@@ -171,7 +171,7 @@ class PoolBroker:
         return share
 
     def release(self) -> None:
-        """End a reservation."""
+        """End the reservation that `reserve` made."""
         self._reserved = 0
 
     def _send_shares(self, engines: Mapping[str, EngineClient]) -> None:

@@ -143,7 +143,7 @@ class Worker:
     def handle(
         self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole
     ) -> None:
-        """Execute a message. The next step reports rejected requests."""
+        """Handle a message. The next step reports rejected requests."""
         if isinstance(message, SnapshotRequest):
             self._snapshot_requested = True
             return

@@ -34,9 +34,9 @@ _MAX_NAME_TRIES = 1024  # number of file names tried for a new segment
 
 @dataclass(frozen=True, slots=True)
 class SegmentStoreConfig:
-    """Settings of the store. `evict` selects the segment to evict. `copy_forward` copies pages that were read from
-    an evicted segment to a new one, up to half a segment. `ttl` is the number of seconds after which a page
-    expires. 0 means never.
+    """Settings of the store. `evict` selects the segment to evict. With `copy_forward`, an evicted segment keeps
+    some of its pages: those that have been read are copied to a new segment, up to half a segment. `ttl` is the
+    number of seconds after which a page expires. 0 means never.
     """
 
     capacity: int
@@ -397,8 +397,8 @@ class SegmentStore:
             self.release_readers(segment, 0)
 
     def _copy_forward(self, victim: Segment, victim_owner: SegmentOwner) -> None:
-        """Copies pages of the victim that were read to the current segment of their owner. The pages with the most
-        reads come first. Other pages are evicted.
+        """Copies some pages of the victim to the current segment of their owner. These are pages that have been
+        read, the most read first. Other pages are evicted.
         """
         with self.lock:
             get = self.getter()
