@@ -96,12 +96,12 @@ class EngineConfig:
     """Replay steps from CUDA graphs, on a GPU."""
     speculate: str = "off"
     """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), "mtp" (heads of the
-    checkpoint), or several ("suffix,mtp").
+    checkpoint), "eagle=FOLDER" (an EAGLE-3 head), or several ("suffix,mtp").
 
     "auto" is "suffix". The controller decides whether and how far they are used."""
     draft_tokens: int | None = None
-    """Most draft tokens of a request in one step. None means 4 for a draft model, 3 for heads of the checkpoint, and
-    16 for lookup."""
+    """Most draft tokens of a request in one step. None means 4 for a draft model or an EAGLE head, 3 for
+    heads of the checkpoint, and 16 for lookup."""
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
@@ -126,8 +126,8 @@ class EngineConfig:
 
     @property
     def head(self) -> str:
-        """The proposer with a head: "mtp"; empty without one."""
-        return next((part for part in self.proposers if part == "mtp"), "")
+        """The proposer with a head: "mtp" or "eagle=FOLDER"; empty without one."""
+        return next((part for part in self.proposers if part == "mtp" or part.startswith("eagle=")), "")
 
     @property
     def proposers(self) -> list[str]:
@@ -159,14 +159,16 @@ class EngineConfig:
 
     def _check_proposers(self) -> None:
         parts = self.proposers
-        known = all(part in ("ngram", "suffix", "mtp") or part.startswith("draft=") for part in parts)
+        lookups, weights = ("ngram", "suffix", "mtp"), ("draft=", "eagle=")
+        known = all(part in lookups or (part.startswith(weights) and part[6:]) for part in parts)
         if not known or len({part.partition("=")[0] for part in parts}) < len(parts):
             raise ValueError(
-                f"speculate {self.speculate!r} is not off, auto, ngram, suffix, mtp, draft=MODEL or several of them, "
-                "such as suffix,draft=MODEL"
+                f"speculate {self.speculate!r} is not off, auto, ngram, suffix, mtp, draft=MODEL, eagle=FOLDER or several "
+                "of them, such as suffix,draft=MODEL"
             )
-        if self.draft_model and self.head:
-            raise ValueError(refused("draft model, head", head=self.head))
+        kinds = {part.partition("=")[0] for part in parts} & {"draft", "mtp", "eagle"}
+        if len(kinds) > 1:
+            raise ValueError(refused("draft model, head", kinds=" and ".join(sorted(kinds))))
 
     @property
     def event_settings(self) -> EventSettings | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kvloom.engine.sampling import Sampler
-from kvloom.models.heads import Head, load_mtp_head
+from kvloom.models.heads import Head, load_eagle_head, load_mtp_head
 from kvloom.models.paged import Work
 
 from .draft_model import DraftModelProposer
@@ -28,7 +28,8 @@ __all__ = ["HeadProposer", "load_head"]
 
 def load_head(name: str, target: Any) -> Head:
     """Load the head of a proposer's name for `target`. Raises ModelError if there is none, or it does not fit."""
-    return load_mtp_head(target)
+    kind, _, folder = name.partition("=")
+    return load_eagle_head(folder, target) if kind == "eagle" else load_mtp_head(target)
 
 
 class HeadProposer(DraftModelProposer):

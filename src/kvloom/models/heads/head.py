@@ -8,6 +8,7 @@ The target's hidden states are exact. For a token that the target has not comput
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Head", "collect_outputs"]
+__all__ = ["Head", "States", "collect_outputs", "own_or_shared"]
 
 States = Callable[[], torch.Tensor]
 """Returns the hidden states [tokens, size] of a run that has ended."""
@@ -64,3 +65,15 @@ def collect_outputs(modules: Iterable[Any], copies: bool = False) -> Iterator[li
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def own_or_shared(module: Any, own: torch.Tensor | None) -> Any:
+    """Return the target's module of one matrix. If the head has another matrix, return a copy of the module with it."""
+    if own is None or (
+        own.shape == module.weight.shape and torch.equal(own.to(module.weight), module.weight)
+    ):
+        return module
+    found = copy.copy(module)
+    found._parameters = dict(module._parameters)
+    found.weight = nn.Parameter(own.to(module.weight), requires_grad=False)
+    return found

@@ -31,7 +31,7 @@ from kvloom.models.loading import progress_bars
 from kvloom.models.paged import checkpoint_of, prepare
 from kvloom.models.specs import ModelError
 
-from .head import Head, States, collect_outputs
+from .head import Head, States, collect_outputs, own_or_shared
 from .tensors import read_tensors
 
 __all__ = ["MTPHead", "load_mtp_head"]
@@ -120,8 +120,8 @@ def load_mtp_head(target: Any) -> MTPHead:
     model.to(weight.device)
     prepare(model)
     model.config.vocab_size = target.config.vocab_size
-    model.set_input_embeddings(_own_or_shared(embeddings, tensors.get("embedding")))
-    model.set_output_embeddings(_own_or_shared(output, tensors.get("output")))
+    model.set_input_embeddings(own_or_shared(embeddings, tensors.get("embedding")))
+    model.set_output_embeddings(own_or_shared(output, tensors.get("output")))
     return MTPHead(model, tensors)
 
 
@@ -163,13 +163,3 @@ def _set_experts(config: Any, has_experts: bool) -> None:
     for name, value in fields.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, value)
-
-
-def _own_or_shared(module: Any, own: torch.Tensor | None) -> Any:
-    """Return the target's module. If the head has another matrix, return a copy with that matrix."""
-    if own is None or torch.equal(own.to(module.weight), module.weight):
-        return module
-    found = copy.copy(module)
-    found._parameters = dict(module._parameters)
-    found.weight = nn.Parameter(own.to(module.weight), requires_grad=False)
-    return found
