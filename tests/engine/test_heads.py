@@ -62,19 +62,23 @@ def head_pages(engine: Engine, tokens: list[int]) -> dict[str, torch.Tensor]:
     )
     assert name.startswith("draft.layers.0.")
     column = engine.layout.groups[view.group].columns.start + view.run
-    pages = torch.from_numpy(engine.cache.page_tables[column, sequence.row].astype(np.int64))
+    pages = torch.from_numpy(engine.cache.page_tables[column, sequence.row].astype(np.int64)).to(
+        engine.device
+    )
     found = {field: x[pages].flatten(0, 1)[: sequence.length].clone() for field, x in view.fields.items()}
     sequence.close()
     return found
 
 
-def assert_same_pages(engine: Engine, other: Engine, tokens: list[int], count: int) -> None:
+def assert_same_pages(
+    engine: Engine, other: Engine, tokens: list[int], count: int, near: float = 1e-4
+) -> None:
     """Check that the head's pages of the first `count` tokens are the same up to rounding."""
     ours, theirs = head_pages(engine, tokens), head_pages(other, tokens)
     assert ours.keys() == theirs.keys()
     for name, x in ours.items():
         assert min(len(x), len(theirs[name])) >= count
-        torch.testing.assert_close(x[:count], theirs[name][:count], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(x[:count], theirs[name][:count], rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("alike", [True, False])

@@ -4,7 +4,8 @@
     run(works, wanted)  reads the state before each token, computes the head's layer, and returns logits after the works
                         `wanted`. Their last tokens get the head's own hidden states, as the target has none for them.
 
-The head runs without CUDA graphs. The writes of the target's hidden states are part of the target's graphs.
+The head runs without CUDA graphs. The writes of the target's hidden states are part of the target's graphs. The head is
+never batch-invariant, because only the target decides which tokens are accepted.
 """
 
 from __future__ import annotations
@@ -36,10 +37,7 @@ class HeadRunner(ModelRunner):
         rows: int,
         target: ModelRunner,
     ) -> None:
-        invariant = target.pages.is_invariant
-        super().__init__(
-            head.model, cache, buffer, tokens, rows, graphs=False, invariant=invariant, target=target
-        )
+        super().__init__(head.model, cache, buffer, tokens, rows, graphs=False, target=target)
         self._head, self._target = head, target
         self._states = HiddenStates(self.pages.token_view(0))
         target.watch_step = self._write_target_states
@@ -54,7 +52,7 @@ class HeadRunner(ModelRunner):
     def _forward(
         self, batch: Batch, last: torch.Tensor | None, cutter: GraphSplitter | None = None
     ) -> torch.Tensor:
-        with torch.inference_mode(), self.numerics:
+        with torch.inference_mode():
             joined = self._head.join(batch.tokens, self._states.before(batch))
             with self._head.own_states() as states:
                 logits = super()._forward(replace(batch, embeds=joined), last, cutter)

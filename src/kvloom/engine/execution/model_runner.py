@@ -377,7 +377,7 @@ class ModelRunner:
             extra["input_ids"] = batch.tokens[None]
         else:
             extra["inputs_embeds"] = batch.embeds[None]
-        with torch.inference_mode(), self.numerics, self.watch_step(batch):
+        with torch.inference_mode(), self.watch_step(batch), self.numerics:
             found = self.model(
                 use_cache=False,
                 logits_to_keep=0 if last is None else last,

@@ -44,7 +44,7 @@ class HiddenStates:
         """Return the states [tokens, size] of the tokens before those of a step. The first token of a sequence gets
         zeros."""
         count, block = len(batch.tokens), self._states.shape[1]
-        packed = torch.arange(count, device=batch.tokens.device)
+        packed = torch.arange(count, dtype=batch.starts.dtype, device=batch.tokens.device)
         rows = torch.bucketize(packed, batch.starts[1:], right=True).clamp(max=len(batch.lengths) - 1)
         previous = (batch.positions - 1).clamp(min=0)
         pages = batch.tables[self._group][self._run][rows, previous // block].long()
