@@ -371,6 +371,23 @@ def test_quotas_hold_for_loaded_pages(tmp_path: Path) -> None:
     closed(engine)
 
 
+def test_prompt_takes_a_checkpoint_where_pages_in_a_tier_end(tmp_path: Path) -> None:
+    """The tier has pages of 64 shared tokens, but a snapshot only at the end of the prompt that stored them."""
+    shared, *rests = drawn("tier branch", 70, 20, 20, 20)
+    prompts = [[*shared, *rest] for rest in rests]
+    wanted = expected(tiny("qwen3_next"), prompts, 8)
+    found = []
+    for part in ([0], [1], [2]):
+        engine = make_engine(
+            tiny("qwen3_next"), POOL, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], offload=PATIENT
+        )
+        (request,) = served(engine, [prompts[part[0]]])
+        assert request.tokens == wanted[part[0]]
+        found.append(request.cached_tokens)
+        closed(engine)
+    assert found == [0, 0, 64]
+
+
 def test_reload_after_preemption_is_not_a_hit() -> None:
     """Two requests do not fit together, and a third with a higher rank is added: they are preempted and load their pages
     again."""

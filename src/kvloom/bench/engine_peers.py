@@ -32,10 +32,10 @@ SAVED_WEIGHTS = 1 << 30
 
 
 class HuggingFace:
-    """generate() with its faster cache: static on a GPU, dynamic on a CPU.
+    """Hugging Face's generate() with its faster cache, which is static on a GPU and dynamic on a CPU.
 
-    Batches are padded on the left, and as large as memory allows. All conversations of a batch advance turn by turn
-    together."""
+    Batches are padded on the left, and as large as memory allows. All conversations of a batch advance together,
+    turn by turn."""
 
     name = "Hugging Face"
     CPU_BYTES = 4 << 30
@@ -168,7 +168,7 @@ def _plain_environment() -> dict[str, str]:
 
 
 class NotInstalledError(RuntimeError):
-    """A peer is not installed. The message states what to do."""
+    """Raised if a peer is not installed. The message states the remedy."""
 
 
 class Vllm:

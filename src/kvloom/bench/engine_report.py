@@ -1,6 +1,6 @@
 """The report of `kvloom bench engine`: rows of plain data, ratios, and three tables of at most 120 columns.
 
-This module measures nothing. It has quoted figures, which are from other runs and are labelled as quoted in the report.
+This module measures nothing. It contains figures of other runs, which the report labels as quoted.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def rows_of(
     quoted: dict[str, float],
     exact: bool,
 ) -> list[dict[str, Any]]:
-    """Return one row per workload as plain data. `exact` states that rounding cannot change answers, so they are
-    compared."""
+    """Return one row per workload as plain data. `exact` states that rounding cannot change answers. In this case
+    answers are compared."""
     rows = []
     own = next((each.results for each in ran if each.name == "kvloom"), {})
     for work in works:

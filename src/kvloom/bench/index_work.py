@@ -1,6 +1,7 @@
-"""kvloom's part of `kvloom bench index`: the calls of a scheduler, on a CPU, without a model and without bytes.
+"""kvloom's part of `kvloom bench index`. It makes the calls of a scheduler, on a CPU, without a model and without
+page bytes.
 
-Figures are microseconds by phase, the lower decile of their repeats.
+Figures are microseconds by phase. Each is the lower decile over the repeats.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Tokens = npt.NDArray[np.int32]
 
 
 def layout_of(name: str) -> PoolLayout:
-    """Return a layout: one full group of an 8B Llama; Gemma-3-12B; Qwen3-Next-80B."""
+    """Return the layout with this name. There are three: an 8B Llama with one full group, Gemma-3-12B, and
+    Qwen3-Next-80B."""
     if name == "full":
         return PoolLayout.build(
             {f"{i}": LayerSpec("token", attention_fields(8, 128, "bf16")) for i in range(32)}
@@ -117,9 +119,9 @@ def decode_step(
 
 
 def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
-    """Return microseconds to match a prompt, to insert its new blocks, and to evict as many.
+    """Return the microseconds to match a prompt, to insert its new blocks, and to evict the same number of blocks.
 
-    The cache has 256 other prompts over 8 prefixes."""
+    The cache has 256 other prompts with 8 different prefixes."""
     shape = layout_of("full")
     block = shape.block_tokens
     # Exactly full: a prompt's own blocks are evicted for another's, as in the peers' measurement.

@@ -53,7 +53,7 @@ FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 
 class SimulatedDevice:
-    """Simulates a device: an engine launches a step at once, and its result is ready after the simulated time."""
+    """Simulates a device. An engine can launch a step at once, and the result is ready after the simulated time."""
 
     def __init__(self, engine: Engine) -> None:
         self._step_ends: deque[float] = deque()
@@ -64,8 +64,8 @@ class SimulatedDevice:
 
     @staticmethod
     def seconds(tokens: int, position: int) -> float:
-        """Return the seconds of a step of `tokens` tokens at a position. A prompt of PROMPT tokens in full steps takes
-        SECONDS."""
+        """Return the seconds of a step of `tokens` tokens at a position. With full steps, a prompt of PROMPT tokens
+        takes SECONDS in total."""
         steps = PROMPT // BUDGET
         each = (SECONDS - steps * BASE) / PROMPT
         middle = (position + tokens / 2) / PROMPT - 0.5
@@ -86,7 +86,7 @@ class SimulatedDevice:
 
 
 class PacedEngine:
-    """An engine with a paced disk."""
+    """An engine with a disk of limited speed."""
 
     def __init__(self, model: Any, folder: Path, seed: int) -> None:
         self.faults = Faults()
@@ -137,10 +137,11 @@ class PacedEngine:
 def measure_load_or_recompute(
     ratios: Sequence[float] = RATIOS, scenarios: Sequence[str] = tuple(SCENARIOS), rounds: int = 3
 ) -> list[dict[str, Any]]:
-    """Return one row per ratio and scenario, with median times to first token in seconds. `computed_s` is the time to
-    compute the whole prompt, and `auto_s` the time if the engine decides.
+    """Return one row per ratio and scenario, with median times to first token in seconds. `computed_s` is the time
+    to compute the whole prompt, and `auto_s` is the time if the engine decides.
 
-    `relative` is their ratio. `ideal` is the ratio if computing and loading overlap perfectly."""
+    `relative` is `auto_s` divided by `computed_s`. `ideal` is this ratio if computing and loading overlap
+    perfectly."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

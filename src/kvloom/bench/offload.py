@@ -164,7 +164,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 def ttft(
     shape: str, device: str, pool: int, host: str, disk: str, prompt: int, rounds: int
 ) -> dict[str, Any]:
-    """Return times to first token of prompts that are computed, in host memory, or on disk: medians of `rounds`.
+    """Return times to first token of prompts that are computed, in host memory, or on disk, as medians of `rounds`.
 
     Each round has its own prompt."""
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
@@ -265,8 +265,7 @@ def workloads(
 ) -> list[dict[str, Any]]:
     """Run each workload with and without the host tier, alternating. The ratio is the median of the rounds' ratios.
 
-    Seconds end with the last token. Copies to host memory after it (`drained_s`) are waited for and reported
-    separately."""
+    The measured seconds end with the last token. Later copies to host memory (`drained_s`) are reported separately."""
     vocabulary = hf_config(shape).vocab_size
     options = Options(device=device, pool=pool)
     runners = {
@@ -310,10 +309,10 @@ def workloads(
 
 
 def hits(shape: str, device: str, host: int, work: Workload) -> dict[str, Any]:
-    """Return the hit rates of conversations in a pool for all pages, and in a tenth of it without and with the host
-    tier.
+    """Return the hit rates of conversations in three cases: a pool for all pages, a tenth of this pool, and a tenth
+    of this pool with the host tier.
 
-    Conversations alternate, so the small pool evicts each before its next turn."""
+    Conversations alternate, so the small pool evicts the pages of each conversation before its next turn."""
     vocabulary = hf_config(shape).vocab_size
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
     layout = Engine(model, EngineConfig(pool_bytes=64 << 20)).layout

@@ -1,7 +1,7 @@
 """The measurements of `kvloom bench tiers`: a tier and its medium with the same bytes, alternating.
 
-A Work has two sides with `write` and `read`, which return when the bytes are in place. The medium alone is
-memcpy, raw O_DIRECT or the store's own client, without the tier.
+A Work has two sides with `write` and `read`, which return when the bytes have arrived. The medium alone is memcpy,
+raw O_DIRECT or the store's own client, without the tier.
 """
 
 from __future__ import annotations
@@ -315,5 +315,5 @@ WORKS: dict[str, Callable[[Memory, Path], contextlib.AbstractContextManager[list
 
 
 def folder_in(place: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder, deleted at the end."""
+    """Return a temporary folder. It is deleted at the end."""
     return tempfile.TemporaryDirectory(prefix="kvloom-bench-", dir=place, ignore_cleanup_errors=True)

@@ -1,8 +1,8 @@
-"""The settings of an engine, which `LLM`, the CLI and the server pass to it. Contains only values; does not import
-torch.
+"""The settings of an engine, which `LLM`, the CLI and the server pass to it. This module contains only values and
+does not import torch.
 
-A new setting is one field here and, for the command line, one argument in `engine/options.py`. `engine_config` builds
-an `EngineConfig` from a flat list of settings, which `LLM(...)`, flags and configuration files use.
+To add a setting, add one field here and, for the command line, one argument in `engine/options.py`. `engine_config`
+builds an `EngineConfig` from a flat list of settings. `LLM(...)`, flags and configuration files use this function.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from kvloom.combinations import refused
-from kvloom.core import Tenant
+from kvloom.core import Objective, Tenant
 from kvloom.events_wire import EventSettings
 from kvloom.models.specs import KVDtype
 from kvloom.tiers import OpenTier
@@ -31,7 +31,7 @@ Role = Literal["both", "prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """How pages are loaded from tiers."""
+    """Settings for loading pages from tiers."""
 
     load: LoadRule = "auto"
     """"auto" loads or recomputes pages, whichever is faster. "always" waits for every page that a tier has. "never"
@@ -54,7 +54,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine. The defaults suit a model on its own device."""
+    """Settings of one engine. The defaults suit one model on one device."""
 
     pool_bytes: int | None = None
     """Bytes of the page pool. None uses the memory that `memory_fraction` leaves."""
@@ -110,6 +110,10 @@ class EngineConfig:
     """Tiers, fastest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """How pages are loaded from the tiers."""
+    slo_ttft: float | None = None
+    """Milliseconds until the first token of requests without an objective of their own. None means no objective."""
+    slo_tbt: float | None = None
+    """Milliseconds between tokens of requests without an objective of their own. None means no objective."""
     role: Role = "both"
     """What a worker does: "prefill" offers the pages of every prompt, "decode" computes prompts in short steps."""
     kv_events: str | None = None
@@ -120,8 +124,13 @@ class EngineConfig:
     """How block hashes travel: signed 64-bit integers, or all bytes."""
 
     @property
+    def objective(self) -> Objective:
+        """The objective of requests that have none."""
+        return Objective(self.slo_ttft, self.slo_tbt)
+
+    @property
     def draft_model(self) -> str:
-        """Folder or name of the draft model; empty without one."""
+        """Folder or name of the draft model. Empty if there is none."""
         return next((part.removeprefix("draft=") for part in self.proposers if part.startswith("draft=")), "")
 
     @property
@@ -131,7 +140,7 @@ class EngineConfig:
 
     @property
     def proposers(self) -> list[str]:
-        """The proposers in the order in which they are asked."""
+        """The proposers, in the order in which they are tried."""
         if self.speculate == "off":
             return []
         return ["suffix"] if self.speculate == "auto" else self.speculate.split(",")
@@ -155,7 +164,7 @@ class EngineConfig:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is negative: give tokens, or 0")
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ValueError("kv_events_replay needs kv_events: give the address of the events, too")
-        _ = self.event_settings  # raises for invalid addresses
+        _ = self.event_settings, self.objective  # raise for invalid values
 
     def _check_proposers(self) -> None:
         parts = self.proposers
@@ -172,7 +181,7 @@ class EngineConfig:
 
     @property
     def event_settings(self) -> EventSettings | None:
-        """Where events are published, or None if they are not published."""
+        """The addresses and format of published events, or None if no events are published."""
         if self.kv_events is None:
             return None
         return EventSettings(self.kv_events, self.kv_events_replay, self.kv_events_hashes)

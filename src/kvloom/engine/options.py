@@ -47,6 +47,8 @@ SPECULATE = (
     "eagle=FOLDER (an EAGLE-3 head), "
     "several in order (suffix,draft=MODEL), auto (suffix), or off (default: off; docs/speculation.md)"
 )
+SLO_TTFT = "milliseconds to the first token: a request that would take longer is refused at once (default: no objective)"
+SLO_TBT = "mean milliseconds between tokens: a request that would get them more slowly is refused at once (default: no objective)"
 _SETTINGS = {one.name for one in fields(EngineConfig)} | {
     "load",
     "hand_over_seconds",
@@ -97,6 +99,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-events-hashes", choices=("int64", "bytes"), default="int64",
         help="with --kv-events: block hashes as signed 64-bit integers, or all bytes (default: int64)")  # fmt: skip
     add("--load", choices=("auto", "always", "never"), default="auto", help=LOAD)
+
+    add = parser.add_argument_group("objectives (docs/admission.md)").add_argument
+    add("--slo-ttft", type=number(0, above=True), metavar="MS", help=SLO_TTFT)
+    add("--slo-tbt", type=number(0, above=True), metavar="MS", help=SLO_TBT)
 
     add = parser.add_argument_group("steps and limits").add_argument
     budget = "prompt tokens computed per step (default: depends on the device)"

@@ -1,12 +1,12 @@
-"""Publishes the events of a cache: the worker's side.
+"""Publishes the events of a cache. This is the worker's side.
 
     cache emits an event ──▶ listener (engine thread) ──▶ flush: one batch per step ──▶ bounded queue
                                     │                                                     │
                                     ▼                                                     ▼ publisher thread
                               mirror of all hashes ──▶ snapshot, on request         PUB socket, replay buffer
 
-A step never waits. If the queue is full, the batch is dropped and counted. The sequence number of a dropped batch is
-not used again, so subscribers see the gap and ask for a snapshot. Pages of images are not published.
+A step never waits. If the queue is full, the batch is dropped and counted. The sequence number of a dropped batch
+is not used again, so subscribers notice the gap and request a snapshot. Pages of images are not published.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class WirePublisher:
             self.published += 1
 
     def _answer(self, frames: list[bytes]) -> None:
-        """Answer a replay request, whose frames are client, an empty frame and start. The last message of the answer
-        has the sequence number END."""
+        """Answer a replay request. Its frames are the client, an empty frame and the start number. The last message
+        of the answer has the sequence number END."""
         if len(frames) != 3 or len(frames[2]) != 8 or self._replay is None:
             log.warning("a replay request with %d frames is invalid: send 8 bytes of sequence", len(frames))
             return

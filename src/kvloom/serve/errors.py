@@ -1,6 +1,6 @@
 """Error responses in OpenAI's format: a status, and a body with message, type, param and code.
 
-Every folder of the server raises ApiError; this module imports none of them.
+All folders of the server raise ApiError. This module imports none of them.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ RETRY_SECONDS = 1
 
 
 class ApiError(Exception):
-    """An error response. `retry_after` is sent as a header, in seconds. `logged` replaces the message in the log, if
-    the message may contain text of the request.
+    """An error response. `retry_after` is sent as a header, in seconds. If the message may contain text of the
+    request, `logged` replaces the message in the log.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ def body_too_large(limit: int) -> ApiError:
 
 
 def context_too_long(prompt: int, new: int, longest: int, param: str, at_least: bool = False) -> ApiError:
-    """Return the error of a prompt that exceeds the context limit. `at_least` states that counting stopped at
+    """Return the error for a prompt that exceeds the context limit. `at_least` states that counting stopped at
     `prompt` tokens.
     """
     count = f"{prompt:,} or more" if at_least else f"{prompt:,}"
@@ -206,8 +206,8 @@ def engine_loading() -> ApiError:
 
 
 def engine_died(hung: str = "") -> ApiError:
-    """Return the error of a lost engine process. `hung` is the reason why the watchdog killed it, or "" if the
-    process exited.
+    """Return the error for a lost engine process. `hung` is the reason why the watchdog killed the process, or ""
+    if it exited.
     """
     how = f"{hung} and was killed" if hung else "died"
     return ApiError(

@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a request's record. Raises ValueError for an unknown request, OSError without a server."""
+    """Print the record of a request. Raises ValueError for an unknown request, and OSError without a server."""
     key = args.api_key or os.environ.get(KEY)
     if args.request is None:
         found = fetch(args.url, "/kvloom/requests?limit=20", key)
@@ -66,11 +66,17 @@ def describe(record: Mapping[str, Any]) -> list[str]:
     if record["preemptions"]:
         times_ = "once" if record["preemptions"] == 1 else f"{record['preemptions']} times"
         lines.append(f"It was preempted {times_}.")
+    if drafted := record["draft_tokens"]:
+        accepted = record["accepted_tokens"]
+        lines.append(
+            f"Of its {drafted:,} draft tokens, {accepted:,} were accepted ({accepted / drafted:.0%})."
+        )
     return lines
 
 
 def _account(record: Mapping[str, Any]) -> str:
-    """Return a sentence about the sources of the prompt tokens. Their numbers add up to the prompt."""
+    """Return a sentence about the sources of the prompt tokens. The numbers in it add up to the number of prompt
+    tokens."""
     found = [
         f"{hit['tokens']:,} were in the pool"
         if hit["tier"] == POOL

@@ -250,7 +250,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _aliases(given: list[str], first: str) -> dict[str, str]:
-    """Return the aliases of `NAME=MODEL` texts; without `=MODEL` an alias names the first model."""
+    """Return the aliases in texts of the form `NAME=MODEL`. Without `=MODEL`, NAME is an alias of the first model."""
     found = {}
     for one in given:
         alias, _, model = one.partition("=")
@@ -261,7 +261,7 @@ def _aliases(given: list[str], first: str) -> dict[str, str]:
 
 
 def _image_folder(given: str) -> Path:
-    """Return a folder with its links resolved. Raises ValueError for any other path."""
+    """Return the folder with its links resolved. Raises ValueError if the path is not a folder."""
     folder = Path(given).resolve()
     if not folder.is_dir():
         raise ValueError(f"--image-dir {given} is not a folder: give an existing one")
@@ -317,7 +317,8 @@ def _models(
 
 
 def _default_caps(args: argparse.Namespace, has_keys: bool) -> Caps:
-    """Return the limits of tenants whose keys set none. Without keys, only the given options are limits."""
+    """Return the limits of tenants whose keys set no limits. Without keys, only limits that were given as options
+    apply."""
     from kvloom.serve.auth import PRESSURE, Caps
 
     answers, ttl = args.max_answers, args.max_ttl

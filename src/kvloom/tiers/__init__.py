@@ -7,7 +7,8 @@
     shares.py           tenants' shares of a tier
     lossy_tier.py       a tier that re-encodes pages inside another tier
     unit_tier.py        a tier that stores pages of HASH_TOKENS tokens inside another tier
-    wrapped_tier.py     the base of both
+    value_tier.py       a tier that stores the values of pages, for servers with different KV dtypes
+    wrapped_tier.py     the base of these
     stored_page.py      a tier's pages, for operators
     tiers_command.py    `kvloom tiers`
     workers.py          threads that run jobs in order
@@ -23,7 +24,7 @@ See docs/tiers.md. Nothing here imports torch; the disk tier needs the package x
 
 from .aligned_memory import aligned_bytes
 from .disk import DiskConfig, DiskTier
-from .encoding import CODINGS, Coding, Compression, PageFields, lossy_form
+from .encoding import CODINGS, Coding, Compression, PageFields, PageValues, lossy_form
 from .host import HostConfig, HostTier, Lease
 from .lossy_tier import LossyTier
 from .options import Options, redact_url, url_label
@@ -45,6 +46,7 @@ from .shares import Share, Shares, SupportsShares, tenant_shares
 from .tier import Form, Objects, Ranges, Tier, TierError, part_range
 from .transfer import Outcome, TierStats, Transfer, TransferCounts, failed_transfer
 from .unit_tier import UnitForm, UnitTier
+from .value_tier import ValueForm, ValueTier
 from .workers import Workers
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "Options",
     "Outcome",
     "PageFields",
+    "PageValues",
     "Ranges",
     "Share",
     "Shares",
@@ -74,6 +77,8 @@ __all__ = [
     "TransferCounts",
     "UnitForm",
     "UnitTier",
+    "ValueForm",
+    "ValueTier",
     "Workers",
     "WritePolicy",
     "aligned_bytes",

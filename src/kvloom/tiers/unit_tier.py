@@ -28,8 +28,8 @@ __all__ = ["UnitForm", "UnitTier"]
 
 @dataclass(frozen=True, slots=True)
 class UnitForm:
-    """How pages of one form are stored: each unit has the form `form` and the fields `unit`. `page` has the fields of
-    the whole page.
+    """The storage of pages of one form as units. Each unit has the form `form` and the fields `unit`. The whole
+    page has the fields `page`.
     """
 
     form: Form
@@ -52,7 +52,8 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _units(objects: Objects, unit: UnitForm) -> tuple[Objects, npt.NDArray[np.int64]]:
-        """Returns the units of all objects, and the index of each object's first unit, followed by the total."""
+        """Returns the units of all objects as one batch, and for each object the index of its first unit. The total
+        number of units follows as the last index."""
         hashes = [
             unit_hashes(block_hash) if unit.unit.tokens else (block_hash,)
             for block_hash in objects.block_hashes
@@ -127,7 +128,8 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _joined_outcomes(inner: Transfer, firsts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        """Returns the outcome of each object: OK if all its units are OK, else the outcome of a unit that is not."""
+        """Returns the outcome of each object. It is OK if all units of the object are OK. Otherwise it is the
+        outcome of a unit that is not OK."""
         return np.maximum.reduceat(inner.results, firsts[:-1]) if len(firsts) > 1 else inner.results
 
     @staticmethod

@@ -40,7 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="DIR", help=folder)
     text = "do not tokenise: route texts and chats by their string prefix"
     add("--no-tokenize", action="store_true", help=text)
-    key = f"key of /register, /unregister, /query and /workers; needed with a public --host (default: ${ADMIN_KEY})"
+    key = f"key of /register, /unregister, /query, /workers and the dashboard; needed with a public --host (default: ${ADMIN_KEY})"
     add("--admin-key", metavar="KEY", help=key)
     inflight = "requests of one worker at once; beyond that they wait, and tenants take turns (default: 256)"
     add("--inflight", type=whole(1), default=256, metavar="N", help=inflight)
@@ -146,17 +146,22 @@ async def _serve(
         proxy = Proxy(fleet, PromptReader(fleet, args.tokenizer, not args.no_tokenize), options)
         for url in args.worker:
             fleet.add(url, is_static=True)
-        config.app = RouterApplication(fleet, proxy, key, args.max_body, is_public)
+        config.app = application = RouterApplication(fleet, proxy, key, args.max_body, is_public)
         host, port = listener.getsockname()[:2]
         logging.getLogger("kvloom.router").info(
-            "routing on http://%s:%d over %d workers", host, port, len(args.worker)
+            "routing on http://%s:%d over %d workers; the fleet is at /dashboard",
+            host,
+            port,
+            len(args.worker),
         )
+        samples = asyncio.create_task(application.state.run())
         try:
             await uvicorn.Server(config).serve(sockets=[listener])
         finally:
+            samples.cancel()
             await fleet.close()
     return 0
 
 
 async def _placeholder(*_: object) -> None:
-    """The application until the real one is set."""
+    """A stand-in for the application until it is set."""

@@ -1,10 +1,11 @@
-"""The workers of a router: membership, health, and what each serves.
+"""The workers of a router: membership, health, and the models of each worker.
 
     --worker URL, /register ──▶ Worker ──▶ GET /kvloom/worker or /v1/models, every second: alive? models, hashes, load
                                   └──────▶ Subscriber: its events into the index of its model
 
-A worker that fails a request or two checks is dead until a check succeeds. Its streams continue on others. A dead worker's blocks are
-forgotten, because a restarted worker has none; its events bring back what it has.
+If a worker fails a request or two checks, it is dead until a check succeeds. Its streams continue on other workers.
+The blocks of a dead worker are removed from the index, because a restarted worker has none. Later events add its
+blocks again.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvloom.core import HASH_TOKENS, root_hash
+from kvloom.core import HASH_TOKENS, Histogram, root_hash
 from kvloom.events_wire import EventBatch, Subscriber
 
 from .fleet_index import FleetIndex, Group
 from .scoring import Scorer, ScoringOptions, SpeedModel, WorkerLoad
 
-__all__ = ["Fleet", "ServedModel", "Worker"]
+__all__ = ["Fleet", "Offer", "ServedModel", "Worker"]
 
 log = logging.getLogger("kvloom.router")
+LATENCY_SECONDS = (0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08,
+                   0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)  # fmt: skip
+"""Bounds of the router's histograms: its own time is below a millisecond, a first token may take minutes."""
 CHECK_SECONDS = 1.0
 CHECK_TIMEOUT = 3.0
 FAILED_CHECKS = 2
@@ -36,7 +40,8 @@ FAILED_CHECKS = 2
 
 @dataclass(slots=True)
 class Offer:
-    """A model on one worker: the model's part of block hashes (None: a foreign worker), its layer groups, pool and events."""
+    """A model on one worker: the model's part of block hashes, its layer groups, pool and events. The hash part is
+    None for a foreign worker."""
 
     hash_model: str | None = None
     groups: tuple[Group, ...] = (Group(),)
@@ -47,11 +52,27 @@ class Offer:
     """What the worker does: "prefill", "decode" or "both"."""
     peer: str | None = None
     """Address, `host:port`, at which other workers read its pages."""
+    load: dict[str, Any] = field(default_factory=dict)
+    """What the worker's engine does and has, as it last reported."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """What this router sent to a worker."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    expected_hit_tokens: int = 0
+    failures: int = 0
+    prefills: dict[str, int] = field(default_factory=dict)
+    """Prompts that the worker computed for others, by decode worker."""
+    ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
+    """Of streams."""
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker. `url` is "" for an instance that is only followed, not routed to."""
+    """One worker. `url` is "" for an instance that is followed but gets no requests."""
 
     name: str
     url: str
@@ -68,11 +89,13 @@ class Worker:
     """Aborts the requests that are running on it."""
     subscribers: dict[str, tuple[Subscriber, asyncio.Task[None]]] = field(default_factory=dict)
     check: asyncio.Task[None] | None = None
+    sent: Sent = field(default_factory=Sent)
 
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """A model and the workers that serve it: its index, its scorer, and what text prompts say without a tokenizer."""
+    """A model and the workers that serve it: its index, its scorer, and the index of text prompts without a
+    tokenizer."""
 
     name: str
     index: FleetIndex
@@ -95,7 +118,7 @@ class Fleet:
     # -- membership -------------------------------------------------------------------------------
 
     def add(self, url: str, name: str | None = None, is_static: bool = False) -> Worker:
-        """Add a worker by its HTTP address; one that is known stays. Its checks begin."""
+        """Add a worker by its HTTP address, and start to check it. A known worker stays unchanged."""
         name = name or url
         worker = self.workers.get(name)
         if worker is None:
@@ -105,7 +128,7 @@ class Fleet:
         return worker
 
     async def remove(self, name: str) -> bool:
-        """Remove a worker. Its streams continue on others. Returns whether it was known."""
+        """Remove a worker. Its streams continue on other workers. Returns whether the worker was known."""
         worker = self.workers.pop(name, None)
         if worker is None:
             return False
@@ -124,12 +147,13 @@ class Fleet:
                     task.cancel()
 
     def candidates(self, model: str) -> list[str]:
-        """Return the names of living workers that answer requests for a model. Prefill workers do so only if there are no others."""
+        """Return the names of living workers that answer requests for a model. Prefill workers are included only if
+        there are no others."""
         alive = [w for w in self.workers.values() if w.is_alive and w.url and model in w.models]
         return [w.name for w in alive if w.models[model].role != "prefill"] or [w.name for w in alive]
 
     def prefill_workers(self, model: str) -> list[str]:
-        """Return the names of living prefill workers of a model whose pages others can read."""
+        """Return the names of living prefill workers of a model whose pages other workers can read."""
         alive = [w for w in self.workers.values() if w.is_alive and w.url and model in w.models]
         return [w.name for w in alive if w.models[model].role == "prefill" and w.models[model].peer]
 
@@ -144,7 +168,7 @@ class Fleet:
             await asyncio.sleep(CHECK_SECONDS)
 
     async def check(self, worker: Worker) -> None:
-        """Ask a worker for its state once."""
+        """Query the state of a worker once."""
         try:
             offers = await self._ask(worker)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError) as error:
@@ -162,13 +186,14 @@ class Fleet:
                     await self._withdraw(worker, model)
                 self._offer(worker, model, offer)
             else:
-                known.role, known.peer = offer.role, offer.peer  # the role may change while serving
+                # The role may change while serving.
+                known.role, known.peer, known.load = offer.role, offer.peer, offer.load
         if not worker.is_alive and offers:
             worker.is_alive = True
             log.info("worker %s is alive: %s", worker.name, ", ".join(offers))
 
     async def _ask(self, worker: Worker) -> dict[str, Offer]:
-        """Return the models that a worker offers. Raises if it is not healthy."""
+        """Return the models that a worker serves. Raises if the worker is not healthy."""
         timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT)
         async with self.session.get(f"{worker.url}/kvloom/worker", timeout=timeout) as answer:
             if answer.status == 200:
@@ -223,7 +248,7 @@ class Fleet:
             worker.subscribers[model] = subscriber, task
 
     async def _withdraw(self, worker: Worker, model: str) -> None:
-        """A worker serves a model no more: forget its blocks, in steps."""
+        """Remove the blocks of a worker that no longer serves a model, in steps."""
         worker.models.pop(model, None)
         following = worker.subscribers.pop(model, None)
         if following is not None:
@@ -237,7 +262,7 @@ class Fleet:
                 await asyncio.sleep(0)
 
     def register(self, name: str, url: str, model: str, offer: Offer) -> None:
-        """Add an instance by /register: routed to if it has a URL, only followed otherwise."""
+        """Add an instance by /register. With a URL it gets requests, otherwise it is only followed."""
         worker = self.add(url, name)
         worker.given[model] = offer
         if not url:
@@ -272,6 +297,7 @@ def _offer(found: dict[str, Any]) -> Offer:
         found["replay"],
         found.get("role", "both"),
         found.get("peer"),
+        found.get("load") or {},
     )
 
 

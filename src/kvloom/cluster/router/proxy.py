@@ -21,12 +21,12 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvloom.core import SECONDS, Histogram
+from kvloom.core import Histogram
 from kvloom.serve.errors import ApiError
 
 from .answer_stream import AnswerStream, DivergedError, WorkerFailedError
 from .fair_queue import FairQueue, QueueFullError
-from .fleet import Fleet, ServedModel, Worker, now
+from .fleet import LATENCY_SECONDS, Fleet, ServedModel, Worker, now
 from .prompt_keys import PromptKeys, PromptReader, roots_of
 from .scoring import Choice
 
@@ -63,10 +63,11 @@ EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-contr
 
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
-    """Limits of a router. `inflight` requests per worker run at once; more wait, and tenants take turns.
+    """Limits of a router. At most `inflight` requests run on each worker at once. Further requests wait, and
+    tenants take turns.
 
-    A request ends after `deadline_seconds`, or after `attempts` workers. A worker is given up if it sends nothing for
-    `silent_seconds` in a stream that has begun."""
+    A request ends after `deadline_seconds`, or after `attempts` workers. In a stream that has begun, the router
+    gives up a worker that sends nothing for `silent_seconds`."""
 
     inflight: int = 256
     queue: int = 10_000
@@ -99,7 +100,7 @@ class Call:
 
     @property
     def session(self) -> str | None:
-        """What the client calls its session."""
+        """The name of the client's session, or None."""
         for found in (self.body.get("session_id"), self.headers.get("x-session-id"), self.body.get("user")):
             if isinstance(found, str) and found:
                 return f"{self.tenant}\0{found}"
@@ -108,7 +109,7 @@ class Call:
 
 @dataclass(slots=True)
 class Counts:
-    """What a router counts."""
+    """The counters of a router."""
 
     requests: dict[tuple[str, int], int] = field(default_factory=dict)
     failovers: int = 0
@@ -118,16 +119,16 @@ class Counts:
     expected_hit_tokens: int = 0
     hand_overs: int = 0
     """Requests whose prompt a prefill worker computes."""
-    overhead: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    ttft: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    overhead: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
+    ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
 
 
 class _AbortedError(Exception):
-    """The worker of an attempt died."""
+    """Raised if the worker of an attempt died."""
 
 
 class Proxy:
-    """Serves calls over a fleet."""
+    """Forwards the calls of clients to the workers of a fleet."""
 
     def __init__(self, fleet: Fleet, reader: PromptReader, options: ProxyOptions | None = None) -> None:
         self.fleet, self.reader, self.options = fleet, reader, options or ProxyOptions()
@@ -179,7 +180,7 @@ class Proxy:
         )
 
     async def _tenant(self, call: Call) -> str:
-        """Return the tenant that salts the hashes: that of the key, or the one that the request names."""
+        """Return the tenant that salts the hashes. It is the tenant of the key, or the tenant in the request."""
         key = call.headers.get("authorization")
         named = call.body.get("tenant")
         if key is None:
@@ -229,7 +230,7 @@ class Proxy:
         return self.fleet.workers[choice.worker], choice
 
     def _lengths(self, call: Call, served: ServedModel, names: list[str]) -> dict[str, tuple[int, ...]]:
-        """Return the tokens that each worker can resume."""
+        """Return for each worker the number of tokens at which the prompt can resume."""
         keys = call.keys
         assert keys is not None
         if keys.tokens is None:
@@ -249,7 +250,7 @@ class Proxy:
         return found
 
     def _begin(self, call: Call, worker: Worker, choice: Choice) -> None:
-        """Record that a call goes to a worker."""
+        """Record that a call is sent to a worker."""
         served, keys = self.fleet.models[call.model], call.keys
         assert keys is not None
         call.tried.add(worker.name)
@@ -258,8 +259,10 @@ class Proxy:
             load.sent(call, keys.length - choice.cached, keys.length, now())
         hashes = call.hashes.get(worker.name, [])
         (served.index if keys.tokens is not None else served.texts).expect(worker.name, hashes)
-        self.counts.prompt_tokens += keys.length
-        self.counts.expected_hit_tokens += choice.cached
+        for counts in (self.counts, worker.sent):
+            counts.prompt_tokens += keys.length
+            counts.expected_hit_tokens += choice.cached
+        worker.sent.requests += 1
 
     def _first_token(self, call: Call, worker: Worker) -> None:
         served = self.fleet.models[call.model]
@@ -279,8 +282,9 @@ class Proxy:
     def _hand_over(
         self, call: Call, worker: Worker, choice: Choice
     ) -> tuple[dict[str, Any], list[asyncio.Task[None]]]:
-        """Start the prefill of a call on a prefill worker, if its decode worker lacks many tokens. Return the fields that
-        make the decode worker pull the pages, and the task; both are empty if the decode worker computes alone.
+        """If the decode worker lacks many tokens, start the prefill of a call on a prefill worker. Return the
+        fields that make the decode worker pull the pages, and the task. Both are empty if the decode worker
+        computes alone.
         """
         keys, served = call.keys, self.fleet.models[call.model]
         assert keys is not None
@@ -299,12 +303,14 @@ class Proxy:
         prefill = self.fleet.workers[found.worker]
         host, _, port = (prefill.models[call.model].peer or "").rpartition(":")
         self.counts.hand_overs += 1
+        prefill.sent.prefills[worker.name] = prefill.sent.prefills.get(worker.name, 0) + 1
         task = asyncio.create_task(self._prefill(call, prefill, keys.length - found.cached))
         params = {"do_remote_prefill": True, "remote_host": host, "remote_port": int(port)}
         return {"kv_transfer_params": params}, [task]
 
     async def _prefill(self, call: Call, worker: Worker, compute: int) -> None:
-        """Compute the prompt of a call on a prefill worker. A failure costs time only: the decode worker computes the rest."""
+        """Compute the prompt of a call on a prefill worker. If this fails, the decode worker computes the missing
+        tokens."""
         assert call.keys is not None
         served, key = self.fleet.models[call.model], object()
         load, hashes = served.scorer.loads[worker.name], call.hashes.get(worker.name, [])
@@ -331,7 +337,7 @@ class Proxy:
     # -- whole answers --------------------------------------------------------------------------------
 
     async def _whole(self, call: Call, send: Send) -> None:
-        """Forward a call and its answer as they are. Retries until the answer has begun."""
+        """Forward a call, and return the answer unchanged. Retries until the answer has begun."""
         last: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         for _ in range(self.options.attempts):
             try:
@@ -365,6 +371,7 @@ class Proxy:
                     return
             except _AbortedError as error:
                 self.counts.failovers += 1
+                worker.sent.failures += 1
                 if has_begun:  # this endpoint's streams cannot be continued
                     failed = ApiError(502, f"the worker failed in the answer: {error}", code="worker_failed")
                     await send(
@@ -388,7 +395,7 @@ class Proxy:
     # -- streams ------------------------------------------------------------------------------------------
 
     async def _stream(self, call: Call, send: Send) -> None:
-        """Stream an answer, across workers if they die."""
+        """Stream an answer. If a worker dies, another worker continues the stream."""
         body = dict(call.body)
         asked = body.get("return_token_ids") is True
         stream = AnswerStream(hides_tokens=not asked)
@@ -416,6 +423,7 @@ class Proxy:
                     return
             except (_AbortedError, WorkerFailedError) as error:
                 self.counts.failovers += 1
+                worker.sent.failures += 1
                 why = str(error)
             except DivergedError as error:
                 self.counts.diverged_streams += 1
@@ -471,7 +479,8 @@ class Proxy:
                 if not passed:
                     continue
                 if not has_begun:
-                    self.counts.ttft.add(now() - call.at)
+                    for counts in (self.counts, worker.sent):
+                        counts.ttft.add(now() - call.at)
                     await send(
                         {
                             "type": "http.response.start",

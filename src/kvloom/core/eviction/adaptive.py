@@ -38,7 +38,7 @@ SWITCHES = 2.0
 
 
 class Visit(ReuseHistory):
-    """One request's use of a path in the tree, with its features. All entries of the path share one visit."""
+    """One request's use of a path in the tree, with its features. All entries of the path share this object."""
 
     __slots__ = (
         "again",
@@ -119,7 +119,7 @@ class Adaptive:
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many of the last tokens of `entry` have the same value as its last token, or a lower one."""
+        """Return how many of the last tokens of `entry` are at most as valuable as its last token."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open:
             return entry.tokens
@@ -153,7 +153,7 @@ class Adaptive:
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> Visit:
         """Record that a request hits all tokens up to the end of `entry`. `ghost` is the history of evicted tokens
-        that would follow.
+        that the request would have hit next.
         """
         before: Visit | None = None
         if isinstance(ghost, Visit):
@@ -239,8 +239,8 @@ class Adaptive:
         visit.watched = tuple(rest)
 
     def _count_end(self, without: int, at_most: bool) -> None:
-        """Count a returning request that did not use the last `without` tokens of a visit. With `at_most` the number
-        may be smaller; it is then distributed like the known numbers.
+        """Count a returning request that did not use the last `without` tokens of a visit. With `at_most`, the
+        exact number is unknown but not larger. Such a count is distributed like the known numbers.
         """
         end = min(max(0, without).bit_length(), _ENDS - 1)
         if not at_most:
@@ -263,7 +263,7 @@ class Adaptive:
 
 
 def _uses(hits: int) -> int:
-    """Return the number of uses as a feature value: exact up to 5, in powers of two above."""
+    """Return the number of uses as a feature value. It is exact up to 5, and a power of two above."""
     return hits if hits < 6 else min(VALUES - 1, 3 + hits.bit_length())
 
 

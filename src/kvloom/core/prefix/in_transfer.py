@@ -25,8 +25,8 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Reservation:
-    """The pages reserved for one prompt. Row b has the pages of block b. `to_load` marks the pages that the load job
-    must fill.
+    """The pages reserved for one prompt. Row b contains the pages of block b. `to_load` marks the pages that the
+    load job must fill.
     """
 
     __slots__ = (
@@ -92,8 +92,8 @@ class PagesInTransfer:
             yield self._columns(batch), batch.rows
 
     def slabs_in_place(self) -> list[Counter[int]]:
-        """Return, for each size class, the number of pages pinned in place by slab. Counts them again, for the
-        integrity check.
+        """Return, for each size class, the number of pages pinned in place by slab. Recounts them for the integrity
+        check.
         """
         counts: list[Counter[int]] = [Counter() for _ in self._pages.pool.classes]
         written = [self._to_fill(reservation) for reservation in self._reservations.values()]
@@ -118,8 +118,8 @@ class PagesInTransfer:
     # -- reservations ---------------------------------------------------------------------------
 
     def add(self, reservation: Reservation) -> None:
-        """Register a reservation. Call it before its pages are allocated, because allocation may compact pages that
-        the reservation shares.
+        """Register a reservation. Call this method before its pages are allocated, because allocation may compact
+        pages that the reservation shares.
         """
         self._reservations[id(reservation)] = reservation
 

@@ -76,8 +76,8 @@ class MediaRun(Entry):
 
 
 class MediaIds:
-    """Maps digests to negative ids and back. The number is limited. A dropped digest gets a new id later, so its old
-    pages miss.
+    """Maps digests to negative ids and back. The number of digests is limited. If a digest was dropped, it gets a
+    new id later, and its old pages miss.
     """
 
     LIMIT = 1 << 18
@@ -103,7 +103,7 @@ class MediaIds:
         return new
 
     def digest_of(self, media_id: int) -> bytes:
-        """Return the digest of an id. For a dropped id, return a digest that matches nothing."""
+        """Return the digest of an id. For a dropped id, return a digest that matches no image."""
         return self._digests.get(media_id) or b"forgotten media " + str(media_id).encode()
 
     def place(self, tokens: npt.NDArray[np.int32], media: Sequence[Media]) -> npt.NDArray[np.int32]:

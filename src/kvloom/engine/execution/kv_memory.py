@@ -34,9 +34,9 @@ MAX_TOKENS = 131072
 class KVMemory:
     """The pool of an engine. `cache` manages the pages in `buffer`.
 
-    `elastic` is the memory of the buffer, if slabs can be added and removed. `limit` is the largest number of tokens
-    of a sequence, if known. `budget` states how the size was measured. `batch_invariant` states that batch-invariant
-    kernels must be used.
+    `elastic` is the memory of the buffer if slabs can be added and removed. `limit` is the largest number of tokens
+    of a sequence, if known. `budget` contains the measurement behind the size. `batch_invariant` states that
+    batch-invariant kernels must be used.
     """
 
     layout: PoolLayout
@@ -51,11 +51,11 @@ class KVMemory:
 
 
 def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> KVMemory:
-    """Allocate the pool of a model on its device, and make its attention read pages. A `draft` model or
-    head shares the pool.
+    """Allocate the pool of a model on its device, and let the model's attention read pages. A `draft` model or head
+    shares the pool.
 
-    `config` must have `token_budget` and `max_running`. Without `pool_bytes`, a GPU runs a trial step to measure the
-    free memory, which takes seconds. Raises ValueError for settings that cannot work."""
+    `config` must have `token_budget` and `max_running`. Without `pool_bytes`, a GPU runs a trial step to measure
+    the free memory, which takes seconds. Raises ValueError for settings that cannot work."""
     assert config.token_budget is not None
     assert config.max_running is not None
     weight = next(model.parameters())
@@ -143,8 +143,8 @@ def _with_draft(spec: ModelSpec, draft: Any, config: EngineConfig) -> ModelSpec:
 
 
 def _limit(model_limit: int | None, asked: int | None) -> int | None:
-    """Return the largest number of tokens of a sequence: `asked`, or the model's limit. Raises ValueError if `asked`
-    exceeds the limit.
+    """Return the largest number of tokens of a sequence. It is `asked`, or the model's limit if `asked` is None.
+    Raises ValueError if `asked` exceeds the limit.
     """
     if asked is None:
         return model_limit

@@ -51,7 +51,7 @@ def load_draft(name: str, target: Any) -> Any:
 
 
 class DraftModelProposer:
-    """Proposes with a draft model. `apply_copies` executes the pending copies of the pool."""
+    """Proposes with a draft model. `apply_copies` runs the pending copies of the pool."""
 
     name = "draft"
 
@@ -63,15 +63,16 @@ class DraftModelProposer:
         sampled: torch.Tensor,
         complete: bool,
     ) -> None:
-        """If `complete`, the draft model computes each output token at once, because tiers store its pages. Otherwise
-        it computes the last token of a draft, and output tokens without drafts, before the next draft. `sampled` are
-        the target's tokens of the previous step, on the device."""
+        """If `complete`, the draft model computes each output token at once, because tiers store its pages.
+        Otherwise some tokens are computed later, before the next draft: the last token of a draft, and output
+        tokens without drafts. `sampled` are the target's tokens of the previous step, on the device."""
         self._runner, self._sampler, self._apply_copies = runner, sampler, apply_copies
         self._sampled, self._complete = sampled, complete
         self._runs_after_draft = int(complete)  # compute the last token of a draft
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
-        """See `Proposer`. Reserves pages for the drafts. A request for which the pool lacks pages gets no draft."""
+        """Propose drafts (see `Proposer`). Reserves pages for the drafts. If the pool lacks pages for a request,
+        the request gets no draft."""
         found = [
             (place, request, count)
             for place, (request, count) in enumerate(zip(requests, counts, strict=True))
@@ -110,8 +111,8 @@ class DraftModelProposer:
         pass
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:
-        """Compute the prompt tokens of a launched step. If `complete`, compute its output tokens and the drafts of
-        other proposers, too. Otherwise record that they are missing."""
+        """Compute the prompt tokens of a launched step. If `complete`, also compute its output tokens and the
+        drafts of other proposers. Otherwise record that these tokens are missing."""
         self._compute([(request, part) for request, part in work if id(request) not in own])
 
     def _compute(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:

@@ -1,4 +1,4 @@
-"""The interface of proposers: everything that guesses the next tokens of requests."""
+"""The interface of proposers, which guess the next tokens of requests."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class DraftRunner(Protocol):
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens. Wrong drafts cost time, never correctness."""
+    """Proposes draft tokens. Wrong drafts cost time, but never change the output."""
 
     name: str
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
-        """Return, for each request i, at most `counts[i]` tokens that may follow its tokens. An empty list means no
-        guess."""
+        """Return, for each request i, at most `counts[i]` tokens that may follow its tokens. An empty list means
+        that there is no draft."""
         ...
 
     def request_finished(self, request: DraftedRequest) -> None:
@@ -69,6 +69,6 @@ class Proposer(Protocol):
         ...
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
-        """Process the number of accepted tokens of a request's draft. `own` states that this proposer made the
+        """Record how many tokens of a request's draft were accepted. `own` states that this proposer made the
         draft."""
         ...

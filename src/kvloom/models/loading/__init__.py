@@ -1,7 +1,8 @@
-"""Loads models by name, with weights of a checkpoint or random weights. Checks the model before it reads any weight.
+"""Loads models by name, with weights of a checkpoint or random weights. The model is checked before any weight is
+read.
 
-`loader` reads configs, weights and tokenizers. `probe` runs the code of a model without weights, to check that it can
-run on pages. `fingerprint` identifies the weights, so that pages of different models are never mixed.
+`loader` reads configs, weights and tokenizers. `probe` runs the code of a model without weights, to check that it
+can run on pages. `fingerprint` identifies the weights, so that pages of different models are never mixed.
 """
 
 from .fingerprint import model_fingerprint

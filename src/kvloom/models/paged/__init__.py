@@ -1,4 +1,4 @@
-"""Hugging Face modeling code on the page pool: the batch of a step, and how layers write and read pages.
+"""Hugging Face modeling code on the page pool: the batch of a step, and the writes and reads of layers.
 
 | file              | content                                                                        |
 |-------------------|--------------------------------------------------------------------------------|

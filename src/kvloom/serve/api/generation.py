@@ -1,8 +1,8 @@
-"""The endpoints that generate. They parse a request, send its prompts to the engine, and return the answers, whole or
-as a stream of events.
+"""The endpoints that generate. They parse a request, send its prompts to the engine, and return the answers, whole
+or as a stream of events.
 
-check, encode ──▶ Add to the engine ──▶ ResponseStream ──▶ events, at the client's speed
-                         ▲── cancelled if the client disconnects or reads too slowly, or on an error
+    check, encode ──▶ Add to the engine ──▶ ResponseStream ──▶ events, at the client's speed
+                             ▲── cancelled if the client disconnects or reads too slowly, or on an error
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ class GenerationEndpoint(ABC):
         self, request: Request, admitted: ExitStack
     ) -> tuple[ServedModel, list[Add], ResponseBuilder, bool, bool]:
         """Read and check a request. Return the model, the messages to its engine, the response builder, whether to
-        stream, and whether a call is forced.
+        stream, and whether a tool call is forced. Raises ApiError for a refused request.
 
         Closing `admitted` ends the admission of the request. Body and fields may be large, so they are freed before
-        the answer begins. Raises ApiError.
+        the answer begins.
         """
         context = self.context
         account = context.authenticate(request) or ""  # before reading the body
@@ -189,7 +189,7 @@ class GenerationEndpoint(ABC):
         """Return the builder of the response."""
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
-        """Return the longest time for which a request retains pages, or infinity if the time is unlimited."""
+        """Return the longest time for which a request retains pages. It is infinity if there is no limit."""
         ranges = () if fields.cache is None else fields.cache.retain or ()
         every = [
             fields.ttl,
@@ -224,7 +224,7 @@ class GenerationEndpoint(ABC):
                 fields.cache_salt or "",
                 bool(fields.end_session),
                 bool(fields.lossy),
-                _token_ranges(fields, prompt, facts.block_tokens),
+                _token_ranges(fields, prompt),
                 self._image_prompt(fields, prompt, tenant, facts),
                 fields.resume_token_ids or [],
                 None if fields.cache is None else fields.cache.pin,
@@ -237,8 +237,8 @@ class GenerationEndpoint(ABC):
     def _image_prompt(
         self, fields: CompletionFields | ChatFields, prompt: Prompt, tenant: str, facts: Ready
     ) -> ImagePrompt | None:
-        """Return the text and images of a prompt, which the engine process encodes. Returns None if it has no
-        images."""
+        """Return the text and images of a prompt, which the engine process encodes. Return None if the prompt has
+        no images."""
         if not prompt.images:
             return None
         assert isinstance(fields, ChatFields)
@@ -304,7 +304,7 @@ class GenerationEndpoint(ABC):
         return params
 
     def _max_prompt_tokens(self, tenant: str, facts: Ready) -> int:
-        """Return the largest number of prompt tokens of a tenant's request. One token is left for the output."""
+        """Return the largest allowed number of prompt tokens for a tenant. One token is left for the output."""
         longest = facts.tenant_max_tokens.get(tenant, facts.max_tokens)
         return min(longest - 1, self.context.limits.prompt_tokens or longest)
 
@@ -347,8 +347,8 @@ class ChatEndpoint(GenerationEndpoint):
     def adapt(
         self, fields: CompletionFields | ChatFields, served: ServedModel
     ) -> CompletionFields | ChatFields:
-        """Return the fields with the grammar of a forced call. Special tokens stay in the text if a parser needs
-        them.
+        """Return the fields with the grammar of a forced tool call. If a parser needs special tokens, they stay in
+        the text.
         """
         assert isinstance(fields, ChatFields)
         changes: dict[str, Any] = {}
@@ -432,7 +432,8 @@ class _EventStream:
         self._last = 0.0
 
     async def run(self) -> bool:
-        """Send all events. Return False if the client reads too slowly; the caller should then abort the connection."""
+        """Send all events. Return False if the client reads too slowly. The caller should then abort the
+        connection."""
         pieces = await self._stream.take()  # a rejection here becomes an error response
         if not pieces:
             return True
@@ -477,7 +478,7 @@ class _EventStream:
 def _end_of_prompt(fields: ChatFields, prompt: Prompt) -> str:
     """Return the text that shows whether the answer begins with reasoning.
 
-    It is the prompt, or the last reasoning marker if the answer continues the final message."""
+    If the answer continues the final message, it is the last reasoning marker, else the prompt."""
     if not fields.continue_final_message:
         return prompt.text or ""
     content = fields.messages[-1].get("content")
@@ -514,7 +515,7 @@ async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
 
 
 def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | None:
-    """Return how many of the last prompt tokens to keep, or None to keep all. For -1 in the request, return the
+    """Return how many of the last prompt tokens to keep, or None to keep all. If the request has -1, return the
     largest number that leaves enough tokens for the output.
     """
     if fields.truncate_prompt_tokens != -1:
@@ -523,22 +524,20 @@ def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | N
     return max(1, most + 1 - (new or 1))
 
 
-def _token_ranges(
-    fields: CompletionFields | ChatFields, prompt: Prompt, block_tokens: int
-) -> list[TokenRange]:
-    """Return the priorities of token ranges in whole blocks: those of the request, and those of cache breakpoints."""
+def _token_ranges(fields: CompletionFields | ChatFields, prompt: Prompt) -> list[TokenRange]:
+    """Return the priorities of token ranges: those of the request, and those of cache breakpoints."""
     own = () if fields.cache is None else fields.cache.retain or ()
     ranges = [TokenRange(one.start, one.stop, one.priority, one.ttl) for one in own]
     for stop, ttl in sorted(prompt.retain):
-        ranges.append(TokenRange(stop=-(-stop // block_tokens) * block_tokens, ttl=ttl))
+        ranges.append(TokenRange(stop=stop, ttl=ttl))
     return ranges
 
 
 def _offered_pages(
     fields: CompletionFields | ChatFields, facts: Ready, model: str, response: ResponseBuilder, tokens: int
 ) -> dict[str, Any] | None:
-    """Return the fields with which a decode worker finds the pages of this request. None if it asks for no hand-over,
-    or if this worker shares no host memory."""
+    """Return the fields with which a decode worker finds the pages of this request. Return None if the request asks
+    for no hand-over, or if this worker shares no host memory."""
     if fields.kv_transfer_params is None or not fields.kv_transfer_params.do_remote_decode:
         return None
     if facts.peer_address is None:

@@ -1,10 +1,11 @@
 """API keys and their tenants. Keys are stored as SHA-256 digests and compared in constant time.
 
 A key file is JSON, {"KEY": "tenant"} or {"KEY": {"tenant": "t", "quota": "2GiB", "weight": 1}}, or lines of `KEY
-tenant [quota [weight]] [max_…=N] [admin]` (# starts a comment, - means no quota). All keys of one tenant must have
-the same quota, weight and caps. If any tenant has a weight, the default weight of the others is 1. Otherwise all
-tenants have equal default shares (`core.Tenant.firm`). `max_answers`, `max_open`, `max_ttl` and `max_priority` set
-the tenant's `Caps`. "admin": true (or the last word `admin`) marks an admin key, which sees all tenants.
+tenant [quota [weight]] [max_…=N] [admin]`. In lines, # starts a comment, and - means no quota. All keys of one
+tenant must have the same quota, weight and caps. If any tenant has a weight, the default weight of the others is 1.
+Otherwise all tenants have equal default shares (`core.Tenant.firm`). `max_answers`, `max_open`, `max_ttl` and
+`max_priority` set the tenant's `Caps`. "admin": true (or the last word `admin`) marks an admin key, which can read
+the data of all tenants.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ApiKeys:
         return bool(self._digests)
 
     def authenticate(self, authorization: str | None) -> str:
-        """Return the tenant of a request's Authorization header. Raises ApiError 401."""
+        """Return the tenant of a request's Authorization header. Raises ApiError 401 for an unknown key."""
         given = _bearer_key(authorization)
         digest = _digest(given.encode())
         found = None
@@ -86,7 +87,7 @@ def _bearer_key(authorization: str | None) -> str:
 
 def read_keys(path: str | None, default: Caps | None = None, own: Collection[str] = ()) -> ApiKeys:
     """Read a key file, and add the operator's keys in `own`. Keys without caps get the caps `default`. Raises
-    ValueError with the line or position, but never with the key.
+    ValueError for an invalid file. The message contains the line or position, but never the key.
     """
     default = default or Caps()
     rows = [] if path is None else _read_file(path)

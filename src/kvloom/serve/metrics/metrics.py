@@ -1,6 +1,7 @@
 """The server's counters and histograms, and the text that /metrics returns.
 
-The counters are plain numbers; series.py adds their names at scrape time. Engine counters restart with the engine.
+The counters are plain numbers. `series.py` adds their names when /metrics is read. Engine counters start at zero
+when the engine restarts.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class ServerMetrics:
         tenant: str | None = None,
         everyone: bool = False,
     ) -> bytes:
-        """Return all series as text, including the series of `tenant`, or of every tenant for an admin. With
+        """Return all series as text. They include the series of `tenant`, or of every tenant for an admin. With
         `is_labelled`, the series of a model have the label `model`.
         """
         found = {one.model: [*one.series(), *one.tenant_series(tenant, everyone)] for one in models}
@@ -70,7 +71,7 @@ class ServerMetrics:
 
 
 class Metrics:
-    """Counters of one model. If not `is_enabled`, nothing is counted."""
+    """Counters of one model. If `is_enabled` is False, nothing is counted."""
 
     def __init__(self, engine: EngineClient, model: str = "", is_enabled: bool = True) -> None:
         self._engine, self.model = engine, model
@@ -126,7 +127,7 @@ class Metrics:
                 self.inter_token.add(each, record.output_tokens - record.answers)
 
     def _count_tenant(self, record: RequestRecord) -> None:
-        """Count the tokens of a request for its tenant. Tenants above MAX_TENANTS are not counted."""
+        """Count the tokens of a request for its tenant. At most MAX_TENANTS tenants are counted."""
         use = self.tenant_tokens.get(record.tenant)
         if use is None:
             if len(self.tenant_tokens) >= MAX_TENANTS:

@@ -77,7 +77,8 @@ class RequestRecord:
 
     @property
     def load_seconds(self) -> float:
-        """Seconds from the start of the first load from a tier to the end of the last load, summed over the prompts."""
+        """Seconds from the start of the first load from a tier to the end of the last load. Several prompts are
+        summed."""
         loads = [progress.loads for progress in self.progress.values() if progress.loads]
         return sum(max(load[2] for load in each) - min(load[1] for load in each) for each in loads)
 
@@ -89,7 +90,8 @@ class RequestRecord:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Seconds until the first token was sent. If tokens are sent only at the end, until it was computed."""
+        """Seconds until the first token was sent. If tokens are sent only at the end, seconds until it was
+        computed."""
         seen = [progress.first_token for progress in self.progress.values() if progress.first_token]
         first_token = self.first_token or min(seen, default=0.0)
         return max(0.0, first_token - self.started) if first_token else None
@@ -140,6 +142,8 @@ class RequestRecord:
             "hits": [{"tier": tier, "tokens": tokens} for tier, tokens in self.hit_tokens.items()],
             "stopped": stopped,
             "preemptions": sum(progress.preemptions for progress in self.progress.values()),
+            "draft_tokens": sum(progress.draft_tokens for progress in self.progress.values()),
+            "accepted_tokens": sum(progress.accepted_tokens for progress in self.progress.values()),
             "finish_reason": self.finish_reason,
         }
 
@@ -161,8 +165,8 @@ class RequestRecords:
             self._ring.popitem(last=False)
 
     def find(self, id_: str, tenant: str | None) -> RequestRecord | None:
-        """Return the record with this id, or the newest with this request id, if `tenant` may see it (None: any).
-        O(records).
+        """Return the record with this id, or the newest record with this request id. Returns None if `tenant` may
+        not see it. A `tenant` of None may see all records. O(records).
         """
         found = self._ring.get(id_)
         if found is not None:
@@ -170,7 +174,8 @@ class RequestRecords:
         return next((one for one in self.latest(len(self), tenant) if id_ and one.request_id == id_), None)
 
     def latest(self, count: int, tenant: str | None, model: str | None = None) -> list[RequestRecord]:
-        """Return the newest records of `model` (None: any) that `tenant` (None: any) may see. O(records)."""
+        """Return the newest records of `model` that `tenant` may see. None means any model, or any tenant.
+        O(records)."""
         seen = (
             one
             for one in reversed(self._ring.values())
@@ -180,8 +185,8 @@ class RequestRecords:
 
 
 def explain_miss(progress: RequestProgress, length: int, operator: bool) -> tuple[str, str]:
-    """Return the miss reason of a prompt of `length` tokens, and a sentence that states where its lookup ended and
-    why.
+    """Return the miss reason of a prompt of `length` tokens, and a sentence with the position and reason of the
+    miss.
     """
     reason = "other tenant" if operator and progress.in_other_tenant else progress.miss_reason
     at, found = progress.miss_position, progress.cached_tokens

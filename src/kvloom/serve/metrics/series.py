@@ -64,8 +64,9 @@ def exposition(rows: Iterable[Series], model: str) -> str:
 def expositions(
     models: Mapping[str, Iterable[Series]], is_labelled: bool, server: Iterable[Series] = ()
 ) -> str:
-    """Return the series of several models and of the server. Each family occurs once, with the samples of all models.
-    With `is_labelled`, kvloom's series of a model have the label `model`. vLLM's series always have `model_name`.
+    """Return the series of several models and of the server. Each family occurs once, with the samples of all
+    models. With `is_labelled`, kvloom's series of a model have the label `model`. vLLM's series always have the
+    label `model_name`.
     """
     families: dict[str, list[str]] = {}
     for row in server:
@@ -247,7 +248,7 @@ def tenant_series(tenants: Mapping[str, TenantUsage]) -> list[Series]:
 
 
 def _labelled(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, float]:
-    """Return counts by label value. Every known value is present from the start."""
+    """Return counts by label value. All `known` values are included, even with count 0."""
     return {word.replace(" ", "_"): count for word, count in {**dict.fromkeys(known, 0), **counts}.items()}
 
 

@@ -56,7 +56,8 @@ TokenLogprob = tuple[int, float, int]
 
 
 class TenantConfig(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant: its name, its quota of pool bytes (None: no quota) and its share of the pool: see `core.Tenant`."""
+    """A tenant: its name, its quota of pool bytes (None means no quota) and its share of the pool. See
+    `core.Tenant`."""
 
     name: str
     quota: int | None = None
@@ -94,7 +95,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt with images: its text, with a placeholder for each image, and the encoded images.
+    """A prompt with images. It has the text, with a placeholder for each image, and the encoded images.
 
     The engine process expands the placeholders. The expanded prompt may have at most `max_prompt_tokens` tokens.
     `max_tokens` limits prompt and output together.
@@ -108,8 +109,8 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenRange(msgspec.Struct, frozen=True, array_like=True):
-    """Priority of tokens [start, stop) of a prompt for `ttl` seconds. A positive priority evicts them later, a
-    negative one earlier.
+    """The priority of tokens [start, stop) of a prompt for `ttl` seconds. Tokens with a positive priority are
+    evicted later than others, and tokens with a negative priority earlier.
     """
 
     start: int = 0
@@ -119,10 +120,15 @@ class TokenRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """One prompt. The deltas of its answers have its `id`. With `stream`, a delta is sent per step, else once at the
-    end. Only requests with the same `salt` share pages. `ends_session` marks the last request of a session. `lossy`
-    accepts pages that a tier re-encoded. `retain` contains priorities of token ranges. `image_prompt` replaces
-    `prompt`. `offers_pages` and `awaits_peer` belong to a hand-over, see `Engine.add`.
+    """One prompt. The deltas of its answers have its `id`.
+
+    - `stream`: a delta is sent per step, otherwise once at the end.
+    - `salt`: only requests with the same salt share pages.
+    - `ends_session`: this is the last request of a session.
+    - `lossy`: the request accepts pages that a tier re-encoded.
+    - `retain`: priorities of token ranges.
+    - `image_prompt`: replaces `prompt`.
+    - `offers_pages`, `awaits_peer`: hand-over, see `Engine.add`.
     """
 
     id: int
@@ -169,13 +175,15 @@ class EndSession(msgspec.Struct, frozen=True, tag=True):
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
-    """Request a snapshot of the cache with the next outputs."""
+    """Request a snapshot of the cache. The next Outputs message contains it."""
 
 
 class ResizePool(msgspec.Struct, frozen=True, tag=True):
-    """Grow or shrink an elastic pool to `pool_bytes`. The engine answers with a PoolState that has the same `number`.
+    """Grow or shrink an elastic pool to `pool_bytes`. The engine answers with a PoolState that has the same
+    `number`.
 
-    `share_bytes` is a size that the pool can always reach. Requests that need this size wait for the growth.
+    `share_bytes` is a size that the pool can always reach. If a request needs this size, it waits until the pool
+    has grown.
     """
 
     pool_bytes: int
@@ -190,10 +198,13 @@ class SetRole(msgspec.Struct, frozen=True, tag=True):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """New tokens of answer `index` to prompt `id`. Text may lag behind tokens. `cached_tokens` is the number of
-    cached prompt tokens. `finish_reason` is set in the last delta. If requested, the first answer has
-    `prompt_logprobs` for all prompt tokens except the first. For prompts with images, `prompt_tokens` is the count
-    with expanded placeholders. `embedding` is float32, little-endian, if it is requested.
+    """New tokens of answer `index` to prompt `id`. Text may lag behind tokens.
+
+    - `cached_tokens`: the number of cached prompt tokens.
+    - `finish_reason`: set in the last delta.
+    - `prompt_logprobs`: for all prompt tokens except the first, in the first answer, if requested.
+    - `prompt_tokens`: for prompts with images, the count with expanded placeholders.
+    - `embedding`: float32, little-endian, if requested.
     """
 
     id: int
@@ -231,6 +242,8 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     | `in_other_tenant`           | another tenant has more of this prompt                                     |
     | `loads`                     | loads from tiers: tier, start, end, tokens                                 |
     | `prompt_tokens`             | of a prompt with images: the count with expanded placeholders              |
+    | `draft_tokens`              | tokens proposed by speculation for all answers                             |
+    | `accepted_tokens`           | number of `draft_tokens` that were accepted                                |
     """
 
     id: int
@@ -247,6 +260,8 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int = 0
     loads: list[tuple[str, float, float, int]] = []
     prompt_tokens: int | None = None
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 HistogramCounts = tuple[list[int], float]
@@ -254,8 +269,8 @@ HistogramCounts = tuple[list[int], float]
 
 
 class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant's pool bytes (`used`: all; `in_use`: of its running requests), tokens looked up and found, evicted
-    entries, and its running and waiting requests."""
+    """A tenant's pool bytes (`used` by all its pages, `in_use` by its running requests). Also its tokens looked up
+    and found, its evicted entries, and its running and waiting requests."""
 
     used: int = 0
     in_use: int = 0
@@ -269,7 +284,8 @@ class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
 class TierUsage(msgspec.Struct, frozen=True, array_like=True):
     """A tier: its objects and bytes, and its traffic.
 
-    `breaker` is its circuit breaker: "closed" (in use), "open" (disabled after faults) or "half-open" (being probed)."""
+    `breaker` is the state of its circuit breaker: "closed" (in use), "open" (disabled after faults) or "half-open"
+    (being probed)."""
 
     name: str
     objects: int = 0
@@ -339,8 +355,8 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True):
-    """Current size and target size of an elastic pool in bytes, and the largest number of tokens of one request.
-    `number` is that of the last ResizePool that was carried out.
+    """The current size and target size of an elastic pool in bytes, and the largest number of tokens of one
+    request. `number` belongs to the last completed ResizePool.
     """
 
     pool_bytes: int
@@ -365,7 +381,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A layer group: its index, its kind (full, sliding, chunked, state) and the size of its window; 0 without one."""
+    """A layer group: its index, its kind (full, sliding, chunked, state) and the size of its window, or 0 without a
+    window."""
 
     index: int
     kind: str
@@ -373,12 +390,16 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is loaded. `max_tokens` limits prompt and output of one request together; `tenant_max_tokens` is the
-    limit for tenants with a quota. `tiers` contains name, capacity and stored pages; `unavailable_tiers` contains
-    name and reason. `pool_limits` are the smallest and largest size of an elastic pool. `image_refusal` is the reason
-    why the model accepts no images, or "". `hash_model` is the model's part of block hashes; `groups` are its layer
-    groups on the text axis. `max_context` is the model's limit. `peer_address` is where
-    other workers read its host memory, or None.
+    """The engine is loaded.
+
+    - `max_tokens`: the limit of prompt and output of one request together. `tenant_max_tokens` is the limit for
+      tenants with a quota.
+    - `tiers`: name, capacity and stored pages. `unavailable_tiers`: name and reason.
+    - `pool_limits`: the smallest and largest size of an elastic pool.
+    - `image_refusal`: the reason why the model accepts no images, or "".
+    - `hash_model`: the model's part of block hashes. `groups`: its layer groups on the text axis.
+    - `max_context`: the model's limit.
+    - `peer_address`: the address at which other workers read its host memory, or None.
     """
 
     device: str
@@ -427,5 +448,5 @@ def frame(message: ToEngine | FromEngine) -> bytes:
 
 
 def body_length(header: bytes) -> int:
-    """Return the number of body bytes that a header announces."""
+    """Return the number of body bytes, which a header contains."""
     return int(_LENGTH.unpack(header)[0])

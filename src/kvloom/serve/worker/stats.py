@@ -82,7 +82,7 @@ def engine_stats(
 
 
 def _speculation_stats(speculation: Speculation) -> dict[str, Any]:
-    """Return what became of drafts, and the decisions about proposers."""
+    """Return the counts of drafts and the decisions about proposers."""
     stats, controller = speculation.stats, speculation.controller
     return {
         "drafts": stats.rows,

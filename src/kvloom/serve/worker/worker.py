@@ -46,8 +46,8 @@ STATS_SECONDS = 0.25
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request in the engine, the number of tokens sent of each answer (-1: finished), and the time of its first
-    token.
+    """A request in the engine. It has the number of tokens sent of each answer (-1 if finished), and the time of
+    its first token.
     """
 
     message: Add
@@ -67,8 +67,8 @@ class _TenantQuota:
 
 
 class Worker:
-    """Runs the requests of one engine. One thread calls it. Without `observe` it sends neither stats nor progress.
-    Without `images` it refuses requests with images.
+    """Runs the requests of one engine. One thread calls it. Without `observe`, it sends neither stats nor progress.
+    Without `images`, it refuses requests with images.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `step` has work or something to send."""
+        """Whether `step` has work, or a message to send."""
         return (
             self.engine.busy
             or bool(self._rejected)
@@ -143,7 +143,7 @@ class Worker:
     def handle(
         self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole
     ) -> None:
-        """Carry out a message. The next step reports rejections."""
+        """Execute a message. The next step reports rejected requests."""
         if isinstance(message, SnapshotRequest):
             self._snapshot_requested = True
             return
@@ -227,7 +227,7 @@ class Worker:
         return PoolState(size.pool_bytes, target, self.max_tokens, self._resize_number)
 
     def _share(self, share_bytes: int) -> None:
-        """Let requests wait until the pool has grown to its share of memory."""
+        """Let requests that fit into the pool's share of memory wait until the pool has grown."""
         self._share_bytes = share_bytes
         self.engine.scheduler.reachable_slabs = share_bytes // self.engine.layout.slab_bytes
 
@@ -486,11 +486,14 @@ def _progress(one: _OpenRequest) -> RequestProgress:
         sum(answer.preemptions for answer in request.family),
         request.loads,
         _prompt_tokens(request),
+        sum(answer.draft_tokens for answer in request.family),
+        sum(answer.accepted_tokens for answer in request.family),
     )
 
 
 def max_request_tokens(engine: Engine, pool_bytes: int, tenant: str = "") -> int:
-    """Return the most tokens of one request that the model, `pool_bytes` and host memory for cold pages allow."""
+    """Return the largest number of tokens of one request. The model, `pool_bytes` and the host memory for cold
+    pages limit it."""
     low, high = 1, engine.cache.max_tokens
     while low < high:
         middle = (low + high + 1) // 2
@@ -513,7 +516,7 @@ def _prompt_tokens(request: Request) -> int | None:
 
 
 def _session_key(tenant: str, session: str) -> str:
-    """Return a session's key in the cache. Keys of different tenants never collide."""
+    """Return the key of a session in the cache. Keys of different tenants never collide."""
     return f"{len(tenant)}:{tenant}:{session}"
 
 

@@ -1,8 +1,9 @@
-"""The host tier: pages in this process's memory, evicted least recently used first, within tenants' shares.
+"""The host tier stores pages in the memory of this process. It evicts the least recently used page first, within
+tenants' shares.
 
-Reads and writes copy in the calling thread and are done on return. Large copies use a second thread. For copies by a
-device, `acquire` and `reserve` lease arena pages until the copies are done. The caller may pass pinned memory as the
-arena's buffer. This module does not depend on devices.
+Reads and writes copy in the calling thread and are done on return. Large copies use a second thread. If a device
+copies the pages, `acquire` and `reserve` lease arena pages until the copies are done. The caller may pass pinned
+memory as the arena's buffer. This module does not depend on devices.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _ONE = np.int32(1)
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """`slab_bytes` must be at least the largest page; use the pool layout's value. `checked` stores and verifies
-    checksums, for memory that is not trusted, and costs about as much as the copy. `ttl` is the number of seconds
-    after which a page is a miss; 0 means never.
+    """Settings of a host tier. `slab_bytes` must be at least the largest page. Use the value of the pool layout.
+    `checked` stores and verifies checksums, for memory that is not trusted. It costs about as much as the copy.
+    `ttl` is the number of seconds after which a page is a miss. 0 means never.
     """
 
     capacity: int
@@ -54,7 +55,7 @@ class HostConfig:
 
 
 class HostTier(Tier):
-    """Thread-safe. The lock guards bookkeeping only and is never held during a copy."""
+    """A tier in host memory. Thread-safe. The lock guards bookkeeping only and is never held during a copy."""
 
     def __init__(self, config: HostConfig, buffer: Any = None) -> None:
         self._config = config
@@ -76,7 +77,7 @@ class HostTier(Tier):
 
     @property
     def arena(self) -> npt.NDArray[np.uint8]:
-        """The memory of the tier. The offsets of a Lease refer to it."""
+        """The memory of the tier. The offsets of a Lease are positions in this array."""
         return self._arena.bytes
 
     @property
@@ -98,7 +99,7 @@ class HostTier(Tier):
             return self.index.used_by(tenant)
 
     def limit_of(self, tenant: str) -> int:
-        """Returns the most bytes that a tenant may use."""
+        """Returns the largest number of bytes that a tenant may use."""
         return self.index.limit_of(tenant)
 
     def __contains__(self, key: bytes) -> bool:
@@ -118,7 +119,7 @@ class HostTier(Tier):
     def acquire(self, objects: Objects) -> Lease:
         """Leases the pages of stored objects for reading. Release the lease when the last copy is done.
 
-        The result of an object is MISSING if it is not stored, and LAYOUT if its page has another size.
+        The result for an object is MISSING if it is not stored, and LAYOUT if its page has another size.
         """
         form = objects.form
         with self._lock:
@@ -137,7 +138,9 @@ class HostTier(Tier):
 
     def reserve(self, objects: Objects, writer: int = 0) -> Lease:
         """Leases pages for new objects, and evicts pages if needed. The caller fills the pages whose result is
-        PENDING, then releases the lease. OK: the object is already stored or loading. FULL: no page can be evicted.
+        PENDING, then releases the lease.
+
+        The result OK means that the object is already stored or loading. FULL means that no page can be evicted.
         `writer` is the peer that may drop the objects.
         """
         size, keys = objects.form.page_bytes, objects.keys
@@ -208,7 +211,8 @@ class HostTier(Tier):
         return transfer
 
     def drop(self, objects: Objects, writer: int | None = None) -> int:
-        """Removes objects, with `writer` only those that this peer wrote. Returns the number removed."""
+        """Removes objects. If `writer` is given, removes only objects that this peer wrote. Returns the number of
+        removed objects."""
         with self._lock:
             dropped, table = 0, self._slots
             for key in objects.keys:
@@ -219,9 +223,9 @@ class HostTier(Tier):
             return dropped
 
     def drop_damaged(self, keys: Iterable[bytes], max_bytes: int) -> int:
-        """Removes objects whose bytes do not match their checksums. Returns the number removed.
+        """Removes objects whose bytes do not match their checksums. Returns the number of removed objects.
 
-        Reads at most `max_bytes`, but at least one page. Pages without checksums are kept.
+        Reads at most `max_bytes`, but at least one page. Pages without checksums are not removed.
         """
         dropped = 0
         for key in keys:
@@ -252,7 +256,8 @@ class HostTier(Tier):
             )
 
     def close(self) -> None:
-        """Removes all pages. Leased pages stay readable until released. The memory is freed with its last view."""
+        """Removes all pages. Leased pages stay readable until they are released. The memory is freed when its last
+        view is deleted."""
         with self._lock:
             self._closed = True
             for key, slot in list(self.index.entries.items()):
@@ -297,7 +302,7 @@ class HostTier(Tier):
                 self.index.free(slot)
 
     def _expire(self, keys: list[bytes]) -> None:
-        """Removes those of `keys` that have expired. The caller holds the lock."""
+        """Removes the expired objects among `keys`. The caller holds the lock."""
         if not self._config.ttl:
             return
         cutoff, slots = expiry_cutoff(self._config.ttl), self.index.find(keys)
@@ -309,8 +314,8 @@ class HostTier(Tier):
     def _finish_reserved(self, leased: Index) -> bool:
         """Marks all pages of a `reserve` lease as ready and releases them, in a few array operations.
 
-        Returns False and changes nothing if the tier is closed or a page is already ready; the caller then releases
-        page by page.
+        If the tier is closed or a page is already ready, returns False and changes nothing. The caller then
+        releases page by page.
         """
         with self._lock:
             table = self._slots
@@ -321,8 +326,8 @@ class HostTier(Tier):
             return True
 
     def _page_checksums(self, slot: int) -> bytes:
-        """Returns the checksums of a leased page, and computes them if needed. The page must be ready, or the caller
-        must be its writer. Threads may compute them at the same time, with equal results.
+        """Returns the checksums of a leased page, and computes them if needed. The page must be ready, or the
+        caller must be its writer. Several threads may compute the same checksums.
         """
         table = self._slots
         checks = table.checksums.get(slot)

@@ -16,7 +16,7 @@ TOOLS_VARIABLE = re.compile(r"\btools\b")
 
 
 class AnswerParser:
-    """Parses one answer. Without `parallel`, only its first call is returned."""
+    """Parses one answer. Without `parallel`, only the first call is returned."""
 
     def __init__(
         self, reasoning: ReasoningParser | None, calls: ToolCallParser | None, parallel: bool = True
@@ -46,10 +46,10 @@ class AnswerParser:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """How the served model writes tool calls and reasoning. `shows_tools` states that its chat template shows tools
-    to the model.
+    """The formats in which the served model writes tool calls and reasoning. `shows_tools` states that its chat
+    template shows tools to the model.
 
-    `special` states that a marker is a special token, so special tokens must stay in the text.
+    `special` states that a marker is a special token. Special tokens must then stay in the text.
     """
 
     calls: type[ToolCallParser] | None = None
@@ -59,7 +59,7 @@ class AnswerFormats:
 
     @staticmethod
     def of(tokenizer: Any | None, calls: str = "auto", reasoning: str | None = None) -> AnswerFormats:
-        """Return the formats for parser names; "auto" detects the format of calls from the chat template."""
+        """Return the formats for parser names. "auto" detects the format of calls from the chat template."""
         template = getattr(tokenizer, "chat_template", None) or ""
         text = "\n".join(template.values()) if isinstance(template, dict) else template
         found = detect_parser(text) if calls == "auto" else TOOL_CALL_PARSERS.get(calls)
@@ -81,8 +81,8 @@ class AnswerFormats:
     ) -> AnswerParser | None:
         """Return the parser of one answer to a prompt, or None if the answer is plain content.
 
-        `structure` is the required structure of the whole answer. `tools` states that the answer may call tools, and
-        `forced` that it must.
+        `structure` is the required structure of the whole answer. `tools` states that the answer may call tools,
+        and `forced` that it must call one.
         """
         reasoning = None
         if self.reasoning is not None and (structure is None or structure[1].startswith(REASONING)):

@@ -57,7 +57,7 @@ class ToolCallParser(ABC):
         return self._advance()
 
     def finish(self) -> list[Piece]:
-        """Return the remaining pieces, because no more text follows."""
+        """Return the remaining pieces. Call this method when no more text follows."""
         self._source.ended = True
         self._advance_only()
         self._source.end_content()
@@ -136,7 +136,8 @@ class MistralParser(ToolCallParser):
 
 
 class PythonicParser(ToolCallParser):
-    """A call is added when it is complete, because its arguments must be converted to JSON."""
+    """Parses calls in Python syntax. A call is added when it is complete, because its arguments must be converted
+    to JSON."""
 
     def parse(self, source: TextSource) -> Parsing:
         yield from source.skip_space()
@@ -212,7 +213,7 @@ TOOL_CALL_PARSERS: dict[str, type[ToolCallParser]] = {
 
 
 def detect_parser(template: str) -> type[ToolCallParser] | None:
-    """Return the parser for the calls in a chat template, or None for an unknown format."""
+    """Return the parser for the format of calls in a chat template, or None for an unknown format."""
     if "[TOOL_CALLS]" in template:
         return MistralParser
     if "<tool_call>" in template and "<function=" not in template:
