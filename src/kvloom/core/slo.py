@@ -96,7 +96,7 @@ class StepTimes:
     SOLVE_STEPS = 16
     SCALES = (1.0, 1e3, 1e2, 1e5, 1e6)
     PENALTIES = (1e-6, 1e-6, 1e-6, 1e-2, 5e-2)
-    """Where steps do not tell two causes apart, the cause without a penalty counts: lengths then extrapolate linearly."""
+    """If measured steps cannot separate two causes, the cause without a penalty counts: lengths then extrapolate linearly."""
 
     def __init__(self, coefficients: Sequence[float] | None = None) -> None:
         size = len(self.SCALES)
