@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvloom.core import HASH_TOKENS, root_hash
+from kvloom.core import HASH_TOKENS, Objective, root_hash
 from kvloom.events_wire import EventBatch, Subscriber
 
 from .fleet_index import FleetIndex, Group
@@ -47,6 +47,11 @@ class Offer:
     """What the worker does: "prefill", "decode" or "both"."""
     peer: str | None = None
     """Address, `host:port`, at which other workers read its pages."""
+    step_times: tuple[float, ...] = ()
+    """Coefficients of its step times; empty if it has not measured enough steps."""
+    token_budget: int = 0
+    objective: Objective = field(default_factory=Objective)
+    """Objective of requests that have none of their own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -163,6 +168,7 @@ class Fleet:
                 self._offer(worker, model, offer)
             else:
                 known.role, known.peer = offer.role, offer.peer  # the role may change while serving
+                known.step_times, known.objective = offer.step_times, offer.objective
         if not worker.is_alive and offers:
             worker.is_alive = True
             log.info("worker %s is alive: %s", worker.name, ", ".join(offers))
@@ -272,6 +278,9 @@ def _offer(found: dict[str, Any]) -> Offer:
         found["replay"],
         found.get("role", "both"),
         found.get("peer"),
+        tuple(float(one) for one in found.get("step_times") or ()),
+        int(found.get("token_budget") or 0),
+        Objective(found.get("slo_ttft"), found.get("slo_tbt")),
     )
 
 
