@@ -279,6 +279,7 @@ def _metrics(fleet: Fleet, proxy: Proxy) -> Iterator[str]:
         "prompt_tokens": counts.prompt_tokens,
         "expected_hit_tokens": counts.expected_hit_tokens,
         "hand_overs": counts.hand_overs,
+        "slo_refused": counts.slo_refused,
         "untokenised_prompts": proxy.reader.fallbacks,
         "worker_deaths": fleet.deaths,
     }

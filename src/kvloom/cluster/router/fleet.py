@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvloom.core import HASH_TOKENS, Histogram, root_hash
+from kvloom.core import HASH_TOKENS, Histogram, Objective, root_hash
 from kvloom.events_wire import EventBatch, Subscriber
 
 from .fleet_index import FleetIndex, Group
@@ -54,6 +54,11 @@ class Offer:
     """Address, `host:port`, at which other workers read its pages."""
     load: dict[str, Any] = field(default_factory=dict)
     """Load, hits and tiers of the engine, from the last report of the worker."""
+    step_times: tuple[float, ...] = ()
+    """Coefficients of its step times; empty if it has not measured enough steps."""
+    token_budget: int = 0
+    objective: Objective = field(default_factory=Objective)
+    """Objective of requests that have none of their own."""
 
 
 @dataclass(slots=True)
@@ -188,6 +193,7 @@ class Fleet:
             else:
                 # The role may change while serving.
                 known.role, known.peer, known.load = offer.role, offer.peer, offer.load
+                known.step_times, known.objective = offer.step_times, offer.objective
         if not worker.is_alive and offers:
             worker.is_alive = True
             log.info("worker %s is alive: %s", worker.name, ", ".join(offers))
@@ -298,6 +304,9 @@ def _offer(found: dict[str, Any]) -> Offer:
         found.get("role", "both"),
         found.get("peer"),
         found.get("load") or {},
+        tuple(float(one) for one in found.get("step_times") or ()),
+        int(found.get("token_budget") or 0),
+        Objective(found.get("slo_ttft"), found.get("slo_tbt")),
     )
 
 
