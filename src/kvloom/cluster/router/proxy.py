@@ -187,7 +187,9 @@ class Proxy:
 
     async def _tenant(self, call: Call) -> str:
         """Return the tenant that salts the hashes. It is the tenant of the key, or the tenant in the request."""
-        key = call.headers.get("authorization")
+        key, other = call.headers.get("authorization"), call.headers.get("x-api-key")
+        if key is None and other is not None:
+            key = f"Bearer {other}"
         named = call.body.get("tenant")
         if key is None:
             return named if isinstance(named, str) else ""
