@@ -67,6 +67,7 @@ def mooncake_text(folder: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("text_of", [redis_text, peer_text, nixl_text, mooncake_text])
 @pytest.mark.parametrize("family", ["gemma3_text", "bamba"])
+@pytest.mark.few(3)
 def test_restart_loads_pages_from_the_store(family: str, text_of: object, tmp_path: Path) -> None:
     prompts = drawn(family, 70, 50, 90)
     wanted = expected(tiny(family), prompts, 8)
