@@ -32,9 +32,21 @@ REFUSED = {
     ),
     "draft model, images": Refused(
         "engine",
-        "speculate draft=MODEL",
+        "speculate draft=MODEL, mtp, eagle=FOLDER",
         "a vision model",
-        "a draft model reads no images: use speculate ngram or suffix with a vision model",
+        "draft models and heads read no images: use speculate ngram or suffix with a vision model",
+    ),
+    "draft model, head": Refused(
+        "engine",
+        "speculate draft=MODEL, mtp, eagle=FOLDER",
+        "another of them",
+        "speculate has {kinds}, and the pool has pages for one of them: use one",
+    ),
+    "head, model": Refused(
+        "engine",
+        "speculate mtp, eagle=FOLDER",
+        "a model without a separate decoder",
+        "speculate {head}: {model} has no separate decoder, so its hidden states are not known",
     ),
     "beams, sampling": Refused(
         "request",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Oracle:
     def request_finished(self, request: DraftedRequest) -> None:
         pass
 
-    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
+    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:
         pass
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:

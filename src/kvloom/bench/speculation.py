@@ -191,7 +191,7 @@ class Oracle:
     def request_finished(self, request: Any) -> None:
         pass
 
-    def step_computed(self, work: Any) -> None:
+    def step_computed(self, work: Any, own: Any) -> None:
         pass
 
     def draft_verified(self, request: Any, drafted: int, accepted: int, own: bool) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
+from kvloom.combinations import refused
 from kvloom.core import Objective, Tenant
 from kvloom.events_wire import EventSettings
 from kvloom.models.specs import KVDtype
@@ -94,12 +95,13 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Replay steps from CUDA graphs, on a GPU."""
     speculate: str = "off"
-    """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), or several
-    ("suffix,draft=MODEL").
+    """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), "mtp" (heads of the
+    checkpoint), "eagle=FOLDER" (an EAGLE-3 head), or several ("suffix,mtp").
 
     "auto" is "suffix". The controller decides whether and how far they are used."""
     draft_tokens: int | None = None
-    """Most draft tokens of a request in one step. None means 4 for a draft model, and 16 for other proposers."""
+    """Most draft tokens of a request in one step. None means 4 for a draft model or an EAGLE head, 3 for
+    heads of the checkpoint, and 16 for lookup."""
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
@@ -132,6 +134,11 @@ class EngineConfig:
         return next((part.removeprefix("draft=") for part in self.proposers if part.startswith("draft=")), "")
 
     @property
+    def head(self) -> str:
+        """The proposer with a head: "mtp" or "eagle=FOLDER"; empty without one."""
+        return next((part for part in self.proposers if part == "mtp" or part.startswith("eagle=")), "")
+
+    @property
     def proposers(self) -> list[str]:
         """The proposers, in the order in which they are tried."""
         if self.speculate == "off":
@@ -150,14 +157,7 @@ class EngineConfig:
             )
         if self.role not in get_args(Role):
             raise ValueError(f"role {self.role!r} is not one of {', '.join(get_args(Role))}")
-        parts = self.proposers
-        if not all(part in ("ngram", "suffix") or part.startswith("draft=") for part in parts) or len(
-            {part.partition("=")[0] for part in parts}
-        ) < len(parts):
-            raise ValueError(
-                f"speculate {self.speculate!r} is not off, auto, ngram, suffix, draft=MODEL or several of them, such as "
-                "suffix,draft=MODEL"
-            )
+        self._check_proposers()
         if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens {self.draft_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")
         if self.checkpoint_every < 0:
@@ -165,6 +165,19 @@ class EngineConfig:
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ValueError("kv_events_replay needs kv_events: give the address of the events, too")
         _ = self.event_settings, self.objective  # raise for invalid values
+
+    def _check_proposers(self) -> None:
+        parts = self.proposers
+        lookups, weights = ("ngram", "suffix", "mtp"), ("draft=", "eagle=")
+        known = all(part in lookups or (part.startswith(weights) and part[6:]) for part in parts)
+        if not known or len({part.partition("=")[0] for part in parts}) < len(parts):
+            raise ValueError(
+                f"speculate {self.speculate!r} is not off, auto, ngram, suffix, mtp, draft=MODEL, eagle=FOLDER or several "
+                "of them, such as suffix,draft=MODEL"
+            )
+        kinds = {part.partition("=")[0] for part in parts} & {"draft", "mtp", "eagle"}
+        if len(kinds) > 1:
+            raise ValueError(refused("draft model, head", kinds=" and ".join(sorted(kinds))))
 
     @property
     def event_settings(self) -> EventSettings | None:

@@ -30,6 +30,7 @@ from .config import EngineConfig, Role
 from .execution import (
     MAX_RUNNING,
     TOKEN_BUDGET,
+    HeadRunner,
     InflightStep,
     ModelRunner,
     OutputProcessor,
@@ -59,12 +60,14 @@ from .speculation import (
     NO_DRAFT,
     Draft,
     DraftModelProposer,
+    HeadProposer,
     NGramProposer,
     Proposer,
     Speculation,
     SuffixProposer,
     draft_positions,
     load_draft,
+    load_head,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +105,9 @@ class Engine:
         """The settings, with `token_budget` and `max_running` filled in."""
         assert config.token_budget is not None
         assert config.max_running is not None
-        draft = load_draft(config.draft_model, model) if config.draft_model else None
+        draft = None
+        if config.draft_model or config.head:
+            draft = load_head(config.head, model) if config.head else load_draft(config.draft_model, model)
         memory = allocate_kv_memory(model, config, draft)
         self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache
         self.vision, self.limit = memory.vision, memory.limit
@@ -179,31 +184,35 @@ class Engine:
         names = self.config.proposers
         for place, name in enumerate(names):
             min_match = STRONG_MATCH if place + 1 < len(names) else 0
-            if name.startswith("draft="):
+            if name.startswith("draft=") or name == self.config.head:
                 proposers.append(self._draft_proposer(draft))
             else:
                 proposers.append((SuffixProposer if name == "suffix" else NGramProposer)(min_match))
         return proposers
 
     def _draft_proposer(self, draft: Any) -> DraftModelProposer:
-        """Return the proposer of a draft model. It shares the pool and the buffers of batches with the target
+        """Return the proposer of a draft model or head. It shares the pool and the buffers of batches with the target
         model."""
-        config = self.config
+        config, complete = self.config, self.offload is not None
         assert config.token_budget is not None
         assert config.max_running is not None
+        sizes, beside = (config.token_budget, config.max_running), (Sampler(self.eos), self._apply_copies)
+        sampled = self.runner.chosen
+        if config.head:
+            if self.runner.decoder is None:
+                raise ValueError(refused("head, model", head=config.head, model=type(self.model).__name__))
+            head = HeadRunner(draft, self.cache, self.buffer, *sizes, target=self.runner)
+            return HeadProposer(config.head.partition("=")[0], head, *beside, sampled, complete)
         runner = ModelRunner(
             draft.eval(),
             self.cache,
             self.buffer,
-            config.token_budget,
-            config.max_running,
+            *sizes,
             config.cuda_graphs,
             invariant=self.runner.pages.is_invariant,
             target=self.runner,
         )
-        return DraftModelProposer(
-            runner, Sampler(self.eos), self._apply_copies, complete=self.offload is not None
-        )
+        return DraftModelProposer(runner, *beside, sampled, complete)
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile kernels and capture graphs, so that no request waits for them. Does nothing on a CPU.

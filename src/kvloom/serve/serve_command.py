@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["arguments", "run"]
 
-TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen", "llama3_json", "mistral", "pythonic")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 MAX_TTL_SECONDS = 86400.0
 """Default of --max-ttl if the server has API keys."""

@@ -86,6 +86,8 @@ class ModelRunner:
             _partial_sum_tokens(cache.max_tokens) if invariant else 0,
             "" if target is None else DRAFT_PREFIX,
         )
+        self.watch_step: Callable[[Batch], AbstractContextManager[Any]] = lambda _: nullcontext()
+        """Returns the context of a run of the model: a head stores the run's hidden states there."""
         self.numerics: AbstractContextManager[Any] = nullcontext()
         """The context of all computations on logits: batch-invariant mode, or none."""
         if invariant:
@@ -375,7 +377,7 @@ class ModelRunner:
             extra["input_ids"] = batch.tokens[None]
         else:
             extra["inputs_embeds"] = batch.embeds[None]
-        with torch.inference_mode(), self.numerics:
+        with torch.inference_mode(), self.watch_step(batch), self.numerics:
             found = self.model(
                 use_cache=False,
                 logits_to_keep=0 if last is None else last,

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from kvloom.models.paged import Work
 
@@ -43,7 +43,7 @@ class NGramProposer:
     def request_finished(self, request: DraftedRequest) -> None:
         request.token_index = None
 
-    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
+    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:
         pass
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Protocol
 
 import torch
@@ -44,6 +44,7 @@ class DraftRunner(Protocol):
     """The part of a model runner that runs a draft model."""
 
     chosen: torch.Tensor
+    tokens: int
 
     def run(self, works: Sequence[Work], wanted: Sequence[int] | None = None) -> torch.Tensor: ...
 
@@ -62,9 +63,9 @@ class Proposer(Protocol):
         """Record the tokens of a finished request, and drop the data that was stored for it."""
         ...
 
-    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
-        """Process a step that the target has launched and the cache has not committed. `work` leaves out requests
-        with drafts of this proposer."""
+    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:
+        """Process a step that the target has launched and the cache has not committed. `own` are the requests (by
+        `id`) with drafts of this proposer."""
         ...
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:

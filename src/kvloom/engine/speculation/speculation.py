@@ -19,7 +19,7 @@ from .verifier import Draft
 
 __all__ = ["Speculation", "SpeculationStats"]
 
-DRAFT_TOKENS = {"draft": 4, "ngram": 16, "suffix": 16}
+DRAFT_TOKENS = {"draft": 4, "mtp": 3, "eagle": 4, "ngram": 16, "suffix": 16}
 """Default limit of the tokens in a draft, by proposer."""
 MASK_SECONDS = 0.01
 """Longest wait for the grammar masks of drafts. A draft whose masks are late is dropped."""
@@ -170,14 +170,10 @@ class Speculation:
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
         """Pass a launched step to the proposers, before its tokens are committed."""
+        drafted = {id(request) for request, part in work if part.drafts}
         for proposer in self.proposers:
-            proposer.step_computed(
-                [
-                    one
-                    for one in work
-                    if self._proposed_by.get(id(one[0])) is not proposer or not one[1].drafts
-                ]
-            )
+            own = {one for one in drafted if self._proposed_by.get(one) is proposer}
+            proposer.step_computed(work, own)
 
     def observe_step(self, work: Sequence[tuple[DraftedRequest, Work]], seconds: float) -> None:
         """Pass the time of a finished step without prompts to the controller. `seconds` includes the time of the

@@ -176,6 +176,10 @@ class Pages(EmptyCache):
             raise RuntimeError("no step was begun: call begin(batch) before running the model")
         return self._batch
 
+    def token_view(self, layer_idx: int) -> LayerView:
+        """Return the view of the pages that contain an attention layer's tokens."""
+        return self._views[layer_idx][0]
+
     def state_view(self, layer_idx: int) -> LayerView:
         """Return the view of the pages that contain a recurrent layer's states."""
         return self._states[layer_idx]

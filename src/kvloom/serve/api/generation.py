@@ -47,6 +47,8 @@ from .server_context import ServerContext
 __all__ = ["ChatEndpoint", "CompletionEndpoint", "GenerationEndpoint"]
 
 DEFAULT_TOKENS = 16
+STRUCTURES = ("response_format", "structured_outputs", "regex", "grammar")
+"""Fields that require a structure of the whole answer."""
 SMALL_LOGPROBS = 64
 """A response with log-probabilities of at most this many tokens is written in the event loop."""
 LOGPROBS_BYTES = 1 << 10
@@ -352,20 +354,23 @@ class ChatEndpoint(GenerationEndpoint):
         """
         assert isinstance(fields, ChatFields)
         changes: dict[str, Any] = {}
+        formats, grammar = served.answers, ""
         functions = forced_functions(fields.tools, fields.tool_choice)
         if functions is not None:
-            for name in ("response_format", "structured_outputs", "regex", "grammar"):
+            for name in STRUCTURES:
                 if getattr(fields, name) is not None:
                     raise bad_request(refused("forced call, structure", name=name), name)
             many = fields.tool_choice == "required" and fields.parallel_tool_calls is not False
             grammar = forced_grammar(functions, many)
+        elif _has_tools(fields) and not any(getattr(fields, name) is not None for name in STRUCTURES):
+            grammar = formats.strict_grammar(_functions(fields)) or ""
+        if grammar:
             if len(grammar) > MAX_GRAMMAR_CHARACTERS:
                 raise bad_request(
                     f"tools: their schemas have more than {MAX_GRAMMAR_CHARACTERS:,} characters: send fewer",
                     "tools",
                 )
             changes["grammar"] = ANSWER + grammar
-        formats = served.answers
         if formats.special and fields.skip_special_tokens is None and (fields.tools or formats.reasoning):
             changes["skip_special_tokens"] = False
         return msgspec.structs.replace(fields, **changes) if changes else fields
@@ -402,15 +407,18 @@ class ChatEndpoint(GenerationEndpoint):
 
     def tools_warning(self, fields: ChatFields, served: ServedModel) -> str | None:
         """Return a warning if the model does not support the tools of a request, else None."""
-        return served.answers.tools_warning(_forces_call(fields)) if _has_tools(fields) else None
+        if not _has_tools(fields):
+            return None
+        return served.answers.tools_warning(_forces_call(fields), _functions(fields))
 
     def new_parser(
         self, fields: ChatFields, prompt: Prompt, params: SamplingParams, served: ServedModel
     ) -> Callable[[], AnswerParser | None]:
         """Return a function that creates the parser of each answer."""
         formats, parallel = served.answers, fields.parallel_tool_calls is not False
-        has_tools, forced, end = _has_tools(fields), _forces_call(fields), _end_of_prompt(fields, prompt)
-        return lambda: formats.parser(end, params.structure, has_tools, forced, parallel)
+        functions = _functions(fields) if _has_tools(fields) else None
+        forced, end = _forces_call(fields), _end_of_prompt(fields, prompt)
+        return lambda: formats.parser(end, params.structure, functions, forced, parallel)
 
 
 class _EventStream:
@@ -495,6 +503,10 @@ def _forces_call(fields: ChatFields) -> bool:
 
 def _warning(response: ResponseBuilder) -> list[tuple[bytes, bytes]]:
     return [] if response.warning is None else [(b"x-kvloom-warning", response.warning.encode())]
+
+
+def _functions(fields: ChatFields) -> list[dict[str, Any]]:
+    return [tool["function"] for tool in fields.tools or ()]
 
 
 def _response_options(fields: CompletionFields | ChatFields, params: SamplingParams) -> dict[str, Any]:

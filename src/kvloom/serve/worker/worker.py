@@ -42,6 +42,8 @@ __all__ = ["Worker", "max_request_tokens"]
 GROWTH_SECONDS = 0.002
 """Pause after a step in which requests wait for a growth of the pool."""
 STATS_SECONDS = 0.25
+SHORT_SECONDS = 0.05
+"""Seconds between stats while a model lacks pages that other models could give."""
 
 
 @dataclass(slots=True)
@@ -98,6 +100,7 @@ class Worker:
         self._snapshot: CacheSnapshot | None = None  # created on the first request
         self._snapshot_requested = False
         self._stats_at = 0.0
+        self._sent_evictions = 0
         self._tiers: list[TierUsage] = []
         self._stats_changed = True  # since the last stats
         self._sent_slabs = engine.cache.usable_slabs
@@ -453,9 +456,11 @@ class Worker:
             return None
         now = time.monotonic()
         idle = not self.engine.busy
-        if not (self._stats_changed and idle) and now < self._stats_at:
+        wait = SHORT_SECONDS - STATS_SECONDS if self._lacks_pages else 0.0
+        if not (self._stats_changed and idle) and now < self._stats_at + wait:
             return None
         self._stats_at = now + STATS_SECONDS
+        self._sent_evictions = self.engine.cache.inspect.evicted.total()
         self._mark_reported()
         waiting_for_quota = {name: len(quota.waiting) for name, quota in self._quotas.items()}
         open_requests = [(one.message.tenant, one.request.started > 0) for one in self._open.values()]
@@ -463,6 +468,14 @@ class Worker:
         return engine_stats(
             self.engine, self._steps, made, self._preemptions, waiting_for_quota, open_requests
         )
+
+    @property
+    def _lacks_pages(self) -> bool:
+        """Whether models share memory, and this one has evicted pages since the last stats, or waits for pages."""
+        if not self._share_bytes:
+            return False
+        evictions = self.engine.cache.inspect.evicted.total()
+        return self.engine.scheduler.awaits_growth or evictions > self._sent_evictions
 
     def _mark_reported(self) -> None:
         """Clear the change flag when the engine is idle."""
