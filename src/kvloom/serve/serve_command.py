@@ -79,7 +79,7 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
 def _add_access(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     keys = (
-        "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [max_…=N] [admin]`; "
+        "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [slo_…=MS] [max_…=N] [admin]`; "
         "an admin key sees all tenants and the dashboard"
     )
     add("--api-keys", metavar="FILE", help=keys)

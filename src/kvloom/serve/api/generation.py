@@ -82,7 +82,7 @@ class GenerationEndpoint(ABC):
         started = time.monotonic()
         context, request = self.context, Request(scope, receive)
         with ExitStack() as admitted:
-            served, messages, response, is_stream, forced = await self._prepare(request, admitted)
+            served, messages, response, is_stream, forced = await self._prepare(request, admitted, started)
             ids, n = [message.id for message in messages], messages[0].params.n
             stream = ResponseStream(ids, n, context.limits.unread_characters if is_stream else None)
             served.require_ready()
@@ -102,7 +102,7 @@ class GenerationEndpoint(ABC):
                 else:
                     await self._send_whole(served, stream, response, messages[0].tenant, send)
             except ApiError as error:
-                record.error_code = error.code or str(error.status)
+                record.error_code, record.refused_slo = error.code or str(error.status), error.slo
                 if error.param == "grammar" and forced:
                     error.param = "tools"  # its schemas make the grammar
                 raise
@@ -142,7 +142,7 @@ class GenerationEndpoint(ABC):
         await send({"type": "http.response.body", "body": body})
 
     async def _prepare(
-        self, request: Request, admitted: ExitStack
+        self, request: Request, admitted: ExitStack, started: float
     ) -> tuple[ServedModel, list[Add], ResponseBuilder, bool, bool]:
         """Read and check a request. Return the model, the messages to its engine, the response builder, whether to
         stream, and whether a tool call is forced. Raises ApiError for a refused request.
@@ -170,7 +170,7 @@ class GenerationEndpoint(ABC):
             given = await prompts.run(
                 lambda: self.prompts(fields, prompts, limits), account, len(body), has_template
             )
-        messages = self._messages(fields, given, tenant, served, facts)
+        messages = self._messages(fields, given, tenant, served, facts, started)
         ids = [message.id for message in messages]
         response = self.response(fields, given, ids, messages[0].params, served)
         response.kv_transfer_params = _offered_pages(
@@ -207,6 +207,7 @@ class GenerationEndpoint(ABC):
         tenant: str,
         served: ServedModel,
         facts: Ready,
+        started: float,
     ) -> list[Add]:
         """Return one Add message per prompt. Raises ApiError for the first invalid prompt."""
         transfer = fields.kv_transfer_params or TransferFields()
@@ -232,6 +233,8 @@ class GenerationEndpoint(ABC):
                 None if fields.cache is None else fields.cache.pin,
                 transfer.do_remote_decode,
                 transfer.awaited_peer,
+                None if fields.slo is None else fields.slo.objective(),
+                started,
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]

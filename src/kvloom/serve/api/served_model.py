@@ -88,6 +88,10 @@ class ServedModel:
             "events": settings.get("kv_events"),
             "replay": settings.get("kv_events_replay"),
             "role": self.engine.role,
+            "step_times": self.engine.stats.step_times,
+            "slo_ttft": settings.get("slo_ttft"),
+            "slo_tbt": settings.get("slo_tbt"),
+            "token_budget": facts.token_budget,
             "peer": None if facts.peer_address is None else "{}:{}".format(*facts.peer_address),
             "load": self._load(),
         }

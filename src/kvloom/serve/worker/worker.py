@@ -184,7 +184,10 @@ class Worker:
         deltas: list[Delta] = []
         ended: list[_OpenRequest] = []
         for one in self._open.values():
-            if self._collect_deltas(one, deltas):
+            if one.request.finish_reason == "slo":  # it was deferred
+                self._refuse(one.message.id, one.request)
+                ended.append(one)
+            elif self._collect_deltas(one, deltas):
                 ended.append(one)
         for one in ended:
             self._close(one)
@@ -303,6 +306,12 @@ class Worker:
         is_retryable = isinstance(error, GrammarBusyError | ImagesBusyError)
         self._rejected.append(Rejected(id_, str(error), is_retryable))
 
+    def _refuse(self, id_: int, request: Request) -> None:
+        """Refuse a request that cannot meet its objective."""
+        assert request.slo is not None
+        report = request.slo.report(0)
+        self._rejected.append(Rejected(id_, report["refusal"], True, report))
+
     def _enqueue(self, message: Add) -> None:
         quota = self._quotas.get(message.tenant)
         if quota is None:
@@ -361,9 +370,14 @@ class Worker:
                 resume=message.resume,
                 offers_pages=message.offers_pages,
                 awaits_peer=message.awaits_peer,
+                slo=message.slo,
+                arrived=message.arrived,
             )
         except ValueError as error:
             self._reject(message.id, error)
+            return False
+        if request.finish_reason == "slo":
+            self._refuse(message.id, request)
             return False
         one = self._open[message.id] = _OpenRequest(
             message, request, reserved_bytes, [0] * len(request.family)
@@ -502,6 +516,7 @@ def _progress(one: _OpenRequest) -> RequestProgress:
         _prompt_tokens(request),
         sum(answer.draft_tokens for answer in request.family),
         sum(answer.accepted_tokens for answer in request.family),
+        None if request.slo is None else request.slo.report(request.output_count),
     )
 
 
