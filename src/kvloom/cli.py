@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "calibrate": ("kvloom.engine.calibrate_command", "Compute static scales for a quantised KV cache."),
     "serve": ("kvloom.serve.serve_command", "Start an OpenAI-compatible server."),
     "route": ("kvloom.cluster.router.command", "Start a router: one endpoint over many workers."),
+    "deploy": ("kvloom.cluster.deploy.command", "Start a cluster on Ray Serve from cluster.toml."),
     "explain": ("kvloom.serve.explain_command", "Explain why a request hit or missed the cache."),
     "top": (
         "kvloom.serve.dashboard.command",

@@ -30,7 +30,7 @@ FIELDS = {
     "id", "request_id",
     "model", "tenant", "state", "arrived", "queue_s", "ttft_s", "total_s", "prompts", "answers", "prompt_tokens", "output_tokens",
     "cached_tokens", "computed_tokens", "hits", "stopped", "preemptions", "draft_tokens", "accepted_tokens",
-    "finish_reason",
+    "finish_reason", "slo",
 }  # fmt: skip
 
 Observed = tuple[Running, Receiver]

@@ -18,6 +18,7 @@ BENCHMARKS = {
     "engine": "whole workloads, compared with Hugging Face and vLLM (both)",
     "serve": "many concurrent streams on a server (both)",
     "metrics": "cost of the server's metrics (both)",
+    "memory": "how soon a busy model uses the memory of an idle one (CPU)",
     "quality": "perplexity under quantised KV (both)",
     "tiers": "throughput of tiers and their media, compared with LMCache (CPU)",
     "router": "cost of the router: events, scoring, added latency (CPU)",

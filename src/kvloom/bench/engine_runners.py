@@ -68,8 +68,8 @@ class Measurement:
 
 
 class Runner(Protocol):
-    """A runner. `start_s` is the time in seconds until the model is ready, without Python imports. The report
-    contains `version` and `notes`."""
+    """Runs conversations on one system. `start_s` is the time in seconds until the model is ready, without Python
+    imports. The report contains `version` and `notes`."""
 
     name: str
     version: str
@@ -187,7 +187,7 @@ class Kvloom:
         return Measurement(seconds, answers, figures | peak.figures(), computed)
 
     def _drain(self, offload: OffloadManager) -> float:
-        """Wait for pending copies to host memory, and return the seconds that this took."""
+        """Wait until all pending copies to host memory are done. Return the seconds of the wait."""
         began = time.perf_counter()
         offload.flush()
         while offload.is_retaining_pages:

@@ -1,4 +1,4 @@
-"""Attention libraries with which `kvloom bench kernels` compares, if they are installed.
+"""Attention libraries as peers of `kvloom bench kernels`, if they are installed.
 
 Each function returns calls that compute one layer over kvloom's pages. Plans are made before the calls and are not
 timed. If a library is missing or rejects a shape, the reason is reported.

@@ -1,7 +1,7 @@
-"""kvloom's part of `kvloom bench index`. It makes the calls of a scheduler, on a CPU, without a model and without
-page bytes.
+"""kvloom's part of `kvloom bench index`. It makes the same calls as a scheduler, on a CPU, without a model and
+without page bytes.
 
-Figures are microseconds by phase. Each is the lower decile over the repeats.
+Figures are microseconds by phase. Each figure is the lower decile over the repeats.
 """
 
 from __future__ import annotations
@@ -88,9 +88,8 @@ def _live(cache: KVCache, prompt: Tokens) -> Figures:
 def decode_step(
     layout: str = "full", batch: int = 256, context: int = 1024, crossing: int = 16, steps: int = 64
 ) -> Figures:
-    """Return the microseconds of one decode step of `batch` sequences. It reserves a slot and commits a token for each.
-
-    In each step one sequence in `crossing` fills a block."""
+    """Return the microseconds of one decode step of `batch` sequences. The step reserves a slot and commits a token
+    for each sequence. In each step one sequence in `crossing` fills a block."""
     shape = layout_of(layout)
     cache = KVCache(shape, _slabs(shape, context + 256, 2 * batch), max_sequences=batch)
     draw = _drawer()
@@ -172,7 +171,7 @@ def pool_scale(blocks: int, tokens: int = 8192, repeats: int = 40) -> Figures:
 
 
 def _slabs(shape: PoolLayout, tokens: int, requests: int) -> int:
-    """Return the slabs for all pages of `requests` requests and two snapshots each."""
+    """Return the number of slabs for all pages of `requests` requests, with two snapshots per request."""
     per_request = sum(
         -(-(tokens // shape.block_tokens + 2 if g.spec.unit == "token" else 3) * g.runs // g.pages_per_slab)
         + 1

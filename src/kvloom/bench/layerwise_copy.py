@@ -1,7 +1,7 @@
 """Copies and reads of pages, whole and layer by layer. Measures the cost of loading in the order of computation.
 
 A page has all layers of its tokens in one run of bytes. To load the first layer of many pages first, each page is
-copied or read in as many pieces as it has layers. The benchmark uses tiers without an engine.
+copied or read in one piece per layer. The benchmark uses tiers without an engine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Cost of cold pages. One request runs in a pool that is large enough for it, and in a quarter of that pool with a
-host tier."""
+"""Cost of cold pages. The same request runs in a pool that is large enough for it, and in a quarter of that pool
+with a host tier."""
 
 from __future__ import annotations
 

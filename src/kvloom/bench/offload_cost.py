@@ -107,7 +107,7 @@ def _measure(layout: PoolLayout, device: str, sequences: int, rounds: int, full:
 
 
 def _finish(store: PageOffloader) -> float:
-    """Wait for pending copies, and return the seconds spent polling."""
+    """Wait for pending copies, and return the seconds spent in polls."""
     spent = 0.0
     while store.busy:
         time.sleep(0.0002)

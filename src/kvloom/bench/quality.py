@@ -33,7 +33,7 @@ DEFAULT = ("fp32", "bf16", "int8", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Prediction of a text: the nats of each token, and the most likely token at each position."""
+    """The prediction of a text: the loss of each token in nats, and the most likely token at each position."""
 
     nats: torch.Tensor
     choices: torch.Tensor

@@ -1,5 +1,5 @@
-"""Lower bound of a workload's time on an H200. For each operation it is the time for its bytes or its FLOPs,
-whichever is longer. The bound is the sum.
+"""Lower bound of a workload's time on an H200. Each operation takes the time for its bytes or for its FLOPs,
+whichever is longer. The bound is the sum over operations.
 
     pass     counted                                                    bytes                    FLOPs
     dense    every matrix but embeddings and head, over all tokens      weights, once a pass     2 a weight and token
@@ -138,8 +138,8 @@ class Roofline:
 
 
 def tokens_read(span: Visibility, step: ForwardPass) -> tuple[int, int]:
-    """Return the number of K and V tokens that a layer reads in a pass, each counted once, and the number of its
-    query-key pairs."""
+    """Return the number of K and V tokens that a layer reads in a pass, and the number of its query-key pairs. A
+    token that several rows read counts once."""
     positions = np.arange(step.cached, step.cached + step.new)
     pairs = int((positions + 1 - span.first_visible_each(positions)).sum()) * step.rows
     first, end = span.first_visible(step.cached), step.cached + step.new

@@ -47,7 +47,8 @@ class Load:
     """A load of `streams` concurrent streams for `seconds`. Prompts are random token ids below `vocabulary`. All
     prompts share the first `shared` tokens.
 
-    Answers have between half of `tokens` and `tokens` tokens. `key` is an API key."""
+    Answers have between half of `tokens` and `tokens` tokens. `key` is an API key. Loads with different values of
+    `seed` have different prompts."""
 
     url: str
     model: str
@@ -58,6 +59,7 @@ class Load:
     tokens: int = 32
     vocabulary: int = 256
     key: str | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         place = urlsplit(self.url)
@@ -85,7 +87,7 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """Results of all streams. `arrivals` are the times of first tokens since the start."""
+    """Results of all streams. `arrivals` are the seconds from the start to each first token."""
 
     requests: int = 0
     pieces: int = 0
@@ -155,7 +157,7 @@ async def _show_progress(progress: Callable[[int, int], None], seconds: float) -
 
 
 async def _stream(load: Load, number: int, began: float, end: float, seen: Seen) -> None:
-    numbers = random.Random(number)
+    numbers = random.Random(load.seed << 32 | number)
     place = urlsplit(load.url)
     writer = None
     while time.monotonic() < end:
@@ -242,7 +244,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 
 def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]:
-    """Start a server, and return its process, address, model name and engine process."""
+    """Start a server, and return its process, its address, the name of its first model, and an engine process."""
     command = [
         sys.executable,
         "-m",
@@ -261,8 +263,8 @@ def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]
         for line in process.stdout:
             if found := re.search(r"\(process (\d+)\)", line):
                 engine = int(found[1])
-            if found := re.search(r"kvloom serves (\S+) at (http://\S+);", line):
-                return process, found[2], found[1], engine
+            if found := re.search(r"kvloom serves (.+) at (http://\S+);", line):
+                return process, found[2], found[1].split()[0], engine
             if time.monotonic() > end:
                 break
     except BaseException:  # Ctrl-C: end the server

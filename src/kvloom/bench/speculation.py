@@ -113,8 +113,8 @@ def force(engine: Any, outputs: dict[tuple[int, ...], list[int]]) -> None:
 def generate(
     engine: Any, asked: Sequence[Sequence[int]], tokens: int, together: bool
 ) -> tuple[float, list[Any]]:
-    """Run prompts one after the other, or together. Return the decoded tokens per second, without the time of
-    prompts, and the requests."""
+    """Run prompts one after the other, or together. Return the decoded tokens per second and the requests. The time
+    of prompts does not count."""
     from kvloom.core import CacheControl
     from kvloom.engine import SamplingParams
 
@@ -199,7 +199,7 @@ class Oracle:
 
 
 def measure_shape(args: Any) -> list[Row]:
-    """Compare plain decoding of a large model with drafts in every step, and with the controller."""
+    """Compare three engines with a large model: without drafts, with drafts in every step, and with the controller."""
     import torch
 
     from kvloom.bench.shapes import SHAPES, build, hf_config

@@ -182,7 +182,7 @@ def redis(memory: Memory, folder: Path) -> Iterator[list[Work]]:
 
 @contextlib.contextmanager
 def _mooncake_storage(size: int, master: str) -> Iterator[None]:
-    """Start another process that owns the memory, as in a cluster."""
+    """Start another process that owns the memory of Mooncake, as in a cluster."""
     environment = {**os.environ, "MC_TCP_BIND_ADDRESS": "127.0.0.1", "GLOG_minloglevel": "2"}
     with subprocess.Popen(
         [sys.executable, "-c", _STORAGE, str(size), master],

@@ -62,7 +62,7 @@ class Allocator:
         self.evicted: Counter[str] = Counter()
         """Evictions by kind: blocks, window (unneeded window pages), snapshot, media."""
         self.idle_seconds = Histogram()
-        """Seconds since the last use of evicted entries."""
+        """Seconds between the last use of an entry and its eviction."""
         self.evicted_bytes = 0
         self._page_bytes = [slab_bytes // c.per_slab for c in pool.classes]
 

@@ -38,8 +38,8 @@ class OffloadConfig:
     only stores pages.
     """
     deadline_seconds: tuple[float, float] = (0.1, 5.0)
-    """Shortest and longest deadline of a load, in seconds. Between these limits, it is twice the time to compute the
-    same tokens.
+    """Shortest and longest deadline of a load, in seconds. Between these limits, the deadline is twice the time
+    to compute the same tokens.
     """
     wait_share: float = 0.04
     """Longest time that a request may lose by waiting for pages, as a fraction of the time to compute its prompt."""
@@ -111,21 +111,21 @@ class EngineConfig:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """How pages are loaded from the tiers."""
     slo_ttft: float | None = None
-    """Milliseconds until the first token of requests without an objective of their own. None means no objective."""
+    """Default objective for the time to first token, in milliseconds. None means no objective."""
     slo_tbt: float | None = None
-    """Milliseconds between tokens of requests without an objective of their own. None means no objective."""
+    """Default objective for the time between tokens, in milliseconds. None means no objective."""
     role: Role = "both"
-    """What a worker does: "prefill" offers the pages of every prompt, "decode" computes prompts in short steps."""
+    """Role of a worker. "prefill" offers the pages of every prompt. "decode" computes prompts in short steps."""
     kv_events: str | None = None
     """ZMQ address on which block events are published, such as `tcp://127.0.0.1:5557`. None means no events."""
     kv_events_replay: str | None = None
     """ZMQ address that replays past events and sends snapshots. None means that routers cannot fill gaps."""
     kv_events_hashes: Literal["int64", "bytes"] = "int64"
-    """How block hashes travel: signed 64-bit integers, or all bytes."""
+    """Form of block hashes in events: signed 64-bit integers, or all bytes."""
 
     @property
     def objective(self) -> Objective:
-        """The objective of requests that have none."""
+        """The objective of requests that set none."""
         return Objective(self.slo_ttft, self.slo_tbt)
 
     @property

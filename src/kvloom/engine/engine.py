@@ -76,9 +76,9 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 STRONG_MATCH = 6
-"""Tokens that lookup must match if another proposer follows it: a draft model knows better after a short match."""
+"""Smallest match of lookup if another proposer follows. After a shorter match, a draft model is more accurate."""
 MIN_DRAFT_ROWS = 64
-"""Positions at which a step with drafts may sample at least; otherwise as many as there are running requests."""
+"""A step with drafts may sample at this many positions, or at one per running request if these are more."""
 DECODE_PROMPT_TOKENS = 256
 """Largest number of prompt tokens in a step of a decode worker."""
 HELD_SECONDS = 0.002
@@ -141,9 +141,15 @@ class Engine:
         self.events: WirePublisher | None = None
         """Publishes block events to routers. None if events are not configured."""
         if config.event_settings is not None:
-            from kvloom.events_wire import WirePublisher
+            from kvloom.events_wire import TierBlocks, WirePublisher
 
             self.events = WirePublisher(self.cache, config.event_settings)
+            for tier in self.offload.watch_tiers() if self.offload is not None else ():
+                fingerprints = {
+                    group: [form.fingerprint for form in forms] for group, forms in tier.forms.items()
+                }
+                states = {group.index for group in self.layout.of("state")}
+                self.events.add_tier(TierBlocks(tier.medium, tier.changes.take, fingerprints, states))
         self.pool_size: PoolSize | None = None
         """Grows and shrinks an elastic pool. None if the pool keeps its size."""
         self._pool_rule: PoolRule | None = None
@@ -154,7 +160,7 @@ class Engine:
             self._pool_rule = PoolRule(pool, config.keep_free, config.idle_seconds)
         self.scheduler = Scheduler(self.cache, config.token_budget, config.max_running, self.offload)
         self.role: Role = "both"
-        """What this worker does; see `set_role`."""
+        """Role of this worker. See `set_role`."""
         self.set_role(config.role)
         self.eos = eos_tokens(model)
         self.sampler = Sampler(self.eos)
@@ -248,7 +254,7 @@ class Engine:
 
         A request that cannot meet its objective has the finish reason "slo", at once or after it was deferred.
 
-        The output of the processor is a mapping of tensors, or pixels."""
+        An image is the output of the model's processor (a mapping of tensors), or pixels."""
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
@@ -314,8 +320,8 @@ class Engine:
         return request
 
     def _objective(self, request: Request, given: Objective | None) -> Objective:
-        """Return the objective of a request: its own, over that of its tenant, over that of the engine. Prompts that other
-        workers decode have none, and embeddings only their own."""
+        """Return the objective of a request. Values come from the request first, then from its tenant, then from
+        the engine. Prompts that other workers decode have no objective. Embeddings use only their own values."""
         if request.offers_pages:
             return Objective()
         own = given or Objective()
@@ -362,7 +368,8 @@ class Engine:
         return self.offload.prefetch_session(likely, self.cache.match(tokens, control))
 
     def end_session(self, session: str) -> int:
-        """Evict the pages that only this session used before all others. Return how many of its pages are cached."""
+        """Mark the pages that only this session used, so that they are evicted first. Return how many of its pages
+        are cached."""
         self._sessions.forget(session)
         return self.cache.end_session(session)
 

@@ -29,7 +29,7 @@ __all__ = ["Followed", "Subscriber"]
 log = logging.getLogger("kvloom.events")
 REPLAY_SECONDS = 5.0
 BATCHES_PER_TURN = 64
-"""After so many batches, other work of the event loop can run."""
+"""After this many batches, other work of the event loop can run."""
 
 
 @dataclass(slots=True)

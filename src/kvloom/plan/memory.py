@@ -40,7 +40,7 @@ class Load:
     image_tokens: int = 0
     concurrency: int = 1
     max_context: int | None = None
-    """Tokens per contiguous buffer; None: the model's limit."""
+    """Tokens per contiguous buffer. None means the model's limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ from .traffic import Request, Traffic
 __all__ = ["ADMISSIONS", "EngineModel", "FleetOutcome", "replay_fleet"]
 
 ADMISSIONS = ("none", "slo", "queue")
-"""Which requests are refused: none, those that miss their objective, or those that find a full queue."""
+"""Rules of refusal: none, requests that would miss their objective, or requests that find a full queue."""
 HAND_OVER_TOKENS = 256
 """A decode worker computes fewer tokens than this itself, and at most this many per step."""
 ATTEMPTS = 4
@@ -108,7 +108,7 @@ class FleetOutcome:
     """Workers that only compute prompts; the others then only decode."""
     admission: str = "none"
     p99_tbt: float = 0.0
-    """Of the mean time between tokens of a request."""
+    """99th percentile of the requests' mean time between tokens."""
     refused: int = 0
     met: int = 0
     """Requests that met the objective."""
@@ -144,7 +144,7 @@ class _Job:
     first: float = 0.0
     last: float = 0.0
     compute: int = 0
-    """Prompt tokens without hits, as it was added."""
+    """Prompt tokens without hits, when the request was added."""
     prediction: Prediction | None = None
     due: float = float("inf")
     """When its first token is due."""
@@ -160,16 +160,16 @@ class _Job:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that its current worker generates."""
+        """Number of tokens that the current worker generates."""
         return 1 if self.decoded_by is not None else max(1, self.request.output_tokens)
 
     @property
     def tbt(self) -> float | None:
-        """Mean seconds between its tokens."""
+        """Mean seconds between tokens, or None for a single token."""
         return (self.last - self.first) / (self.output - 1) if self.output > 1 else None
 
     def meets(self, objective: Objective) -> bool:
-        """Return whether it was served within its objective."""
+        """Return whether the request was served within its objective."""
         ttft, tbt = objective.ttft_ms, objective.tbt_ms
         if self.is_refused or (ttft is not None and 1e3 * (self.first - self.at) > ttft):
             return False
@@ -220,7 +220,7 @@ class _Worker:
 
     @property
     def due(self) -> float | None:
-        """When the step in progress ends, or since when requests wait; None without work."""
+        """When the step in progress ends, or the current time of the worker if requests wait. None without work."""
         return self._end if self._end is not None else self.time if self.waiting or self.running else None
 
     def add(self, job: _Job, at: float) -> None:
@@ -241,7 +241,7 @@ class _Worker:
         return PromptWork(tokens, output, job.request.prompt_tokens)
 
     def predict(self, own: PromptWork, now: float) -> Prediction | None:
-        """Predict the times of a new request."""
+        """Predict the times of a new request. Returns None until enough steps are measured."""
         prompts = [
             self.work(job, job.request.prompt_tokens - job.computed)
             for job in self.running
@@ -436,7 +436,8 @@ class _Worker:
 
 
 class _Router:
-    """The router's own classes, fed by simulated workers. `names` answer requests, `prefill` compute prompts for them."""
+    """The router's own classes, fed by simulated workers. Workers in `names` answer requests. Workers in `prefill`
+    compute prompts for them."""
 
     def __init__(self, route: str, options: ScoringOptions | None) -> None:
         self.route = route
@@ -453,7 +454,7 @@ class _Router:
         self.scorer.loads[name] = WorkerLoad(capacity, self._speed)
 
     def choose(self, job: _Job, scale: int, now: float, tried: Iterable[str] = ()) -> Choice:
-        """Choose the worker that answers a request, other than those that refused it."""
+        """Choose the worker that answers a request. Workers in `tried` have refused the request and are not chosen."""
         names = [name for name in self.names if name not in tried] if tried else self.names
         if self.route == "round-robin":
             self._turn += 1
@@ -465,7 +466,7 @@ class _Router:
         return choice
 
     def choose_prefill(self, job: _Job, decode: Choice, scale: int, now: float) -> Choice | None:
-        """Choose the prefill worker of a request. None if its decode worker computes the prompt."""
+        """Choose the prefill worker of a request. Returns None if the decode worker itself computes the prompt."""
         prompt = job.request.prompt_tokens
         if not self.prefill or prompt - decode.cached < HAND_OVER_TOKENS:
             return None
@@ -522,7 +523,7 @@ class _Fleet:
         self._pages: list[tuple[float, int, _Job]] = []
 
     def advance(self, until: float) -> None:
-        """Run all steps that end by `until`. Prefill workers come first, because their pages reach decode workers."""
+        """Run all steps that end by `until`. Prefill workers run first, because decode workers need their pages."""
         if self.router.prefill:
             self._run(until, self.router.prefill)
             while self._pages and self._pages[0][0] <= until:
@@ -564,7 +565,7 @@ class _Fleet:
             self._schedule(worker)
 
     def offer(self, job: _Job, admission: str, objective: Objective, queue_limit: int) -> None:
-        """Send a request to a worker, or refuse it. A worker that refuses is followed by the next best."""
+        """Send a request to a worker, or refuse it. If a worker refuses, the next best worker is tried."""
         tried: set[str] = set()
         now, router = job.at, self.router
         while len(tried) < min(ATTEMPTS, len(router.names)):
@@ -589,8 +590,8 @@ class _Fleet:
         job.is_refused = True
 
     def _admits(self, job: _Job, worker: _Worker, computes: _Worker, objective: Objective) -> bool:
-        """Decide with the classes of the engine. With a prefill worker, it predicts the first token, and the decode
-        worker the time between tokens."""
+        """Decide with the engine's own classes. If there is a prefill worker, the TTFT is predicted for it, and the
+        time between tokens for the decode worker."""
         own = computes.work(job, job.compute)
         if objective.ttft_ms is not None:
             job.due = job.at + objective.ttft_ms / 1e3
@@ -625,9 +626,9 @@ def replay_fleet(
 ) -> FleetOutcome:
     """Replay `traffic` over `workers` workers of `blocks` blocks each. `speed` divides the times between arrivals.
 
-    With `prefill`, so many of the workers only compute prompts, and send the pages over links of `link_tokens` tokens per
-    second to the others, which only decode. `admission` refuses requests: see ADMISSIONS. Takes about 20 seconds for
-    12,000 requests. Raises ValueError for a prompt that exceeds a pool."""
+    `prefill` is the number of workers that only compute prompts. They send pages to the other workers, which only
+    decode. Each link transfers `link_tokens` tokens per second. `admission` selects how requests are refused (see
+    ADMISSIONS). Takes about 20 seconds for 12,000 requests. Raises ValueError for a prompt that exceeds a pool."""
     if route not in ROUTES:
         raise ValueError(f"unknown route {route!r}; known: {', '.join(ROUTES)}")
     if admission not in ADMISSIONS:

@@ -145,7 +145,8 @@ def replay(
 
 
 def _beyond(per_tier: list[Hits]) -> list[Hits]:
-    """Return, for each request and tier, how many more of the first blocks the tier hits than the faster tiers."""
+    """Return, for each request and tier, the number of additional first blocks that this tier hits and the faster
+    tiers miss."""
     beyond = [per_tier[0]]
     best = per_tier[0]
     for hits in per_tier[1:]:

@@ -199,7 +199,7 @@ def _dynamo(lines: Lines, path: Path) -> Traffic:
 
 
 def _azure(text: str, path: Path) -> Traffic:
-    """Return requests of given lengths, each with distinct blocks."""
+    """Return the requests of an Azure trace. The trace has only lengths, so no two requests share a block."""
     rows: list[list[int]] = []
     about: list[dict[str, Any]] = []
     start: datetime | None = None

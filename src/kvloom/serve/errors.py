@@ -27,6 +27,7 @@ __all__ = [
     "not_found",
     "pool_full",
     "queue_full",
+    "slo_not_met",
     "slow_reader",
     "unknown_model",
     "unknown_request",
@@ -47,10 +48,12 @@ _TYPES = {
 }
 
 RETRY_SECONDS = 1
+SLO_FIELDS = ("ttft_ms", "tbt_ms", "deadline_ms", "predicted_ttft_ms", "predicted_tbt_ms", "retry_after_s")
+"""Fields of the error of a request that cannot meet its objective."""
 
 
 class ApiError(Exception):
-    """An error response. `retry_after` is sent as a header, in seconds. If the message may contain text of the
+    """An error response. `retry_after` is sent as a header, in seconds. `slo` is added to the body. If the message may contain text of the
     request, `logged` replaces the message in the log.
     """
 
@@ -62,8 +65,10 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
         logged: str | None = None,
+        slo: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
+        self.slo = slo
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after = retry_after
         self._logged = logged
@@ -81,6 +86,8 @@ class ApiError(Exception):
             "param": self.param,
             "code": self.code,
         }
+        if self.slo is not None:
+            body["slo"] = self.slo
         return msgspec.json.encode({"error": body})
 
     @property
@@ -187,6 +194,12 @@ def grammars_busy(why: str, param: str | None) -> ApiError:
         retry_after=RETRY_SECONDS,
         logged="too many grammars or images",
     )
+
+
+def slo_not_met(why: str, slo: dict[str, Any]) -> ApiError:
+    """Return the error of a request that cannot meet its objective. `slo` has objective and prediction."""
+    shown = {name: slo[name] for name in SLO_FIELDS}
+    return ApiError(429, why, "slo", "slo_not_met", slo["retry_after_s"], slo=shown)
 
 
 def draining() -> ApiError:

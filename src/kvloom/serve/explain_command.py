@@ -71,6 +71,25 @@ def describe(record: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"Of its {drafted:,} draft tokens, {accepted:,} were accepted ({accepted / drafted:.0%})."
         )
+    if record.get("slo") is not None:
+        lines += _objective(record["slo"])
+    return lines
+
+
+def _objective(slo: Mapping[str, Any]) -> list[str]:
+    """Return sentences about the objective of a request: predicted and actual times."""
+    lines = []
+    for word, key in (("first token", "ttft_ms"), ("time between tokens", "tbt_ms")):
+        wanted, predicted, actual = slo[key], slo[f"predicted_{key}"], slo.get(f"actual_{key}")
+        if wanted is not None or predicted is not None:
+            parts = [
+                f"{verb} {value:,.1f} ms"
+                for verb, value in (("objective", wanted), ("predicted", predicted), ("actual", actual))
+                if value is not None
+            ]
+            lines.append(f"Its {word}: {', '.join(parts)}.")
+    if slo.get("deferred"):
+        lines.append("It was deferred until its objective could be met, or its deadline was near.")
     return lines
 
 

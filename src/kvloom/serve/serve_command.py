@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["arguments", "run"]
 
-TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen", "llama3_json", "mistral", "pythonic")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 MAX_TTL_SECONDS = 86400.0
 """Default of --max-ttl if the server has API keys."""
@@ -79,7 +79,7 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
 def _add_access(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     keys = (
-        "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [max_…=N] [admin]`; "
+        "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [slo_…=MS] [max_…=N] [admin]`; "
         "an admin key sees all tenants and the dashboard"
     )
     add("--api-keys", metavar="FILE", help=keys)

@@ -65,7 +65,9 @@ class ServerOptions:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None
-    """Serve HTTPS with this certificate and key. With `ssl_ca_certs`, clients must present a certificate of it."""
+    """Serve HTTPS with this certificate and key. With `ssl_ca_certs`, clients must present a certificate of one of
+    these authorities.
+    """
     quiet: bool = False
     """Print no start-up message."""
     aliases: Mapping[str, str] = field(default_factory=dict)

@@ -1,9 +1,9 @@
 """The router's HTTP application.
 
-/v1/…                        forwarded to the best worker
-/v1/models, /health, /metrics, /workers
-/dashboard, /kvloom/state    the fleet page, and its data
-/register, /unregister, /query     the indexer API of Mooncake's RFC 1403, so that other gateways can ask
+/v1/…                            forwarded to the best worker
+/v1/models, /health, /version, /metrics, /workers
+/dashboard, /kvloom/state        the fleet page, and its data
+/register, /unregister, /query   the indexer API of Mooncake's RFC 1403, for other gateways
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Iterator
+from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -135,6 +136,8 @@ class RouterApplication:
             alive = sum(worker.is_alive for worker in self.fleet.workers.values() if worker.url)
             status = 200 if alive else DEAD_STATUS
             await _json(send, {"status": "ok" if alive else "no worker", "workers": alive}, status)
+        elif method == "GET" and path == "/version":
+            await _json(send, {"version": metadata.version("kvloom")})
         elif method == "GET" and path == "/v1/models":
             await _json(send, {"object": "list", "data": self._models()})
         elif method == "GET" and path == "/metrics":
@@ -279,6 +282,7 @@ def _metrics(fleet: Fleet, proxy: Proxy) -> Iterator[str]:
         "prompt_tokens": counts.prompt_tokens,
         "expected_hit_tokens": counts.expected_hit_tokens,
         "hand_overs": counts.hand_overs,
+        "slo_refused": counts.slo_refused,
         "untokenised_prompts": proxy.reader.fallbacks,
         "worker_deaths": fleet.deaths,
     }

@@ -24,6 +24,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     worker = "HTTP address of a worker (kvloom or vLLM), such as http://127.0.0.1:8001; repeatable; others may /register"
     add("--worker", action="append", default=[], type=server, metavar="URL", help=worker)
+    found = "URL whose host name has one address per worker, such as a headless service of Kubernetes; followed; repeatable"
+    add("--discover", action="append", default=[], type=server, metavar="URL", help=found)
+    worker_key = "API key with which the router checks its workers, where they require keys; clients send their own (default: $KVLOOM_WORKER_KEY)"
+    add("--worker-key", metavar="KEY", help=worker_key)
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add(
         "--port",
@@ -142,10 +146,12 @@ async def _serve(
     scoring = ScoringOptions(affinity_seconds=args.affinity_seconds, overload_seconds=args.overload_seconds)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
-        fleet = Fleet(session, scoring)
+        fleet = Fleet(session, scoring, args.worker_key)
         proxy = Proxy(fleet, PromptReader(fleet, args.tokenizer, not args.no_tokenize), options)
         for url in args.worker:
             fleet.add(url, is_static=True)
+        for url in args.discover:
+            fleet.discover(url)
         config.app = application = RouterApplication(fleet, proxy, key, args.max_body, is_public)
         host, port = listener.getsockname()[:2]
         logging.getLogger("kvloom.router").info(

@@ -97,7 +97,7 @@ class FleetIndex:
         return self._workers.keys()
 
     def counts(self, worker: str) -> dict[str, int]:
-        """Return the blocks of a worker by medium, from its events."""
+        """Return the number of blocks of a worker in each medium, from its events."""
         blocks = self._workers.get(worker)
         place = "" if blocks is None else str(blocks.number)
         return {medium: index.count(place) for medium, index in self._media.items()}

@@ -1,8 +1,10 @@
-"""Sends requests to workers: choose, forward, stream back; another worker if one fails.
+"""Sends requests to workers. Chooses a worker, forwards the request and streams the answer back. If the worker fails, chooses
+another one.
 
 | failure                                     | what happens                                                                        |
 |---------------------------------------------|-------------------------------------------------------------------------------------|
 | no connection, 502, 503, 429 of a worker    | the next best worker; the last answer if all refuse                                  |
+| no worker can meet the objective            | 429 with the best prediction, without asking workers                                 |
 | a prefill worker fails                      | the decode worker computes the tokens whose pages it has not got                      |
 | a worker dies before its answer             | the request goes to another worker                                                   |
 | a worker dies in a stream                   | another worker continues after the tokens so far; the client sees one stream          |
@@ -15,18 +17,19 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from kvloom.core import Histogram
-from kvloom.serve.errors import ApiError
+from kvloom.core import Decision, Histogram, Objective, Prediction, Verdict
+from kvloom.serve.errors import ApiError, slo_not_met
 
 from .answer_stream import AnswerStream, DivergedError, WorkerFailedError
 from .fair_queue import FairQueue, QueueFullError
 from .fleet import LATENCY_SECONDS, Fleet, ServedModel, Worker, now
+from .objectives import admissible, objective_of, predict
 from .prompt_keys import PromptKeys, PromptReader, roots_of
 from .scoring import Choice
 
@@ -38,7 +41,7 @@ STREAMED = ("/v1/completions", "/v1/chat/completions")
 """Endpoints whose streams continue on another worker."""
 TRY_ANOTHER = (429, 502, 503)
 HAND_OVER_TOKENS = 256
-"""A decode worker computes fewer tokens than this itself: it takes one step."""
+"""A decode worker computes fewer tokens than this itself, because they take only one step."""
 LEFT_OUT = (
     "max_completion_tokens",
     "min_tokens",
@@ -47,8 +50,9 @@ LEFT_OUT = (
     "use_beam_search",
     "beam_width",
     "end_session",
+    "slo",
 )
-"""Fields that have no meaning for the prefill of a request."""
+"""Request fields that are not sent to the prefill worker."""
 FORWARDED = (
     "authorization",
     "x-api-key",
@@ -119,6 +123,8 @@ class Counts:
     expected_hit_tokens: int = 0
     hand_overs: int = 0
     """Requests whose prompt a prefill worker computes."""
+    slo_refused: int = 0
+    """Requests that no worker could serve within their objective."""
     overhead: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
     ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
 
@@ -181,7 +187,9 @@ class Proxy:
 
     async def _tenant(self, call: Call) -> str:
         """Return the tenant that salts the hashes. It is the tenant of the key, or the tenant in the request."""
-        key = call.headers.get("authorization")
+        key, other = call.headers.get("authorization"), call.headers.get("x-api-key")
+        if key is None and other is not None:
+            key = f"Bearer {other}"
         named = call.body.get("tenant")
         if key is None:
             return named if isinstance(named, str) else ""
@@ -221,6 +229,7 @@ class Proxy:
             name = names[self._turn % len(names)]
             return self.fleet.workers[name], Choice(name, 0.0, 0, 0)
         lengths = self._lengths(call, served, names)
+        names = self._within_objective(call, served, names, lengths)
         for name in names:
             worker = self.fleet.workers[name]
             load = served.scorer.loads[name]
@@ -228,6 +237,65 @@ class Proxy:
         choice = served.scorer.choose(call.keys.length, lengths, names, now(), call.session)
         assert choice is not None
         return self.fleet.workers[choice.worker], choice
+
+    def _within_objective(
+        self, call: Call, served: ServedModel, names: list[str], lengths: dict[str, tuple[int, ...]]
+    ) -> list[str]:
+        """Return the workers that may meet the objective of a call. Raises ApiError 429 if there are none, and no worker
+        was tried: with the prediction of the best."""
+        assert call.keys is not None
+        found: list[str] = []
+        best: tuple[Decision, Prediction, Objective] | None = None
+        for name in names:
+            offer = self.fleet.workers[name].models[call.model]
+            objective = objective_of(call.body, offer.objective)
+            prediction = None
+            if objective:
+                cached = lengths.get(name, (0,))[-1]
+                prediction = self._prediction(call, served, name, cached)
+            decision = admissible(objective, prediction, now() - call.at)
+            if decision.verdict is not Verdict.REFUSE:
+                found.append(name)
+            elif prediction is not None and (best is None or prediction.ttft < best[1].ttft):
+                best = decision, prediction, objective
+        if found or best is None or call.tried:
+            return found or names
+        self.counts.slo_refused += 1
+        decision, prediction, objective = best
+        raise slo_not_met(
+            f"{decision.message} (the best of {len(names)} workers)",
+            {
+                "ttft_ms": objective.ttft_ms,
+                "tbt_ms": objective.tbt_ms,
+                "deadline_ms": None,
+                "predicted_ttft_ms": round(1e3 * prediction.ttft, 3),
+                "predicted_tbt_ms": round(1e3 * prediction.tbt, 3),
+                "retry_after_s": decision.retry_after,
+            },
+        )
+
+    def _prediction(self, call: Call, served: ServedModel, name: str, cached: int) -> Prediction | None:
+        """Predict the times of a call on a worker. If a prefill worker computes its prompt, it predicts the first token."""
+        assert call.keys is not None
+
+        def of(worker: str, known: int) -> Prediction | None:
+            offer = self.fleet.workers[worker].models[call.model]
+            return predict(
+                served.scorer.loads[worker], offer.step_times, offer.token_budget, length, known, now()
+            )
+
+        length = call.keys.length
+        names = self.fleet.prefill_workers(call.model)
+        is_handed_over = self.fleet.workers[name].models[call.model].role == "decode" and names
+        if not is_handed_over or length - cached < HAND_OVER_TOKENS:
+            return of(name, cached)
+        lengths = self._lengths(call, served, names)
+        firsts = [of(one, lengths.get(one, (0,))[-1]) for one in names]
+        decode = of(name, length - 1)
+        if decode is None or any(one is None for one in firsts):
+            return None
+        first = min((one for one in firsts if one is not None), key=lambda one: one.ttft)
+        return replace(decode, ttft=first.ttft, idle_ttft=first.idle_ttft)
 
     def _lengths(self, call: Call, served: ServedModel, names: list[str]) -> dict[str, tuple[int, ...]]:
         """Return for each worker the number of tokens at which the prompt can resume."""

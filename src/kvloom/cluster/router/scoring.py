@@ -62,7 +62,8 @@ class SpeedModel:
         return self.seconds + self.per_token * tokens
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from a request that computed `tokens` prompt tokens in `seconds`, without waiting."""
+        """Update the model with a request that computed `tokens` prompt tokens in `seconds`. The request must not
+        have waited."""
         if tokens < 64:
             self.seconds += self._weight * (min(seconds, 1.0) - self.seconds)
         else:

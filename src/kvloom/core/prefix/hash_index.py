@@ -61,7 +61,7 @@ class HashIndex(Generic[HashKey]):
         self._tails: dict[HashKey, dict[HashKey, int]] = {}
         self._places: dict[str, int] = {}
         self._counts: list[int] = []
-        """Hashes by the number of their place."""
+        """Number of hashes of each place."""
 
     def __len__(self) -> int:
         return len(self._bits)
@@ -176,7 +176,7 @@ class HashIndex(Generic[HashKey]):
             yield
 
     def add_place(self, place: str) -> int:
-        """Return the number of a place. `lengths` returns the length of this place at this index."""
+        """Return the number of a place. It is the index of this place in the result of `lengths`."""
         number = self._places.setdefault(place, len(self._places))
         if number == len(self._counts):
             self._counts.append(0)
@@ -294,7 +294,7 @@ class HashIndex(Generic[HashKey]):
         """Return the longest resumable length of a prompt in each place, in tokens. The index of a length is the
         number of the place.
 
-        `bits` are the result of `bits` for the hashes of the prompt. The bits of several indexes with the same
+        Pass the result of the method `bits` for the hashes of the prompt. The bits of several indexes with the same
         places and groups may be joined by `|`. Partial last blocks are left out. Without windows and states the
         cost is one comparison per block, and some work per place."""
         if self._windows or self._states:

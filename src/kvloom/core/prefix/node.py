@@ -18,7 +18,7 @@ __all__ = ["Checkpoint", "Node", "OffloadMarks", "Root", "nodes_sharing_block"]
 
 
 class OffloadMarks:
-    """The records of the offload source about a node. None if no tier is attached."""
+    """The offload source's records about a node. They exist only if a tier is attached."""
 
     __slots__ = ("grown", "offloaded_tokens", "settled")
 

@@ -128,7 +128,7 @@ def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
 
 
 def _raise_priority(node: Node, control: CacheControl, block: int, now: float) -> None:
-    """Apply the retain ranges of a request to tokens that were cached before, in whole blocks."""
+    """Apply the retain ranges of a request to tokens that are already cached, in whole blocks."""
     for item in control.retain:
         if item.start <= node.start and (item.stop is None or node.end <= -(-item.stop // block) * block):
             if item.priority >= node.rank(now):

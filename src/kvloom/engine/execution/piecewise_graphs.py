@@ -41,7 +41,8 @@ def uncollected() -> Iterator[None]:
 
 
 def piece_sizes(tokens: int) -> list[int]:
-    """Return the graph sizes for steps of up to `tokens` tokens. They are few, and cause little padding."""
+    """Return the graph sizes for steps of up to `tokens` tokens. There are few sizes, but steps need little
+    padding."""
     sizes = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256), *range(4096, 65536, 512)]
     return [size for size in sizes if size <= tokens]
 

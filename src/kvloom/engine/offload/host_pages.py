@@ -52,8 +52,8 @@ def _layout_text(group: PageGroup, run: int, fields: str) -> str:
 
 
 def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
-    """Return how tiers store the pages of a layout. They store pages of HASH_TOKENS tokens, like a layout with that
-    block size. Returns {} if the layout already has that block size.
+    """Return the stored form of every page form of a layout. Tiers store pages of HASH_TOKENS tokens, like a layout
+    with that block size. Returns {} if the layout already has that block size.
 
     Omits groups whose layers would be divided into different runs in that layout.
     """
@@ -70,8 +70,9 @@ def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
 
 
 def value_forms(layout: PoolLayout) -> dict[Form, ValueForm]:
-    """Return how tiers that re-encode pages store those of a layout, and of its units: as values, which do not depend
-    on the KV dtype. Raises ValueError for pages whose values need scales that are not in the page.
+    """Return the stored form of every page form of a layout and of its units, for re-encoding tiers. Stored forms
+    contain values and do not depend on the KV dtype. Raises ValueError for pages whose values need scales that are
+    not in the page.
     """
     layers = {name: group.spec for group in layout.groups for name in group.layers}
     layouts = [layout]

@@ -150,7 +150,8 @@ def open_offload(
 
 
 def _with_values(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """Wrap a `place` that re-encodes pages, so that servers with other KV dtypes can use its pages."""
+    """Wrap a re-encoding tier, so that servers with other KV dtypes can use its pages. Returns other tiers
+    unchanged."""
     if not isinstance(place.tier, LossyTier):
         return place
     return replace(place, tier=ValueTier(place.tier, value_forms(layout)))

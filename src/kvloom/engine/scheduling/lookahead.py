@@ -50,8 +50,8 @@ class Lookahead:
             request.queued_prefix = None
 
     def request_checkpoints(self, request: Request) -> None:
-        """Make a prompt take checkpoints at the positions where queued requests diverge from it, and where the pages
-        end that tiers have without a checkpoint. Call it before each chunk: requests may have arrived since the last.
+        """Make a prompt take checkpoints where queued requests diverge from it. Also take one where tiers have
+        pages but no checkpoint. Call this before each chunk, because new requests may have arrived.
 
         Does nothing for models without windows and states, because they can resume at any position.
         """
@@ -70,12 +70,12 @@ class Lookahead:
             cache.checkpoint(sequence, position)
 
     def start_step(self) -> None:
-        """Forget the checkpoints that requests of the last step announced."""
+        """Forget the checkpoints that were announced in the last step."""
         self._announced = {}
 
     def announce_checkpoint(self, request: Request) -> None:
-        """Let queued requests wait for the next checkpoint of a prompt that a step computes. Does nothing for models
-        without states: their requests wait for each block.
+        """Let queued requests wait for the next checkpoint of a prompt in this step. Does nothing for models
+        without states, whose requests wait for each block.
         """
         block = self._cache.block_tokens
         position = None if request.sequence is None else request.sequence.next_checkpoint
@@ -84,8 +84,9 @@ class Lookahead:
             self._announced.setdefault(position // block * block, set()).add(prefix)
 
     def awaits_checkpoint(self, request: Request, resume: int) -> bool:
-        """Return whether a prompt of this step will take a checkpoint at which a queued request, which can resume at
-        `resume` now, can resume later in its tokens. Costs one comparison per announced position.
+        """Return whether a prompt of this step will take a checkpoint that helps a queued request. The request can
+        resume at `resume` now, and could then resume at a later position. Costs one comparison per announced
+        position.
         """
         for position, prefixes in self._announced.items():
             if resume < position < len(request.tokens):

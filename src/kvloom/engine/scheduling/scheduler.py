@@ -136,7 +136,7 @@ class Scheduler:
         self._decide(request)
 
     def _decide(self, request: Request) -> None:
-        """Queue a request, unless it has an objective that it cannot meet now."""
+        """Queue a request. If the request cannot meet its objective now, hold or refuse it instead."""
         if request.slo is not None:
             limits = self.token_budget, self.max_running
             verdict = self.slo.decide(request, self.running, limits, self.admission, self.offload)
@@ -241,8 +241,8 @@ class Scheduler:
         below: tuple[float, float] = (inf, inf),
     ) -> int:
         """Admit waiting requests within the budget, of tenants whose turn is before `below`. Return the remaining
-        budget. If another request computes or loads the next block of a request (`next_blocks`), or will take a
-        checkpoint for it, the request waits. No page is computed or loaded twice.
+        budget. A request waits if another request computes or loads its next block (`next_blocks`), or will take a
+        checkpoint for it. No page is therefore computed or loaded twice.
         """
         deferred: list[Request] = []  # queued again at the end, even after an exception
         passed: set[TenantQueue] = set()  # tenants whose next request lacks pages
@@ -464,8 +464,8 @@ class Scheduler:
         return self._queue.requeue_ready(self.offload.is_pending)
 
     def step_launched(self, work: Many[Scheduled]) -> None:
-        """Commit the tokens of launched work that are on the host. If a request has no further tokens, it gets an
-        in-flight token.
+        """Commit the tokens of launched work that are on the host. If all known tokens of a request are launched,
+        count its next token as in flight.
         """
         rows, tokens = [], []
         for request, part in work:
@@ -509,8 +509,8 @@ class Scheduler:
         request.tokens.append(token)
 
     def discard_step(self, places: dict[int, int] | None = None) -> None:
-        """Discard a failed step. Its requests wait, and recompute all tokens that are not cached. Their states may
-        be ahead of their tokens."""
+        """Discard a failed step. Its requests wait, and recompute all tokens that are not cached. Their live states
+        are dropped, because they may be ahead of their tokens."""
         self.close_unsettled()
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
@@ -527,7 +527,7 @@ class Scheduler:
         self._settling, self._unsettled = [], []
 
     def finish(self, request: Request, why: Finish) -> None:
-        """Finish a request and the requests that finish with it. Their pages stay cached."""
+        """Finish a request, and also its other beams or samples that have not started. Their pages stay cached."""
         for one in request.finishes_with:
             if one.finish_reason is None:
                 one.finish_reason = why

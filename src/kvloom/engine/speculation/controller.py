@@ -20,7 +20,9 @@ __all__ = ["Acceptance", "Controller", "StepCosts"]
 GAIN = 1.03
 """Drafts are used if the expected tokens per second are more than GAIN times those of plain steps."""
 PROBE_STEPS = 100
-"""After so many steps without drafts, one step tries drafts. After so many steps with drafts, one step runs without."""
+"""After this many steps without drafts, one step tries drafts. After this many steps with drafts, one step runs
+without drafts.
+"""
 PRIOR = 0.7
 """Acceptance assumed of a proposer that has not been tried."""
 WEIGHT = 0.15

@@ -151,7 +151,7 @@ class DraftModelProposer:
             request.draft_missing = None
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
-        """If a whole draft was accepted, record that the draft model has not computed its last token."""
+        """If a whole draft was accepted, record that the draft model has not computed the last token of the draft."""
         if own and accepted == drafted and not self._complete:
             self._lacks(request, request.computed - 1)
 
@@ -170,7 +170,7 @@ class DraftModelProposer:
 
 
 class _SampledRow(DraftPosition):
-    """A request for the sampler of a draft model, without its grammar."""
+    """A request as the sampler of a draft model sees it. The grammar of the request is left out."""
 
     __slots__ = ()
 

@@ -47,8 +47,9 @@ class RotaryCache:
 
 
 def fuse_rotary_embedding(module: Any, limit: int, like: torch.Tensor) -> bool:
-    """Replace a rotary embedding by a table of `limit` positions if it gives the same values. Returns whether it
-    was replaced. `like` sets the dtype and device. If the module has a shorter table, it gets a longer one.
+    """Replace a rotary embedding by a table of `limit` positions if the table gives the same values. Returns
+    whether the embedding was replaced. `like` sets the dtype and device. A shorter table from an earlier call is
+    extended.
     """
     if not type(module).__name__.endswith("RotaryEmbedding"):
         return False

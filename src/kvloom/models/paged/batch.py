@@ -123,8 +123,8 @@ class Batch:
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """For each token, its row and the number of tokens that it sees. None unless every row has one token and
-        drafts."""
+        """For each token, its row and the number of tokens that it sees. None unless each row consists of one token
+        and its drafts."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
@@ -254,8 +254,8 @@ class BatchBuilder:
         )
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
-        """Upload the numbers of a step for a replay of `packed(tokens)`. Padding rows fill the batch, and the last
-        padding row gets all remaining tokens.
+        """Upload the inputs of a step, for a replay of the graph of `packed(tokens)`. Padding rows fill the batch, and
+        the last padding row gets all remaining tokens.
         """
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)

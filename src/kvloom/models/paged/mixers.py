@@ -84,7 +84,8 @@ class MixerSteps:
 
     @cached_property
     def _places(self) -> tuple[_Part, _Part]:
-        """The packed indexes of certain tokens and of drafts, with the starts of each row among them."""
+        """Two parts: the certain tokens and the drafts of the step. Each part has the packed indexes of its tokens,
+        and the start of each row in it."""
         bounds, drafts = np.array(self.batch.bounds), np.array(self.batch.drafts)
         is_draft = np.zeros(bounds[-1], np.bool_)
         for end, count in zip(bounds[1:].tolist(), drafts.tolist(), strict=True):

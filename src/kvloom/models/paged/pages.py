@@ -350,8 +350,8 @@ class Pages(EmptyCache):
         return layer, self._single_token_rows[key]
 
     def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
-        """Set the shared runs of replayed single tokens, so that each run is read once. Return whether there are
-        any runs. `windows` are the shared runs of windowed layers, or None. The runs stay valid until the next
+        """Set the shared runs for the replay of a decode step, so that each run is read once. Return whether there
+        are any runs. `windows` are the shared runs of windowed layers, or None. The runs stay valid until the next
         call.
         """
         if windows is not None:

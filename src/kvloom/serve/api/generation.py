@@ -47,6 +47,8 @@ from .server_context import ServerContext
 __all__ = ["ChatEndpoint", "CompletionEndpoint", "GenerationEndpoint"]
 
 DEFAULT_TOKENS = 16
+STRUCTURES = ("response_format", "structured_outputs", "regex", "grammar")
+"""Fields that require a structure of the whole answer."""
 SMALL_LOGPROBS = 64
 """A response with log-probabilities of at most this many tokens is written in the event loop."""
 LOGPROBS_BYTES = 1 << 10
@@ -80,7 +82,7 @@ class GenerationEndpoint(ABC):
         started = time.monotonic()
         context, request = self.context, Request(scope, receive)
         with ExitStack() as admitted:
-            served, messages, response, is_stream, forced = await self._prepare(request, admitted)
+            served, messages, response, is_stream, forced = await self._prepare(request, admitted, started)
             ids, n = [message.id for message in messages], messages[0].params.n
             stream = ResponseStream(ids, n, context.limits.unread_characters if is_stream else None)
             served.require_ready()
@@ -100,7 +102,7 @@ class GenerationEndpoint(ABC):
                 else:
                     await self._send_whole(served, stream, response, messages[0].tenant, send)
             except ApiError as error:
-                record.error_code = error.code or str(error.status)
+                record.error_code, record.refused_slo = error.code or str(error.status), error.slo
                 if error.param == "grammar" and forced:
                     error.param = "tools"  # its schemas make the grammar
                 raise
@@ -140,7 +142,7 @@ class GenerationEndpoint(ABC):
         await send({"type": "http.response.body", "body": body})
 
     async def _prepare(
-        self, request: Request, admitted: ExitStack
+        self, request: Request, admitted: ExitStack, started: float
     ) -> tuple[ServedModel, list[Add], ResponseBuilder, bool, bool]:
         """Read and check a request. Return the model, the messages to its engine, the response builder, whether to
         stream, and whether a tool call is forced. Raises ApiError for a refused request.
@@ -168,7 +170,7 @@ class GenerationEndpoint(ABC):
             given = await prompts.run(
                 lambda: self.prompts(fields, prompts, limits), account, len(body), has_template
             )
-        messages = self._messages(fields, given, tenant, served, facts)
+        messages = self._messages(fields, given, tenant, served, facts, started)
         ids = [message.id for message in messages]
         response = self.response(fields, given, ids, messages[0].params, served)
         response.kv_transfer_params = _offered_pages(
@@ -205,6 +207,7 @@ class GenerationEndpoint(ABC):
         tenant: str,
         served: ServedModel,
         facts: Ready,
+        started: float,
     ) -> list[Add]:
         """Return one Add message per prompt. Raises ApiError for the first invalid prompt."""
         transfer = fields.kv_transfer_params or TransferFields()
@@ -230,6 +233,8 @@ class GenerationEndpoint(ABC):
                 None if fields.cache is None else fields.cache.pin,
                 transfer.do_remote_decode,
                 transfer.awaited_peer,
+                None if fields.slo is None else fields.slo.objective(),
+                started,
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]
@@ -352,20 +357,23 @@ class ChatEndpoint(GenerationEndpoint):
         """
         assert isinstance(fields, ChatFields)
         changes: dict[str, Any] = {}
+        formats, grammar = served.answers, ""
         functions = forced_functions(fields.tools, fields.tool_choice)
         if functions is not None:
-            for name in ("response_format", "structured_outputs", "regex", "grammar"):
+            for name in STRUCTURES:
                 if getattr(fields, name) is not None:
                     raise bad_request(refused("forced call, structure", name=name), name)
             many = fields.tool_choice == "required" and fields.parallel_tool_calls is not False
             grammar = forced_grammar(functions, many)
+        elif _has_tools(fields) and not any(getattr(fields, name) is not None for name in STRUCTURES):
+            grammar = formats.strict_grammar(_functions(fields)) or ""
+        if grammar:
             if len(grammar) > MAX_GRAMMAR_CHARACTERS:
                 raise bad_request(
                     f"tools: their schemas have more than {MAX_GRAMMAR_CHARACTERS:,} characters: send fewer",
                     "tools",
                 )
             changes["grammar"] = ANSWER + grammar
-        formats = served.answers
         if formats.special and fields.skip_special_tokens is None and (fields.tools or formats.reasoning):
             changes["skip_special_tokens"] = False
         return msgspec.structs.replace(fields, **changes) if changes else fields
@@ -402,15 +410,18 @@ class ChatEndpoint(GenerationEndpoint):
 
     def tools_warning(self, fields: ChatFields, served: ServedModel) -> str | None:
         """Return a warning if the model does not support the tools of a request, else None."""
-        return served.answers.tools_warning(_forces_call(fields)) if _has_tools(fields) else None
+        if not _has_tools(fields):
+            return None
+        return served.answers.tools_warning(_forces_call(fields), _functions(fields))
 
     def new_parser(
         self, fields: ChatFields, prompt: Prompt, params: SamplingParams, served: ServedModel
     ) -> Callable[[], AnswerParser | None]:
         """Return a function that creates the parser of each answer."""
         formats, parallel = served.answers, fields.parallel_tool_calls is not False
-        has_tools, forced, end = _has_tools(fields), _forces_call(fields), _end_of_prompt(fields, prompt)
-        return lambda: formats.parser(end, params.structure, has_tools, forced, parallel)
+        functions = _functions(fields) if _has_tools(fields) else None
+        forced, end = _forces_call(fields), _end_of_prompt(fields, prompt)
+        return lambda: formats.parser(end, params.structure, functions, forced, parallel)
 
 
 class _EventStream:
@@ -495,6 +506,10 @@ def _forces_call(fields: ChatFields) -> bool:
 
 def _warning(response: ResponseBuilder) -> list[tuple[bytes, bytes]]:
     return [] if response.warning is None else [(b"x-kvloom-warning", response.warning.encode())]
+
+
+def _functions(fields: ChatFields) -> list[dict[str, Any]]:
+    return [tool["function"] for tool in fields.tools or ()]
 
 
 def _response_options(fields: CompletionFields | ChatFields, params: SamplingParams) -> dict[str, Any]:

@@ -254,7 +254,9 @@ def _tools(given: Any) -> Any:
             raise bad_request(
                 f"tools[{place}]: type {str(kind)[:64]!r} is not supported: send functions", "tools"
             )
-        function = {name: value for name, value in tool.items() if name not in ("type", "strict")}
+        function = {name: value for name, value in tool.items() if name != "type"}
+        if not function.get("strict"):
+            function.pop("strict", None)
         tools.append({"type": "function", "function": function})
     return tools
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvloom.combinations import refused
+from kvloom.core import Objective
 from kvloom.engine import SamplingParams
 from kvloom.serve.api.answers import check_tools, forced_functions
 from kvloom.serve.api.json_limits import check_structure, check_values, paused_gc
@@ -112,6 +113,21 @@ class CacheFields(msgspec.Struct, frozen=True):
     pin: float | None = None
 
 
+class SloFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The objective of a request in milliseconds: see `core.Objective`."""
+
+    ttft_ms: float | None = None
+    tbt_ms: float | None = None
+    deadline_ms: float | None = None
+
+    def objective(self) -> Objective:
+        """Return the objective. Raises ApiError for a value that is not positive."""
+        try:
+            return Objective(self.ttft_ms, self.tbt_ms, self.deadline_ms)
+        except ValueError as error:
+            raise bad_request(str(error), "slo") from None
+
+
 class TransferFields(msgspec.Struct, frozen=True):
     """vLLM's fields of a hand-over. A prefill worker gets `do_remote_decode`, and returns the fields for the decode
     worker. Pages are found by hash, so block ids, engine ids and token counts are passed on unused."""
@@ -179,6 +195,7 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     end_session: bool | None = None
     cache_salt: str | None = None
     lossy: bool | None = None
+    slo: SloFields | None = None
     audio: Any = None
     function_call: Any = None
     functions: Any = None
@@ -270,6 +287,8 @@ def check_fields(fields: RequestFields) -> None:
         raise bad_request(f"top_k {fields.top_k} exceeds any vocabulary; 0 keeps every token", "top_k")
     if fields.ttl is not None and not 0 < fields.ttl < math.inf:
         raise bad_request(f"ttl {fields.ttl} must be a positive number of seconds", "ttl")
+    if fields.slo is not None:
+        fields.slo.objective()
     pin = None if fields.cache is None else fields.cache.pin
     if pin is not None and not 0 < pin <= MAX_PIN_SECONDS:
         raise bad_request(f"cache: pin {pin} must be from 0 to {MAX_PIN_SECONDS:,} seconds", "cache")
@@ -322,8 +341,8 @@ def check_fields(fields: RequestFields) -> None:
 
 
 def beam_width(fields: RequestFields) -> int:
-    """Return the number of beams, or 1 without beam search. As in vLLM, `use_beam_search` uses `best_of` or `n`
-    beams.
+    """Return the number of beams, or 1 without beam search. As in vLLM, `use_beam_search` without `beam_width`
+    uses the larger of `best_of` and `n`.
     """
     if fields.beam_width is not None or not fields.use_beam_search:
         return fields.beam_width or 1

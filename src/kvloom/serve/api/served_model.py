@@ -88,12 +88,16 @@ class ServedModel:
             "events": settings.get("kv_events"),
             "replay": settings.get("kv_events_replay"),
             "role": self.engine.role,
+            "step_times": self.engine.stats.step_times,
+            "slo_ttft": settings.get("slo_ttft"),
+            "slo_tbt": settings.get("slo_tbt"),
+            "token_budget": facts.token_budget,
             "peer": None if facts.peer_address is None else "{}:{}".format(*facts.peer_address),
             "load": self._load(),
         }
 
     def _load(self) -> dict[str, Any]:
-        """Return what the engine does and has, for the fleet page of a router."""
+        """Return the load, hits and tiers of the engine, for the fleet page of a router."""
         stats, metrics = self.engine.stats, self.metrics
         return {
             "running": stats.running,

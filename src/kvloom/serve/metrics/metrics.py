@@ -25,7 +25,13 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)  # fmt: skip
 TOKEN_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 
-VLLM_FINISH_REASONS = {"cancelled": "abort", "no_room": "error", "grammar": "error", "failed": "error"}
+VLLM_FINISH_REASONS = {
+    "cancelled": "abort",
+    "no_room": "error",
+    "grammar": "error",
+    "slo": "error",
+    "failed": "error",
+}
 """vLLM's names of finish reasons, where they differ."""
 
 

@@ -1,6 +1,8 @@
-"""Records of recent requests: names and numbers that explain hits and misses. Never text, keys or token ids.
+"""Records of recent requests: names and numbers that explain hits and misses. A record never contains text, keys or
+token ids.
 
-The last MAX_RECORDS are kept. `/kvloom/requests` returns `RequestRecord.to_dict`; `kvloom explain` reads it.
+The last MAX_RECORDS records are kept. `/kvloom/requests` returns `RequestRecord.to_dict`, and `kvloom explain`
+reads this endpoint.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class RequestRecord:
     | `error_code`                         | of the error response, if any                                      |
     | `progress`                           | the engine's latest report of each prompt                          |
     | `request_id`                         | of the header x-request-id                                         |
+    | `refused_slo`                        | objective and prediction of a request that was refused for it      |
     """
 
     id: str
@@ -52,6 +55,7 @@ class RequestRecord:
     progress: dict[int, RequestProgress] = field(default_factory=dict)
     request_id: str = ""
     model: str = ""
+    refused_slo: dict[str, Any] | None = None
 
     @property
     def state(self) -> str:
@@ -114,6 +118,12 @@ class RequestRecord:
         """The progress of the prompt that has the most tokens to compute."""
         return max(self.progress.values(), key=lambda s: self.prompts[s.id] - s.cached_tokens, default=None)
 
+    @property
+    def slo(self) -> dict[str, Any] | None:
+        """Objective, prediction and outcome in milliseconds, of the slowest prompt. None without an objective."""
+        found = [progress.slo for progress in self.progress.values() if progress.slo is not None]
+        return max(found, key=lambda slo: slo["actual_ttft_ms"] or 0.0, default=self.refused_slo)
+
     def to_dict(self, operator: bool) -> dict[str, Any]:
         """Return the record as plain data for JSON. Only an `operator` sees that another tenant has the missing
         prefix.
@@ -145,6 +155,7 @@ class RequestRecord:
             "draft_tokens": sum(progress.draft_tokens for progress in self.progress.values()),
             "accepted_tokens": sum(progress.accepted_tokens for progress in self.progress.values()),
             "finish_reason": self.finish_reason,
+            "slo": self.slo,
         }
 
 

@@ -6,11 +6,11 @@ Deprecated aliases are served for one version. This module counts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvloom.core import MISS_REASONS, SECONDS, Histogram
+from kvloom.core import MISS_REASONS, RATIOS, SECONDS, Histogram
 from kvloom.serve.worker import EngineStats, HistogramCounts, TenantUsage
 
 __all__ = [
@@ -149,6 +149,7 @@ def engine_series(stats: EngineStats, pool: PoolInfo) -> list[Series]:
     counters = [
         Series("kvloom_steps", "counter", "Engine steps", stats.steps),
         *_speculation_series(stats),
+        *_slo_series(stats),
         Series("kvloom_preemptions", "counter", "Preemptions", stats.preemptions, ("vllm:num_preemptions",)),
         Series("kvloom_looked_up_tokens", "counter", "Prompt tokens looked up in the cache", stats.looked_up_tokens, ("vllm:prefix_cache_queries",)),
         Series("kvloom_hit_tokens", "counter", "Prompt tokens found in the pool or a tier", stats.hit_tokens),
@@ -252,9 +253,22 @@ def _labelled(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, floa
     return {word.replace(" ", "_"): count for word, count in {**dict.fromkeys(known, 0), **counts}.items()}
 
 
-def age_histogram(counts: HistogramCounts) -> Histogram:
-    """Return the histogram of the engine's counts of ages."""
-    found = Histogram(SECONDS)
+def _slo_series(stats: EngineStats) -> list[Series]:
+    """Return the verdicts about objectives, and how good the predictions were."""
+    admitted, deferred, refused = (stats.slo.get(verdict, 0) for verdict in ("admit", "defer", "refuse"))
+    ttft, tbt = (age_histogram(one, RATIOS) for one in (stats.slo_ttft_ratio, stats.slo_tbt_ratio))
+    return [
+        Series("kvloom_slo_admitted", "counter", "Requests with an objective that were admitted at once", admitted),
+        Series("kvloom_slo_deferred", "counter", "Requests with an objective and a deadline that had to wait", deferred),
+        Series("kvloom_slo_refused", "counter", "Requests refused because they could not meet their objective", refused),
+        Series("kvloom_slo_ttft_ratio", "histogram", "Actual divided by predicted time to first token", ttft),
+        Series("kvloom_slo_tbt_ratio", "histogram", "Actual divided by predicted time between tokens", tbt),
+    ]  # fmt: skip
+
+
+def age_histogram(counts: HistogramCounts, bounds: Sequence[float] = SECONDS) -> Histogram:
+    """Return the histogram of the engine's counts, by default of ages."""
+    found = Histogram(bounds)
     if counts[0]:
         found.counts, found.total = list(counts[0]), counts[1]
     return found

@@ -21,7 +21,7 @@ from typing import Any, cast
 import msgspec
 
 from kvloom.engine import Role
-from kvloom.serve.errors import ApiError, bad_request, engine_died, engine_loading, grammars_busy
+from kvloom.serve.errors import ApiError, bad_request, engine_died, engine_loading, grammars_busy, slo_not_met
 from kvloom.tiers import mark_optional
 
 from .messages import (
@@ -96,7 +96,7 @@ class EngineClient:
     | `log`         | a line for the server's log                          |
     | `on_ready`    | the Ready message of each engine                     |
     | `on_progress` | the progress of each prompt                          |
-    | `on_delta`    | each delta with a reader, if set                     |
+    | `on_delta`    | each delta that a caller reads; may be None |
     | `explain`     | a rejection's text; returns the client's error       |
     """
 
@@ -322,7 +322,11 @@ class EngineClient:
             if stream is not None:
                 stream.pending.discard(rejected.id)
                 error = self._explain(rejected.reason)
-                stream.fail(grammars_busy(rejected.reason, error.param) if rejected.is_retryable else error)
+                if rejected.slo is not None:
+                    error = slo_not_met(rejected.reason, rejected.slo)
+                elif rejected.is_retryable:
+                    error = grammars_busy(rejected.reason, error.param)
+                stream.fail(error)
         if outputs.stats is not None:
             self.stats = outputs.stats
         if outputs.pool is not None and self.info is not None:

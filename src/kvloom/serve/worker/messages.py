@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvloom.core import Objective
 from kvloom.engine import SamplingParams
 
 __all__ = [
@@ -57,12 +58,14 @@ TokenLogprob = tuple[int, float, int]
 
 class TenantConfig(msgspec.Struct, frozen=True, array_like=True):
     """A tenant: its name, its quota of pool bytes (None means no quota) and its share of the pool. See
-    `core.Tenant`."""
+    `core.Tenant`. `slo_ttft` and `slo_tbt` are its objectives in milliseconds."""
 
     name: str
     quota: int | None = None
     weight: float = 0.0
     firm: bool = True
+    slo_ttft: float | None = None
+    slo_tbt: float | None = None
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -152,6 +155,10 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     """Seconds for which the prompt stays in the pool after the request."""
     offers_pages: bool = False
     awaits_peer: str | None = None
+    slo: Objective | None = None
+    """The objective of the request; where it has none, those of its tenant and of the server count."""
+    arrived: float | None = None
+    """When the request arrived, on the monotonic clock."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -226,12 +233,14 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True):
     id: int
     reason: str
     is_retryable: bool = False
+    slo: dict[str, Any] | None = None
+    """Objective and prediction of a request that cannot meet its objective, in milliseconds."""
 
 
 class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     """Progress of one prompt: sent when it starts, at its first token, and when it finishes.
 
-    Times are on the monotonic clock; 0 means "not yet".
+    Times are on the monotonic clock. 0 means "not yet".
 
     | field                       | meaning                                                                    |
     |-----------------------------|----------------------------------------------------------------------------|
@@ -244,6 +253,7 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     | `prompt_tokens`             | of a prompt with images: the count with expanded placeholders              |
     | `draft_tokens`              | tokens proposed by speculation for all answers                             |
     | `accepted_tokens`           | number of `draft_tokens` that were accepted                                |
+    | `slo`                       | objective, prediction and outcome, if it has an objective: `SloState.report` |
     """
 
     id: int
@@ -262,6 +272,7 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int | None = None
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    slo: dict[str, Any] | None = None
 
 
 HistogramCounts = tuple[list[int], float]
@@ -316,6 +327,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     | `offload`                   | counters of the offload manager                                            |
     | `role`                      | both, prefill or decode                                                    |
     | `tier_faults`               | failures: tier, operation, outcome, count                                  |
+    | `slo`                       | requests with an objective, by verdict: admit, defer, refuse                |
+    | `slo_ttft_ratio`, `slo_tbt_ratio` | actual divided by predicted time, of admitted requests                |
+    | `step_times`                | coefficients of `core.StepTimes`; empty before enough steps were measured  |
     """
 
     running: int = 0
@@ -352,6 +366,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     offload: dict[str, int] = {}
     role: str = "both"
     tier_faults: list[tuple[str, str, str, int]] = []
+    slo: dict[str, int] = {}
+    slo_ttft_ratio: HistogramCounts = ([], 0.0)
+    slo_tbt_ratio: HistogramCounts = ([], 0.0)
+    step_times: list[float] = []
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True):
@@ -400,6 +418,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     - `hash_model`: the model's part of block hashes. `groups`: its layer groups on the text axis.
     - `max_context`: the model's limit.
     - `peer_address`: the address at which other workers read its host memory, or None.
+    - `token_budget`: the largest number of prompt tokens in a step.
     """
 
     device: str
@@ -421,6 +440,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     groups: list[GroupInfo] = []
     max_context: int = 0
     peer_address: tuple[str, int] | None = None
+    token_budget: int = 0
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
@@ -448,5 +468,5 @@ def frame(message: ToEngine | FromEngine) -> bytes:
 
 
 def body_length(header: bytes) -> int:
-    """Return the number of body bytes, which a header contains."""
+    """Return the length of the body, which is stored in the header."""
     return int(_LENGTH.unpack(header)[0])

@@ -22,9 +22,10 @@ from .messages import EngineStats, PoolState
 
 __all__ = ["PoolBroker", "PoolLoad", "plan_pools"]
 
-PERIOD = 0.25
+PERIOD = 0.05
+"""Seconds between two rounds. An engine that lacks pages sends its stats as often."""
 BUSY_SECONDS = 0.5
-"""A model is idle after this many seconds without a request. Stats arrive every 0.25 s."""
+"""A model is idle after this many seconds without a request. Stats of a busy engine arrive every 0.25 s."""
 ANSWER_SECONDS = 0.5
 """Seconds that a round waits for pools to shrink. Memory that is freed later is used in the next round."""
 
@@ -95,8 +96,8 @@ def _growth(load: PoolLoad, share: int) -> int:
 
 @dataclass(slots=True)
 class _Activity:
-    """The counters of an engine at the last round. Counters are compared with their last values, because gauges do
-    not show short requests."""
+    """The counters of an engine at the last round. A changed counter shows that requests ran since then, even if
+    none runs now."""
 
     steps: int = 0
     evictions: int = 0
@@ -164,14 +165,14 @@ class PoolBroker:
                     for engine in engines.values():
                         if engine.is_ready and self._size(engine) > share and engine not in self._unanswered:
                             self._resize(engine, share)
-                    await asyncio.sleep(PERIOD / 5)
+                    await asyncio.sleep(PERIOD)
         except BaseException:
             self._reserved = 0
             raise
         return share
 
     def release(self) -> None:
-        """End a reservation."""
+        """End the reservation that `reserve` made."""
         self._reserved = 0
 
     def _send_shares(self, engines: Mapping[str, EngineClient]) -> None:

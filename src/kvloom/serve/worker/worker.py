@@ -42,6 +42,8 @@ __all__ = ["Worker", "max_request_tokens"]
 GROWTH_SECONDS = 0.002
 """Pause after a step in which requests wait for a growth of the pool."""
 STATS_SECONDS = 0.25
+SHORT_SECONDS = 0.05
+"""Seconds between stats while a model lacks pages that other models could give."""
 
 
 @dataclass(slots=True)
@@ -98,6 +100,7 @@ class Worker:
         self._snapshot: CacheSnapshot | None = None  # created on the first request
         self._snapshot_requested = False
         self._stats_at = 0.0
+        self._sent_evictions = 0
         self._tiers: list[TierUsage] = []
         self._stats_changed = True  # since the last stats
         self._sent_slabs = engine.cache.usable_slabs
@@ -143,7 +146,7 @@ class Worker:
     def handle(
         self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole
     ) -> None:
-        """Execute a message. The next step reports rejected requests."""
+        """Handle a message. The next step reports rejected requests."""
         if isinstance(message, SnapshotRequest):
             self._snapshot_requested = True
             return
@@ -181,7 +184,10 @@ class Worker:
         deltas: list[Delta] = []
         ended: list[_OpenRequest] = []
         for one in self._open.values():
-            if self._collect_deltas(one, deltas):
+            if one.request.finish_reason == "slo":  # it was deferred
+                self._refuse(one.message.id, one.request)
+                ended.append(one)
+            elif self._collect_deltas(one, deltas):
                 ended.append(one)
         for one in ended:
             self._close(one)
@@ -300,6 +306,12 @@ class Worker:
         is_retryable = isinstance(error, GrammarBusyError | ImagesBusyError)
         self._rejected.append(Rejected(id_, str(error), is_retryable))
 
+    def _refuse(self, id_: int, request: Request) -> None:
+        """Refuse a request that cannot meet its objective."""
+        assert request.slo is not None
+        report = request.slo.report(0)
+        self._rejected.append(Rejected(id_, report["refusal"], True, report))
+
     def _enqueue(self, message: Add) -> None:
         quota = self._quotas.get(message.tenant)
         if quota is None:
@@ -358,9 +370,14 @@ class Worker:
                 resume=message.resume,
                 offers_pages=message.offers_pages,
                 awaits_peer=message.awaits_peer,
+                slo=message.slo,
+                arrived=message.arrived,
             )
         except ValueError as error:
             self._reject(message.id, error)
+            return False
+        if request.finish_reason == "slo":
+            self._refuse(message.id, request)
             return False
         one = self._open[message.id] = _OpenRequest(
             message, request, reserved_bytes, [0] * len(request.family)
@@ -453,9 +470,11 @@ class Worker:
             return None
         now = time.monotonic()
         idle = not self.engine.busy
-        if not (self._stats_changed and idle) and now < self._stats_at:
+        wait = SHORT_SECONDS - STATS_SECONDS if self._lacks_pages else 0.0
+        if not (self._stats_changed and idle) and now < self._stats_at + wait:
             return None
         self._stats_at = now + STATS_SECONDS
+        self._sent_evictions = self.engine.cache.inspect.evicted.total()
         self._mark_reported()
         waiting_for_quota = {name: len(quota.waiting) for name, quota in self._quotas.items()}
         open_requests = [(one.message.tenant, one.request.started > 0) for one in self._open.values()]
@@ -463,6 +482,14 @@ class Worker:
         return engine_stats(
             self.engine, self._steps, made, self._preemptions, waiting_for_quota, open_requests
         )
+
+    @property
+    def _lacks_pages(self) -> bool:
+        """Whether models share memory, and this one has evicted pages since the last stats, or waits for pages."""
+        if not self._share_bytes:
+            return False
+        evictions = self.engine.cache.inspect.evicted.total()
+        return self.engine.scheduler.awaits_growth or evictions > self._sent_evictions
 
     def _mark_reported(self) -> None:
         """Clear the change flag when the engine is idle."""
@@ -488,6 +515,7 @@ def _progress(one: _OpenRequest) -> RequestProgress:
         _prompt_tokens(request),
         sum(answer.draft_tokens for answer in request.family),
         sum(answer.accepted_tokens for answer in request.family),
+        None if request.slo is None else request.slo.report(request.output_count),
     )
 
 

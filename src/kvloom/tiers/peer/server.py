@@ -173,8 +173,8 @@ class PeerServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, port = self._socket.getsockname()[:2]
-        return str(host), int(port)
+        """Host as configured, so that clients that use the same name find it, and the port."""
+        return self._config.host, int(self._socket.getsockname()[1])
 
     def close(self) -> None:
         """Closes every connection. A client that is reading from the arena gets an error and recomputes the pages."""

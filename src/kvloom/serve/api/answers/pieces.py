@@ -102,21 +102,36 @@ class TextSource:
             self.rest = self.rest[len(marker) :]
         return found
 
-    def content_until(self, marker: str) -> Reading:
-        """Add the text before a marker as content, and skip the marker. Return False at the end of the text."""
+    def content_until(self, *markers: str) -> Generator[None, None, str]:
+        """Add the text before the first of some markers as content, and skip the marker. Return it, or "" at the end of
+        the text.
+        """
         while True:
-            before, found, after = self.rest.partition(marker)
-            if found:
-                self.add_content(before)
-                self.rest = after
-                return True
-            size = 0 if self.ended else partial_marker(self.rest, marker)
+            places = [(place, marker) for marker in markers if (place := self.rest.find(marker)) >= 0]
+            if places:
+                place, marker = min(places)
+                self.add_content(self.rest[:place])
+                self.rest = self.rest[place + len(marker) :]
+                return marker
+            size = 0 if self.ended else max(partial_marker(self.rest, marker) for marker in markers)
             kept = len(self.rest) - size
             self.add_content(self.rest[:kept])
             self.rest = self.rest[kept:]
             if self.ended:
-                return False
+                return ""
             yield
+
+    def text_until(self, marker: str) -> Generator[None, None, str | None]:
+        """Read the text before a marker, and skip the marker. Return None if the text ends before it."""
+        searched = 0
+        while (place := self.rest.find(marker, searched)) < 0:
+            if self.ended:
+                return None
+            searched = max(0, len(self.rest) - len(marker))
+            yield
+        text = self.rest[:place]
+        self.rest = self.rest[place + len(marker) :]
+        return text
 
     def rest_as_content(self) -> Parsing:
         """Add all text that follows as content."""
