@@ -27,7 +27,10 @@ __all__ = ["GatheredPrefill"]
 
 @dataclass(frozen=True, slots=True)
 class _GatherPlan:
-    """The copies from pages, the number of copied tokens, and the blocks over the copied tokens for each tile size."""
+    """The work of a gathered prefill: copy K and V out of the pages, then attend to the copies.
+
+    `copies` lists the runs of tokens to copy, and `tokens` is their total length. `blocks` lists the programs of the
+    attention kernel. Each program computes `tile.rows` query rows of one sequence."""
 
     copies: torch.Tensor
     tokens: int
