@@ -71,7 +71,7 @@ class Offer:
 
 @dataclass(slots=True)
 class Sent:
-    """The requests that this router sent to a worker: counts and times to first token."""
+    """Counters of the requests that this router sent to one worker, and a histogram of their times to first token."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -109,8 +109,8 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """A model and the workers that serve it: its index, its scorer, and the index of text prompts without a
-    tokenizer."""
+    """What the router stores for one model: the index of cached blocks on all workers that serve it, and the scorer
+    that chooses among these workers."""
 
     name: str
     index: FleetIndex

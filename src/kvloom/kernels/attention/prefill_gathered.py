@@ -39,7 +39,8 @@ class _GatherPlan:
 
 
 class GatheredPrefill:
-    """Attention of the rows of a step under one span. The first call plans it. `tile` overrides the chosen tile."""
+    """Computes the attention of a step for layers with the visibility `span`. The first call makes the plan, and later
+    layers reuse it. `tile` overrides the chosen tile size."""
 
     def __init__(self, shape: Shape, span: Visibility, tile: BlockTile | None, device: torch.device) -> None:
         self.shape, self.span, self.tile, self.device = shape, span, tile, device
