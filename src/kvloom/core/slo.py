@@ -194,7 +194,7 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """The work of one worker when a new request arrives.
+    """The work that a worker already has when a new request arrives.
 
     | field             | meaning                                                                 |
     |-------------------|-------------------------------------------------------------------------|

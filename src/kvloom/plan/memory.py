@@ -34,7 +34,8 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`concurrency` requests, each of `context` text tokens and `image_tokens` tokens of images."""
+    """The load for which memory is planned: `concurrency` requests, each of `context` text tokens and `image_tokens`
+    tokens of images."""
 
     context: int
     image_tokens: int = 0

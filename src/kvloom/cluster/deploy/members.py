@@ -15,7 +15,8 @@ NAMESPACE = "kvloom"
 
 
 class Members:
-    """The announced workers and routers, and the digest of each deployed group."""
+    """The list of running processes of a deployed cluster. Workers and routers announce themselves here. Also stores
+    the digest of each group, which shows whether its configuration changed."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, dict[str, Any]]] = {}

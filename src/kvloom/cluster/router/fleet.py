@@ -121,7 +121,8 @@ class ServedModel:
 
 
 class Fleet:
-    """All workers of a router. `run` checks them until cancelled. One event loop uses it."""
+    """Adds, checks and removes the workers of a router, and follows their events. `run` checks the workers until it is
+    cancelled. Must be used by one event loop."""
 
     def __init__(
         self, session: aiohttp.ClientSession, options: ScoringOptions | None = None, key: str | None = None
@@ -171,7 +172,8 @@ class Fleet:
     # -- discovery ----------------------------------------------------------------------------------
 
     def discover(self, url: str) -> None:
-        """Add a worker for every address of a host name, and follow its changes."""
+        """Resolve the host name of `url` regularly. Add a worker for every new address, and remove dead workers whose
+        address has disappeared."""
         self._discoveries.append(asyncio.create_task(self._keep_discovering(url)))
 
     async def _keep_discovering(self, url: str) -> None:

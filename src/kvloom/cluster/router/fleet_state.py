@@ -31,7 +31,8 @@ SERIES = (
 
 
 class FleetState:
-    """The state of one router and its workers. `run` takes samples until cancelled."""
+    """Produces the data of the router's dashboard: figures of the router and of each worker. `run` takes samples for
+    the curves until it is cancelled."""
 
     def __init__(self, fleet: Fleet, proxy: Proxy) -> None:
         self._fleet, self._proxy = fleet, proxy

@@ -58,8 +58,8 @@ class _GraphSet:
 
 
 class PiecewiseGraphs:
-    """The piecewise graphs of one model. `forward(batch, last, cutter)` runs the model. `most` is the number of
-    tokens of the largest step.
+    """Captures and replays steps of one model as CUDA graphs that are split at every attention call. `forward(batch,
+    last, cutter)` runs the model. `most` is the number of tokens of the largest step.
     """
 
     def __init__(

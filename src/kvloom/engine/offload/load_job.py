@@ -121,8 +121,8 @@ class PoolCopy:
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """The pages of a request in transfer. An `is_prefetch` job belongs to no queued request, and ends when its
-    pages are in host memory.
+    """Loads the pages of one request from tiers. A job with `is_prefetch` belongs to no queued request, and ends when
+    its pages are in host memory. Other jobs copy the pages into the pool, too.
 
             0 ──computed──> computed_to ···> compute_until ··· loaded_from <──loaded── plan.resume
 

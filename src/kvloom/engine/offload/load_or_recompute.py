@@ -46,8 +46,8 @@ class Estimates:
 
 
 class LoadOrRecompute:
-    """The decisions for one request. `seconds_lost` is the time that the request waited, minus the time to compute
-    the tokens that were loaded during the wait.
+    """Decides for one request whether it waits for loaded pages or computes tokens itself. `seconds_lost` is the time
+    that the request has waited, minus the time that computing the loaded tokens would have taken.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,8 @@ LOOKUP_SECONDS = 0.05
 
 
 class SloGate:
-    """The SLO gate of one cache's scheduler. `match` finds the cached prefix of a request."""
+    """Decides for one scheduler whether a request with an objective is admitted, deferred or refused. Holds deferred
+    requests until they can start. `match` finds the cached prefix of a request."""
 
     def __init__(self, cache: KVCache, queue: WaitingQueue, match: Callable[[Request], Match]) -> None:
         self.admission = SloAdmission()
