@@ -93,7 +93,7 @@ class Limits:
 
 
 class BodyLimiter:
-    """Counts the bytes of a request body, from its first byte until its prompt is encoded.
+    """Limits the bytes of all request bodies in memory. A body counts from its first byte until its prompt is encoded.
 
     If several tenants share the server, each may use up to PRESSURE times the free bytes.
     """

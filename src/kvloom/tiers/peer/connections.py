@@ -29,7 +29,8 @@ class PeerClient:
 
 
 class PeerClients:
-    """The table of connections. Thread-safe. Methods return the connections to close, and the caller closes them."""
+    """Decides which connections of a peer server stay open. Methods return the connections to close, and the caller
+    closes them. Thread-safe."""
 
     def __init__(self, pending: int, admitted: int, idle_seconds: float) -> None:
         self._max_pending, self._max_admitted, self._idle = pending, admitted, idle_seconds
