@@ -18,7 +18,7 @@ from kvloom.engine.speculation import DraftedRequest
 from kvloom.kernels.copy import copy_pages
 from kvloom.kernels.memory import layer_views
 from kvloom.tiers.transfers import TransferConfig
-from tests.engine.test_speculation import fixed, hits
+from tests.engine.test_speculation import ALL_KINDS, fixed, hits, results
 from tests.engines import make_engine
 from tests.models.heads import MTP_FAMILIES, EagleReference, Reference, save_eagle, save_mtp
 from tests.models.zoo import expected, tiny
@@ -208,6 +208,58 @@ def test_hits_are_the_same_without_speculation(family: str, tmp_path: Path) -> N
         engine.run()
         seen.append([[one.tokens for one in requests], hits(engine, requests)])
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "llama"])
+@pytest.mark.few(3)
+def test_all_sampling_parameters_with_preemption(family: str, ahead: bool, tmp_path: Path) -> None:
+    """Results are those without speculation, in a pool that preempts requests, with the controller and lookup."""
+    rng = random.Random(family)
+    model, how = save(tmp_path, family)
+    prompts = [[rng.randrange(3, 64) for _ in range(rng.randrange(1, 40))] for _ in ALL_KINDS]
+    every = [
+        SamplingParams(max_tokens=24, seed=10 * i, **{"min_tokens": 0, **kind})
+        for i, kind in enumerate(ALL_KINDS)
+    ]
+    settings: dict[str, Any] = {"token_budget": 24, "max_running": 8, "ahead": ahead}
+    plain = make_engine(model, 1 << 24, **settings)
+    wanted = [plain.add(prompt, params) for prompt, params in zip(prompts, every, strict=True)]
+    plain.run()
+    layout = make_engine(model, 1 << 24, speculate=how).layout
+    slabs = 6 if family == "qwen3_next" else 4 * layout.slab_bytes_for(64) // layout.slab_bytes
+    for speculate, is_fixed in ((how, True), (f"suffix,{how}", False)):
+        engine = make_engine(model, slabs * layout.slab_bytes, speculate=speculate, **settings)
+        engine.scheduler.admission = None
+        if is_fixed:
+            fixed(engine)
+        requests = [engine.add(prompt, params) for prompt, params in zip(prompts, every, strict=True)]
+        while engine.busy:
+            engine.step()
+            engine.cache.check()
+        assert results(requests) == results(wanted)
+        assert family == "qwen3_next" or sum(
+            one.preemptions for one in requests
+        )  # its states fill the pool first
+        assert sum(one.draft_tokens for request in requests for one in request.family)
+        engine.cache.take_copies()
+        assert engine.cache.stats()["in_use_pages"] == 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantised_pages(kv_dtype: str, tmp_path: Path) -> None:
+    model, how = save(tmp_path, "llama")
+    prompt = list(range(3, 40))
+    tokens = []
+    for speculate in ("off", how):
+        engine = make_engine(model, 1 << 23, kv_dtype, speculate=speculate)
+        if speculate == how:
+            fixed(engine)
+        request = engine.add(prompt, SamplingParams(max_tokens=30, **GREEDY))
+        engine.run()
+        tokens.append(request.tokens)
+    assert tokens[0] == tokens[1]
+    assert request.draft_tokens
 
 
 def test_llm_has_the_option(tmp_path: Path) -> None:
