@@ -155,8 +155,8 @@ class Allocator:
         return max(0, slabs - self._pool.free_slabs)
 
     def _free_slabs(self, account: Account | None, slabs: int, missing: Callable[[], int], now: float) -> int:
-        """Evict and compact for `account` (None: for the pool) until `missing()` is 0 or nothing can be evicted.
-        Returns the number of slabs that are still missing.
+        """Evict and compact until `missing()` is 0 or nothing can be evicted. `account` needs the slabs; None means that
+        the pool shrinks. Returns the number of slabs that are still missing.
         """
         only = account if len(self._accounts.accounts) == 1 else None
         can_compact = self._compaction.is_possible

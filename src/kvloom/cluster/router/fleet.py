@@ -36,7 +36,9 @@ FAILED_CHECKS = 2
 
 @dataclass(slots=True)
 class Offer:
-    """A model on one worker: the model's part of block hashes (None: a foreign worker), its layer groups, pool and events."""
+    """A model on one worker: the model's part of block hashes, its layer groups, pool and events. A foreign worker has
+    no `hash_model`.
+    """
 
     hash_model: str | None = None
     groups: tuple[Group, ...] = (Group(),)

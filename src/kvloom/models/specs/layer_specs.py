@@ -87,7 +87,7 @@ def model_spec(
     static_scales: bool = False,
 ) -> ModelSpec:
     """Return the layer specs of a Hugging Face config. Raises ModelError for a config that cannot be read. `kv_dtype`
-    is the dtype of stored K and V (None: that of the model). Recurrent states have the model's dtype. With
+    is the dtype of stored K and V. None means the dtype of the model, which recurrent states always have. With
     `static_scales`, quantised pages contain no scales.
     """
     every, by_kind = kv_dtypes(kv_dtype)
@@ -111,7 +111,7 @@ def model_spec(
 
 
 def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
-    """Return the dtype of K and V for all layers (None: that of the model), and the exceptions by kind. Raises
+    """Return the dtype of K and V for all layers, and the exceptions by kind. None means the dtype of the model. Raises
     ModelError for unknown kinds and dtypes.
     """
     if given is None:

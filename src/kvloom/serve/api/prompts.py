@@ -88,8 +88,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """Limits of a prompt. It may have `tokens` tokens, with ids below `vocab_size`. Only the last `keep` tokens are
-    kept (None: all). `characters` replaces the limit of characters that follows from `tokens`. `images` collects the
+    """Limits of a prompt. It may have `tokens` tokens, with ids below `vocab_size`. With `keep`, only the
+    last `keep` tokens are kept. `characters` replaces the limit of characters that follows from `tokens`. `images` collects the
     images; None refuses images.
     """
 

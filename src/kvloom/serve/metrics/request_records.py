@@ -161,8 +161,8 @@ class RequestRecords:
             self._ring.popitem(last=False)
 
     def find(self, id_: str, tenant: str | None) -> RequestRecord | None:
-        """Return the record with this id, or the newest with this request id, if `tenant` may see it (None: any).
-        O(records).
+        """Return the record with this id, or the newest with this request id, if `tenant` may see it. None may see the
+        records of all tenants. O(records).
         """
         found = self._ring.get(id_)
         if found is not None:
@@ -170,7 +170,9 @@ class RequestRecords:
         return next((one for one in self.latest(len(self), tenant) if id_ and one.request_id == id_), None)
 
     def latest(self, count: int, tenant: str | None, model: str | None = None) -> list[RequestRecord]:
-        """Return the newest records of `model` (None: any) that `tenant` (None: any) may see. O(records)."""
+        """Return the newest records that `tenant` may see, or of all tenants for None. With `model`, only records of
+        that model. O(records).
+        """
         seen = (
             one
             for one in reversed(self._ring.values())

@@ -192,7 +192,8 @@ class EngineClient:
         """Grow or shrink an elastic pool. Return its size, which may reach the target later, when requests have
         finished.
 
-        Raises ApiError without an engine, TimeoutError after `seconds` (None: wait until the engine answers or dies).
+        Without `seconds`, waits until the engine answers or dies. Raises ApiError without an engine, TimeoutError after
+        `seconds`.
         """
         self.require_ready()
         answer: asyncio.Future[PoolState] = asyncio.get_running_loop().create_future()

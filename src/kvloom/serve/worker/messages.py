@@ -56,7 +56,9 @@ TokenLogprob = tuple[int, float, int]
 
 
 class TenantConfig(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant: its name, its quota of pool bytes (None: no quota) and its share of the pool: see `core.Tenant`."""
+    """A tenant: its name, its quota of pool bytes, and its share of the pool, as in `core.Tenant`. A quota of None has
+    no limit.
+    """
 
     name: str
     quota: int | None = None
