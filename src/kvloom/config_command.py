@@ -1,4 +1,4 @@
-"""`kvloom config show`: the arguments of a command with their values, and where each is from."""
+"""`kvloom config show`: prints the arguments of a command with their values, and the source of each value."""
 
 from __future__ import annotations
 
@@ -75,5 +75,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _required(parser: argparse.ArgumentParser) -> list[str]:
-    """Return a word for each positional argument that must be given, so that the parser accepts the rest."""
+    """Return a dummy value for each required positional argument, so that the parser accepts the other arguments."""
     return ["-" for action in parser._actions if not action.option_strings and action.nargs is None]

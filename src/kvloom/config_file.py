@@ -11,7 +11,8 @@
     model = "Qwen/Qwen3-8B"
     kv-dtype = "fp8"
 
-Keys are argument names without the dashes. The values become arguments in front of the given ones, so argparse checks them all.
+Keys are argument names without the dashes. The values are inserted before the given arguments, so argparse checks
+all of them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _HELP = "TOML file with values for these arguments (default: $KVLOOM_CONFIG; see
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A value from outside the command line: the words it becomes there, and where it is from."""
+    """A value from a file or the environment: the command-line words for it, and its source."""
 
     words: tuple[str, ...]
     origin: str
@@ -63,7 +64,8 @@ def add_config_argument(parser: argparse.ArgumentParser) -> None:
 def apply_configuration(
     command: str, parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[list[str], dict[str, Source]]:
-    """Return `argv` behind the values of file and environment, and those by the argument's destination.
+    """Return `argv` with the values of file and environment inserted before it. Also return these values by the
+    argument's destination.
 
     A positional argument becomes the parser's default."""
     found = configured_arguments(command, parser, argv, os.environ)
@@ -114,7 +116,7 @@ def configured_arguments(
 ) -> dict[str, Source]:
     """Return the values of file and environment by the argument's destination. Raises ValueError for unknown keys.
 
-    An argument that `argv` gives is left out."""
+    Arguments that are present in `argv` are left out."""
     given = [word.partition("=")[0] for word in argv if word.startswith("-") and word != "-"]
     actions = {_key(action): action for action in parser._actions if _is_configurable(action)}
     found: dict[str, Source] = {}
@@ -158,7 +160,7 @@ def _config_path(argv: Sequence[str]) -> str | None:
 
 
 def _read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> list[tuple[str, str, Any]]:
-    """Return table, key and value of each entry that concerns `command`."""
+    """Return table, key and value of each entry of the file that applies to `command`."""
     tables = (SHARED, *CONFIGURABLE, MODELS)
     found: list[tuple[str, str, Any]] = []
     for table, entries in _content(path).items():
@@ -189,7 +191,7 @@ def _known(key: str, actions: Mapping[str, argparse.Action], where: str, owner: 
 
 
 def _words(action: argparse.Action, value: Any, name: str) -> tuple[str, ...]:
-    """Return the command-line words that give an argument `value`."""
+    """Return the command-line words that set an argument to `value`."""
     flag = max(action.option_strings, key=len, default="")
     if action.nargs == 0:
         if not isinstance(value, bool):
@@ -205,7 +207,7 @@ def _words(action: argparse.Action, value: Any, name: str) -> tuple[str, ...]:
 
 
 def _from_text(action: argparse.Action, text: str, name: str) -> Any:
-    """Read an environment variable: lists are separated by blanks."""
+    """Return the value of an environment variable. The items of a list are separated by blanks."""
     if action.nargs == 0:
         if text.lower() not in (*_YES, *_NO):
             raise ValueError(f"${name} {text!r} must be 1 or 0")

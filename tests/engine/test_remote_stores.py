@@ -71,6 +71,7 @@ def s3_text(folder: Path) -> contextlib.AbstractContextManager[str]:
 
 @pytest.mark.parametrize("text_of", [redis_text, peer_text, nixl_text, mooncake_text, s3_text])
 @pytest.mark.parametrize("family", ["gemma3_text", "bamba"])
+@pytest.mark.few(3)
 def test_restart_loads_pages_from_the_store(family: str, text_of: object, tmp_path: Path) -> None:
     prompts = drawn(family, 70, 50, 90)
     wanted = expected(tiny(family), prompts, 8)

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _current_name(text: str) -> str:
-    """Return the current name of a benchmark. If `name` is a former name, report the current one on stderr."""
+    """Return the current name of a benchmark. If `text` is a former name, report the current name on stderr."""
     name = RENAMED.get(text, text)
     if name != text:
         print(f"kvloom bench {text} is now `kvloom bench {name}`", file=sys.stderr)
@@ -67,5 +67,5 @@ def _current_name(text: str) -> str:
 
 
 def _end(*_: object) -> None:
-    """Exit on SIGTERM as on Ctrl-C, so that child processes end, too."""
+    """Exit on SIGTERM in the same way as on Ctrl-C, so that child processes also end."""
     raise SystemExit(TERMINATED)

@@ -1,10 +1,10 @@
-"""ModelSet: starts, watches and unloads the models of a server. Each has its own engine process.
+"""ModelSet: starts, watches and unloads the models of a server. Each model has its own engine process.
 
     add ──▶ engine process and tokenizer load ──▶ ready, `on_ready` is called
     unload ──▶ no new requests; open ones may finish within `drain_seconds` ──▶ the engine process ends
 
-If a model of the command line cannot be loaded, the server ends. If a model of the API cannot be loaded, it is listed
-as failed, with the reason.
+If a model of the command line cannot be loaded, the server ends. If a model of the API cannot be loaded, the server
+lists it as failed, with the reason.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RESERVE_SECONDS = 30.0
 
 
 class ModelSet:
-    """The models of one server. `context.models` contains them by name. `fault` is set when a model of the command
+    """The models of one server. `context.models` contains them by name. `fault` is set if a model of the command
     line fails.
     """
 
@@ -60,7 +60,7 @@ class ModelSet:
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def add(self, model: ModelOptions, is_added: bool = False) -> ServedModel:
-        """Start to load a model and return it. `is_added` states that the API loads it."""
+        """Start to load a model and return it. `is_added` states that the model was requested through the API."""
         options, name = self._options, model.served_name
         prefix = f"{name}: " if options.has_many else ""
         engine = EngineClient(
@@ -92,7 +92,8 @@ class ModelSet:
         return served
 
     async def load(self, asked: str, name: str | None) -> ServedModel:
-        """Start to load a model from a folder of --model-dir, in addition to the served models. Raises ApiError."""
+        """Start to load a model from a folder of --model-dir, in addition to the served models. Raises ApiError if
+        the model is refused."""
         options = self._options
         if self.broker is None or not options.model_folders:
             raise ApiError(
@@ -129,12 +130,12 @@ class ModelSet:
                 self.broker.release()
 
     def _engines(self) -> dict[str, EngineClient]:
-        """Return the engines that have a pool, or will have one."""
+        """Return the engines that have a pool now or will have one."""
         models = self._context.models
         return {name: served.engine for name, served in models.items() if not served.error}
 
     def unload(self, served: ServedModel) -> None:
-        """Accept no more requests for a model, wait for open ones, then end its engine process."""
+        """Refuse new requests for a model, wait for open requests, then end its engine process."""
         if not served.is_unloading:
             served.is_unloading = True
             task = asyncio.create_task(self._unload(served))
@@ -142,7 +143,7 @@ class ModelSet:
             task.add_done_callback(self._unloads.discard)
 
     async def close(self) -> None:
-        """End all engine processes. Open requests must have failed before."""
+        """End all engine processes. Call `fail_all` first."""
         for served in self._context.models.values():
             served.engine.close()
         await asyncio.gather(*self._tasks.values(), *self._unloads, return_exceptions=True)

@@ -82,7 +82,7 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
 def _add_access(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     keys = (
-        "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [max_…=N] [admin]`; "
+        "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [slo_…=MS] [max_…=N] [admin]`; "
         "an admin key sees all tenants and the dashboard"
     )
     add("--api-keys", metavar="FILE", help=keys)
@@ -254,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _aliases(given: list[str], first: str) -> dict[str, str]:
-    """Return the aliases of `NAME=MODEL` texts; without `=MODEL` an alias names the first model."""
+    """Return the aliases in texts of the form `NAME=MODEL`. Without `=MODEL`, NAME is an alias of the first model."""
     found = {}
     for one in given:
         alias, _, model = one.partition("=")
@@ -265,7 +265,7 @@ def _aliases(given: list[str], first: str) -> dict[str, str]:
 
 
 def _image_folder(given: str) -> Path:
-    """Return a folder with its links resolved. Raises ValueError for any other path."""
+    """Return the folder with its links resolved. Raises ValueError if the path is not a folder."""
     folder = Path(given).resolve()
     if not folder.is_dir():
         raise ValueError(f"--image-dir {given} is not a folder: give an existing one")
@@ -354,7 +354,8 @@ def _models(
 
 
 def _default_caps(args: argparse.Namespace, has_keys: bool) -> Caps:
-    """Return the limits of tenants whose keys set none. Without keys, only the given options are limits."""
+    """Return the limits of tenants whose keys set no limits. Without keys, only limits that were given as options
+    apply."""
     from kvloom.serve.auth import PRESSURE, Caps
 
     answers, ttl = args.max_answers, args.max_ttl

@@ -38,8 +38,8 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """One model: the start options of its engine, its name in requests, and its chats. Without a name, it has the name
-    of its folder. Without `chat`, the options of the server apply.
+    """One model: the start options of its engine, its name in requests, and its chat options. Without a name, the
+    model has the name of its folder. Without `chat`, the options of the server apply.
     """
 
     start: Start
@@ -55,8 +55,8 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The options of a server. `record` is the file of a traffic recording, and `otlp` a receiver of traces. Raises
-    ValueError for a public host without keys.
+    """The options of a server. `record` is the file of a traffic recording, and `otlp` is the URL of a receiver of
+    traces. Raises ValueError for a public host without keys.
     """
 
     models: tuple[ModelOptions, ...]
@@ -75,7 +75,9 @@ class ServerOptions:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None
-    """Serve HTTPS with this certificate and key. With `ssl_ca_certs`, clients must present a certificate of it."""
+    """Serve HTTPS with this certificate and key. With `ssl_ca_certs`, clients must present a certificate of one of
+    these authorities.
+    """
     quiet: bool = False
     """Print no start-up message."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -127,7 +129,7 @@ class ServerOptions:
 
     @property
     def has_many(self) -> bool:
-        """Whether the server may have several models. If so, metrics and health state the model."""
+        """Whether the server may have several models. If so, metrics and health contain the model name."""
         return len(self.models) > 1 or self.memory is not None
 
     def record_file(self, model: str) -> str | None:
@@ -141,8 +143,8 @@ class ServerOptions:
 
 
 def shared_start(start: Start, memory: int, share: int) -> Start:
-    """Return the start options of a model whose pool has `share` bytes of the shared `memory`, and may grow to all of
-    it.
+    """Return the start options of a model whose pool starts with `share` bytes of the shared `memory`. The pool may
+    grow to all of the memory.
     """
     least = start.settings.get("min_pool_bytes")
     least = share // SMALLEST_PART if least is None else min(least, share)
@@ -151,7 +153,7 @@ def shared_start(start: Start, memory: int, share: int) -> Start:
 
 
 def with_own_events(settings: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the settings of model `number`: it publishes its events on ports that are higher by its number."""
+    """Return the settings of model `number`. The ports for its events are increased by this number."""
     if settings.get("kv_events") is None:
         return settings
     ports = {name: offset_port(settings.get(name), number) for name in ("kv_events", "kv_events_replay")}
@@ -159,7 +161,7 @@ def with_own_events(settings: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def resolve(host: str, port: int) -> Any:
-    """Return the first address of a host. Raises ValueError if it has none."""
+    """Return the first address of a host. Raises ValueError if the host has no address."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

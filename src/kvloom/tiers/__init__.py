@@ -4,6 +4,7 @@
     transfer.py         transfers, outcomes and counts
     registry.py         tiers by URL; schemes of other packages by entry point
     options.py          options of a URL
+    page_changes.py     the pages that a tier stored and removed, for block events
     shares.py           tenants' shares of a tier
     lossy_tier.py       a tier that re-encodes pages inside another tier
     unit_tier.py        a tier that stores pages of HASH_TOKENS tokens inside another tier
@@ -19,7 +20,7 @@
     testing/            the conformance suite and fault injection, for tests of tiers
 
 A new tier is one file with a `Tier` and a `parse_url`, and one row of `registry.SCHEMES` (or an entry point).
-See docs/tiers.md. Nothing here imports torch; the disk tier needs the package xxhash.
+See docs/tiers.md. This package does not import torch. The disk tier needs the package xxhash.
 """
 
 from .aligned_memory import aligned_bytes
@@ -28,6 +29,7 @@ from .encoding import CODINGS, Coding, Compression, PageFields, PageValues, loss
 from .host import HostConfig, HostTier, Lease
 from .lossy_tier import LossyTier
 from .options import Options, redact_url, url_label
+from .page_changes import PageChange, PageChanges, SupportsChanges
 from .registry import (
     OpenTier,
     WritePolicy,
@@ -64,11 +66,14 @@ __all__ = [
     "OpenTier",
     "Options",
     "Outcome",
+    "PageChange",
+    "PageChanges",
     "PageFields",
     "PageValues",
     "Ranges",
     "Share",
     "Shares",
+    "SupportsChanges",
     "SupportsShares",
     "Tier",
     "TierError",

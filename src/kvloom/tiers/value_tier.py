@@ -1,5 +1,5 @@
-"""A tier that stores the values of pages inside a tier that re-encodes them. Servers with different KV dtypes can share
-it.
+"""A tier that stores the values of pages inside a re-encoding tier. Servers with different KV dtypes can share the
+tier.
 
     caller   pages in the KV dtype of the server    for example bf16, or int8 with scales
     inner    the values of the pages in float32     one form for all KV dtypes; `LossyTier` re-encodes them
@@ -26,14 +26,15 @@ __all__ = ["ValueForm", "ValueTier"]
 
 @dataclass(frozen=True, slots=True)
 class ValueForm:
-    """How pages of one form are stored: as `values` of the form `form`."""
+    """The stored form of pages: `form` is the form in the inner tier, and `values` converts pages to it."""
 
     form: Form
     values: PageValues
 
 
 class ValueTier(WrappedTier):
-    """Wraps the lossy tier `inner` and stores pages of `forms` as values. Pages of other forms pass unchanged."""
+    """Stores pages in the lossy tier `inner`. Pages of `forms` are stored as values. Pages of other forms are
+    stored unchanged."""
 
     def __init__(self, inner: Tier, forms: Mapping[Form, ValueForm], threads: int = 2) -> None:
         if not inner.is_lossy:
@@ -44,8 +45,8 @@ class ValueTier(WrappedTier):
         self._forms = dict(forms)
 
     def _stored(self, objects: Objects) -> tuple[Objects, PageValues | None]:
-        """Returns the objects as the inner tier stores them, and how their pages are read and filled. None passes them
-        unchanged.
+        """Returns the objects as the inner tier stores them, and the converter of their pages. The converter is
+        None if pages are stored unchanged.
         """
         found = self._forms.get(replace(objects.form, exact=True))
         if found is None:

@@ -1,4 +1,5 @@
-"""Opens a sequence on the cached prefix of its prompt, and closes it. The pages of a closed sequence stay cached."""
+"""Opens a sequence on the cached prefix of its prompt, and closes sequences. The pages of a closed sequence stay
+cached."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ MAX_RETAINED = 4
 
 
 def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequence:
-    """Open a sequence on a fresh match."""
+    """Open a sequence on a match that is not stale."""
     runs = _media_runs(state, match) if match.media else ()
     tree, control, resume = state.tree, match.control, match.resume
     row = state.block_tables.take_row()
@@ -93,7 +94,7 @@ def _media_runs(state: CacheState, match: Match) -> list[MediaRun]:
 
 
 def _ghost_history(state: CacheState, match: Match) -> ReuseHistory | None:
-    """Return the policy's history of the evicted tokens that would follow the match."""
+    """Return the policy's history of the evicted tokens that the request would have hit next."""
     if match.miss.reason != "evicted":
         return None
     place = match.path[-1].serial if match.path else match.root_hash
@@ -102,8 +103,8 @@ def _ghost_history(state: CacheState, match: Match) -> ReuseHistory | None:
 
 
 def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
-    """Record a hit of the matched nodes. Return the node that ends at the last block boundary of the hit; a node is
-    split if needed.
+    """Record a hit of the matched nodes. Return the node that ends at the last block boundary of the hit. Splits a
+    node if needed.
     """
     boundary = match.resume // state.block_tokens * state.block_tokens
     tree, node, before = state.tree, root, now
@@ -127,7 +128,7 @@ def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
 
 
 def _raise_priority(node: Node, control: CacheControl, block: int, now: float) -> None:
-    """Apply the retain ranges of a request to tokens that were cached before, in whole blocks."""
+    """Apply the retain ranges of a request to tokens that are already cached, in whole blocks."""
     for item in control.retain:
         if item.start <= node.start and (item.stop is None or node.end <= -(-item.stop // block) * block):
             if item.priority >= node.rank(now):
@@ -137,7 +138,7 @@ def _raise_priority(node: Node, control: CacheControl, block: int, now: float) -
 
 
 def _fill_row(state: CacheState, seq: Sequence, resume: int, rows: Ids, data: bytes) -> None:
-    """Fill a row of the block tables with the first `resume` tokens: page ids, window edges and tail."""
+    """Fill a row of the block tables with the first `resume` tokens: page ids, window edges and the partial block."""
     row, table, blocks = seq.row, state.block_tables, len(rows)
     seq.root.account.retain(state.pages.retain(rows))
     table.tables[:, row, :blocks] = rows.T

@@ -36,7 +36,7 @@ class Lookahead:
         ] = {}  # prefixes before the next checkpoints, by length
 
     def protect_queued(self) -> None:
-        """If few slabs are free, make the cache evict pages of queued requests last."""
+        """If few slabs are free, let the cache evict pages of queued requests last."""
         if self._cache.free_slabs * SHORT_SHARE > self._cache.usable_slabs:
             return
         for request in self._queue.nearest(MAX_PROTECTED):
@@ -50,10 +50,10 @@ class Lookahead:
             request.queued_prefix = None
 
     def request_checkpoints(self, request: Request) -> None:
-        """Make a prompt take checkpoints at the positions where queued requests diverge from it, and where the pages
-        end that tiers have without a checkpoint. Call it before each chunk: requests may have arrived since the last.
+        """Make a prompt take checkpoints where queued requests diverge from it. Also take one where tiers have
+        pages but no checkpoint. Call this before each chunk, because new requests may have arrived.
 
-        Does nothing for models without windows and states, which can resume anywhere.
+        Does nothing for models without windows and states, because they can resume at any position.
         """
         sequence, cache = request.sequence, self._cache
         if sequence is None or not cache.needs_checkpoints or not cache.checkpoint_policy.branch:
@@ -70,12 +70,12 @@ class Lookahead:
             cache.checkpoint(sequence, position)
 
     def start_step(self) -> None:
-        """Forget the checkpoints that requests of the last step announced."""
+        """Forget the checkpoints that were announced in the last step."""
         self._announced = {}
 
     def announce_checkpoint(self, request: Request) -> None:
-        """Let queued requests wait for the next checkpoint of a prompt that a step computes. Does nothing for models
-        without states: their requests wait for each block.
+        """Let queued requests wait for the next checkpoint of a prompt in this step. Does nothing for models
+        without states, whose requests wait for each block.
         """
         block = self._cache.block_tokens
         position = None if request.sequence is None else request.sequence.next_checkpoint
@@ -84,8 +84,9 @@ class Lookahead:
             self._announced.setdefault(position // block * block, set()).add(prefix)
 
     def awaits_checkpoint(self, request: Request, resume: int) -> bool:
-        """Return whether a prompt of this step will take a checkpoint at which a queued request, which can resume at
-        `resume` now, can resume later in its tokens. Costs one comparison per announced position.
+        """Return whether a prompt of this step will take a checkpoint that helps a queued request. The request can
+        resume at `resume` now, and could then resume at a later position. Costs one comparison per announced
+        position.
         """
         for position, prefixes in self._announced.items():
             if resume < position < len(request.tokens):

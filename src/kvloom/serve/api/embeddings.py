@@ -122,7 +122,7 @@ class _EmbeddingsResponse(CompletionResponse):
         )
 
     def _values(self, delta: Delta) -> list[float] | str:
-        """Return an embedding in the requested encoding and length. A shortened embedding is normalized again."""
+        """Return an embedding in the requested encoding and length. A shortened embedding is normalised again."""
         assert delta.embedding is not None
         values = np.frombuffer(delta.embedding, "<f4")
         size = self._fields.dimensions

@@ -1,8 +1,8 @@
-"""The endpoints that generate. They parse a request, send its prompts to the engine, and return the answers, whole or
-as a stream of events.
+"""The endpoints that generate. They parse a request, send its prompts to the engine, and return the answers, whole
+or as a stream of events.
 
-check, encode ──▶ Add to the engine ──▶ ResponseStream ──▶ events, at the client's speed
-                         ▲── cancelled if the client disconnects or reads too slowly, or on an error
+    check, encode ──▶ Add to the engine ──▶ ResponseStream ──▶ events, at the client's speed
+                             ▲── cancelled if the client disconnects or reads too slowly, or on an error
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class GenerationEndpoint(ABC):
         started = time.monotonic()
         context, request = self.context, Request(scope, receive)
         with ExitStack() as admitted:
-            served, messages, response, is_stream, forced = await self._prepare(request, admitted)
+            served, messages, response, is_stream, forced = await self._prepare(request, admitted, started)
             ids, n = [message.id for message in messages], messages[0].params.n
             stream = ResponseStream(ids, n, context.limits.unread_characters if is_stream else None)
             served.require_ready()
@@ -119,7 +119,7 @@ class GenerationEndpoint(ABC):
                 else:
                     await self._send_whole(served, stream, response, messages[0].tenant, send)
             except ApiError as error:
-                record.error_code = error.code or str(error.status)
+                record.error_code, record.refused_slo = error.code or str(error.status), error.slo
                 if error.param == "grammar" and forced:
                     error.param = "tools"  # its schemas make the grammar
                 raise
@@ -159,13 +159,13 @@ class GenerationEndpoint(ABC):
         await send({"type": "http.response.body", "body": body})
 
     async def _prepare(
-        self, request: Request, admitted: ExitStack
+        self, request: Request, admitted: ExitStack, started: float
     ) -> tuple[ServedModel, list[Add], ResponseBuilder, bool, bool]:
         """Read and check a request. Return the model, the messages to its engine, the response builder, whether to
-        stream, and whether a call is forced.
+        stream, and whether a tool call is forced. Raises ApiError for a refused request.
 
         Closing `admitted` ends the admission of the request. Body and fields may be large, so they are freed before
-        the answer begins. Raises ApiError.
+        the answer begins.
         """
         context = self.context
         account = context.authenticate(request) or ""  # before reading the body
@@ -187,7 +187,7 @@ class GenerationEndpoint(ABC):
             given = await prompts.run(
                 lambda: self.prompts(fields, prompts, limits), account, len(body), has_template
             )
-        messages = self._messages(fields, given, tenant, served, facts)
+        messages = self._messages(fields, given, tenant, served, facts, started)
         ids = [message.id for message in messages]
         response = self.response(CheckedRequest(fields, given, ids, messages[0].params, served))
         response.kv_transfer_params = _offered_pages(
@@ -201,7 +201,7 @@ class GenerationEndpoint(ABC):
         """Return the builder of the response."""
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
-        """Return the longest time for which a request retains pages, or infinity if the time is unlimited."""
+        """Return the longest time for which a request retains pages. It is infinity if there is no limit."""
         ranges = () if fields.cache is None else fields.cache.retain or ()
         every = [
             fields.ttl,
@@ -217,6 +217,7 @@ class GenerationEndpoint(ABC):
         tenant: str,
         served: ServedModel,
         facts: Ready,
+        started: float,
     ) -> list[Add]:
         """Return one Add message per prompt. Raises ApiError for the first invalid prompt."""
         transfer = fields.kv_transfer_params or TransferFields()
@@ -242,6 +243,8 @@ class GenerationEndpoint(ABC):
                 None if fields.cache is None else fields.cache.pin,
                 transfer.do_remote_decode,
                 transfer.awaited_peer,
+                None if fields.slo is None else fields.slo.objective(),
+                started,
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]
@@ -249,8 +252,8 @@ class GenerationEndpoint(ABC):
     def _image_prompt(
         self, fields: CompletionFields | ChatFields, prompt: Prompt, tenant: str, facts: Ready
     ) -> ImagePrompt | None:
-        """Return the text and images of a prompt, which the engine process encodes. Returns None if it has no
-        images."""
+        """Return the text and images of a prompt, which the engine process encodes. Return None if the prompt has
+        no images."""
         if not prompt.images:
             return None
         assert isinstance(fields, ChatFields)
@@ -316,7 +319,7 @@ class GenerationEndpoint(ABC):
         return params
 
     def _max_prompt_tokens(self, tenant: str, facts: Ready) -> int:
-        """Return the largest number of prompt tokens of a tenant's request. One token is left for the output."""
+        """Return the largest allowed number of prompt tokens for a tenant. One token is left for the output."""
         longest = facts.tenant_max_tokens.get(tenant, facts.max_tokens)
         return min(longest - 1, self.context.limits.prompt_tokens or longest)
 
@@ -351,8 +354,8 @@ class ChatEndpoint(GenerationEndpoint):
     def adapt(
         self, fields: CompletionFields | ChatFields, served: ServedModel
     ) -> CompletionFields | ChatFields:
-        """Return the fields with the grammar of a forced call. Special tokens stay in the text if a parser needs
-        them.
+        """Return the fields with the grammar of a forced tool call. If a parser needs special tokens, they stay in
+        the text.
         """
         assert isinstance(fields, ChatFields)
         changes: dict[str, Any] = {}
@@ -432,7 +435,8 @@ class _EventStream:
         self._last = 0.0
 
     async def run(self) -> bool:
-        """Send all events. Return False if the client reads too slowly; the caller should then abort the connection."""
+        """Send all events. Return False if the client reads too slowly. The caller should then abort the
+        connection."""
         pieces = await self._stream.take()  # a rejection here becomes an error response
         if not pieces:
             return True
@@ -477,7 +481,7 @@ class _EventStream:
 def _end_of_prompt(fields: ChatFields, prompt: Prompt) -> str:
     """Return the text that shows whether the answer begins with reasoning.
 
-    It is the prompt, or the last reasoning marker if the answer continues the final message."""
+    If the answer continues the final message, it is the last reasoning marker, else the prompt."""
     if not fields.continue_final_message:
         return prompt.text or ""
     content = fields.messages[-1].get("content")
@@ -518,7 +522,7 @@ async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
 
 
 def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | None:
-    """Return how many of the last prompt tokens to keep, or None to keep all. For -1 in the request, return the
+    """Return how many of the last prompt tokens to keep, or None to keep all. If the request has -1, return the
     largest number that leaves enough tokens for the output.
     """
     if fields.truncate_prompt_tokens != -1:
@@ -539,8 +543,8 @@ def _token_ranges(fields: CompletionFields | ChatFields, prompt: Prompt) -> list
 def _offered_pages(
     fields: CompletionFields | ChatFields, facts: Ready, model: str, response: ResponseBuilder, tokens: int
 ) -> dict[str, Any] | None:
-    """Return the fields with which a decode worker finds the pages of this request. None if it asks for no hand-over,
-    or if this worker shares no host memory."""
+    """Return the fields with which a decode worker finds the pages of this request. Return None if the request asks
+    for no hand-over, or if this worker shares no host memory."""
     if fields.kv_transfer_params is None or not fields.kv_transfer_params.do_remote_decode:
         return None
     if facts.peer_address is None:

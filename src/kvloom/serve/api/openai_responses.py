@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's Responses API, translated to a chat and back. It stores nothing.
+"""POST /v1/responses: OpenAI's Responses API, translated to a chat and back. Responses are not stored.
 
 input items ──▶ messages of a chat ──▶ ChatEndpoint ──▶ pieces of the answer ──▶ output items, or events
 """
@@ -35,7 +35,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesFields(ChatFields, frozen=True, kw_only=True):
-    """The fields of a chat, and the fields of the request that its response repeats."""
+    """The fields of a chat, and the request fields that the response repeats."""
 
     original: dict[str, Any]
 

@@ -30,8 +30,8 @@ _SMALLEST_SCALE = 2.0**-100
 
 @dataclass(frozen=True, slots=True)
 class PageValues:
-    """Reads and fills pages with the fields `page`. Raises ValueError if a field has neither a float dtype nor
-    scales in the page.
+    """Reads and fills pages with the fields `page`. Raises ValueError if a field has no float dtype and no scales
+    in the page.
     """
 
     page: PageFields
@@ -51,7 +51,7 @@ class PageValues:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the values of one page."""
+        """Number of bytes of the values of one page."""
         if not self.page.tokens:
             return self.page.layers * self.page.layer_bytes
         each = self.page.layers * self.page.tokens
@@ -59,7 +59,7 @@ class PageValues:
         return 4 * -(-values // _BLOCK_VALUES) * _BLOCK_VALUES
 
     def text(self) -> str:
-        """Return the fields and shapes, without dtypes."""
+        """Returns the fields and shapes, without dtypes."""
         return ", ".join(f"{field.name}{list(field.shape)}" for field in self._fields)
 
     def read(self, page: Any, into: Any) -> None:
@@ -79,7 +79,7 @@ class PageValues:
         values[at:] = 0
 
     def fill(self, page: Any, values: Any) -> None:
-        """Fills a page from the values of another one."""
+        """Fills a page from values that were read from another page."""
         source = np.frombuffer(memoryview(values).cast("B"), np.uint8)
         if not self.page.tokens:
             target = np.frombuffer(memoryview(page).cast("B"), np.uint8)
@@ -113,7 +113,7 @@ def _is_scale(field: Field) -> bool:
 
 
 def _floats(view: Array, dtype: str) -> Floats:
-    """Return the values of a field as a new array, without its scales."""
+    """Returns the values of a field as a new array, without its scales."""
     stored = np.ascontiguousarray(view)
     if dtype == "int8":
         return stored.view(np.int8).astype(np.float32)
@@ -123,6 +123,6 @@ def _floats(view: Array, dtype: str) -> Floats:
 
 
 def _scales(views: dict[str, Array], field: Field) -> Floats:
-    """Return the scales of a field, one per token and head, or one per token of a latent."""
+    """Returns the scales of a field, one per token and head, or one per token of a latent."""
     scales = np.ascontiguousarray(views[f"{field.name}_scale"]).view(np.float32)
     return scales if scales.ndim == views[field.name].ndim else scales[..., None]

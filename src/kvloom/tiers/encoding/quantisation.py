@@ -38,9 +38,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def lossy_form(form: Form, coding: Coding) -> Form:
-    """Returns the form under which a page of `form` is stored. Raises ValueError if its element type cannot be
-    re-encoded.
-    """
+    """Returns the form of a re-encoded page. Raises ValueError if the element type cannot be re-encoded."""
     if coding not in CODINGS:
         raise ValueError(f"coding={coding!r} is none of {', '.join(CODINGS)}")
     width = _WIDTH.get(form.dtype)
@@ -75,7 +73,7 @@ def encode(run: memoryview, dtype: str, coding: Coding, into: memoryview) -> Non
 
 
 def decode(data: memoryview, dtype: str, coding: Coding, into: memoryview) -> None:
-    """Decodes values and scales to the page's element type."""
+    """Decodes values and scales to the element type of the page."""
     values = len(into) // _WIDTH[dtype]
     coded = np.frombuffer(data, np.uint8, values)
     scales = np.frombuffer(data, np.float32, values // BLOCK_VALUES, values)

@@ -17,7 +17,7 @@ TOOLS_VARIABLE = re.compile(r"\btools\b")
 
 
 class AnswerParser:
-    """Parses one answer. Without `parallel`, only its first call is returned."""
+    """Parses one answer. Without `parallel`, only the first call is returned."""
 
     def __init__(
         self, reasoning: ReasoningParser | None, calls: ToolCallParser | None, parallel: bool = True
@@ -47,10 +47,10 @@ class AnswerParser:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """How the served model writes tool calls and reasoning. `shows_tools` states that its chat template shows tools
-    to the model.
+    """The formats in which the served model writes tool calls and reasoning. `shows_tools` states that its chat
+    template shows tools to the model.
 
-    `special` states that a marker is a special token, so special tokens must stay in the text.
+    `special` states that a marker is a special token. Special tokens must then stay in the text.
     """
 
     calls: type[ToolCallParser] | None = None
@@ -60,7 +60,7 @@ class AnswerFormats:
 
     @staticmethod
     def of(tokenizer: Any | None, calls: str = "auto", reasoning: str | None = None) -> AnswerFormats:
-        """Return the formats for parser names; "auto" detects the format of calls from the chat template."""
+        """Return the formats for parser names. "auto" detects the format of calls from the chat template."""
         template = getattr(tokenizer, "chat_template", None) or ""
         text = "\n".join(template.values()) if isinstance(template, dict) else template
         found = detect_parser(text) if calls == "auto" else TOOL_CALL_PARSERS.get(calls)
@@ -87,8 +87,8 @@ class AnswerFormats:
     ) -> AnswerParser | None:
         """Return the parser of one answer to a prompt, or None if the answer is plain content.
 
-        `structure` is the required structure of the whole answer. The answer may call `functions`, if there are any,
-        and must with `forced`.
+        `structure` is the required structure of the whole answer. The answer may call `functions`. With `forced` it
+        must call one.
         """
         reasoning = None
         if self.reasoning is not None and (
@@ -101,8 +101,8 @@ class AnswerFormats:
         return None if reasoning is None and calls is None else AnswerParser(reasoning, calls, parallel)
 
     def strict_grammar(self, functions: Tools) -> str | None:
-        """Return the Lark rule `answer` of answers whose calls of strict functions follow their schemas. Return None if
-        no function is strict, or if the format of this model cannot be enforced.
+        """Return the Lark rule `answer`, in which calls of strict functions follow their schemas. Return None if no
+        function is strict, or if schemas cannot be enforced in the format of this model.
         """
         if self.calls is None or self.special or not any(function.get("strict") for function in functions):
             return None

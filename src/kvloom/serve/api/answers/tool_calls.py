@@ -50,7 +50,7 @@ class ToolCallParser(ABC):
     @classmethod
     def strict_grammar(cls, functions: Tools) -> str | None:
         """Return the Lark rule `answer` for text and calls in this format. The arguments of strict functions follow
-        their schemas. Return None if the format has no JSON to which a schema applies.
+        their schemas. Return None if the format contains no JSON to which a schema could apply.
         """
         return None
 
@@ -69,7 +69,7 @@ class ToolCallParser(ABC):
         return self._advance()
 
     def finish(self) -> list[Piece]:
-        """Return the remaining pieces, because no more text follows."""
+        """Return the remaining pieces. Call this method when no more text follows."""
         self._source.ended = True
         self._advance_only()
         self._source.end_content()
@@ -115,7 +115,7 @@ class Llama3JsonParser(ToolCallParser):
 
     @classmethod
     def strict_grammar(cls, functions: Tools) -> str:
-        """An answer that begins with a brace is a call."""
+        """Return the rule `answer`. An answer that begins with a brace is a call."""
         return f"""{STRICT}strict: call ("; " call)* | TEXT
 TEXT: /[^{{\\s](.|\\n)*/
 """ + call_rules(functions, "parameters", only_strict=True)
@@ -163,7 +163,8 @@ class MistralParser(ToolCallParser):
 
 
 class PythonicParser(ToolCallParser):
-    """A call is added when it is complete, because its arguments must be converted to JSON."""
+    """Parses calls in Python syntax. A call is added when it is complete, because its arguments must be converted
+    to JSON."""
 
     def parse(self, source: TextSource) -> Parsing:
         yield from source.skip_space()
@@ -287,7 +288,7 @@ TOOL_CALL_PARSERS: dict[str, type[ToolCallParser]] = {
 
 
 def detect_parser(template: str) -> type[ToolCallParser] | None:
-    """Return the parser for the calls in a chat template, or None for an unknown format."""
+    """Return the parser for the format of calls in a chat template, or None for an unknown format."""
     if "[TOOL_CALLS]" in template:
         return MistralParser
     if "<tool_call>" in template:
@@ -309,8 +310,8 @@ def _skip_separators(source: TextSource, letters: str) -> Parsing:
 
 
 def _xml_value(text: str, schema: Any) -> Any:
-    """Return the value of an argument whose text has no quotes. Without a schema it is a text, and so is a value that
-    is no JSON.
+    """Return the value of an argument, whose text has no quotes. Without a schema, or if it is not JSON, the value
+    is the text itself.
     """
     text = text.removeprefix("\n").removesuffix("\n")
     given = schema.get("type") if isinstance(schema, dict) else "string"

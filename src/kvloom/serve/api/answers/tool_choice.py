@@ -1,7 +1,7 @@
 """Checks the tools of a request, and builds the grammar that forces a call.
 
-A forced answer is a JSON array of calls, for every model and template: [{"name": "f", "arguments": {…}}]. The arguments
-follow the JSON schema of the function. `ForcedCalls` reads it.
+A forced answer is a JSON array of calls, for every model and template: [{"name": "f", "arguments": {…}}]. The
+arguments follow the JSON schema of the function. `ForcedCalls` parses such an answer.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def check_tools(tools: Tools | None) -> None:
 
 
 def forced_functions(tools: Tools | None, choice: str | dict[str, Any] | None) -> Tools | None:
-    """Return the functions of which `tool_choice` forces a call, or None if it forces none. Raises ApiError for an
-    invalid choice.
+    """Return the functions that `tool_choice` forces the model to call, or None if it forces none. Raises ApiError
+    for an invalid choice.
     """
     if choice in (None, "auto", "none"):
         return None
@@ -83,7 +83,8 @@ def forced_functions(tools: Tools | None, choice: str | dict[str, Any] | None) -
 
 
 def forced_grammar(functions: Tools, many: bool) -> str:
-    """Return the Lark rule `answer` for calls of the given functions: one call, or several with `many`."""
+    """Return the Lark rule `answer` for calls of the given functions. The answer has one call, or several with
+    `many`."""
     return f'answer: "[" call {MORE_CALLS if many else ""} "]"\n' + call_rules(functions)
 
 
