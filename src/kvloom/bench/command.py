@@ -17,6 +17,7 @@ BENCHMARKS = {
     "kernels": "attention, writes, copies (GPU)",
     "engine": "whole workloads, compared with Hugging Face and vLLM (both)",
     "serve": "many concurrent streams on a server (both)",
+    "admission": "requests per second within their objective under overload (CPU)",
     "metrics": "cost of the server's metrics (both)",
     "memory": "how soon a busy model uses the memory of an idle one (CPU)",
     "quality": "perplexity under quantised KV (both)",
