@@ -50,7 +50,8 @@ _HELP = "TOML file with values for these arguments (default: $KVLOOM_CONFIG; see
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A value from a file or the environment: the command-line words for it, and its source."""
+    """A setting that comes from a configuration file or the environment. `words` are the equivalent command-line
+    arguments. `origin` names the file or variable in errors."""
 
     words: tuple[str, ...]
     origin: str

@@ -45,7 +45,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Bytes for all requests, the wasted share, and how many requests fit."""
+    """The memory that one paging scheme needs for the load: bytes for all requests, the wasted share of these bytes,
+    and how many requests fit into the GPU's memory."""
 
     bytes: int
     waste: float
@@ -54,7 +55,8 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The result of planning. The command prints it."""
+    """The result of `kvloom plan`: the pool layout of a model, the memory that a load needs, and the waste of each
+    paging scheme. The command prints it."""
 
     spec: ModelSpec
     layout: PoolLayout

@@ -116,11 +116,11 @@ def repeat(traffic: Traffic, times: int, seed: int = 0, seconds: float = 60.0) -
 
 
 def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tuple[list[Blocks], int]:
-    """Replace the block ids of each row by numbers from 0. Return the rows, and how many distinct numbers they
-    have.
+    """Replace the block ids of each row by numbers from 0. Return the rows, and how many distinct numbers they have.
 
-    If an id follows different blocks in two rows, the prefixes differ, so the id gets two numbers. Raises
-    ValueError for an invalid id. O(n log n), in array operations if ids are hashes of whole prefixes."""
+    If an id follows different blocks in two rows, the prefixes differ, so the id gets two numbers. Raises ValueError
+    for an invalid id. If every id always follows the same block, as hashes of whole prefixes do, array operations
+    number the rows in O(n log n). Otherwise a slower Python loop does it."""
     arrays = [_ids(row) for row in rows]
     ends = np.cumsum([len(a) for a in arrays])
     if not arrays or not ends[-1]:

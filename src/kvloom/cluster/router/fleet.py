@@ -45,8 +45,11 @@ FAILED_CHECKS = 2
 
 @dataclass(slots=True)
 class Offer:
-    """A model on one worker: the model's part of block hashes, its layer groups, pool and events. The hash part is
-    None for a foreign worker."""
+    """A model that one worker serves, as the worker reports it to the router.
+
+    `hash_model` is the model's name in block hashes. It is None if the worker is not kvloom (such as vLLM), or did not
+    state it. The router then hashes the published tokens itself. `capacity` is the size of the pool in tokens.
+    `events` and `replay` are the addresses of the event stream."""
 
     hash_model: str | None = None
     groups: tuple[Group, ...] = (Group(),)
@@ -68,7 +71,7 @@ class Offer:
 
 @dataclass(slots=True)
 class Sent:
-    """The requests that this router sent to a worker: counts and times to first token."""
+    """Counters of the requests that this router sent to one worker, and a histogram of their times to first token."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -106,8 +109,8 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """A model and the workers that serve it: its index, its scorer, and the index of text prompts without a
-    tokenizer."""
+    """What the router stores for one model: the index of cached blocks on all workers that serve it, and the scorer
+    that chooses among these workers."""
 
     name: str
     index: FleetIndex

@@ -49,7 +49,7 @@ def piece_sizes(tokens: int) -> list[int]:
 
 @dataclass(slots=True)
 class _GraphSet:
-    """The graphs of one size, and the attention calls between them."""
+    """The CUDA graphs for steps of one size. Attention is not part of the graphs: `calls[i]` runs after `graphs[i]`."""
 
     batch: Batch
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)

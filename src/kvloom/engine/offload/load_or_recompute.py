@@ -19,7 +19,8 @@ __all__ = ["Estimates", "LoadOrRecompute", "Progress"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The positions of a request, in tokens: computed, loaded, and the `end` of its prompt."""
+    """How far a request has computed and loaded its prompt. Tokens before `computed_to` are computed. Tokens from
+    `loaded_from` to `end` are loaded, where `end` is the end of the prompt."""
 
     computed_to: int
     loaded_from: int
@@ -31,7 +32,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Measured times. A value is None if nothing was measured."""
+    """Measured times from which `LoadOrRecompute` decides. A time that was not measured yet is None."""
 
     compute_seconds: Callable[[int], float] | None
     """Returns the seconds of a step of n tokens."""

@@ -117,7 +117,7 @@ class BodyLimiter:
 
 
 class HeldBody:
-    """The body of one request."""
+    """Counts the bytes of one request body that the server has received and not yet released."""
 
     def __init__(self, limiter: BodyLimiter, tenant: str) -> None:
         self._limiter, self._tenant = limiter, tenant

@@ -199,7 +199,7 @@ class ResizePool(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetRole(msgspec.Struct, frozen=True, tag=True):
-    """Change the role of the worker."""
+    """A message from the server that changes the role of the worker."""
 
     role: Literal["both", "prefill", "decode"]
 

@@ -20,7 +20,7 @@ __all__ = ["LeaseBudget", "PeerClient", "PeerClients"]
 
 
 class PeerClient:
-    """One connection. The server closes it after `deadline` (monotonic seconds)."""
+    """One connection of a client to this peer server. The server closes it after `deadline` (monotonic seconds)."""
 
     def __init__(self, channel: Channel, origin: str, deadline: float) -> None:
         self.channel, self.origin, self.deadline = channel, origin, deadline

@@ -37,7 +37,7 @@ BlockChange = tuple[Literal["open", "grow", "close"], Block, str]
 
 
 class Blocks:
-    """The blocks of one answer so far."""
+    """Collects the pieces of one answer into blocks, such as thinking, text and tool calls."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
