@@ -230,6 +230,7 @@ def test_request_waits_for_a_prefix_that_another_computes() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "mamba"])
+@pytest.mark.few(1)
 def test_running_request_leaves_checkpoints_for_queued_ones(family: str) -> None:
     shared = [5 + i % 50 for i in range(100)]
     prompts = [[*shared, 7 + i, *range(9, 12 + i)] for i in range(3)] + [shared[:70]]

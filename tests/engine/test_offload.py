@@ -277,6 +277,7 @@ def stored(engine: Engine) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 @pytest.mark.parametrize("wrong", ["failing", "hung", "full", "slow", "lying", "flipped"])
+@pytest.mark.few(3)
 def test_faulty_tier_changes_no_token_and_recovers(family: str, wrong: str, tmp_path: Path) -> None:
     prompts = drawn((family, wrong), 70, 50, 33)
     wanted = expected(tiny(family), prompts, 8)
@@ -319,6 +320,7 @@ def test_faulty_tier_changes_no_token_and_recovers(family: str, wrong: str, tmp_
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
+@pytest.mark.few(1)
 def test_many_requests_in_a_small_pool_with_a_faulty_disk(family: str, tmp_path: Path) -> None:
     rng = random.Random(family)
     roots = drawn((family, "roots"), 40, 33, 20)
@@ -503,7 +505,7 @@ class LatePages(HostPages):
 
 @pytest.mark.parametrize("write", ["through", "back"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba", "qwen3_next"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_slow_copies_neither_overwrite_nor_read_other_pages(
     family: str, write: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -564,7 +566,7 @@ def test_returning_conversations_keep_their_loaded_pages(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_pages_stay_in_full_host_memory_while_they_load(family: str) -> None:
     """The pool evicts pages into a full host memory, where the pages to be loaded are the oldest."""
     prompts = drawn((family, "in turns"), *[70] * 6)
@@ -586,6 +588,7 @@ def test_pages_stay_in_full_host_memory_while_they_load(family: str) -> None:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.few(1)
 def test_shared_pages_are_loaded_once(cancelled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_manager, "HostPages", LatePages)
     monkeypatch.setattr(LatePages, "polls", (20, 30))

@@ -2,8 +2,8 @@
 
     two models share one memory ──▶ one fills most of it, then rests ──▶ the other gets a prompt larger than its pool
 
-The time from the prompt to the first growth of its model's pool is the time in which idle memory is reused. The idle
-model evicts cached pages for it.
+The result is the time from the prompt to the first growth of its model's pool. To free memory, the idle model
+evicts cached pages.
 """
 
 from __future__ import annotations

@@ -244,7 +244,8 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 
 def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]:
-    """Start a server, and return its process, its address, the name of its first model, and an engine process."""
+    """Start a server. Return its process, its address, the name of its first model, and the id of an engine
+    process."""
     command = [
         sys.executable,
         "-m",

@@ -8,9 +8,9 @@
 A step never waits. If the queue is full, the batch is dropped and counted. The sequence number of a dropped batch
 is not used again, so subscribers notice the gap and request a snapshot. Pages of images are not published.
 
-Pages in host memory and in disk tiers are published with the medium CPU or DISK (`add_tier`). As in vLLM, these events
-have no parent and no tokens. A block that moves from the pool to host memory is two events: stored in CPU, then removed
-from GPU.
+Pages in host memory and in disk tiers are published with the medium CPU or DISK (`add_tier`). As in vLLM, these
+events have no parent and no tokens. If a block moves from the pool to host memory, there are two events: stored in
+CPU, then removed from GPU.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class WirePublisher:
         self._thread.start()
 
     def add_tier(self, blocks: TierBlocks) -> None:
-        """Publish the blocks of a tier, too."""
+        """Also publish the blocks of this tier from now on."""
         self._tiers.append(blocks)
 
     def _on_event(self, event: Event) -> None:

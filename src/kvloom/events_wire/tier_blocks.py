@@ -14,10 +14,10 @@ Changes = Iterable[tuple[bool, bytes, int, bytes]]
 
 
 class TierBlocks:
-    """Reports a block as stored in `medium` when the tier has the pages of all forms of its layer group. `take` returns
-    the changes since its last call. `forms` are the fingerprints of the forms, by layer group. Other pages are left
-    out. A page of one of `state_groups` is a state at the end of its block, so its event has no hash of an earlier
-    unit. Not thread-safe."""
+    """Turns changes of pages into events. A block is stored in `medium` when the tier has pages of all forms of a
+    layer group for it. `take` returns the changes of pages since its last call. `forms` are the fingerprints of the
+    forms, by layer group. Pages of other forms are left out. A page of one of `state_groups` is a state at the end
+    of its block, so its event contains only the hash of the last unit. Not thread-safe."""
 
     def __init__(
         self,
@@ -62,7 +62,8 @@ class TierBlocks:
         return (before == whole) != (after == whole)
 
     def _count(self, block_hash: bytes, group: int, is_stored: bool) -> list[bytes]:
-        """Count the units of a block that was completed or removed. Return the units that no other block has."""
+        """Count the units of a block that was completed or removed. Return the units that belong to no other block
+        of the tier."""
         name, counts = bytes(block_hash), self._counts[group]
         units: tuple[bytes, ...] = (name,)
         if is_stored:

@@ -1,9 +1,9 @@
-"""Changes of a tier's pages: which pages it stored and removed. Block events are made from them.
+"""Changes of a tier's pages: the pages that the tier stored and removed. Block events are made from these changes.
 
     tier (any thread) ── stored, removed ──▶ PageChanges ── take ──▶ engine: events with the tier's medium
 
 A tier records changes only after `watch`. Tiers that other processes also write, such as Redis, are not watched,
-because they do not report what others remove.
+because they do not report pages that other processes remove.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ class SupportsChanges(Protocol):
     """A tier that can record the changes of its pages."""
 
     def watch(self) -> PageChanges | None:
-        """Record changes from now on. The pages that the tier already has are the first changes. Return None if the
-        tier cannot name its pages, for example because they are encrypted."""
+        """Record changes from now on. The pages that the tier already has are the first changes. Return None if
+        block hashes cannot be found from stored keys, for example because pages are encrypted."""
         ...

@@ -46,7 +46,7 @@ class UnitTier(WrappedTier):
         self._forms = dict(forms)
 
     def watch(self) -> PageChanges | None:
-        """See `SupportsChanges`. The changes are those of units."""
+        """Records changes (see `SupportsChanges`). A change refers to a unit, not to a whole page."""
         return self.inner.watch() if isinstance(self.inner, SupportsChanges) else None
 
     def stored_form(self, form: Form) -> Form:

@@ -168,7 +168,8 @@ class Fleet:
     # -- discovery ----------------------------------------------------------------------------------
 
     def discover(self, url: str) -> None:
-        """Add a worker for every address of a host name, and follow its changes."""
+        """Add a worker for every address of the host name in `url`. Regularly look up the addresses again, to add
+        new workers and remove dead ones."""
         self._discoveries.append(asyncio.create_task(self._keep_discovering(url)))
 
     async def _keep_discovering(self, url: str) -> None:

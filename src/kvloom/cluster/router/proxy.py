@@ -241,8 +241,8 @@ class Proxy:
     def _within_objective(
         self, call: Call, served: ServedModel, names: list[str], lengths: dict[str, tuple[int, ...]]
     ) -> list[str]:
-        """Return the workers that may meet the objective of a call. Raises ApiError 429 if there are none, and no worker
-        was tried: with the prediction of the best."""
+        """Return the workers that may meet the objective of a call. If there are none and no worker was tried,
+        raises ApiError 429 with the best prediction."""
         assert call.keys is not None
         found: list[str] = []
         best: tuple[Decision, Prediction, Objective] | None = None
@@ -275,7 +275,8 @@ class Proxy:
         )
 
     def _prediction(self, call: Call, served: ServedModel, name: str, cached: int) -> Prediction | None:
-        """Predict the times of a call on a worker. If a prefill worker computes its prompt, it predicts the first token."""
+        """Predict the times of a call on a worker. If a prefill worker computes the prompt, the TTFT is predicted
+        for the prefill worker."""
         assert call.keys is not None
 
         def of(worker: str, known: int) -> Prediction | None:

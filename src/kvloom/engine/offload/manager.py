@@ -64,7 +64,8 @@ class Step(Protocol):
 
 
 class WatchedTier(NamedTuple):
-    """A tier whose pages are published: its medium, its changes, and the forms of each layer group's pages."""
+    """A tier whose pages are published as events. It has the tier's medium and changes, and the forms of each layer
+    group's pages."""
 
     medium: str
     changes: PageChanges
@@ -133,7 +134,8 @@ class OffloadManager:
         self._tiers.config = config
 
     def watch_tiers(self) -> list[WatchedTier]:
-        """Make host memory and disk tiers record their pages, for events. Call it before the first step."""
+        """Make host memory and disk tiers record changes of their pages, for events. Call this method before the
+        first step."""
         exact = {group: list(forms) for group, forms in self.forms.items()}
         found = [WatchedTier("host", self.host.watch(), exact)]
         for queue in self.transfers.queues:

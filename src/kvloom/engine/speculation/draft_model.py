@@ -111,8 +111,8 @@ class DraftModelProposer:
         pass
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:
-        """Compute the prompt tokens of a launched step. If `complete`, also compute its output tokens and the
-        drafts of other proposers. Otherwise record that these tokens are missing."""
+        """Compute the prompt tokens of a launched step. If the proposer is `complete`, also compute the step's
+        output tokens and the drafts of other proposers. Otherwise record that these tokens are missing."""
         self._compute([(request, part) for request, part in work if id(request) not in own])
 
     def _compute(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:

@@ -4,7 +4,7 @@
     x = h of token n - 1 + attention(concat(norm(embedding of token n), norm(h of token n - 1)))
     x = x + mlp(norm(x))      logits = output matrix(norm(x))
 
-x is the head's own hidden state, and takes the place of h for tokens that the target has not computed.
+x is the head's own hidden state. It replaces h for tokens that the target has not computed.
 
 | in the folder                        | meaning                                                                    |
 |--------------------------------------|----------------------------------------------------------------------------|
@@ -13,8 +13,9 @@ x is the head's own hidden state, and takes the place of h for tokens that the t
 | `t2d`                                | which target tokens are in the draft vocabulary; not needed                |
 | `embed_tokens`                       | embeddings; without them those of the target                               |
 
-The layers of the target are those after 2, a half, and all but 3 of its layers, or those of the config:
-`eagle_aux_hidden_state_layer_ids` counts the layers before, and in `eagle_config` it names the last of them.
+By default, hidden states are read after 2 layers of the target, after half of its layers, and before its last 3
+layers. The field `eagle_aux_hidden_state_layer_ids` of the config overrides this list. At the top level it contains
+numbers of layers. Inside `eagle_config` it contains indexes of layers, from 0.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer whose attention reads the embedding and the hidden state before. Its input is both, joined."""
+    """A decoder layer whose attention reads the embedding of a token and the hidden state of the token before it.
+    Both are joined in the input."""
 
     def __init__(self, layer: Any, config: Any) -> None:
-        """`layer` is a Llama layer, whose modules become those of this layer."""
+        """`layer` is a Llama layer. This layer takes over its modules."""
         super().__init__()
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
         self.input_layernorm = layer.input_layernorm
@@ -142,7 +144,7 @@ def load_eagle_head(folder: str, target: Any) -> EagleHead:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """Return the fields of a head's config, also if its layer has a config of its own."""
+    """Return the fields of a head's config. If the config of the layer is nested, its fields are included."""
     try:
         fields: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
         return {**fields, **fields.pop("transformer_layer_config", {})}
@@ -151,7 +153,7 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def _renamed(name: str) -> str | None:
-    """Return our name of a weight: that of a Llama model with one layer."""
+    """Return the name of a weight in a Llama model with one layer. Returns None for a weight that is not needed."""
     if name == "t2d":
         return None
     name = re.sub(r"^(midlayer|layers\.0)\.", "model.layers.0.", name)
@@ -178,7 +180,7 @@ def _one_layer_model(fields: dict[str, Any], text: Any, vocabulary: int, dtype: 
 
 
 def _layer_counts(fields: dict[str, Any], layers: int) -> list[int]:
-    """Return after how many layers of the target its hidden states are read."""
+    """Return the numbers of target layers after which hidden states are read, sorted."""
     within = (fields.get("eagle_config") or {}).get(LAYER_IDS)
     counts = fields.get(LAYER_IDS) or (within and [last + 1 for last in within])
     counts = counts or [2, layers // 2, layers - 3]
@@ -205,7 +207,7 @@ def _assign(head: EagleHead, tensors: dict[str, torch.Tensor], folder: str) -> N
 
 
 def _check_vocabulary(head: EagleHead, size: int, folder: str) -> None:
-    """Raise ModelError if the draft vocabulary is not part of the target's."""
+    """Raise ModelError if the draft vocabulary is not a part of the target's vocabulary."""
     ids, vocabulary = head.target_ids, head._vocabulary
     if ids is None and size == vocabulary:
         return

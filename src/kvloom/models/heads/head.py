@@ -3,7 +3,8 @@
     input of token n    its embedding, and the hidden state of token n - 1
     output              logits of token n + 1, and the head's own hidden state of token n
 
-The target's hidden states are exact. For a token that the target has not computed, the head uses its own.
+The target's hidden states are exact. For a token that the target has not computed, the head uses its own hidden
+state.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def target_states(self, decoder: Any) -> AbstractContextManager[States]:
-        """Collect the hidden states of the target's next run."""
+        """A context that collects the target's hidden states in a run."""
 
     @abstractmethod
     def own_states(self) -> AbstractContextManager[States]:
-        """Collect the hidden states of the head's next run."""
+        """A context that collects the head's own hidden states in a run."""
 
     def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits of the target's vocabulary."""
@@ -51,8 +52,8 @@ class Head(nn.Module, ABC):
 
 @contextmanager
 def collect_outputs(modules: Iterable[Any], copies: bool = False) -> Iterator[list[torch.Tensor]]:
-    """Collect what each of `modules` returns for one packed row: [tokens, size]. With `copies`, later modules may
-    overwrite it."""
+    """A context that collects the outputs of `modules` for one packed row, each [tokens, size]. With `copies`,
+    outputs are copied, so later modules may overwrite the originals."""
     found: list[torch.Tensor] = []
 
     def collect(_: Any, __: Any, output: Any) -> None:
@@ -68,7 +69,8 @@ def collect_outputs(modules: Iterable[Any], copies: bool = False) -> Iterator[li
 
 
 def own_or_shared(module: Any, own: torch.Tensor | None) -> Any:
-    """Return the target's module of one matrix. If the head has another matrix, return a copy of the module with it."""
+    """Return `module`, which has a matrix of the target. If the head has a different matrix `own`, return a copy of
+    the module with `own`."""
     if own is None or (
         own.shape == module.weight.shape and torch.equal(own.to(module.weight), module.weight)
     ):

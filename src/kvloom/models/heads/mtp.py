@@ -1,4 +1,4 @@
-"""Multi-token-prediction heads, which some checkpoints contain beside the target's layers.
+"""Multi-token-prediction heads. Some checkpoints contain such a head in addition to the target's layers.
 
     x = projection(concat(norm(embedding of token n), norm(hidden state of token n - 1)))
     hidden state = norm(decoder layer(x))      logits = target's output matrix(hidden state)
@@ -12,8 +12,9 @@
 | decoder layer                 | all others                                          | `layers.0`              |
 | embeddings, output matrix     | `embed_tokens`, `shared_head.head`; or the target's | the target's            |
 
-transformers does not load these weights with the target. The layer is one of the target's architecture, with full
-attention. A head runs again on its own output for further tokens. Of several heads, only the first is used.
+transformers does not load these weights with the target. The layer has the target's architecture, with full
+attention. For further draft tokens, the head runs again on its own output. If there are several heads, only the
+first is used.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def load_mtp_head(target: Any) -> MTPHead:
 
 
 def _renamed(key: str, layers: int) -> str | None:
-    """Return our name of a head's weight, or None for other weights."""
+    """Return the name of a head's weight in our modules, or None for other weights."""
     own = f"model.layers.{layers}."
     if key.startswith("mtp."):
         if key in _NAMES:
@@ -141,7 +142,8 @@ def _renamed(key: str, layers: int) -> str | None:
 
 
 def _layer_config(config: Any) -> Any:
-    """Return the config of a model with one layer. Its vocabulary is a placeholder, until matrices are shared."""
+    """Return the config of a model with one layer. Its vocabulary size is a placeholder until the matrices of the
+    target are shared."""
     if getattr(config, "quantization_config", None):
         raise ModelError("speculate mtp does not support quantised weights: use a checkpoint in bfloat16")
     config = copy.deepcopy(config)
@@ -153,7 +155,7 @@ def _layer_config(config: Any) -> Any:
 
 
 def _set_experts(config: Any, has_experts: bool) -> None:
-    """Give the layer experts, or a dense MLP, in the fields that families use for that."""
+    """Set the fields with which the families select experts or a dense MLP for the layer."""
     fields: dict[str, Any] = {
         "first_k_dense_replace": 0 if has_experts else 1,
         "mlp_layer_types": ["sparse" if has_experts else "dense"],

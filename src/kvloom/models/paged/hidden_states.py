@@ -1,4 +1,4 @@
-"""Hidden states of a target in the pages of a head, which drafts from them.
+"""Hidden states of a target, in the pages of the head that drafts from them.
 
     page of the head's layer   | K, V of 16 tokens | hidden states of 16 tokens |
 
@@ -34,15 +34,15 @@ class HiddenStates:
         self._group, self._run, self._states = view.group, view.run, view.fields[_NAME]
 
     def write(self, batch: Batch, states: torch.Tensor, at: torch.Tensor | None = None) -> None:
-        """Write the states [tokens, size] of a step's tokens, or of its tokens `at`."""
+        """Write the states [tokens, size] of all tokens of a step, or only of the tokens with the indexes `at`."""
         pages, places = batch.pages[self._group][self._run], batch.places
         if at is not None:
             pages, places = pages[at], places[at]
         self._states[pages, places] = states.to(self._states.dtype)
 
     def before(self, batch: Batch) -> torch.Tensor:
-        """Return the states [tokens, size] of the tokens before those of a step. The first token of a sequence gets
-        zeros."""
+        """For each token of a step, return the state of the token before it: [tokens, size]. The first token of a
+        sequence gets zeros."""
         count, block = len(batch.tokens), self._states.shape[1]
         packed = torch.arange(count, dtype=batch.starts.dtype, device=batch.tokens.device)
         rows = torch.bucketize(packed, batch.starts[1:], right=True).clamp(max=len(batch.lengths) - 1)

@@ -137,7 +137,7 @@ def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
 
 def with_draft(target: ModelSpec, draft: ModelSpec, *fields: Field) -> ModelSpec:
     """Return one spec with the layers of both models. The draft's layers have the prefix `DRAFT_PREFIX`, a separate
-    lifetime, and further `fields`."""
+    lifetime, and the additional `fields`."""
     beside = {
         f"{DRAFT_PREFIX}{name}": replace(spec, lifetime="draft", fields=spec.fields + fields)
         for name, spec in draft.layers.items()

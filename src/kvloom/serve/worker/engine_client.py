@@ -96,7 +96,7 @@ class EngineClient:
     | `log`         | a line for the server's log                          |
     | `on_ready`    | the Ready message of each engine                     |
     | `on_progress` | the progress of each prompt                          |
-    | `on_delta`    | each delta that a caller reads; may be None |
+    | `on_delta`    | each delta that a caller reads; may be None          |
     | `explain`     | a rejection's text; returns the client's error       |
     """
 

@@ -485,7 +485,8 @@ class Worker:
 
     @property
     def _lacks_pages(self) -> bool:
-        """Whether models share memory, and this one has evicted pages since the last stats, or waits for pages."""
+        """Whether this model shares memory with others and lacks pages. It lacks pages if it has evicted pages
+        since the last stats, or if requests wait for pages."""
         if not self._share_bytes:
             return False
         evictions = self.engine.cache.inspect.evicted.total()

@@ -195,7 +195,8 @@ class DiskTier(Tier):
         return self._store.used_by(tenant)
 
     def watch(self) -> PageChanges | None:
-        """See `SupportsChanges`. Returns None if the tier has a key file, because its keys then hide block hashes."""
+        """Records changes (see `SupportsChanges`). Returns None if the tier has a key file, because stored keys
+        then hide block hashes."""
         return self._store.watch() if self._keys is None else None
 
     def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:

@@ -152,7 +152,7 @@ class SegmentStore:
         return dropped
 
     def watch(self) -> PageChanges:
-        """Records changes from now on. The pages in the index are the first changes."""
+        """Records changes of pages from now on. The first changes are the pages that are already in the index."""
         with self.lock:
             self.changes = PageChanges()
             self.changes.stored(self.index, [key[:HASH_BYTES] for key in self.index])

@@ -96,7 +96,7 @@ class HostTier(Tier):
             self.index.set_shares(shares)
 
     def watch(self) -> PageChanges:
-        """See `SupportsChanges`. Call it before the first page is stored."""
+        """Records changes (see `SupportsChanges`). Call this method before the first page is stored."""
         with self._lock:
             self.index.changes = PageChanges()
             return self.index.changes

@@ -87,8 +87,8 @@ class AnswerFormats:
     ) -> AnswerParser | None:
         """Return the parser of one answer to a prompt, or None if the answer is plain content.
 
-        `structure` is the required structure of the whole answer. The answer may call `functions`, if there are any,
-        and must with `forced`.
+        `structure` is the required structure of the whole answer. The answer may call `functions`. With `forced` it
+        must call one.
         """
         reasoning = None
         if self.reasoning is not None and (
@@ -101,8 +101,8 @@ class AnswerFormats:
         return None if reasoning is None and calls is None else AnswerParser(reasoning, calls, parallel)
 
     def strict_grammar(self, functions: Tools) -> str | None:
-        """Return the Lark rule `answer` of answers whose calls of strict functions follow their schemas. Return None if
-        no function is strict, or if the format of this model cannot be enforced.
+        """Return the Lark rule `answer`, in which calls of strict functions follow their schemas. Return None if no
+        function is strict, or if schemas cannot be enforced in the format of this model.
         """
         if self.calls is None or self.special or not any(function.get("strict") for function in functions):
             return None

@@ -103,8 +103,8 @@ class TextSource:
         return found
 
     def content_until(self, *markers: str) -> Generator[None, None, str]:
-        """Add the text before the first of some markers as content, and skip the marker. Return it, or "" at the end of
-        the text.
+        """Add the text before the first of `markers` as content, and skip this marker. Return the marker, or "" at
+        the end of the text.
         """
         while True:
             places = [(place, marker) for marker in markers if (place := self.rest.find(marker)) >= 0]
@@ -122,7 +122,7 @@ class TextSource:
             yield
 
     def text_until(self, marker: str) -> Generator[None, None, str | None]:
-        """Read the text before a marker, and skip the marker. Return None if the text ends before it."""
+        """Return the text before a marker, and skip the marker. Return None if the text ends before the marker."""
         searched = 0
         while (place := self.rest.find(marker, searched)) < 0:
             if self.ended:

@@ -50,7 +50,7 @@ class ToolCallParser(ABC):
     @classmethod
     def strict_grammar(cls, functions: Tools) -> str | None:
         """Return the Lark rule `answer` for text and calls in this format. The arguments of strict functions follow
-        their schemas. Return None if the format has no JSON to which a schema applies.
+        their schemas. Return None if the format contains no JSON to which a schema could apply.
         """
         return None
 
@@ -115,7 +115,7 @@ class Llama3JsonParser(ToolCallParser):
 
     @classmethod
     def strict_grammar(cls, functions: Tools) -> str:
-        """An answer that begins with a brace is a call."""
+        """Return the rule `answer`. An answer that begins with a brace is a call."""
         return f"""{STRICT}strict: call ("; " call)* | TEXT
 TEXT: /[^{{\\s](.|\\n)*/
 """ + call_rules(functions, "parameters", only_strict=True)
@@ -310,8 +310,8 @@ def _skip_separators(source: TextSource, letters: str) -> Parsing:
 
 
 def _xml_value(text: str, schema: Any) -> Any:
-    """Return the value of an argument whose text has no quotes. Without a schema it is a text, and so is a value that
-    is no JSON.
+    """Return the value of an argument, whose text has no quotes. Without a schema, or if it is not JSON, the value
+    is the text itself.
     """
     text = text.removeprefix("\n").removesuffix("\n")
     given = schema.get("type") if isinstance(schema, dict) else "string"

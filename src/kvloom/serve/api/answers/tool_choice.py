@@ -83,7 +83,8 @@ def forced_functions(tools: Tools | None, choice: str | dict[str, Any] | None) -
 
 
 def forced_grammar(functions: Tools, many: bool) -> str:
-    """Return the Lark rule `answer` for calls of the given functions: one call, or several with `many`."""
+    """Return the Lark rule `answer` for calls of the given functions. The answer has one call, or several with
+    `many`."""
     return f'answer: "[" call {MORE_CALLS if many else ""} "]"\n' + call_rules(functions)
 
 
