@@ -281,6 +281,8 @@ def _metrics(fleet: Fleet, proxy: Proxy) -> Iterator[str]:
         "prompt_tokens": counts.prompt_tokens,
         "expected_hit_tokens": counts.expected_hit_tokens,
         "hand_overs": counts.hand_overs,
+        "copied_prefixes": proxy.replicator.copied,
+        "failed_copies": proxy.replicator.failed,
         "untokenised_prompts": proxy.reader.fallbacks,
         "worker_deaths": fleet.deaths,
     }

@@ -55,6 +55,8 @@ class Offer:
     """What the worker does: "prefill", "decode" or "both"."""
     peer: str | None = None
     """Address, `host:port`, at which other workers read its pages."""
+    reads: tuple[str, ...] = ()
+    """Addresses of the peers from which it reads pages."""
     load: dict[str, Any] = field(default_factory=dict)
     """What the worker's engine does and has, as it last reported."""
 
@@ -344,6 +346,7 @@ def _offer(found: dict[str, Any]) -> Offer:
         found["replay"],
         found.get("role", "both"),
         found.get("peer"),
+        tuple(found.get("reads") or ()),
         found.get("load") or {},
     )
 
