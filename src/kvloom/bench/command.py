@@ -24,6 +24,7 @@ BENCHMARKS = {
     "tiers": "throughput of tiers and their media, compared with LMCache (CPU)",
     "router": "cost of the router: events, scoring, added latency (CPU)",
     "routing": "hits and time to first token of agent sessions over four workers, by router (CPU)",
+    "kills": "kill -9 of workers, engines and routers under load: wrong and lost answers (CPU)",
     "offload": "an engine with tiers: time to first token, hits, cost (both)",
     "speculation": "tokens per second with and without drafts (both)",
 }

@@ -60,6 +60,8 @@ class Offer:
     """Role of the worker: "prefill", "decode" or "both"."""
     peer: str | None = None
     """Address, `host:port`, at which other workers read its pages."""
+    reads: tuple[str, ...] = ()
+    """Addresses of the peers from which it reads pages."""
     load: dict[str, Any] = field(default_factory=dict)
     """Load, hits and tiers of the engine, from the last report of the worker."""
     step_times: tuple[float, ...] = ()
@@ -358,6 +360,7 @@ def _offer(found: dict[str, Any]) -> Offer:
         found["replay"],
         found.get("role", "both"),
         found.get("peer"),
+        tuple(found.get("reads") or ()),
         found.get("load") or {},
         tuple(float(one) for one in found.get("step_times") or ()),
         int(found.get("token_budget") or 0),
