@@ -266,12 +266,31 @@ def _run_fleet(args: Namespace, traffic: Traffic, blocks: _Capacities, per_token
 def _fleet_table(found: Sequence[FleetOutcome], has_objective: bool = False) -> Table:
     table = Table("route", box=None)
     names = ["workers", "blocks each", "speed", "hit rate", "TTFT mean", "p50", "p99", "TBT mean", "p99"]
-    for name in [*names, *(("admission", "refused", "goodput") if has_objective else ())]:
+    if has_objective:
+        names = [
+            "workers",
+            "speed",
+            "hit rate",
+            "TTFT mean",
+            "p99",
+            "TBT p99",
+            "admission",
+            "refused",
+            "goodput",
+        ]
+    for name in names:
         table.add_column(name, justify="right")
     for one in found:
-        times = (one.mean_ttft, one.p50_ttft, one.p99_ttft, one.mean_itl, one.p99_tbt)
         workers = f"{one.prefill} + {one.workers - one.prefill}" if one.prefill else f"{one.workers}"
-        cells = [workers, f"{one.blocks:,}", f"{one.speed:g}", f"{one.hit_rate:.2%}"]
+        cells = [
+            workers,
+            *([] if has_objective else [f"{one.blocks:,}"]),
+            f"{one.speed:g}",
+            f"{one.hit_rate:.2%}",
+        ]
+        times = [one.mean_ttft, one.p50_ttft, one.p99_ttft, one.mean_itl, one.p99_tbt]
+        if has_objective:
+            times = [one.mean_ttft, one.p99_ttft, one.p99_tbt]
         cells += [f"{1e3 * seconds:,.1f} ms" for seconds in times]
         if has_objective:
             cells += [one.admission, f"{one.refused:,}", f"{one.goodput:.2f}/s"]

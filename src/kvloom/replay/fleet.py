@@ -122,9 +122,9 @@ class FleetOutcome:
     seconds: float = 0.0
     """Simulated time from the first arrival to the last end."""
     choice_us: float = 0.0
-    """Microseconds of this machine in which the router chose one worker."""
+    """Microseconds of CPU time in which the router chose one worker."""
     event_blocks_per_second: float = 0.0
-    """Blocks per second of this machine that entered or left the router's index."""
+    """Blocks per second of CPU time that entered or left the router's index."""
 
     def to_dict(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -463,11 +463,11 @@ class _Router:
         if self.route == "round-robin":
             self._turn += 1
             return Choice(names[self._turn % len(names)], 0.0, 0, 0)
-        began = time.perf_counter()
+        began = time.process_time()
         choice = self.scorer.choose(
             job.request.prompt_tokens, self._lengths(job, scale), names, now, job.request.session
         )
-        self.choice_seconds += time.perf_counter() - began
+        self.choice_seconds += time.process_time() - began
         self.choices += 1
         assert choice is not None
         return choice
@@ -501,9 +501,9 @@ class _Router:
             elif isinstance(event, BlockRemoved):
                 self.removed += len(event.block_hashes)
         if self.route == "kv":
-            began = time.perf_counter()
+            began = time.process_time()
             self.index.apply(worker, batch)
-            self.event_seconds += time.perf_counter() - began
+            self.event_seconds += time.process_time() - began
 
     def first_token(self, worker: str, job: _Job, now: float) -> None:
         if self.route == "kv":
