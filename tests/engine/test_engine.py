@@ -268,6 +268,28 @@ def test_request_waits_for_a_checkpoint_that_another_will_take(family: str) -> N
     assert other.cached_tokens == 0
 
 
+def test_a_branch_costs_one_checkpoint_and_one_step() -> None:
+    """A prompt takes one more checkpoint and one more step for any number of queued prompts with the same prefix."""
+    shared = [5 + i % 50 for i in range(80)]
+    found = {}
+    for others in (0, 1, 8):
+        engine = make_engine(tiny("qwen3_next"), 1 << 24, token_budget=32)
+        first = engine.add([*shared, *range(7, 20)], GREEDY)
+        for i in range(others):
+            engine.add([*shared, 30 + i], GREEDY)
+        steps = 0
+        while not first.output_count:
+            engine.step()
+            steps += 1
+        (root,) = engine.cache.state.tree.roots.values()
+        places = [one.position for node in below(root) for one in node.checkpoints]
+        found[others] = steps, sorted(place for place in places if place < 92)
+        engine.run()
+    assert found[0][1] == []
+    assert found[1][1] == found[8][1] == [80]
+    assert found[8][0] <= found[0][0] + 1
+
+
 @pytest.mark.parametrize(("family", "kib"), [("llama", 512), ("gemma3_text", 768), ("qwen3_next", 512)])
 @pytest.mark.few(1)
 def test_pages_of_queued_requests_are_evicted_last(

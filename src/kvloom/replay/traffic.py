@@ -6,13 +6,14 @@ Traffic contains no tokens and no text.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Blocks", "Request", "Traffic", "number_blocks"]
+__all__ = ["Blocks", "Request", "Traffic", "number_blocks", "repeat"]
 
 Blocks = npt.NDArray[np.int32]
 
@@ -99,6 +100,19 @@ class Traffic:
         models = {(p.model, p.bytes_per_token) for p in parts}
         model, per_token = models.pop() if len(models) == 1 else ("", None)
         return cls(tuple(requests), sizes.pop(), distinct, origins, model, per_token)
+
+
+def repeat(traffic: Traffic, times: int, seed: int = 0, seconds: float = 60.0) -> Traffic:
+    """Return `times` copies of traffic at once, as of other users: they share no blocks, and each starts up to `seconds`
+    later, drawn with `seed`."""
+    draw = random.Random(seed)
+    parts = [traffic]
+    for _ in range(times - 1):
+        later = draw.uniform(0.0, seconds)
+        parts.append(
+            replace(traffic, requests=tuple(replace(one, at=one.at + later) for one in traffic.requests))
+        )
+    return Traffic.merged(parts)
 
 
 def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tuple[list[Blocks], int]:

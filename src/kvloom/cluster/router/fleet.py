@@ -60,6 +60,8 @@ class Offer:
     """Role of the worker: "prefill", "decode" or "both"."""
     peer: str | None = None
     """Address, `host:port`, at which other workers read its pages."""
+    reads: tuple[str, ...] = ()
+    """Addresses of the peers from which it reads pages."""
     load: dict[str, Any] = field(default_factory=dict)
     """Load, hits and tiers of the engine, from the last report of the worker."""
     step_times: tuple[float, ...] = ()
@@ -172,8 +174,8 @@ class Fleet:
     # -- discovery ----------------------------------------------------------------------------------
 
     def discover(self, url: str) -> None:
-        """Resolve the host name of `url` regularly. Add a worker for every new address, and remove dead workers whose
-        address has disappeared."""
+        """Add a worker for every address of the host name in `url`. Regularly look up the addresses again, to add
+        new workers and remove dead ones."""
         self._discoveries.append(asyncio.create_task(self._keep_discovering(url)))
 
     async def _keep_discovering(self, url: str) -> None:
@@ -359,6 +361,7 @@ def _offer(found: dict[str, Any]) -> Offer:
         found["replay"],
         found.get("role", "both"),
         found.get("peer"),
+        tuple(found.get("reads") or ()),
         found.get("load") or {},
         tuple(float(one) for one in found.get("step_times") or ()),
         int(found.get("token_budget") or 0),

@@ -92,6 +92,7 @@ class FleetState:
                 "failovers": counts.failovers,
                 "continued_streams": counts.continued_streams,
                 "deaths": fleet.deaths,
+                "copied_prefixes": self._proxy.replicator.copied,
                 "latency": {
                     name: {f"p{round(100 * q)}": histogram.quantile(q) for q in QUANTILES}
                     for name, histogram in (("ttft", counts.ttft), ("overhead", counts.overhead))

@@ -116,7 +116,10 @@ class SloGate:
             elif slo.first_token and slo.prediction is not None and not request.preemptions:
                 slo.last_token = now
                 self.admission.observe_request(
-                    slo.prediction, slo.first_token - slo.arrived, slo.tbt(request.output_count)
+                    slo.prediction,
+                    slo.first_token - slo.arrived,
+                    slo.tbt(request.output_count),
+                    request.output_count,
                 )
         self._open = left
 

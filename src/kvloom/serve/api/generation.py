@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -44,7 +44,7 @@ from .responses import ChatResponse, CompletionResponse, ResponseBuilder
 from .served_model import ServedModel
 from .server_context import ServerContext
 
-__all__ = ["ChatEndpoint", "CompletionEndpoint", "GenerationEndpoint"]
+__all__ = ["ChatEndpoint", "CheckedRequest", "CompletionEndpoint", "GenerationEndpoint"]
 
 DEFAULT_TOKENS = 16
 STRUCTURES = ("response_format", "structured_outputs", "regex", "grammar")
@@ -56,6 +56,23 @@ LOGPROBS_BYTES = 1 << 10
 EMBEDDING_BYTES = 1 << 8
 """Bytes of an embedding whose text is about as long as the log-probabilities of one token."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request whose fields are valid: its prompts, the ids of its messages to the engine, and its model."""
+
+    fields: CompletionFields | ChatFields
+    prompts: list[Prompt]
+    ids: list[int]
+    params: SamplingParams
+    served: ServedModel
+
+    @property
+    def builder_arguments(self) -> tuple[str, list[Prompt], list[int], int, PromptEncoder]:
+        """The arguments that all response builders share."""
+        served = self.served
+        return served.name, self.prompts, self.ids, self.params.n, served.require_encoder()
 
 
 class GenerationEndpoint(ABC):
@@ -172,7 +189,7 @@ class GenerationEndpoint(ABC):
             )
         messages = self._messages(fields, given, tenant, served, facts, started)
         ids = [message.id for message in messages]
-        response = self.response(fields, given, ids, messages[0].params, served)
+        response = self.response(CheckedRequest(fields, given, ids, messages[0].params, served))
         response.kv_transfer_params = _offered_pages(
             fields, facts, served.name, response, len(given[0].tokens)
         )
@@ -180,14 +197,7 @@ class GenerationEndpoint(ABC):
         return served, messages, response, bool(fields.stream), forced
 
     @abstractmethod
-    def response(
-        self,
-        fields: CompletionFields | ChatFields,
-        prompts: list[Prompt],
-        ids: list[int],
-        params: SamplingParams,
-        served: ServedModel,
-    ) -> ResponseBuilder:
+    def response(self, request: CheckedRequest) -> ResponseBuilder:
         """Return the builder of the response."""
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
@@ -324,19 +334,11 @@ class CompletionEndpoint(GenerationEndpoint):
         assert isinstance(fields, CompletionFields)
         return prompts.encode_completion(fields, limits)
 
-    def response(
-        self,
-        fields: CompletionFields | ChatFields,
-        prompts: list[Prompt],
-        ids: list[int],
-        params: SamplingParams,
-        served: ServedModel,
-    ) -> ResponseBuilder:
+    def response(self, request: CheckedRequest) -> ResponseBuilder:
+        fields, params = request.fields, request.params
         assert isinstance(fields, CompletionFields)
-        more = _response_options(fields, params)
-        encoder = served.require_encoder()
         return CompletionResponse(
-            served.name, prompts, ids, params.n, encoder, echo=bool(fields.echo), **more
+            *request.builder_arguments, echo=bool(fields.echo), **_response_options(fields, params)
         )
 
 
@@ -384,22 +386,12 @@ class ChatEndpoint(GenerationEndpoint):
         assert isinstance(fields, ChatFields)
         return [prompts.encode_chat(fields, limits)]
 
-    def response(
-        self,
-        fields: CompletionFields | ChatFields,
-        prompts: list[Prompt],
-        ids: list[int],
-        params: SamplingParams,
-        served: ServedModel,
-    ) -> ResponseBuilder:
+    def response(self, request: CheckedRequest) -> ResponseBuilder:
+        fields, params, served = request.fields, request.params, request.served
         assert isinstance(fields, ChatFields)
         return self.builder(
-            served.name,
-            prompts,
-            ids,
-            params.n,
-            served.require_encoder(),
-            new_parser=self.new_parser(fields, prompts[0], params, served),
+            *request.builder_arguments,
+            new_parser=self.new_parser(fields, request.prompts[0], params, served),
             warning=self.tools_warning(fields, served),
             **self.response_options(fields, params),
         )
