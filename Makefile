@@ -41,7 +41,7 @@ test: setup lint ## lint, formatting, types and the quick tests (about 15 minute
 # Ray has packages of its own (380 MB, about a minute): the tests of `kvloom deploy` use it from an environment beside.
 build/ray/bin/ray: $(STAMP)
 	@$(PYTHON) -m venv build/ray
-	@build/ray/bin/python -m pip install --quiet '$(RAY)'
+	@build/ray/bin/python -m pip install --quiet '$(RAY)' || echo "Ray cannot be installed: its tests will be skipped"
 	@{ $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; echo $(CURDIR)/src; } > \
 		"$$(build/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/kvloom.pth"
 

@@ -43,7 +43,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0, 2 for invalid input (reported in one line), 130 after Ctrl-C."""
+    """Run one command and return its exit code. The code is 0, 2 for invalid input (reported in one line), or 130
+    after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -84,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _no_command(word: str) -> NoReturn:
-    """Handle a first argument that is not a command, and exit: help, version, or an error that lists the commands."""
+    """Handle a first argument that is not a command, and exit. Prints help, the version, or an error that lists the
+    commands."""
     from argparse import RawDescriptionHelpFormatter
     from difflib import get_close_matches
     from importlib.metadata import version

@@ -1,6 +1,7 @@
-"""The models of `kvloom bench engine`: real and tiny shapes with random weights, and the embedded Llama with its own.
+"""The models of `kvloom bench engine`: real and tiny shapes with random weights, and the embedded Llama with its
+trained weights.
 
-Real shapes are shipped configs, by name.
+Real shapes are configs that are part of the package, by name.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ TINY = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model shape. `config` defaults to the shipped config of the same name.
+    """A model shape. `config` defaults to the config of the same name in the package.
 
-    `small` shapes run on a CPU in float32, with scaled workloads. `embedded` names an embedded model."""
+    `small` shapes run on a CPU in float32, with scaled workloads. `embedded` is the name of an embedded model."""
 
     what: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -52,6 +53,29 @@ SHAPES: dict[str, Shape] = {
     "llama-3.2-1b": Shape("Llama-3.2-1B"),
     "gemma-3-12b": Shape("the text model of Gemma-3-12B: 40 layers of window 1024, 8 full"),
     "qwen3-30b-a3b": Shape("Qwen3-30B-A3B: 8 of 128 experts"),
+    "qwen3-next-24l": Shape(
+        "Qwen3-Next with 24 of 48 layers and 128 of 512 experts: 3 recurrent layers to 1 full",
+        {
+            "model_type": "qwen3_next",
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": False,
+        },
+    ),
     "kvloom-llama": Shape("the embedded Llama of 8 million parameters", small=True, embedded="llama"),
     "tiny": Shape(
         "a Llama of 5 million parameters", {"model_type": "llama", "num_hidden_layers": 4, **TINY}, small=True

@@ -1,4 +1,4 @@
-"""How a simulated router chooses workers. Needs no package beyond the standard library."""
+"""The names of the rules by which a simulated router chooses workers. Needs only the standard library."""
 
 __all__ = ["ROUTES"]
 

@@ -1,9 +1,9 @@
 """The router's HTTP application.
 
-/v1/…                        forwarded to the best worker
+/v1/…                            forwarded to the best worker
 /v1/models, /health, /version, /metrics, /workers
-/dashboard, /kvloom/state    the fleet page, and its data
-/register, /unregister, /query     the indexer API of Mooncake's RFC 1403, so that other gateways can ask
+/dashboard, /kvloom/state        the fleet page, and its data
+/register, /unregister, /query   the indexer API of Mooncake's RFC 1403, for other gateways
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class RouterApplication:
         self.proxy.counts.requests[key] = self.proxy.counts.requests.get(key, 0) + 1
 
     def _check_host(self, headers: dict[str, str]) -> None:
-        """On a loopback router, refuse foreign host names: a web page must not use it through a browser."""
+        """On a loopback router, refuse foreign host names, so that no web page can use the router through a
+        browser."""
         if self._is_public:
             return
         for name in (
@@ -283,6 +284,7 @@ def _metrics(fleet: Fleet, proxy: Proxy) -> Iterator[str]:
         "hand_overs": counts.hand_overs,
         "copied_prefixes": proxy.replicator.copied,
         "failed_copies": proxy.replicator.failed,
+        "slo_refused": counts.slo_refused,
         "untokenised_prompts": proxy.reader.fallbacks,
         "worker_deaths": fleet.deaths,
     }

@@ -185,4 +185,4 @@ async def _serve(
 
 
 async def _placeholder(*_: object) -> None:
-    """The application until the real one is set."""
+    """A stand-in for the application until it is set."""

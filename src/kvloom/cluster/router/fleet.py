@@ -1,10 +1,11 @@
-"""The workers of a router: membership, health, and what each serves.
+"""The workers of a router: membership, health, and the models of each worker.
 
     --worker, --discover, /register ──▶ Worker ──▶ GET /kvloom/worker or /v1/models, every second: alive? models, hashes, load
                                           └──────▶ Subscriber: its events into the index of its model
 
-A worker that fails a request or two checks is dead until a check succeeds. Its streams continue on others. A dead worker's blocks are
-forgotten, because a restarted worker has none; its events bring back what it has.
+If a worker fails a request or two checks, it is dead until a check succeeds. Its streams continue on other workers.
+The blocks of a dead worker are removed from the index, because a restarted worker has none. Later events add its
+blocks again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from kvloom.core import HASH_TOKENS, Histogram, root_hash
+from kvloom.core import HASH_TOKENS, Histogram, Objective, root_hash
 from kvloom.events_wire import EventBatch, Subscriber
 
 from .fleet_index import FleetIndex, Group
@@ -32,7 +33,7 @@ __all__ = ["Fleet", "Offer", "ServedModel", "Worker"]
 log = logging.getLogger("kvloom.router")
 LATENCY_SECONDS = (0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08,
                    0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)  # fmt: skip
-"""Bounds of the router's histograms: its own time is below a millisecond, a first token may take minutes."""
+"""Bounds of the router's histograms. Its own time is below a millisecond, but a first token may take minutes."""
 CHECK_SECONDS = 1.0
 CHECK_TIMEOUT = 3.0
 DISCOVER_SECONDS = 2.0
@@ -44,7 +45,8 @@ FAILED_CHECKS = 2
 
 @dataclass(slots=True)
 class Offer:
-    """A model on one worker: the model's part of block hashes (None: a foreign worker), its layer groups, pool and events."""
+    """A model on one worker: the model's part of block hashes, its layer groups, pool and events. The hash part is
+    None for a foreign worker."""
 
     hash_model: str | None = None
     groups: tuple[Group, ...] = (Group(),)
@@ -52,18 +54,23 @@ class Offer:
     events: str | None = None
     replay: str | None = None
     role: str = "both"
-    """What the worker does: "prefill", "decode" or "both"."""
+    """Role of the worker: "prefill", "decode" or "both"."""
     peer: str | None = None
     """Address, `host:port`, at which other workers read its pages."""
     reads: tuple[str, ...] = ()
     """Addresses of the peers from which it reads pages."""
     load: dict[str, Any] = field(default_factory=dict)
-    """What the worker's engine does and has, as it last reported."""
+    """Load, hits and tiers of the engine, from the last report of the worker."""
+    step_times: tuple[float, ...] = ()
+    """Coefficients of its step times; empty if it has not measured enough steps."""
+    token_budget: int = 0
+    objective: Objective = field(default_factory=Objective)
+    """Objective of requests that have none of their own."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """What this router sent to a worker."""
+    """The requests that this router sent to a worker: counts and times to first token."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -72,12 +79,12 @@ class Sent:
     prefills: dict[str, int] = field(default_factory=dict)
     """Prompts that the worker computed for others, by decode worker."""
     ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
-    """Of streams."""
+    """Times to first token of streams, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker. `url` is "" for an instance that is only followed, not routed to."""
+    """One worker. `url` is "" for an instance that is followed but gets no requests."""
 
     name: str
     url: str
@@ -91,9 +98,9 @@ class Worker:
     """Models and events that a registration stated."""
     failed_checks: int = 0
     open_requests: int = 0
-    """Requests that the worker itself reports, those of other routers included."""
+    """Open requests that the worker itself reports, including requests of other routers."""
     streams: set[Callable[[], None]] = field(default_factory=set)
-    """Aborts the requests that are running on it."""
+    """Functions that abort the requests running on the worker."""
     subscribers: dict[str, tuple[Subscriber, asyncio.Task[None]]] = field(default_factory=dict)
     check: asyncio.Task[None] | None = None
     sent: Sent = field(default_factory=Sent)
@@ -101,14 +108,15 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """A model and the workers that serve it: its index, its scorer, and what text prompts say without a tokenizer."""
+    """A model and the workers that serve it: its index, its scorer, and the index of text prompts without a
+    tokenizer."""
 
     name: str
     index: FleetIndex
     scorer: Scorer
     speed: SpeedModel = field(default_factory=SpeedModel)
     texts: FleetIndex = field(default_factory=FleetIndex)
-    """Prefixes of texts that were sent to workers: the fallback where prompts cannot be tokenised."""
+    """Prefixes of texts that were sent to workers. They are used if prompts cannot be tokenised."""
 
 
 class Fleet:
@@ -129,7 +137,7 @@ class Fleet:
     # -- membership -------------------------------------------------------------------------------
 
     def add(self, url: str, name: str | None = None, is_static: bool = False) -> Worker:
-        """Add a worker by its HTTP address; one that is known stays. Its checks begin."""
+        """Add a worker by its HTTP address, and start to check it. A known worker stays unchanged."""
         name = name or url
         worker = self.workers.get(name)
         if worker is None:
@@ -139,7 +147,7 @@ class Fleet:
         return worker
 
     async def remove(self, name: str) -> bool:
-        """Remove a worker. Its streams continue on others. Returns whether it was known."""
+        """Remove a worker. Its streams continue on other workers. Returns whether the worker was known."""
         worker = self.workers.pop(name, None)
         if worker is None:
             return False
@@ -162,7 +170,8 @@ class Fleet:
     # -- discovery ----------------------------------------------------------------------------------
 
     def discover(self, url: str) -> None:
-        """Add a worker for every address of a host name, and follow its changes."""
+        """Add a worker for every address of the host name in `url`. Regularly look up the addresses again, to add
+        new workers and remove dead ones."""
         self._discoveries.append(asyncio.create_task(self._keep_discovering(url)))
 
     async def _keep_discovering(self, url: str) -> None:
@@ -193,12 +202,13 @@ class Fleet:
         return {f"{parts.scheme}://{host}:{parts.port or 80}" for host in hosts}
 
     def candidates(self, model: str) -> list[str]:
-        """Return the names of living workers that answer requests for a model. Prefill workers do so only if there are no others."""
+        """Return the names of living workers that answer requests for a model. Prefill workers are included only if
+        there are no others."""
         alive = [w for w in self.workers.values() if w.is_alive and w.url and model in w.models]
         return [w.name for w in alive if w.models[model].role != "prefill"] or [w.name for w in alive]
 
     def prefill_workers(self, model: str) -> list[str]:
-        """Return the names of living prefill workers of a model whose pages others can read."""
+        """Return the names of living prefill workers of a model whose pages other workers can read."""
         alive = [w for w in self.workers.values() if w.is_alive and w.url and model in w.models]
         return [w.name for w in alive if w.models[model].role == "prefill" and w.models[model].peer]
 
@@ -213,7 +223,7 @@ class Fleet:
             await asyncio.sleep(CHECK_SECONDS)
 
     async def check(self, worker: Worker) -> None:
-        """Ask a worker for its state once."""
+        """Query the state of a worker once."""
         try:
             offers = await self._ask(worker)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError) as error:
@@ -233,12 +243,13 @@ class Fleet:
             else:
                 # The role may change while serving.
                 known.role, known.peer, known.load = offer.role, offer.peer, offer.load
+                known.step_times, known.objective = offer.step_times, offer.objective
         if not worker.is_alive and offers:
             worker.is_alive = True
             log.info("worker %s is alive: %s", worker.name, ", ".join(offers))
 
     async def _ask(self, worker: Worker) -> dict[str, Offer]:
-        """Return the models that a worker offers. Raises if it is not healthy."""
+        """Return the models that a worker serves. Raises if the worker is not healthy."""
         timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT)
         async with self.session.get(
             f"{worker.url}/kvloom/worker", timeout=timeout, headers=self._headers
@@ -297,7 +308,7 @@ class Fleet:
             worker.subscribers[model] = subscriber, task
 
     async def _withdraw(self, worker: Worker, model: str) -> None:
-        """A worker serves a model no more: forget its blocks, in steps."""
+        """Remove the blocks of a worker that no longer serves a model, in steps."""
         worker.models.pop(model, None)
         following = worker.subscribers.pop(model, None)
         if following is not None:
@@ -311,7 +322,7 @@ class Fleet:
                 await asyncio.sleep(0)
 
     def register(self, name: str, url: str, model: str, offer: Offer) -> None:
-        """Add an instance by /register: routed to if it has a URL, only followed otherwise."""
+        """Add an instance by /register. With a URL it gets requests, otherwise it is only followed."""
         worker = self.add(url, name)
         worker.given[model] = offer
         if not url:
@@ -348,9 +359,12 @@ def _offer(found: dict[str, Any]) -> Offer:
         found.get("peer"),
         tuple(found.get("reads") or ()),
         found.get("load") or {},
+        tuple(float(one) for one in found.get("step_times") or ()),
+        int(found.get("token_budget") or 0),
+        Objective(found.get("slo_ttft"), found.get("slo_tbt")),
     )
 
 
 def now() -> float:
-    """Return the router's clock."""
+    """Return the router's time in seconds."""
     return time.monotonic()

@@ -1,6 +1,6 @@
 """The data of the fleet page and of `kvloom top --url ROUTER`: workers, flows, and the past ten minutes.
 
-One JSON document for all viewers, built from counters that the router has anyway. Nothing is fetched from workers.
+All viewers get the same JSON document. It is built from the router's own counters and fetches nothing from workers.
 """
 
 from __future__ import annotations
@@ -144,5 +144,5 @@ class FleetState:
 
 
 def _answered(requests: dict[tuple[str, int], int]) -> int:
-    """Return the requests of clients, without those for health, metrics and this page."""
+    """Return the number of client requests, without requests for health, metrics and this page."""
     return sum(count for (path, _), count in requests.items() if path.startswith("/v1/"))

@@ -1,8 +1,10 @@
-"""Sends requests to workers: choose, forward, stream back; another worker if one fails.
+"""Sends requests to workers. Chooses a worker, forwards the request and streams the answer back. If the worker fails, chooses
+another one.
 
 | failure                                     | what happens                                                                        |
 |---------------------------------------------|-------------------------------------------------------------------------------------|
 | no connection, 502, 503, 429 of a worker    | the next best worker; the last answer if all refuse                                  |
+| no worker can meet the objective            | 429 with the best prediction, without asking workers                                 |
 | a prefill worker fails                      | the decode worker computes the tokens whose pages it has not got                      |
 | a worker dies before its answer             | the request goes to another worker                                                   |
 | a worker dies in a stream                   | another worker continues after the tokens so far; the client sees one stream          |
@@ -16,18 +18,19 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from kvloom.core import Histogram
-from kvloom.serve.errors import ApiError
+from kvloom.core import Decision, Histogram, Objective, Prediction, Verdict
+from kvloom.serve.errors import ApiError, slo_not_met
 
 from .answer_stream import AnswerStream, DivergedError, WorkerFailedError
 from .fair_queue import FairQueue, QueueFullError
 from .fleet import LATENCY_SECONDS, Fleet, ServedModel, Worker, now
+from .objectives import admissible, objective_of, predict
 from .prompt_keys import PromptKeys, PromptReader, roots_of
 from .replication import FORWARDED, ReplicationOptions, Replicator
 from .scoring import Choice
@@ -44,7 +47,7 @@ AWAY = ("engine_loading", "engine_died", "draining", "server_stopping", "unloadi
 WAIT_STEP = 0.1
 """Seconds between two looks for a worker."""
 HAND_OVER_TOKENS = 256
-"""A decode worker computes fewer tokens than this itself: it takes one step."""
+"""A decode worker computes fewer tokens than this itself, because they take only one step."""
 LEFT_OUT = (
     "max_completion_tokens",
     "min_tokens",
@@ -53,18 +56,20 @@ LEFT_OUT = (
     "use_beam_search",
     "beam_width",
     "end_session",
+    "slo",
 )
-"""Fields that have no meaning for the prefill of a request."""
+"""Request fields that are not sent to the prefill worker."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
-    """Limits of a router. `inflight` requests per worker run at once; more wait, and tenants take turns.
+    """Limits of a router. At most `inflight` requests run on each worker at once. Further requests wait, and
+    tenants take turns.
 
-    A request ends after `deadline_seconds`, or after `attempts` workers have failed. A worker is given up if it sends
-    nothing for `silent_seconds` in a stream that has begun. While no worker can take a request, it waits up to
-    `wait_seconds` for one that comes back."""
+    A request ends after `deadline_seconds`, or after `attempts` workers have failed. In a stream that has begun, the
+    router gives up a worker that sends nothing for `silent_seconds`. While no worker can take a request, it waits up
+    to `wait_seconds` for one that comes back."""
 
     inflight: int = 256
     queue: int = 10_000
@@ -106,7 +111,7 @@ class Call:
 
     @property
     def session(self) -> str | None:
-        """What the client calls its session."""
+        """The name of the client's session, or None."""
         for found in (self.body.get("session_id"), self.headers.get("x-session-id"), self.body.get("user")):
             if isinstance(found, str) and found:
                 return f"{self.tenant}\0{found}"
@@ -115,7 +120,7 @@ class Call:
 
 @dataclass(slots=True)
 class Counts:
-    """What a router counts."""
+    """The counters of a router."""
 
     requests: dict[tuple[str, int], int] = field(default_factory=dict)
     failovers: int = 0
@@ -125,12 +130,14 @@ class Counts:
     expected_hit_tokens: int = 0
     hand_overs: int = 0
     """Requests whose prompt a prefill worker computes."""
+    slo_refused: int = 0
+    """Requests that no worker could serve within their objective."""
     overhead: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
     ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
 
 
 class _AbortedError(Exception):
-    """The worker of an attempt died."""
+    """Raised if the worker of an attempt died."""
 
 
 class _UnreachableError(_AbortedError):
@@ -138,7 +145,7 @@ class _UnreachableError(_AbortedError):
 
 
 class Proxy:
-    """Serves calls over a fleet."""
+    """Forwards the calls of clients to the workers of a fleet."""
 
     def __init__(
         self,
@@ -207,7 +214,7 @@ class Proxy:
         )
 
     async def _tenant(self, call: Call) -> str:
-        """Return the tenant that salts the hashes: that of the key, or the one that the request names."""
+        """Return the tenant that salts the hashes. It is the tenant of the key, or the tenant in the request."""
         key, other = call.headers.get("authorization"), call.headers.get("x-api-key")
         if key is None and other is not None:
             key = f"Bearer {other}"
@@ -242,8 +249,13 @@ class Proxy:
         while True:
             try:
                 return self.choose(call)
-            except ApiError:
-                if call.refused or call.waited >= self.options.wait_seconds or now() >= until:
+            except ApiError as error:
+                if (
+                    error.code != "no_worker"
+                    or call.refused
+                    or call.waited >= self.options.wait_seconds
+                    or now() >= until
+                ):
                     raise
             await asyncio.sleep(WAIT_STEP)
             call.waited += WAIT_STEP
@@ -264,6 +276,7 @@ class Proxy:
             name = names[self._turn % len(names)]
             return self.fleet.workers[name], Choice(name, 0.0, 0, 0)
         call.lengths = lengths = self._lengths(call, served, names)
+        names = self._within_objective(call, served, names, lengths)
         for name in names:
             worker = self.fleet.workers[name]
             load = served.scorer.loads[name]
@@ -272,8 +285,68 @@ class Proxy:
         assert choice is not None
         return self.fleet.workers[choice.worker], choice
 
+    def _within_objective(
+        self, call: Call, served: ServedModel, names: list[str], lengths: dict[str, tuple[int, ...]]
+    ) -> list[str]:
+        """Return the workers that may meet the objective of a call. If there are none and no worker was tried,
+        raises ApiError 429 with the best prediction."""
+        assert call.keys is not None
+        found: list[str] = []
+        best: tuple[Decision, Prediction, Objective] | None = None
+        for name in names:
+            offer = self.fleet.workers[name].models[call.model]
+            objective = objective_of(call.body, offer.objective)
+            prediction = None
+            if objective:
+                cached = lengths.get(name, (0,))[-1]
+                prediction = self._prediction(call, served, name, cached)
+            decision = admissible(objective, prediction, now() - call.at)
+            if decision.verdict is not Verdict.REFUSE:
+                found.append(name)
+            elif prediction is not None and (best is None or prediction.ttft < best[1].ttft):
+                best = decision, prediction, objective
+        if found or best is None or call.tried:
+            return found or names
+        self.counts.slo_refused += 1
+        decision, prediction, objective = best
+        raise slo_not_met(
+            f"{decision.message} (the best of {len(names)} workers)",
+            {
+                "ttft_ms": objective.ttft_ms,
+                "tbt_ms": objective.tbt_ms,
+                "deadline_ms": None,
+                "predicted_ttft_ms": round(1e3 * prediction.ttft, 3),
+                "predicted_tbt_ms": round(1e3 * prediction.tbt, 3),
+                "retry_after_s": decision.retry_after,
+            },
+        )
+
+    def _prediction(self, call: Call, served: ServedModel, name: str, cached: int) -> Prediction | None:
+        """Predict the times of a call on a worker. If a prefill worker computes the prompt, the TTFT is predicted
+        for the prefill worker."""
+        assert call.keys is not None
+
+        def of(worker: str, known: int) -> Prediction | None:
+            offer = self.fleet.workers[worker].models[call.model]
+            return predict(
+                served.scorer.loads[worker], offer.step_times, offer.token_budget, length, known, now()
+            )
+
+        length = call.keys.length
+        names = self.fleet.prefill_workers(call.model)
+        is_handed_over = self.fleet.workers[name].models[call.model].role == "decode" and names
+        if not is_handed_over or length - cached < HAND_OVER_TOKENS:
+            return of(name, cached)
+        lengths = self._lengths(call, served, names)
+        firsts = [of(one, lengths.get(one, (0,))[-1]) for one in names]
+        decode = of(name, length - 1)
+        if decode is None or any(one is None for one in firsts):
+            return None
+        first = min((one for one in firsts if one is not None), key=lambda one: one.ttft)
+        return replace(decode, ttft=first.ttft, idle_ttft=first.idle_ttft)
+
     def _lengths(self, call: Call, served: ServedModel, names: list[str]) -> dict[str, tuple[int, ...]]:
-        """Return the tokens that each worker can resume."""
+        """Return for each worker the number of tokens at which the prompt can resume."""
         keys = call.keys
         assert keys is not None
         if keys.tokens is None:
@@ -293,7 +366,7 @@ class Proxy:
         return found
 
     def _begin(self, call: Call, worker: Worker, choice: Choice) -> None:
-        """Record that a call goes to a worker."""
+        """Record that a call is sent to a worker."""
         served, keys = self.fleet.models[call.model], call.keys
         assert keys is not None
         call.tried.add(worker.name)
@@ -333,8 +406,9 @@ class Proxy:
     def _hand_over(
         self, call: Call, worker: Worker, choice: Choice
     ) -> tuple[dict[str, Any], list[asyncio.Task[None]]]:
-        """Start the prefill of a call on a prefill worker, if its decode worker lacks many tokens. Return the fields that
-        make the decode worker pull the pages, and the task; both are empty if the decode worker computes alone.
+        """If the decode worker lacks many tokens, start the prefill of a call on a prefill worker. Return the
+        fields that make the decode worker pull the pages, and the task. Both are empty if the decode worker
+        computes alone.
         """
         keys, served = call.keys, self.fleet.models[call.model]
         assert keys is not None
@@ -359,7 +433,8 @@ class Proxy:
         return {"kv_transfer_params": params}, [task]
 
     async def _prefill(self, call: Call, worker: Worker, compute: int) -> None:
-        """Compute the prompt of a call on a prefill worker. A failure costs time only: the decode worker computes the rest."""
+        """Compute the prompt of a call on a prefill worker. If this fails, the decode worker computes the missing
+        tokens."""
         assert call.keys is not None
         served, key = self.fleet.models[call.model], object()
         load, hashes = served.scorer.loads[worker.name], call.hashes.get(worker.name, [])
@@ -386,7 +461,7 @@ class Proxy:
     # -- whole answers --------------------------------------------------------------------------------
 
     async def _whole(self, call: Call, send: Send) -> None:
-        """Forward a call and its answer as they are. Retries until the answer has begun."""
+        """Forward a call, and return the answer unchanged. Retries until the answer has begun."""
         last: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         while call.failures < self.options.attempts:
             try:
@@ -444,7 +519,7 @@ class Proxy:
     # -- streams ------------------------------------------------------------------------------------------
 
     async def _stream(self, call: Call, send: Send) -> None:
-        """Stream an answer, across workers if they die."""
+        """Stream an answer. If a worker dies, another worker continues the stream."""
         body = dict(call.body)
         asked = body.get("return_token_ids") is True
         stream = AnswerStream(hides_tokens=not asked)

@@ -42,7 +42,7 @@ def _order_kernel(
     index, counts, rows, owners, tiles, pairs, chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Sort the pairs of one chunk that selected one expert, in their original order. Program: (expert, chunk)."""
+    """Sort the pairs of one chunk that selected one expert, in their original order. Grid: (expert, chunk)."""
     expert, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     there = at < pairs

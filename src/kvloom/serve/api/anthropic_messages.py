@@ -43,8 +43,8 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class Breakpoint(msgspec.Struct, frozen=True):
-    """A position in a chat: the end of its first `messages` messages. With `characters`, only that many characters of
-    the last message are before the position.
+    """A position in a chat, which is the end of its first `messages` messages. With `characters`, only this number
+    of characters of the last message is before the position.
     """
 
     messages: int
@@ -410,7 +410,7 @@ class _Reader:
             self._mark(block, where, size)
 
     def _parts(self) -> list[dict[str, Any]]:
-        """Return the content of the last message as a list of parts, which images need."""
+        """Return the content of the last message as a list of parts, which is the form that images need."""
         content = self.messages[-1]["content"]
         if isinstance(content, str):
             content = [{"type": "text", "text": content}] if content else []

@@ -1,4 +1,4 @@
-"""The dashboard: a live page about one server's cache, and the same in a terminal. See docs/dashboard.md.
+"""The dashboard: a live page about one server's cache, and the same data in a terminal. See docs/dashboard.md.
 
     routes.py             /dashboard and /kvloom/state
     assets.py             files and headers of the pages
@@ -9,7 +9,8 @@
     fleet_terminal.py     a router's fleet as terminal output
     page/                 HTML, CSS and JavaScript: index.html shows a server, fleet.html a router's fleet
 
-Imports api. Names are imported on first use: `kvloom top` needs no server packages.
+This package imports `serve.api`. Its names are imported on first use, because `kvloom top` needs no server
+packages.
 """
 
 from __future__ import annotations

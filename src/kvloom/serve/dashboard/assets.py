@@ -26,7 +26,8 @@ HEADERS = {
 
 
 def page_files() -> dict[str, bytes]:
-    """Return the files of both pages from the package, by name: index.html of a server, fleet.html of a router."""
+    """Return the files of both pages by name. index.html is the page of a server, and fleet.html is the page of a
+    router."""
     folder = resources.files("kvloom.serve.dashboard") / "page"
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rsplit(".")[-1] in TYPES}
 

@@ -36,7 +36,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show a server's cache until q or Ctrl-C. Raises ValueError if the server refuses, OSError without a server."""
+    """Show a server's cache until q or Ctrl-C. Raises ValueError if the server refuses the request, and OSError
+    without a server."""
     key = args.api_key or os.environ.get(KEY)
     source = _Server(args.url, key, args.model)
     source.refresh()  # the first error is raised; later ones are shown
@@ -87,7 +88,7 @@ class _Server:
         return screen(self.state, self.requests, mode, self.error)
 
     def refresh_until(self, stop: threading.Event) -> None:
-        """Refresh until `stop` is set."""
+        """Fetch the state regularly until `stop` is set."""
         while not stop.wait(1.0 if self.state is None else float(self.state["interval"])):
             try:
                 self.refresh()

@@ -3,7 +3,7 @@
     viewers ──▶ state_json() ──▶ the latest snapshot, or one SnapshotRequest that all viewers wait for
     every 2 s   a sample of counters, with or without viewers
 
-While the engine is busy in a long step, loading or dead, viewers see the last snapshot with its age. This module is
+While the engine is loading, dead or in a long step, viewers see the last snapshot with its age. This module is
 independent of HTTP.
 """
 
@@ -119,7 +119,7 @@ class DashboardState:
         }
 
     def _totals(self) -> dict[str, Any]:
-        """Return counters since the start of the server; ages since the start of the engine."""
+        """Return counters since the start of the server. Ages count since the start of the engine."""
         metrics, stats = self._served.metrics, self._served.engine.stats
         evicted, reused = age_histogram(stats.eviction_age), age_histogram(stats.reuse_age)
         latency = {"ttft": metrics.ttft, "itl": metrics.inter_token, "request": metrics.request_time}
@@ -131,6 +131,13 @@ class DashboardState:
             "hit_tokens": dict(metrics.hit_tokens),
             "tenants": {name: asdict(use) for name, use in metrics.tenant_tokens.items()},
             "latency": {name: _quantiles(histogram) for name, histogram in latency.items()},
+            "drafts": {
+                "count": stats.drafts,
+                "proposed": stats.proposed_tokens,
+                "accepted": stats.accepted_tokens,
+                "saved_seconds": round(stats.draft_seconds_saved, 3),
+                "decisions": stats.speculation,
+            },
             "ages": {
                 "bounds": SECONDS,
                 "evicted": evicted.counts,

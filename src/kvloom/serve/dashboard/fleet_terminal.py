@@ -17,7 +17,7 @@ State = dict[str, Any]
 
 
 def fleet_screen(state: State, note: str = "") -> Layout:
-    """Return the whole screen; `note` is shown at the end of the last line."""
+    """Return the whole screen. `note` is added to the end of the last line."""
     whole = Layout()
     whole.split_column(
         Layout(_head(state), size=4),

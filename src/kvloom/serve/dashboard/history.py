@@ -34,8 +34,8 @@ MAX_SAMPLES = 300
 
 
 class Samples:
-    """The last samples of some series, about `seconds` apart. Rates are per second. None means that nothing was
-    measured. Quantiles of `histograms` cover the last WINDOW samples."""
+    """The last samples of some series, about `seconds` apart. Rates are per second. None means that there is no
+    measurement. Quantiles of `histograms` cover the last WINDOW samples."""
 
     def __init__(self, names: Sequence[str], histograms: Sequence[Histogram], seconds: float) -> None:
         self._names, self._histograms, self._seconds = names, histograms, seconds
@@ -45,7 +45,8 @@ class Samples:
         self._counts: deque[list[list[int]]] = deque([self._histogram_counts()], WINDOW + 1)
 
     def increments(self, now: float, counters: Mapping[str, float]) -> tuple[float, dict[str, float]] | None:
-        """Return the seconds since the last sample, and what each counter grew by. None for the first sample."""
+        """Return the seconds since the last sample, and the increase of each counter. Returns None for the first
+        sample."""
         before, self._before, self._last = self._before, (now, counters), now
         if before is None:
             return None
@@ -65,7 +66,7 @@ class Samples:
         return [list(histogram.counts) for histogram in self._histograms]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return one list per series, oldest first; the last value belongs to `until`."""
+        """Return one list per series, oldest value first. The last value belongs to `until`."""
         rows = list(self._rows)
         series = {name: [row[i] for row in rows] for i, name in enumerate(self._names)}
         return {"seconds": self._seconds, "until": self._last or None, "series": series}

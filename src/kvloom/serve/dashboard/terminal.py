@@ -31,7 +31,7 @@ Series = Sequence[float | None]
 
 
 def screen(state: State, requests: list[State] | None, mode: str = "kind", note: str = "") -> Layout:
-    """Return the whole screen; `note` is shown at the end of the last line."""
+    """Return the whole screen. `note` is shown at the end of the last line."""
     whole = Layout()
     whole.split_column(
         Layout(_head(state), size=2),
@@ -148,8 +148,8 @@ def _curve(values: Series, width: int, top: float | None, high: int) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """The page pool. Each character stands for several cells: its colour shows their largest part, and its shape the
-    state.
+    """The page pool. Each character represents several cells. Its colour shows their largest part, and its shape
+    shows the state.
     """
 
     engine: State
@@ -230,7 +230,8 @@ def _tiers(engine: State, totals: State) -> Group:
             lines.append(Text(f"  {', '.join(wrong)}", style="red"))
     if not lines:
         lines.append(Text("no tiers", style="bright_black"))
-    lines += [Text(text, style="bright_black") for text in (_sources(totals), _ages(totals["ages"])) if text]
+    texts = _sources(totals), _ages(totals["ages"]), _drafts(totals["drafts"])
+    lines += [Text(text, style="bright_black") for text in texts if text]
     table = Table.grid(padding=(0, 1, 0, 0))
     reasons = engine["pool"]["miss_reasons"]
     most = max(reasons.values(), default=1)
@@ -254,6 +255,14 @@ def _sources(totals: State) -> str:
         return ""
     parts = [f"{tier_word(tier)} {tokens / whole:.0%}" for tier, tokens in totals["hit_tokens"].items()]
     return "tokens: " + ", ".join([*parts, f"computed {1 - totals['cached_tokens'] / whole:.0%}"])
+
+
+def _drafts(drafts: State) -> str:
+    """Return the number of drafts and the share of accepted draft tokens."""
+    if not drafts["count"]:
+        return ""
+    accepted = sum(drafts["accepted"])
+    return f"drafts: {drafts['count']:,}, {accepted / sum(drafts['proposed']):.0%} of their tokens accepted"
 
 
 def _ages(ages: State) -> str:
@@ -290,7 +299,8 @@ class _Tree:
 
 
 def _walk(below: dict[str | None, list[State]], at: str | None, depth: int) -> Iterable[tuple[int, State]]:
-    """Yield branches in tree order, those with the most hits first. An only child keeps its parent's depth."""
+    """Yield branches in tree order. Branches with the most hits come first. An only child is shown at its parent's
+    depth."""
     children = sorted(below.get(at, ()), key=lambda one: (-one["hits"], one["idle"]))
     for child in children:
         yield depth, child

@@ -8,7 +8,7 @@ __all__ = ["format_ago", "format_bytes", "format_count", "format_percent", "form
 
 
 def format_count(number: float) -> str:
-    """Return a number with a unit letter from 1,000 on."""
+    """Return a number as text. From 1,000 on it has a unit letter."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
@@ -30,7 +30,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(value: float | None) -> str:
-    """Return a time span."""
+    """Return a duration as text, such as "35 ms" or "02:10:00"."""
     if value is None:
         return "-"
     if value < 1:
@@ -43,5 +43,5 @@ def format_seconds(value: float | None) -> str:
 
 
 def format_ago(value: float) -> str:
-    """Return how long ago something was."""
+    """Return the time since an event as text."""
     return "now" if value < 1.5 else format_seconds(round(value))

@@ -23,7 +23,7 @@ HEARTBEAT_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WatchdogLimits:
-    """Seconds without any message, and seconds in one step; 0 means no limit."""
+    """Limits: seconds without any message, and seconds in one step. 0 means no limit."""
 
     silent_seconds: float = 30.0
     step_seconds: float = 600.0
@@ -39,7 +39,7 @@ class WatchdogLimits:
 
 
 class Watchdog:
-    """Watches one engine process. Pass every message to `received`; call `tick` about every HEARTBEAT_SECONDS."""
+    """Watches one engine process. Pass every message to `received`, and call `tick` about every HEARTBEAT_SECONDS."""
 
     def __init__(self, limits: WatchdogLimits) -> None:
         self._limits = limits

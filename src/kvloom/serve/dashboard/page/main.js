@@ -3,6 +3,7 @@
 import { byId, bytes, seconds } from "./dom.js";
 import { Ages } from "./ages.js";
 import { Curves, SERVER } from "./curves.js";
+import { Drafts } from "./drafts.js";
 import { PoolMap } from "./poolmap.js";
 import { Requests } from "./requests.js";
 import { ask, Shell } from "./shell.js";
@@ -10,7 +11,7 @@ import { Tenants } from "./tenants.js";
 import { Tiers } from "./tiers.js";
 import { Tree } from "./tree.js";
 
-const curves = new Curves(SERVER), map = new PoolMap(), tiers = new Tiers(), tenants = new Tenants(), ages = new Ages(), requests = new Requests();
+const curves = new Curves(SERVER), map = new PoolMap(), tiers = new Tiers(), tenants = new Tenants(), ages = new Ages(), drafts = new Drafts(), requests = new Requests();
 const tree = new Tree((branch) => map.mark(branch?.cells ?? null));
 let model = null; // the chosen one; null: the server's first
 let shownAt = null, asked = 0;
@@ -46,6 +47,7 @@ function show(state) {
     tiers.draw(state);
     tenants.draw(state);
     ages.draw(state);
+    drafts.draw(state);
     tree.draw(engine);
   }
   return asked++ % 2 === 0 ? showRequests() : null;
