@@ -249,8 +249,13 @@ class Proxy:
         while True:
             try:
                 return self.choose(call)
-            except ApiError:
-                if call.refused or call.waited >= self.options.wait_seconds or now() >= until:
+            except ApiError as error:
+                if (
+                    error.code != "no_worker"
+                    or call.refused
+                    or call.waited >= self.options.wait_seconds
+                    or now() >= until
+                ):
                     raise
             await asyncio.sleep(WAIT_STEP)
             call.waited += WAIT_STEP
