@@ -355,6 +355,32 @@ def test_a_strict_call_follows_the_schema(client: OpenAI) -> None:
     assert not text.choices[0].message.tool_calls
 
 
+def test_strict_reaches_the_grammar_from_every_api(hermes: Running) -> None:
+    begin = byte_level("<think>", "</think>", "<tool_call>").convert_tokens_to_ids("<tool_call>")
+    function: Any = WEATHER["function"]
+    more = {"model": MODEL, "logit_bias": {str(begin): 100}, "ignore_eos": True}
+    messages = {
+        "messages": USER,
+        "max_tokens": 200,
+        "tools": [{"name": "weather", "input_schema": function["parameters"], "strict": True}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    }
+    status, _, found = hermes.send("POST", "/v1/messages", {**more, **messages})
+    assert status == 200, found
+    (call,) = [block for block in found["content"] if block["type"] == "tool_use"]
+    assert (call["input"]["city"] in ("Oslo", "Ulm"), call["input"]["days"] in (1, 2)) == (True, True)
+    responses = {
+        "input": "hi",
+        "max_output_tokens": 200,
+        "tools": [{"type": "function", **function, "strict": True}],
+        "parallel_tool_calls": False,
+    }
+    status, _, found = hermes.send("POST", "/v1/responses", {**more, **responses})
+    assert status == 200, found
+    (item,) = [item for item in found["output"] if item["type"] == "function_call"]
+    assert json.loads(item["arguments"])["city"] in ("Oslo", "Ulm")
+
+
 def test_a_cut_call_ends_by_its_length(client: OpenAI) -> None:
     tools: Any = [WEATHER]
     found = client.chat.completions.create(

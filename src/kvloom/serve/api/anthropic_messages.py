@@ -315,6 +315,8 @@ def _tools(given: Any) -> Any:
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         if "description" in tool:
             function["description"] = tool["description"]
+        if tool.get("strict"):
+            function["strict"] = tool["strict"]
         tools.append({"type": "function", "function": function})
     return tools
 
