@@ -24,20 +24,20 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
 
 
-def batch(hashes: list[int | bytes]) -> EventBatch:
+def batch(hashes: list[int]) -> EventBatch:
     starts = range(0, len(hashes), PER_EVENT)
     return EventBatch(
         0.0,
         [
             BlockStored(
-                hashes[at : at + PER_EVENT], hashes[at - 1] if at else None, NO_TOKENS, 16, medium=GPU
+                list(hashes[at : at + PER_EVENT]), hashes[at - 1] if at else None, NO_TOKENS, 16, medium=GPU
             )
             for at in starts
         ],
     )
 
 
-def drawn(draw: random.Random, count: int) -> list[int | bytes]:
+def drawn(draw: random.Random, count: int) -> list[int]:
     return [draw.getrandbits(63) for _ in range(count)]
 
 
