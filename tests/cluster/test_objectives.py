@@ -8,10 +8,11 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from kvloom.cluster.router.call import Call
 from kvloom.cluster.router.fleet import Fleet, Offer, Worker, now
 from kvloom.cluster.router.objectives import objective_of
 from kvloom.cluster.router.prompt_keys import PromptKeys
-from kvloom.cluster.router.proxy import Call, Proxy
+from kvloom.cluster.router.proxy import Proxy
 from kvloom.core import Objective
 from kvloom.serve.errors import ApiError
 

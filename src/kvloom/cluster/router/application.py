@@ -21,9 +21,10 @@ from kvloom.serve.api import is_loopback
 from kvloom.serve.dashboard import HEADERS, file_type, page_files
 from kvloom.serve.errors import ApiError, bad_request, not_found
 
+from .call import Call
 from .fleet import Fleet, Offer
 from .fleet_state import FleetState
-from .proxy import Call, Proxy
+from .proxy import Proxy
 
 __all__ = ["RouterApplication"]
 

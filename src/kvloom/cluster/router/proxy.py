@@ -28,14 +28,15 @@ from kvloom.core import Decision, Histogram, Objective, Prediction, Verdict
 from kvloom.serve.errors import ApiError, slo_not_met
 
 from .answer_stream import AnswerStream, DivergedError, WorkerFailedError
+from .call import FORWARDED, Call
 from .fair_queue import FairQueue, QueueFullError
 from .fleet import LATENCY_SECONDS, Fleet, ServedModel, Worker, now
 from .objectives import admissible, objective_of, predict
-from .prompt_keys import PromptKeys, PromptReader, roots_of
-from .replication import FORWARDED, ReplicationOptions, Replicator
+from .prompt_keys import PromptReader, roots_of
+from .replication import ReplicationOptions, Replicator
 from .scoring import Choice
 
-__all__ = ["Call", "Proxy", "ProxyOptions"]
+__all__ = ["Proxy", "ProxyOptions"]
 
 log = logging.getLogger("kvloom.router")
 Send = Callable[[Any], Awaitable[None]]
@@ -78,44 +79,6 @@ class ProxyOptions:
     silent_seconds: float = 30.0
     route: str = "kv"
     wait_seconds: float = 30.0
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One request of a client."""
-
-    path: str
-    headers: dict[str, str]
-    body: dict[str, Any]
-    raw: bytes
-    model: str = ""
-    tenant: str = ""
-    at: float = field(default_factory=now)
-    keys: PromptKeys | None = None
-    hashes: dict[str, list[int]] = field(default_factory=dict)
-    """Block hashes by worker."""
-    lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Cached tokens by worker and medium, when a worker was chosen."""
-    tried: set[str] = field(default_factory=set)
-    refused: bool = False
-    """A living worker refused the call, as it has too much work."""
-    failures: int = 0
-    """Workers that failed while they had the call."""
-    waited: float = 0.0
-    """Seconds without a worker."""
-    lossy: bool = False
-
-    @property
-    def is_stream(self) -> bool:
-        return self.body.get("stream") is True
-
-    @property
-    def session(self) -> str | None:
-        """The name of the client's session, or None."""
-        for found in (self.body.get("session_id"), self.headers.get("x-session-id"), self.body.get("user")):
-            if isinstance(found, str) and found:
-                return f"{self.tenant}\0{found}"
-        return None
 
 
 @dataclass(slots=True)

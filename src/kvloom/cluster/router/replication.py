@@ -15,7 +15,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -23,24 +23,12 @@ import numpy as np
 
 from kvloom.core import HASH_TOKENS, TOKEN_BYTES
 
+from .call import FORWARDED, Call
 from .fleet import Fleet, now
 
-if TYPE_CHECKING:
-    from .proxy import Call
-
-__all__ = ["FORWARDED", "ReplicationOptions", "Replicator"]
+__all__ = ["ReplicationOptions", "Replicator"]
 
 log = logging.getLogger("kvloom.router")
-FORWARDED = (
-    "authorization",
-    "x-api-key",
-    "content-type",
-    "accept",
-    "x-request-id",
-    "traceparent",
-    "anthropic-version",
-)
-"""Headers of a request that workers get."""
 MAX_PREFIXES = 50_000
 FORGET_SECONDS = 600.0
 """A prefix without hits for so long is not hot any more."""
