@@ -50,7 +50,8 @@ _HELP = "TOML file with values for these arguments (default: $KVLOOM_CONFIG; see
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A value from a file or the environment: the command-line words for it, and its source."""
+    """A setting that comes from a configuration file or the environment. `words` are the equivalent command-line
+    arguments. `origin` names the file or variable in errors."""
 
     words: tuple[str, ...]
     origin: str
@@ -78,8 +79,9 @@ def apply_configuration(
 def configured_models(
     path: str | None, parser: argparse.ArgumentParser, given: argparse.Namespace
 ) -> dict[str, argparse.Namespace]:
-    """Return the arguments of each model that has a table in the file: those of `given`, changed by the table. `parser`
-    has the arguments that a model may have. `model` is None if the table has none.
+    """Return the arguments of each model that has a table in the file. They are the arguments in `given`, changed
+    by the table. `parser` has the arguments that a table may contain. In the result, `model` is None if the table
+    does not set it.
     """
     actions = {_key(action): action for action in parser._actions if _is_configurable(action)}
     found = {}
@@ -96,8 +98,8 @@ def configured_models(
 
 
 def model_tables(path: str | None) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the tables of single models by name, with their origin. Without `path`, the file of $KVLOOM_CONFIG is
-    read.
+    """Return the tables of single models by name, with the file and the name of each table. Without `path`, the
+    file in $KVLOOM_CONFIG is read.
     """
     path = path or os.environ.get(f"{PREFIX}CONFIG")
     found = {}

@@ -198,8 +198,8 @@ def test_predictions_are_compared_with_what_happened() -> None:
     one = admission()
     found = one.predict(PromptWork(1000, 50, 1000), Backlog())
     assert found is not None
-    one.observe_request(found, 2 * found.ttft, None)
-    one.observe_request(found, found.ttft, found.tbt)
+    one.observe_request(found, 2 * found.ttft, None, 1)
+    one.observe_request(found, found.ttft, found.tbt, 50)
     assert one.ttft_ratio.count == 2
     assert one.tbt_ratio.count == 1
     assert one.ttft_ratio.total == pytest.approx(3.0)

@@ -73,7 +73,8 @@ class WorkloadResult:
 
 @dataclass(slots=True)
 class RunnerResult:
-    """Results of one runner by workload, and its error, if any."""
+    """What one runner (kvloom or another engine) achieved. `results` has one entry per workload. `error` is the error
+    that ended the runner, or None."""
 
     name: str
     version: str = ""

@@ -24,7 +24,8 @@ TOKENS = (1, 16, 64, 256, 512, 2048, 8192)
 
 @dataclass(frozen=True, slots=True)
 class ExpertWork:
-    """A call, the weight bytes it must read, and its FLOPs."""
+    """One case of the benchmark of expert layers. `calls` has the function of each compared implementation. `moved` is
+    the number of weight bytes that a call must read, and `flops` is its number of operations."""
 
     what: str
     calls: dict[str, Call]

@@ -151,8 +151,8 @@ def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
 
 
 def pool_scale(blocks: int, tokens: int = 8192, repeats: int = 40) -> Figures:
-    """Return the phases of an evicting request with `blocks` cached blocks, and the bookkeeping bytes per cached
-    block."""
+    """Return the microseconds of each phase of a request in a full cache of `blocks` blocks. The request evicts old
+    blocks to get its own. Also return the bookkeeping bytes per cached block."""
     shape = layout_of("full")
     draw = _drawer()
     prompts = (draw(tokens) for _ in range(blocks // (tokens // shape.block_tokens) + 2))

@@ -86,7 +86,7 @@ class SimulatedDevice:
 
 
 class PacedEngine:
-    """An engine with a disk of limited speed."""
+    """An engine whose disk tier is slowed down to a given speed, for measurements of load or recompute."""
 
     def __init__(self, model: Any, folder: Path, seed: int) -> None:
         self.faults = Faults()
@@ -106,7 +106,8 @@ class PacedEngine:
         return [int(token) for token in self._rng.integers(3, 60, PROMPT)]
 
     def first_token(self, tokens: list[int], read: bool) -> tuple[float, int, list[int]]:
-        """Return the seconds to a prompt's first token, its cached tokens, and the tokens of its steps."""
+        """Run a prompt. Return the seconds to its first token, its number of cached tokens, and the number of tokens
+        that each step computed."""
         self.device.tokens = []
         began = time.perf_counter()
         request = self.engine.add(tokens, FIRST, CacheControl(read=read))

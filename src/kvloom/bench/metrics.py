@@ -36,8 +36,8 @@ PROGRESS_REPORTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Microseconds of each part: a token of a stream, a request with its progress messages, one stats message, one
-    scrape."""
+    """The CPU time that metrics cost, in microseconds: for a token of a stream, for a request with its progress
+    messages, for one stats message, and for one scrape."""
 
     token: float
     request: float
@@ -52,7 +52,8 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of load on one server: tokens per second, and CPU microseconds per token of both processes."""
+    """The result of one round of load on a server. `cpu_us_a_token` is the CPU time of the server process and the
+    engine process together, in microseconds per token."""
 
     tokens_per_second: float
     cpu_us_a_token: float

@@ -38,8 +38,13 @@ RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Bounds of the histograms of actual divided by predicted time."""
 ENOUGH_STEPS = 8
 """Steps that must be measured before a request is refused."""
-DELAY_SECONDS = 10.0
-"""Time over which the delay of decode steps by prompts is averaged."""
+FIRST_HORIZON, LEAST_HORIZON = 2.0, 0.2
+"""Seconds over which the delay of decode steps by prompts is averaged: at first, and at least. Later it is the recent
+time from first to last token."""
+HORIZON_WEIGHT = 1 / 16
+MET_SHARE, MARGIN_STEP, MARGINS = 0.6, 0.05, (0.7, 2.5)
+"""Predictions are multiplied by margins within MARGINS, which follow past errors so that this share of requests is not
+slower than predicted."""
 DOUBT = 0.98
 LAST_MOMENT = 1.2
 """A deferred request starts when the time to its deadline is at most this many times the time that it needs."""
@@ -194,7 +199,7 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """The work of one worker when a new request arrives.
+    """The work that a worker already has when a new request arrives.
 
     | field             | meaning                                                                 |
     |-------------------|-------------------------------------------------------------------------|
@@ -271,6 +276,8 @@ class SloAdmission:
 
     def __init__(self, times: StepTimes | None = None) -> None:
         self.times = times or StepTimes()
+        self._horizon = FIRST_HORIZON
+        self._margins = [1.0, 1.0]  # of TTFT and TBT
         self._rows = self._delay = 0.0  # recent decode rows, and the seconds that prompts in their steps took
         self.ttft_ratio, self.tbt_ratio = Histogram(RATIOS), Histogram(RATIOS)
         """Actual time divided by predicted time, for admitted requests."""
@@ -280,14 +287,14 @@ class SloAdmission:
         """Update the estimates with a measured step, or with `count` steps of the same size and time."""
         self.times.observe(size, seconds)
         _, token, _, _, pair = self.times.coefficients
-        fade = math.exp(-seconds * count / DELAY_SECONDS)
+        fade = math.exp(-seconds * count / self._horizon)
         prompts = min(seconds, token * size.prompt_tokens + pair * size.pairs)
         self._rows = fade * self._rows + size.rows * count
         self._delay = fade * self._delay + size.rows * prompts * count
 
     def observe_idle(self, seconds: float) -> None:
         """Update the estimates after the worker had no work for some time."""
-        self._delay *= math.exp(-max(0.0, seconds) / DELAY_SECONDS)
+        self._delay *= math.exp(-max(0.0, seconds) / self._horizon)
 
     @property
     def prompt_delay(self) -> float:
@@ -345,10 +352,10 @@ class SloAdmission:
         if not backlog.prompts and not backlog.decoding and not backlog.step_seconds and not backlog.behind:
             time = max(alone, own.load_seconds)  # without rounding
         return Prediction(
-            time,
-            tbt + self.prompt_delay,
-            max(alone, own.load_seconds),
-            step + row + position * own.context,
+            time * self._margins[0],
+            (tbt + self.prompt_delay) * self._margins[1],
+            max(alone, own.load_seconds) * self._margins[0],
+            (step + row + position * own.context) * self._margins[1],
             at_end,
             others_due,
         )
@@ -382,7 +389,7 @@ class SloAdmission:
         if not is_deferred or decision.verdict is Verdict.REFUSE:
             self.counts[decision.verdict] += 1
         is_idle = prediction is not None and not prediction.rows and prediction.ttft <= prediction.idle_ttft
-        if is_idle and decision.verdict is Verdict.REFUSE:
+        if is_idle and decision.retry_seconds is None:
             self.times.doubt()
         return decision
 
@@ -445,13 +452,22 @@ class SloAdmission:
             part = 1.0 - (place + 1) / len(prediction.rows)
             if prediction.idle_tbt * (1.0 + (slower - 1.0) * part) <= tbt:
                 return max(0.0, left) * prediction.tbt
-        return DELAY_SECONDS
+        return self._horizon
 
-    def observe_request(self, predicted: Prediction, ttft: float, tbt: float | None) -> None:
-        """Compare the measured times of an admitted request with its prediction. Times are in seconds."""
+    def _adapt(self, which: int, is_slower: bool) -> None:
+        """Move a margin after a request that was slower than predicted, or not."""
+        change = MARGIN_STEP * (MET_SHARE if is_slower else MET_SHARE - 1.0)
+        self._margins[which] = min(MARGINS[1], max(MARGINS[0], self._margins[which] * (1.0 + change)))
+
+    def observe_request(self, predicted: Prediction, ttft: float, tbt: float | None, tokens: int) -> None:
+        """Compare a finished request of `tokens` output tokens with its prediction. Times are in seconds."""
         self.ttft_ratio.add(ttft / max(1e-6, predicted.ttft))
+        self._adapt(0, ttft > predicted.ttft)
         if tbt is not None:
             self.tbt_ratio.add(tbt / max(1e-6, predicted.tbt))
+            self._adapt(1, tbt > predicted.tbt)
+            seconds = max(LEAST_HORIZON, tbt * (tokens - 1))
+            self._horizon += HORIZON_WEIGHT * (seconds - self._horizon)
 
 
 def _ms(seconds: float) -> str:

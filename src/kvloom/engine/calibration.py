@@ -34,7 +34,8 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The scales for `dtype`, measured on `tokens` tokens. `sizes` are the largest values by layer, field and head."""
+    """Scales for storing K and V as `dtype` (int8 or fp8), measured on `tokens` tokens. `sizes` are the measured
+    largest values by layer, field and head, from which `scales` are computed."""
 
     model: str
     dtype: str

@@ -401,7 +401,8 @@ class Engine:
         If the call raises (device out of memory, interrupt), the step is discarded. Its requests wait and are
         recomputed. The next call returns the requests that got a token before the failure.
         """
-        started = time.perf_counter()
+        started, clock = time.perf_counter(), self.cache.clock
+        began = clock.now()
         self.adjust_pool()
         if self._output_processor.awaiting_masks:
             self._output_processor.settle_masks()
@@ -423,7 +424,7 @@ class Engine:
             self.offload.after_step(started, finished, self._inflight, is_waiting)
             self._sessions.record_requests(self._updated)
         if finished is not None:
-            self.scheduler.slo.observe_step(finished.size, time.perf_counter() - started)
+            self.scheduler.slo.observe_step(finished.size, clock.now() - began)
         elif self._inflight is None and self.scheduler.slo.held:
             time.sleep(HELD_SECONDS)
         self.scheduler.slo.record_tokens()

@@ -34,7 +34,8 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`concurrency` requests, each of `context` text tokens and `image_tokens` tokens of images."""
+    """The load for which memory is planned: `concurrency` requests, each of `context` text tokens and `image_tokens`
+    tokens of images."""
 
     context: int
     image_tokens: int = 0
@@ -45,7 +46,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Bytes for all requests, the wasted share, and how many requests fit."""
+    """The memory that one paging scheme needs for the load: bytes for all requests, the wasted share of these bytes,
+    and how many requests fit into the GPU's memory."""
 
     bytes: int
     waste: float
@@ -54,7 +56,8 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The result of planning. The command prints it."""
+    """The result of `kvloom plan`: the pool layout of a model, the memory that a load needs, and the waste of each
+    paging scheme. The command prints it."""
 
     spec: ModelSpec
     layout: PoolLayout

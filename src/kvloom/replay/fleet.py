@@ -14,6 +14,7 @@ compared under one cost model.
 from __future__ import annotations
 
 import heapq
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -48,13 +49,11 @@ from kvloom.core import (
 )
 from kvloom.events_wire import GPU, BlockRemoved, BlockStored, EventBatch, wire_hash, wire_hashes
 
-from .routes import ROUTES
+from .routes import ADMISSIONS, ROUTES
 from .traffic import Request, Traffic
 
-__all__ = ["ADMISSIONS", "EngineModel", "FleetOutcome", "replay_fleet"]
+__all__ = ["EngineModel", "FleetOutcome", "replay_fleet"]
 
-ADMISSIONS = ("none", "slo", "queue")
-"""Rules of refusal: none, requests that would miss their objective, or requests that find a full queue."""
 HAND_OVER_TOKENS = 256
 """A decode worker computes fewer tokens than this itself, and at most this many per step."""
 ATTEMPTS = 4
@@ -122,6 +121,10 @@ class FleetOutcome:
     """Blocks in the router's index at the end."""
     seconds: float = 0.0
     """Simulated time from the first arrival to the last end."""
+    choice_us: float = 0.0
+    """Microseconds of CPU time in which the router chose one worker."""
+    event_blocks_per_second: float = 0.0
+    """Blocks per second of CPU time that entered or left the router's index."""
 
     def to_dict(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -339,24 +342,24 @@ class _Worker:
         left = min(job.output_tokens - job.output for job in decoding)
         left = min(left, self.block_tokens)  # then their sequences grow
         (a, b, c), n, total = self.model.decode_ms, len(decoding), self.total
-        time, steps, first = self.time, 0, active
+        at, steps, first = self.time, 0, active
         while True:
             share = min(1.0, active / total)
-            end = time + 1e-3 * ((a * share + b) * share + c)
+            end = at + 1e-3 * ((a * share + b) * share + c)
             steps += 1
             active += n
             if steps >= left or end > until:
                 break
-            time = end
+            at = end
         if self.is_measured and steps > 1:
             middle = StepSize(rows=n, context=(first + active) / 2)
-            self.slo.observe_step(middle, (time - self.time) / (steps - 1), steps - 1)
+            self.slo.observe_step(middle, (at - self.time) / (steps - 1), steps - 1)
         for job in decoding:  # all but the last step are over
             job.output += steps - 1
-            job.last = time
+            job.last = at
             if steps > 1:
                 self.router.grew(self.name, job, steps - 1)
-        self.time = time
+        self.time = at
         return end
 
     def _preempt_for(self, job: _Job) -> None:
@@ -429,7 +432,7 @@ class _Worker:
             self.typical += (job.output - self.typical) / OUTPUT_MEMORY
             self.router.ended(self.name, job, self.time)
             if job.prediction is not None:
-                self.slo.observe_request(job.prediction, job.first - job.at, job.tbt)
+                self.slo.observe_request(job.prediction, job.first - job.at, job.tbt, job.output)
         if self.events:
             self.router.apply(self.name, EventBatch(self.time, list(self.events)))
             self.events.clear()
@@ -446,7 +449,8 @@ class _Router:
         self._turn = 0
         self.names: list[str] = []
         self.prefill: list[str] = []
-        self.stored = self.removed = 0
+        self.stored = self.removed = self.choices = 0
+        self.choice_seconds = self.event_seconds = 0.0
 
     def add(self, name: str, capacity: int, is_prefill: bool = False) -> None:
         (self.prefill if is_prefill else self.names).append(name)
@@ -459,9 +463,12 @@ class _Router:
         if self.route == "round-robin":
             self._turn += 1
             return Choice(names[self._turn % len(names)], 0.0, 0, 0)
+        began = time.process_time()
         choice = self.scorer.choose(
             job.request.prompt_tokens, self._lengths(job, scale), names, now, job.request.session
         )
+        self.choice_seconds += time.process_time() - began
+        self.choices += 1
         assert choice is not None
         return choice
 
@@ -494,7 +501,9 @@ class _Router:
             elif isinstance(event, BlockRemoved):
                 self.removed += len(event.block_hashes)
         if self.route == "kv":
+            began = time.process_time()
             self.index.apply(worker, batch)
+            self.event_seconds += time.process_time() - began
 
     def first_token(self, worker: str, job: _Job, now: float) -> None:
         if self.route == "kv":
@@ -729,4 +738,6 @@ def _outcome(
         removed_blocks=router.removed,
         index_blocks=len(router.index),
         seconds=max((job.last for job in served), default=0.0),
+        choice_us=1e6 * router.choice_seconds / max(1, router.choices),
+        event_blocks_per_second=(router.stored + router.removed) / max(1e-9, router.event_seconds),
     )

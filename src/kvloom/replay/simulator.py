@@ -186,7 +186,7 @@ def _run(
 
 
 class _Cache:
-    """One cache under replay."""
+    """A real cache of `blocks` blocks, through which the simulator replays recorded requests."""
 
     def __init__(self, traffic: Traffic, blocks: int, policy: str, tenants: Iterable[Tenant]) -> None:
         self.clock = VirtualClock()

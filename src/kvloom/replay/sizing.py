@@ -18,8 +18,8 @@ GIGABYTE = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The hit rate at one size, and the hit rate that one more gigabyte adds. The sum is at most the ideal hit
-    rate."""
+    """One point of the sizing curve: the hit rate at one cache size, and how much one more gigabyte would add to it.
+    Both together are at most the ideal hit rate."""
 
     capacity_blocks: int
     bytes: int
@@ -29,7 +29,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """The bytes needed in one tier. `limit` is the largest size of the tier in bytes, or None."""
+    """The recommended size of one tier, in bytes. `limit` is the largest size that the tier may have, or None for no
+    limit."""
 
     name: str
     bytes: int

@@ -29,7 +29,8 @@ METRICS_AUTH = ("auto", "key", "open")
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How chats of a model are written and its answers read. Without `template`, the template of the model is used."""
+    """The chat template of a model, and the parsers of its answers. Without `template`, the model's own template is
+    used."""
 
     template: str | None = None
     tool_call_parser: str = "auto"

@@ -29,8 +29,8 @@ __all__ = ["UnitForm", "UnitTier"]
 
 @dataclass(frozen=True, slots=True)
 class UnitForm:
-    """The storage of pages of one form as units. Each unit has the form `form` and the fields `unit`. The whole
-    page has the fields `page`.
+    """How pages of one form are divided into smaller pages (units) for a tier. Each unit has the form `form` and the
+    fields `unit`. The whole page has the fields `page`.
     """
 
     form: Form

@@ -1,13 +1,13 @@
-"""`kvloom deploy`: a cluster on Ray Serve. Ray places, restarts and scales; the processes are those of `kvloom serve` and
-`kvloom route`.
+"""`kvloom deploy`: a cluster on Ray Serve. Ray places, restarts and scales the processes, which are `kvloom serve`
+and `kvloom route`.
 
     cluster_file.py    ClusterFile: reads and checks cluster.toml
     command.py         `kvloom deploy`
-    replicas.py        what runs in Ray: one process per replica, its health, its load
-    members.py         Members: which workers exist; routers register them
+    replicas.py        Replica: one process in Ray, its health, its load
+    members.py         Members: the list of workers, which routers register
     supervised.py      runs a command and ends it when its parent is gone
 
-Names of replicas and members are imported where Ray is installed only.
+The modules `replicas` and `members` need Ray and are imported on first use.
 """
 
 from .cluster_file import ClusterFile, Group

@@ -1,4 +1,4 @@
-"""Reads cluster.toml: which processes a cluster has, and how many.
+"""Reads cluster.toml, which lists the processes of a cluster and their numbers.
 
 [cluster]
 name = "demo"                       # several clusters may share one Ray
@@ -78,7 +78,7 @@ class Group:
         return range(self.share_port, self.share_port + self.max_replicas + SURGE)
 
     def digest(self) -> str:
-        """Return a digest of the group: replicas restart if it changes."""
+        """Return a digest of the group. If the digest changes, the replicas restart."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -96,7 +96,7 @@ class ClusterFile:
 
     @classmethod
     def read(cls, path: str) -> ClusterFile:
-        """Read a file. Raises OSError, and ValueError with the place of a mistake."""
+        """Read a file. Raises OSError if it cannot be read, and ValueError with the position of a mistake."""
         with Path(path).open("rb") as file:
             try:
                 found = tomllib.load(file)
@@ -109,7 +109,7 @@ class ClusterFile:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> ClusterFile:
-        """Build a cluster from the tables of a file. Raises ValueError."""
+        """Build a cluster from the tables of a file. Raises ValueError for invalid values."""
         unknown = set(found) - {"cluster", "router", "workers"}
         if unknown:
             raise ValueError(f"unknown table [{min(unknown)}]; tables: cluster, router, workers")
@@ -137,7 +137,8 @@ class ClusterFile:
         return groups
 
     def _check(self) -> None:
-        """Parse the arguments of every group as its command would. Raises ValueError."""
+        """Parse the arguments of every group in the same way as its command. Raises ValueError if the command would
+        refuse them."""
         from kvloom.cluster.router import command as route
         from kvloom.serve import serve_command as serve
 
@@ -211,7 +212,8 @@ def _number(table: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def _words(table: Any, where: str) -> tuple[str, ...]:
-    """Return a table of arguments as words of a command line: true is a flag, a list repeats it."""
+    """Return a table of arguments as words of a command line. The value true becomes a flag without a value. A list
+    repeats the argument."""
     if not isinstance(table, dict):
         raise ValueError(f"{where} must be a table")
     words: list[str] = []

@@ -1,4 +1,4 @@
-"""`kvloom deploy`: place the processes of a cluster on Ray Serve."""
+"""`kvloom deploy` runs the processes of a cluster on Ray Serve."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _app(cluster: ClusterFile, group: str) -> str:
 
 
 def _example(cluster: ClusterFile, group: Group) -> list[str]:
-    """Return the command line of a group's first replica; ports that are chosen at the start are shown as 0."""
+    """Return the command line of a group's first replica. Ports that are chosen at the start are shown as 0."""
     from .replicas import command_of
 
     host = "NODE" if cluster.bind == "node" else cluster.bind

@@ -1,6 +1,7 @@
-"""Which workers of a cluster exist. Workers announce themselves every second; routers read the list and register them.
+"""The list of a cluster's workers. Workers announce themselves every second. Routers read the list and register the
+workers.
 
-The list is soft state: a restarted actor has the whole list again after a second.
+The list is not stored. A restarted actor has the whole list again after a second.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ NAMESPACE = "kvloom"
 
 
 class Members:
-    """The announced workers and routers, and the digest of each deployed group."""
+    """The list of running processes of a deployed cluster. Workers and routers announce themselves here. Also stores
+    the digest of each group, which shows whether its configuration changed."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, dict[str, Any]]] = {}
@@ -36,7 +38,7 @@ class Members:
         return {url: about for url, (_, about) in self._seen.items() if about["command"] == command}
 
     def digests(self, new: dict[str, str] | None = None) -> dict[str, str]:
-        """Return the digests of the deployed groups, after a change by `new`."""
+        """Return the digests of the deployed groups. If `new` is given, it replaces them first."""
         if new is not None:
             self._digests = new
         return self._digests

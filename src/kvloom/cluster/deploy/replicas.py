@@ -1,7 +1,7 @@
-"""What runs in Ray Serve: a replica is one process of `kvloom serve` or `kvloom route`.
+"""Replicas in Ray Serve. A replica is one process of `kvloom serve` or `kvloom route`.
 
-Serve calls the methods: `check_health` (a replica that raises is replaced), `record_autoscaling_stats` (its load), and
-`__del__` (a rolling restart or a scale-down: the process drains). Requests do not pass through Ray.
+Ray Serve calls three methods. If `check_health` raises, the replica is replaced. `record_autoscaling_stats` returns
+its load. In a rolling restart or a scale-down, `__del__` drains the process. Requests do not pass through Ray.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ PEER_SECONDS = 60.0
 
 
 def by_load(context: Any) -> tuple[int, dict[str, Any]]:
-    """Scale to the number of replicas at which each has `target_requests` open requests. A policy of Ray Serve."""
+    """A scaling policy of Ray Serve. Return the number of replicas at which each replica has `target_requests` open
+    requests."""
     load = sum((context.aggregated_metrics.get("load") or {}).values())
     wanted = math.ceil(load / context.config.target_ongoing_requests)
     return max(wanted, context.capacity_adjusted_min_replicas), {}
 
 
 def command_of(group: Group, host: str, ports: list[int], peers: list[str], secret: str | None) -> list[str]:
-    """Return the command line of a replica. `ports`: HTTP, events, replay, shared pages. `peers`: addresses of pages."""
+    """Return the command line of a replica. `ports` are the ports for HTTP, events, replay and shared pages.
+    `peers` are the addresses at which prefill workers share pages."""
     words = [sys.executable, "-m", "kvloom.cli", group.command, *group.arguments]
     words += ["--host", host, "--port", str(ports[0])]
     if group.command == "route":
@@ -55,7 +57,7 @@ def command_of(group: Group, host: str, ports: list[int], peers: list[str], secr
 
 
 class Replica:
-    """One process. The constructor returns when it is ready to serve."""
+    """One process. The constructor returns when the process is ready to serve."""
 
     def __init__(
         self, cluster: str, group: Group, bind: str, secret: str | None, environment: dict[str, str]
@@ -83,7 +85,8 @@ class Replica:
         threading.Thread(target=self._announce, daemon=True).start()
 
     def _peers(self) -> list[str]:
-        """Return the addresses at which prefill workers share their pages, once there are any."""
+        """Return the addresses at which prefill workers share their pages. Waits up to PEER_SECONDS until there are
+        any."""
         import ray
 
         end = time.monotonic() + PEER_SECONDS
@@ -130,7 +133,7 @@ class Replica:
             raise OSError(str(error)) from None
 
     def _announce(self) -> None:
-        """Announce this process every second; a router also registers the workers."""
+        """Announce this process every second. A router also registers the workers."""
         while not self._ended.wait(ANNOUNCE_SECONDS):
             try:
                 self._members.announce.remote(self._url, self._about)
@@ -155,7 +158,7 @@ class Replica:
     # -- called by Ray Serve ------------------------------------------------------------------------
 
     def check_health(self) -> None:
-        """Raise if the process has ended, or does not answer: Serve replaces the replica."""
+        """Raise if the process has ended or does not answer. Ray Serve then replaces the replica."""
         if self._process.poll() is not None:
             raise RuntimeError(f"{self.group.name} ended with status {self._process.returncode}")
         self._get("/health")
@@ -189,7 +192,7 @@ class Replica:
 
 
 def free_port(host: str, wanted: range = range(1)) -> int:
-    """Return the first free port of a range; of range(1) any free port. Raises OSError if none is free."""
+    """Return the first free port of a range. For range(1), return any free port. Raises OSError if none is free."""
     for port in wanted:
         with suppress(OSError), socket.create_server((host, port)) as one:
             return int(one.getsockname()[1])

@@ -1,7 +1,8 @@
 """Runs a command as a child: `python -m kvloom.cluster.deploy.supervised SECONDS COMMAND…`.
 
-The parent holds the other end of stdin. When the parent is gone, however it died, stdin ends and the child is terminated:
-SIGTERM first, SIGKILL after SECONDS. So no server outlives the Ray actor that started it. SIGTERM is passed on.
+The parent holds the other end of stdin. When the parent ends for any reason, stdin ends, and the child gets
+SIGTERM, then SIGKILL after SECONDS. No server therefore outlives the Ray actor that started it. SIGTERM to this
+process is passed to the child.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ class DivergedError(Exception):
 
 
 class AnswerStream:
-    """The events of a request. With `hides_tokens`, token ids are removed, because the client did not ask for them."""
+    """Forwards the events of one streamed answer from a worker to the client. Records the tokens sent so far, so that
+    another worker can continue the stream. With `hides_tokens`, token ids are removed, because the client did not ask
+    for them."""
 
     def __init__(self, hides_tokens: bool) -> None:
         self._tokens: list[int] = []

@@ -283,6 +283,8 @@ def _metrics(fleet: Fleet, proxy: Proxy) -> Iterator[str]:
         "expected_hit_tokens": counts.expected_hit_tokens,
         "hand_overs": counts.hand_overs,
         "slo_refused": counts.slo_refused,
+        "copied_prefixes": proxy.replicator.copied,
+        "failed_copies": proxy.replicator.failed,
         "untokenised_prompts": proxy.reader.fallbacks,
         "worker_deaths": fleet.deaths,
     }

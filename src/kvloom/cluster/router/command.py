@@ -64,6 +64,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     deadline = "seconds after which a request ends with an error (default: 600)"
     add("--deadline-seconds", type=number(0, above=True), default=600.0, metavar="S", help=deadline)
+    wait = "seconds that a request waits while no worker can take it, such as during a restart (default: 30; 0: refuse at once)"
+    add("--wait-seconds", type=number(0), default=30.0, metavar="S", help=wait)
     silent = "seconds without data after which a stream continues on another worker (default: 30)"
     add("--silent-seconds", type=number(0, above=True), default=30.0, metavar="S", help=silent)
     add(
@@ -77,6 +79,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="gain of a session's last worker in the score (default: 0.05)")  # fmt: skip
     add("--overload-seconds", type=number(0), default=2.0, metavar="S",
         help="backlog above the least one from which affinity yields (default: 2)")  # fmt: skip
+    copies = "workers that have a hot prefix: the router copies it from one to another, so that no death loses it (default: 1: no copies)"
+    add("--copies", type=whole(1), default=1, metavar="N", help=copies)
+    add(
+        "--hot-hits",
+        type=whole(1),
+        default=3,
+        metavar="N",
+        help="hits from which a prefix is hot (default: 3)",
+    )
     level = "least severe messages to log (default: info)"
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=level)
     add(
@@ -105,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
         args.deadline_seconds,
         args.silent_seconds,
         args.route,
+        args.wait_seconds,
     )
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     listener = socket.create_server((args.host, args.port), family=family, backlog=2048)
@@ -141,13 +153,15 @@ async def _serve(
     from .fleet import Fleet
     from .prompt_keys import PromptReader
     from .proxy import Proxy
+    from .replication import ReplicationOptions
     from .scoring import ScoringOptions
 
     scoring = ScoringOptions(affinity_seconds=args.affinity_seconds, overload_seconds=args.overload_seconds)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         fleet = Fleet(session, scoring, args.worker_key)
-        proxy = Proxy(fleet, PromptReader(fleet, args.tokenizer, not args.no_tokenize), options)
+        reader = PromptReader(fleet, args.tokenizer, not args.no_tokenize)
+        proxy = Proxy(fleet, reader, options, ReplicationOptions(args.copies, args.hot_hits))
         for url in args.worker:
             fleet.add(url, is_static=True)
         for url in args.discover:
@@ -165,6 +179,7 @@ async def _serve(
             await uvicorn.Server(config).serve(sockets=[listener])
         finally:
             samples.cancel()
+            proxy.replicator.close()
             await fleet.close()
     return 0
 

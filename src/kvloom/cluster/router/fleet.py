@@ -45,8 +45,11 @@ FAILED_CHECKS = 2
 
 @dataclass(slots=True)
 class Offer:
-    """A model on one worker: the model's part of block hashes, its layer groups, pool and events. The hash part is
-    None for a foreign worker."""
+    """A model that one worker serves, as the worker reports it to the router.
+
+    `hash_model` is the model's name in block hashes. It is None if the worker is not kvloom (such as vLLM), or did not
+    state it. The router then hashes the published tokens itself. `capacity` is the size of the pool in tokens.
+    `events` and `replay` are the addresses of the event stream."""
 
     hash_model: str | None = None
     groups: tuple[Group, ...] = (Group(),)
@@ -57,6 +60,8 @@ class Offer:
     """Role of the worker: "prefill", "decode" or "both"."""
     peer: str | None = None
     """Address, `host:port`, at which other workers read its pages."""
+    reads: tuple[str, ...] = ()
+    """Addresses of the peers from which it reads pages."""
     load: dict[str, Any] = field(default_factory=dict)
     """Load, hits and tiers of the engine, from the last report of the worker."""
     step_times: tuple[float, ...] = ()
@@ -68,7 +73,7 @@ class Offer:
 
 @dataclass(slots=True)
 class Sent:
-    """The requests that this router sent to a worker: counts and times to first token."""
+    """Counters of the requests that this router sent to one worker, and a histogram of their times to first token."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -106,8 +111,8 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """A model and the workers that serve it: its index, its scorer, and the index of text prompts without a
-    tokenizer."""
+    """What the router stores for one model: the index of cached blocks on all workers that serve it, and the scorer
+    that chooses among these workers."""
 
     name: str
     index: FleetIndex
@@ -118,7 +123,8 @@ class ServedModel:
 
 
 class Fleet:
-    """All workers of a router. `run` checks them until cancelled. One event loop uses it."""
+    """Adds, checks and removes the workers of a router, and follows their events. `run` checks the workers until it is
+    cancelled. Must be used by one event loop."""
 
     def __init__(
         self, session: aiohttp.ClientSession, options: ScoringOptions | None = None, key: str | None = None
@@ -168,7 +174,8 @@ class Fleet:
     # -- discovery ----------------------------------------------------------------------------------
 
     def discover(self, url: str) -> None:
-        """Add a worker for every address of a host name, and follow its changes."""
+        """Add a worker for every address of the host name in `url`. Regularly look up the addresses again, to add
+        new workers and remove dead ones."""
         self._discoveries.append(asyncio.create_task(self._keep_discovering(url)))
 
     async def _keep_discovering(self, url: str) -> None:
@@ -354,6 +361,7 @@ def _offer(found: dict[str, Any]) -> Offer:
         found["replay"],
         found.get("role", "both"),
         found.get("peer"),
+        tuple(found.get("reads") or ()),
         found.get("load") or {},
         tuple(float(one) for one in found.get("step_times") or ()),
         int(found.get("token_budget") or 0),

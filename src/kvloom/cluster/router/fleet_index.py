@@ -60,7 +60,7 @@ class Group:
 
 @dataclass(slots=True)
 class WorkerBlocks:
-    """One worker's part of the index.
+    """What the index stores about one worker, in addition to its blocks.
 
     `trusts_hashes` states that the worker's block hashes are those of `kvloom.core`. A worker with other hashes,
     such as vLLM, is foreign. The router then hashes the tokens of its events, starting from `root`. `names` maps a

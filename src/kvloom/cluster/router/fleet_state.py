@@ -31,7 +31,8 @@ SERIES = (
 
 
 class FleetState:
-    """The state of one router and its workers. `run` takes samples until cancelled."""
+    """Produces the data of the router's dashboard: figures of the router and of each worker. `run` takes samples for
+    the curves until it is cancelled."""
 
     def __init__(self, fleet: Fleet, proxy: Proxy) -> None:
         self._fleet, self._proxy = fleet, proxy
@@ -91,6 +92,7 @@ class FleetState:
                 "failovers": counts.failovers,
                 "continued_streams": counts.continued_streams,
                 "deaths": fleet.deaths,
+                "copied_prefixes": self._proxy.replicator.copied,
                 "latency": {
                     name: {f"p{round(100 * q)}": histogram.quantile(q) for q in QUANTILES}
                     for name, histogram in (("ttft", counts.ttft), ("overhead", counts.overhead))

@@ -8,7 +8,8 @@ another one.
 | a prefill worker fails                      | the decode worker computes the tokens whose pages it has not got                      |
 | a worker dies before its answer             | the request goes to another worker                                                   |
 | a worker dies in a stream                   | another worker continues after the tokens so far; the client sees one stream          |
-| no worker left, too many attempts, deadline | an error with the reason: a status before the stream, an event in it                 |
+| no worker left                              | the request waits for one that comes back                                            |
+| too many attempts, deadline                 | an error with the reason: a status before the stream, an event in it                 |
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from .fair_queue import FairQueue, QueueFullError
 from .fleet import LATENCY_SECONDS, Fleet, ServedModel, Worker, now
 from .objectives import admissible, objective_of, predict
 from .prompt_keys import PromptKeys, PromptReader, roots_of
+from .replication import FORWARDED, ReplicationOptions, Replicator
 from .scoring import Choice
 
 __all__ = ["Call", "Proxy", "ProxyOptions"]
@@ -40,6 +42,10 @@ Send = Callable[[Any], Awaitable[None]]
 STREAMED = ("/v1/completions", "/v1/chat/completions")
 """Endpoints whose streams continue on another worker."""
 TRY_ANOTHER = (429, 502, 503)
+AWAY = ("engine_loading", "engine_died", "draining", "server_stopping", "unloading")
+"""Error codes of a worker that will be back, or that others replace."""
+WAIT_STEP = 0.1
+"""Seconds between two looks for a worker."""
 HAND_OVER_TOKENS = 256
 """A decode worker computes fewer tokens than this itself, because they take only one step."""
 LEFT_OUT = (
@@ -53,15 +59,6 @@ LEFT_OUT = (
     "slo",
 )
 """Request fields that are not sent to the prefill worker."""
-FORWARDED = (
-    "authorization",
-    "x-api-key",
-    "content-type",
-    "accept",
-    "x-request-id",
-    "traceparent",
-    "anthropic-version",
-)
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -70,8 +67,9 @@ class ProxyOptions:
     """Limits of a router. At most `inflight` requests run on each worker at once. Further requests wait, and
     tenants take turns.
 
-    A request ends after `deadline_seconds`, or after `attempts` workers. In a stream that has begun, the router
-    gives up a worker that sends nothing for `silent_seconds`."""
+    A request ends after `deadline_seconds`, or after `attempts` workers have failed. In a stream that has begun, the
+    router gives up a worker that sends nothing for `silent_seconds`. While no worker can take a request, the request
+    waits up to `wait_seconds` for a worker that returns."""
 
     inflight: int = 256
     queue: int = 10_000
@@ -79,6 +77,7 @@ class ProxyOptions:
     deadline_seconds: float = 600.0
     silent_seconds: float = 30.0
     route: str = "kv"
+    wait_seconds: float = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +94,15 @@ class Call:
     keys: PromptKeys | None = None
     hashes: dict[str, list[int]] = field(default_factory=dict)
     """Block hashes by worker."""
+    lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Cached tokens by worker and medium, when a worker was chosen."""
     tried: set[str] = field(default_factory=set)
+    refused: bool = False
+    """A living worker refused the call, as it has too much work."""
+    failures: int = 0
+    """Workers that failed while they had the call."""
+    waited: float = 0.0
+    """Seconds without a worker."""
     lossy: bool = False
 
     @property
@@ -133,11 +140,22 @@ class _AbortedError(Exception):
     """Raised if the worker of an attempt died."""
 
 
+class _UnreachableError(_AbortedError):
+    """The worker of an attempt accepted no connection: the call cannot be the reason."""
+
+
 class Proxy:
     """Forwards the calls of clients to the workers of a fleet."""
 
-    def __init__(self, fleet: Fleet, reader: PromptReader, options: ProxyOptions | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        reader: PromptReader,
+        options: ProxyOptions | None = None,
+        replication: ReplicationOptions | None = None,
+    ) -> None:
         self.fleet, self.reader, self.options = fleet, reader, options or ProxyOptions()
+        self.replicator = Replicator(fleet, replication)
         self.queue = FairQueue(self.options.inflight, self.options.queue)
         self.counts = Counts()
         self._tenants: dict[str, str] = {}
@@ -145,7 +163,7 @@ class Proxy:
 
     async def serve(self, call: Call, send: Send) -> None:
         """Answer a call. Raises ApiError before anything was sent."""
-        call.model = self._model(call)
+        call.model = await self._find_model(call)
         call.tenant = await self._tenant(call)
         call.keys = await self.reader.read(
             call.body, {n: v for n, v in call.headers.items() if n in FORWARDED}
@@ -168,6 +186,16 @@ class Proxy:
                 await self._whole(call, send)
         finally:
             self.queue.leave()
+
+    async def _find_model(self, call: Call) -> str:
+        """Return the model of a call. Waits while no worker is alive: the router or the workers may have just started."""
+        limit = min(self.options.wait_seconds, self.options.deadline_seconds)
+        for _ in range(int(limit / WAIT_STEP)):
+            workers = self.fleet.workers.values()
+            if not workers or any(worker.is_alive for worker in workers):
+                break
+            await asyncio.sleep(WAIT_STEP)
+        return self._model(call)
 
     def _model(self, call: Call) -> str:
         asked = call.body.get("model")
@@ -214,6 +242,25 @@ class Proxy:
 
     # -- the choice ---------------------------------------------------------------------------------
 
+    async def _next(self, call: Call) -> tuple[Worker, Choice]:
+        """Choose a worker. If all living workers were tried because they failed, wait until one is back: a worker
+        that restarts may be tried again. Raises ApiError if there is none in time."""
+        until = call.at + self.options.deadline_seconds
+        while True:
+            try:
+                return self.choose(call)
+            except ApiError as error:
+                if (
+                    error.code != "no_worker"
+                    or call.refused
+                    or call.waited >= self.options.wait_seconds
+                    or now() >= until
+                ):
+                    raise
+            await asyncio.sleep(WAIT_STEP)
+            call.waited += WAIT_STEP
+            call.tried.clear()
+
     def choose(self, call: Call) -> tuple[Worker, Choice]:
         """Choose the best worker that was not tried. Raises ApiError if there is none."""
         served = self.fleet.models[call.model]
@@ -228,7 +275,7 @@ class Proxy:
             self._turn += 1
             name = names[self._turn % len(names)]
             return self.fleet.workers[name], Choice(name, 0.0, 0, 0)
-        lengths = self._lengths(call, served, names)
+        call.lengths = lengths = self._lengths(call, served, names)
         names = self._within_objective(call, served, names, lengths)
         for name in names:
             worker = self.fleet.workers[name]
@@ -241,8 +288,8 @@ class Proxy:
     def _within_objective(
         self, call: Call, served: ServedModel, names: list[str], lengths: dict[str, tuple[int, ...]]
     ) -> list[str]:
-        """Return the workers that may meet the objective of a call. Raises ApiError 429 if there are none, and no worker
-        was tried: with the prediction of the best."""
+        """Return the workers that may meet the objective of a call. If there are none and no worker was tried,
+        raises ApiError 429 with the best prediction."""
         assert call.keys is not None
         found: list[str] = []
         best: tuple[Decision, Prediction, Objective] | None = None
@@ -275,7 +322,8 @@ class Proxy:
         )
 
     def _prediction(self, call: Call, served: ServedModel, name: str, cached: int) -> Prediction | None:
-        """Predict the times of a call on a worker. If a prefill worker computes its prompt, it predicts the first token."""
+        """Predict the times of a call on a worker. If a prefill worker computes the prompt, the TTFT is predicted
+        for the prefill worker."""
         assert call.keys is not None
 
         def of(worker: str, known: int) -> Prediction | None:
@@ -327,6 +375,8 @@ class Proxy:
             load.sent(call, keys.length - choice.cached, keys.length, now())
         hashes = call.hashes.get(worker.name, [])
         (served.index if keys.tokens is not None else served.texts).expect(worker.name, hashes)
+        if choice.cached and keys.tokens is not None:
+            self.replicator.observe(call, choice.cached, hashes, call.lengths)
         for counts in (self.counts, worker.sent):
             counts.prompt_tokens += keys.length
             counts.expected_hit_tokens += choice.cached
@@ -339,6 +389,12 @@ class Proxy:
             load.first_token(call, now())
         if call.keys is not None and call.keys.tokens is not None:
             served.index.arrived(worker.name, call.hashes.get(worker.name, []))
+
+    def _failed(self, call: Call, worker: Worker, error: Exception) -> None:
+        """Count a failed attempt. A call that makes workers die must end; one that finds dead workers need not."""
+        self.counts.failovers += 1
+        worker.sent.failures += 1
+        call.failures += not isinstance(error, _UnreachableError)
 
     def _end(self, call: Call, worker: Worker) -> None:
         load = self.fleet.models[call.model].scorer.loads.get(worker.name)
@@ -407,9 +463,9 @@ class Proxy:
     async def _whole(self, call: Call, send: Send) -> None:
         """Forward a call, and return the answer unchanged. Retries until the answer has begun."""
         last: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
-        for _ in range(self.options.attempts):
+        while call.failures < self.options.attempts:
             try:
-                worker, choice = self.choose(call)
+                worker, choice = await self._next(call)
             except ApiError:
                 if last is not None:
                     break
@@ -422,6 +478,7 @@ class Proxy:
                 async with _Attempt(self, call, worker, data) as answer:
                     if answer.status in TRY_ANOTHER:
                         last = answer.status, _headers(answer), await answer.read()
+                        call.refused |= not _is_away(last[2])
                         continue
                     if not call.is_stream:
                         body = await answer.read()
@@ -438,8 +495,7 @@ class Proxy:
                     await send({"type": "http.response.body", "body": b""})
                     return
             except _AbortedError as error:
-                self.counts.failovers += 1
-                worker.sent.failures += 1
+                self._failed(call, worker, error)
                 if has_begun:  # this endpoint's streams cannot be continued
                     failed = ApiError(502, f"the worker failed in the answer: {error}", code="worker_failed")
                     await send(
@@ -471,9 +527,9 @@ class Proxy:
             body["seed"] = secrets.randbits(62)  # so that another worker samples the same tokens
         until = call.at + self.options.deadline_seconds
         why = ""
-        for _ in range(self.options.attempts):
+        while call.failures < self.options.attempts:
             try:
-                worker, choice = self.choose(call)
+                worker, choice = await self._next(call)
             except ApiError as error:
                 if not stream.has_begun:
                     raise
@@ -485,13 +541,13 @@ class Proxy:
                 refused = await self._stream_from(call, worker, stream, {**body, **more}, send, until)
                 if refused is None:
                     return
+                call.refused |= not _is_away(refused[2])
                 why = f"the worker returned status {refused[0]}"
-                if not stream.has_begun and not self._others(call):
+                if not stream.has_begun and call.refused and not self._others(call):
                     await _respond(send, *refused)
                     return
             except (_AbortedError, WorkerFailedError) as error:
-                self.counts.failovers += 1
-                worker.sent.failures += 1
+                self._failed(call, worker, error)
                 why = str(error)
             except DivergedError as error:
                 self.counts.diverged_streams += 1
@@ -619,11 +675,22 @@ class _Attempt:
             if self._task is not None:
                 self._task.uncancel()
             raise _AbortedError("the worker died") from None
+        if isinstance(error, aiohttp.ClientConnectorError):
+            self._proxy.fleet.failed(self._worker, f"{type(error).__name__}: {error}")
+            raise _UnreachableError("the worker accepts no connection") from None
         if isinstance(error, aiohttp.ClientError | OSError) and not isinstance(error, TimeoutError):
             self._proxy.fleet.failed(self._worker, f"{type(error).__name__}: {error}")
             raise _AbortedError(f"the connection to the worker broke ({type(error).__name__})") from None
         if isinstance(error, TimeoutError):
             raise _AbortedError("the worker did not answer in time") from None
+
+
+def _is_away(body: bytes) -> bool:
+    """Whether a refusal means that the worker loads, restarts or drains."""
+    try:
+        return msgspec.json.decode(body)["error"]["code"] in AWAY
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return False
 
 
 def _headers(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:

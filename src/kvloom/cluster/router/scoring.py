@@ -53,7 +53,8 @@ class ScoringOptions:
 
 
 class SpeedModel:
-    """Seconds of a prefill, learned from observed first tokens: a fixed part and a part per token."""
+    """Predicts the seconds of a prefill as a constant plus a part per token. Learns both from observed times to first
+    token."""
 
     def __init__(self, seconds: float = 0.02, per_token: float = 2e-5, weight: float = 0.05) -> None:
         self.seconds, self.per_token, self._weight = seconds, per_token, weight
@@ -75,8 +76,8 @@ class SpeedModel:
 
 @dataclass(slots=True)
 class _Sent:
-    """A request on a worker: tokens to compute, all tokens, expected seconds of its prefill, and the time when it
-    was sent."""
+    """One request that the router sent to a worker. `compute` of its `tokens` must be computed, which is expected to
+    take `seconds`. It was sent at time `at`."""
 
     compute: int
     tokens: int

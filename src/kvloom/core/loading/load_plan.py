@@ -33,7 +33,8 @@ LAST_ROUND = 16
 
 @dataclass(frozen=True, slots=True)
 class TierQuery:
-    """A query to tiers, which returns which of these hashes have a page of `group`."""
+    """One question to the tiers: for which of `hashes` do they store a page of the layer group `group`? The caller
+    passes the answer to `LoadPlan.answer`."""
 
     group: int
     hashes: list[bytes]

@@ -206,7 +206,9 @@ class Checkpoints:
             current = current.parent
 
     def drop_unneeded(self, node: Node, window: int, most: int, reason: str) -> None:
-        """Evict unneeded pages of one window, in at most `most` blocks of a node."""
+        """Evict unneeded pages of a node, in at most `most` of its blocks. `window` is the index of the windowed layer
+        group in `self.windows`. `reason` is published with the event. If more pages are unneeded, the node is queued
+        again."""
         node.unneeded_windows &= ~(1 << window)
         if node.checkpoint_counts is None or node.parent is None:
             return

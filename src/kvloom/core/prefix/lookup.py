@@ -243,7 +243,8 @@ class Lookup:
         return limit
 
     def cached_media_limit(self, match: Match) -> int:
-        """Return `media_limit` for the media runs in this cache."""
+        """Return the number of tokens before the first image whose run is needed but not cached. The result is at most
+        `match.limit`."""
         return self.media_limit(match, lambda item: match.root_hash + item.digest in self._media)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:

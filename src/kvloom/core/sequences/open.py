@@ -66,7 +66,8 @@ def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequ
 
 
 def resume_from(state: CacheState, seq: Sequence, checkpoint: Checkpoint, now: float) -> None:
-    """Retain the states of a checkpoint as the source of the sequence's live states."""
+    """Let a sequence resume from the state snapshot of `checkpoint`. Copies nothing now: the snapshot's pages stay in
+    use until the first `extend` copies them to the sequence's own pages."""
     assert checkpoint.states is not None
     seq.state_source = checkpoint.states.copy()
     seq.root.account.retain(state.states.retain(seq.state_source))

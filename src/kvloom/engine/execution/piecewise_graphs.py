@@ -49,7 +49,7 @@ def piece_sizes(tokens: int) -> list[int]:
 
 @dataclass(slots=True)
 class _GraphSet:
-    """The graphs of one size, and the attention calls between them."""
+    """The CUDA graphs for steps of one size. Attention is not part of the graphs: `calls[i]` runs after `graphs[i]`."""
 
     batch: Batch
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
@@ -58,8 +58,8 @@ class _GraphSet:
 
 
 class PiecewiseGraphs:
-    """The piecewise graphs of one model. `forward(batch, last, cutter)` runs the model. `most` is the number of
-    tokens of the largest step.
+    """Captures and replays steps of one model as CUDA graphs that are split at every attention call. `forward(batch,
+    last, cutter)` runs the model. `most` is the number of tokens of the largest step.
     """
 
     def __init__(

@@ -142,7 +142,8 @@ def _unpin(address: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadEvent:
-    """A copy to the device, marked by two events of its stream."""
+    """The start and the end of a copy to the device, as two CUDA events of its stream. The device's clock times the
+    copy."""
 
     start: torch.cuda.Event
     done: torch.cuda.Event

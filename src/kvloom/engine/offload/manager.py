@@ -205,10 +205,11 @@ class OffloadManager:
         return Decision(Action.NO_FREE_PAGES if is_blocked else Action.COMPUTE, job.compute_until)
 
     def before_prefill(self, request: Request) -> Decision:
-        """Decide the action of a running request that has prompt tokens left, for this step.
+        """Decide what a running request with uncomputed prompt tokens does in this step.
 
-        Returns RESUME if the end of its prompt is loaded. Returns WAIT if the missing pages will arrive sooner than
-        they can be computed, and COMPUTE otherwise.
+        While the request computes its prompt from the front, tiers load the prompt from the back. Returns RESUME once
+        the loaded pages begin at or before the first uncomputed token. Returns WAIT if the tokens between them will be
+        loaded sooner than they can be computed. Otherwise returns COMPUTE.
         """
         job = self._jobs.get(request)
         if job is None:

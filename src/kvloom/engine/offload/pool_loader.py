@@ -28,7 +28,7 @@ __all__ = ["CopyStart", "PoolLoader"]
 
 
 class CopyStart(Enum):
-    """The result of starting a copy."""
+    """The result of an attempt to copy pages of a request from host memory into the pool."""
 
     COPYING = "copying"
     NO_PAGES = "no pages"

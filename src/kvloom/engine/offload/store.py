@@ -36,7 +36,7 @@ MAX_LOSSY_ROOTS = 4096
 
 @dataclass(slots=True)
 class _PendingOffload:
-    """Pages being copied to host memory."""
+    """A batch of pages that is being copied from the pool to host memory."""
 
     event: Event
     lease: Lease

@@ -84,7 +84,8 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The tensors and rows that a set of requests needs in every step."""
+    """How the sampler handles one set of requests: which rows need which processing, and the tensors for it. The plan
+    is reused while the set stays the same."""
 
     requests: list[SamplingRequest]
     vocabulary: int

@@ -37,7 +37,8 @@ LOOKUP_SECONDS = 0.05
 
 
 class SloGate:
-    """The SLO gate of one cache's scheduler. `match` finds the cached prefix of a request."""
+    """Decides for one scheduler whether a request with an objective is admitted, deferred or refused. Holds deferred
+    requests until they can start. `match` finds the cached prefix of a request."""
 
     def __init__(self, cache: KVCache, queue: WaitingQueue, match: Callable[[Request], Match]) -> None:
         self.admission = SloAdmission()
@@ -115,7 +116,10 @@ class SloGate:
             elif slo.first_token and slo.prediction is not None and not request.preemptions:
                 slo.last_token = now
                 self.admission.observe_request(
-                    slo.prediction, slo.first_token - slo.arrived, slo.tbt(request.output_count)
+                    slo.prediction,
+                    slo.first_token - slo.arrived,
+                    slo.tbt(request.output_count),
+                    request.output_count,
                 )
         self._open = left
 

@@ -19,7 +19,8 @@ TABLE_CHUNK = 16384
 
 
 class RotaryCache:
-    """The forward of a rotary embedding for positions below a limit."""
+    """Replaces the `forward` of a rotary embedding. Reads cos and sin of positions below `limit` from a table, instead
+    of computing them."""
 
     def __init__(self, module: Any, limit: int, kinds: list[tuple[str, ...]], like: torch.Tensor) -> None:
         """`kinds` are the arguments of a call besides positions. The table of each kind has 2 * head dim * limit

@@ -8,8 +8,8 @@
 | tensors | reading some tensors of a checkpoint                     |
 """
 
-from .eagle import EagleHead, load_eagle_head
+from .eagle import EagleHead, load_eagle_head, new_eagle_head
 from .head import Head
 from .mtp import MTPHead, load_mtp_head
 
-__all__ = ["EagleHead", "Head", "MTPHead", "load_eagle_head", "load_mtp_head"]
+__all__ = ["EagleHead", "Head", "MTPHead", "load_eagle_head", "load_mtp_head", "new_eagle_head"]

@@ -37,7 +37,7 @@ from kvloom.models.specs import ModelError
 from .head import Head, States, collect_outputs, own_or_shared
 from .tensors import read_tensors
 
-__all__ = ["EagleHead", "load_eagle_head"]
+__all__ = ["EagleHead", "load_eagle_head", "new_eagle_head"]
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -65,7 +65,7 @@ class EagleLayer(nn.Module):
         joined = torch.cat((self.input_layernorm(embeddings), normed), -1)
         attended, _ = self.self_attn(hidden_states=joined, **named)
         x: torch.Tensor = (normed if self._residual_is_normed else states) + attended
-        return x.add_(self.mlp(self.post_attention_layernorm(x)))
+        return torch.add(x, self.mlp(self.post_attention_layernorm(x)))
 
 
 class EagleHead(Head):
@@ -78,7 +78,7 @@ class EagleHead(Head):
         size = model.config.hidden_size
         super().__init__(model, size)
         self.fc = nn.Linear(target_size * len(after), size, bias=False, dtype=model.dtype)
-        self._after, self._vocabulary = list(after), vocabulary
+        self.after, self._vocabulary = list(after), vocabulary
         self.register_buffer("target_ids", None)
 
     def join(self, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class EagleHead(Head):
 
     @contextmanager
     def target_states(self, decoder: Any) -> Iterator[States]:
-        with collect_outputs([decoder.layers[count - 1] for count in self._after], copies=True) as found:
+        with collect_outputs([decoder.layers[count - 1] for count in self.after], copies=True) as found:
             yield lambda: self.fc(torch.cat(found, -1))
 
     @contextmanager
@@ -99,6 +99,14 @@ class EagleHead(Head):
             return logits
         every = logits.new_full((len(logits), self._vocabulary), -torch.inf)
         return every.index_copy_(1, self.target_ids, logits)
+
+
+def new_eagle_head(fields: dict[str, Any], target: Any, vocabulary: int) -> EagleHead:
+    """Return a head with random weights on the CPU. `fields` are those of its config. `vocabulary` is the number of
+    tokens that it can propose."""
+    text, weight = target.config.get_text_config(), target.get_output_embeddings().weight
+    model = _one_layer_model(fields, text, vocabulary, weight.dtype)
+    return EagleHead(model, text.hidden_size, _layer_counts(fields, text.num_hidden_layers), len(weight))
 
 
 def load_eagle_head(folder: str, target: Any) -> EagleHead:
@@ -114,11 +122,10 @@ def load_eagle_head(folder: str, target: Any) -> EagleHead:
         raise ModelError(
             f"speculate eagle: {folder} has no EAGLE-3 weights (fc, midlayer): other heads are not known"
         )
-    text = target.config.get_text_config()
     output, embeddings = target.get_output_embeddings(), target.get_input_embeddings()
-    vocabulary, weight = len(output.weight), output.weight
-    model = _one_layer_model(fields, text, len(tensors.get("lm_head.weight", weight)), weight.dtype)
-    head = EagleHead(model, text.hidden_size, _layer_counts(fields, text.num_hidden_layers), vocabulary)
+    weight = output.weight
+    head = new_eagle_head(fields, target, len(tensors.get("lm_head.weight", weight)))
+    model = head.model
     offsets, own = tensors.pop("d2t", None), tensors.pop("embed_tokens.weight", None)
     has_output = "lm_head.weight" in tensors
     named = {name if name.startswith("fc.") else f"model.{name}": x for name, x in tensors.items()}

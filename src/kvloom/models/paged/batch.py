@@ -59,8 +59,8 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ColdRows:
-    """The cold blocks of the rows of a step, and the rows without these blocks. Layers with full attention read
-    both.
+    """The block tables of a step in which some rows have cold blocks (blocks in host memory). Layers with full
+    attention read the cold blocks from host memory, and all other blocks from the pool.
 
     | field         | meaning                                                                                      |
     |---------------|----------------------------------------------------------------------------------------------|
@@ -76,7 +76,7 @@ class ColdRows:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The packed row of one step.
+    """The inputs of one step. The new tokens of all sequences are packed into one row, one sequence after another.
 
     | field                 | meaning                                                                              |
     |-----------------------|--------------------------------------------------------------------------------------|
@@ -141,7 +141,8 @@ REPLAYED = -2
 
 @dataclass(slots=True)
 class _StepNumbers:
-    """The numbers of a step on the host, in the order of the upload."""
+    """The integer inputs of a step, on the host. Their order here is the order in the buffer that is uploaded to the
+    device."""
 
     tokens: Ints
     positions: Ints
@@ -179,7 +180,8 @@ class _StepNumbers:
 
 
 class BatchBuilder:
-    """The buffers of one device for steps of up to `tokens` tokens and `rows` rows.
+    """Builds the `Batch` of each step in fixed buffers of one device. A step has at most `tokens` tokens and `rows`
+    rows.
 
     A step must be launched before the next one is built. Building waits if the device is two steps behind.
     `mirrored` states that the device has its own block tables. A CPU uses the tables of the cache. `shifted` states

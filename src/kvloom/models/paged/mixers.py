@@ -41,7 +41,8 @@ class _Part(NamedTuple):
 
 
 class MixerSteps:
-    """The rows of a step for mixers. They are computed on demand, once for all layers."""
+    """Computes how a step is divided into rows for recurrent layers (mixers). Each division is computed when the first
+    layer needs it, and all layers share it."""
 
     def __init__(self, batch: Batch, batch_invariant: bool = False) -> None:
         """With `batch_invariant`, the bits of a state do not depend on the split of a sequence into steps

@@ -54,7 +54,8 @@ DIGEST_BYTES = 32
 
 
 class EmbeddingStore(Protocol):
-    """Stores embeddings outside the pool."""
+    """The interface of a store for image embeddings outside the pool. `load` returns None if the store does not have
+    the image."""
 
     def load(self, image: Image) -> torch.Tensor | None: ...
 

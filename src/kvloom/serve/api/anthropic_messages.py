@@ -53,7 +53,7 @@ class Breakpoint(msgspec.Struct, frozen=True):
 
 
 class MessagesFields(ChatFields, frozen=True, kw_only=True):
-    """The fields of a chat, and its cache breakpoints."""
+    """The fields of one request to `/v1/messages`: those of a chat, and its cache breakpoints."""
 
     breakpoints: list[Breakpoint] = msgspec.field(default_factory=list)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvloom.core import HASH_TOKENS
 from kvloom.serve.api.answers import AnswerFormats
@@ -93,6 +94,11 @@ class ServedModel:
             "slo_tbt": settings.get("slo_tbt"),
             "token_budget": facts.token_budget,
             "peer": None if facts.peer_address is None else "{}:{}".format(*facts.peer_address),
+            "reads": [
+                urlsplit(tier).netloc.rpartition("@")[2]
+                for tier in settings.get("tiers", ())
+                if tier.startswith("peer:")
+            ],
             "load": self._load(),
         }
 

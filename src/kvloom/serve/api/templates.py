@@ -33,7 +33,7 @@ class RenderError(Exception):
 
 
 class _RenderBudget:
-    """The limits of one rendering, and the amounts used so far."""
+    """Limits the characters and the CPU time of rendering one chat template. Counts what the rendering has used so far."""
 
     __slots__ = ("_characters", "_end", "_limit", "_seconds", "_steps")
 

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Server:
-    """The latest state of a server, and the latest error."""
+    """Polls a server for its dashboard state. Stores the latest state and the latest error."""
 
     def __init__(self, url: str, key: str | None, model: str | None) -> None:
         self._url, self._key = url, key

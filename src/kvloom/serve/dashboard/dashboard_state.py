@@ -34,7 +34,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Dashboards:
-    """The data of every served model."""
+    """Has one `DashboardState` for each served model, and takes their samples."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -57,7 +57,7 @@ class Dashboards:
 
 
 class DashboardState:
-    """The data that the viewers of one model see."""
+    """Produces the data of one model for its dashboard pages. All viewers of the model share it."""
 
     def __init__(self, context: ServerContext, served: ServedModel) -> None:
         self._context, self._served = context, served

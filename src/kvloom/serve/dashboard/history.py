@@ -73,7 +73,7 @@ class Samples:
 
 
 class History:
-    """The samples of a served model."""
+    """Takes samples of the metrics of one served model at fixed intervals, for the curves of the dashboard."""
 
     def __init__(self, served: ServedModel, seconds: float) -> None:
         self._served = served

@@ -123,7 +123,7 @@ class TokenRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """One prompt. The deltas of its answers have its `id`.
+    """A message that sends one prompt to the engine. The messages with parts of its answers have the same `id`.
 
     - `stream`: a delta is sent per step, otherwise once at the end.
     - `salt`: only requests with the same salt share pages.
@@ -199,7 +199,7 @@ class ResizePool(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetRole(msgspec.Struct, frozen=True, tag=True):
-    """Change the role of the worker."""
+    """A message from the server that changes the role of the worker."""
 
     role: Literal["both", "prefill", "decode"]
 
@@ -410,7 +410,7 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is loaded.
+    """A message of the engine process: the engine is loaded and accepts requests.
 
     - `max_tokens`: the limit of prompt and output of one request together. `tenant_max_tokens` is the limit for
       tenants with a quota.

@@ -83,7 +83,7 @@ def engine_stats(
 
 
 def _slo_stats(admission: SloAdmission) -> dict[str, Any]:
-    """Return the verdicts about objectives, and how good the predictions were."""
+    """Return the counts of verdicts about objectives, and the accuracy of predictions."""
     return {
         "slo": {verdict.value: count for verdict, count in admission.counts.items()},
         "slo_ttft_ratio": _counts(admission.ttft_ratio),

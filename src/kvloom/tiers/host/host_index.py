@@ -35,7 +35,7 @@ class _Account(Account):
 
 
 class HostIndex:
-    """The index of all pages of one arena."""
+    """Finds the slot of a page in host memory by the page's key. Also orders the pages of each tenant by last use."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena

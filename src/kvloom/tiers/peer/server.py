@@ -173,7 +173,8 @@ class PeerServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host as configured, so that clients that use the same name find it, and the port."""
+        """The configured host name and the port. Clients with the same host name in their configuration find this
+        server."""
         return self._config.host, int(self._socket.getsockname()[1])
 
     def close(self) -> None:

@@ -215,7 +215,8 @@ class PythonicParser(ToolCallParser):
 
 
 class Qwen3CoderParser(ToolCallParser):
-    """An argument is added when it is complete, because its schema decides whether it is a text or JSON."""
+    """Parses tool calls in the format of Qwen3-Coder. An argument is returned only when it is complete, because its
+    schema decides whether it is a text or JSON."""
 
     BEGIN, END = "<tool_call>", "</tool_call>"
     FUNCTION, PARAMETER = "<function=", "<parameter="

@@ -77,7 +77,7 @@ function drawFlows({ router, workers, totals }) {
     s("text", { x: 18, y: height / 2 - 6, class: "name" }, "router"), s("text", { x: 18, y: height / 2 + 12 }, `${count(router.running)} running, ${count(router.waiting)} waiting`));
   const words = workers.map((worker) => `${shortName(worker.name)}, ${worker.role}, ${worker.alive ? "alive" : "dead"}: ${plural(worker.requests, "request")}`).join("; ");
   byId("flows-body").replaceChildren(s("svg", { viewBox: `0 0 ${WIDTH} ${height + 24}`, role: "img", "aria-label": `Requests from the router to its workers. ${words}.` }, paths, middle, boxes));
-  byId("flows-about").textContent = [`${compact(totals.requests)} requests`, `${compact(totals.hand_overs)} handed over`, plural(totals.failovers, "failover"),
+  byId("flows-about").textContent = [`${compact(totals.requests)} requests`, `${compact(totals.hand_overs)} handed over`, plural(totals.failovers, "failover"), plural(totals.copied_prefixes, "copied prefix", "copied prefixes"),
     plural(totals.continued_streams, "continued stream"), `${plural(totals.deaths, "death")} of workers`].join(" · ");
   const key = marks([...(split ? [["orange", "prefill"], ["blue", "decode"]] : []), ...(others.some((worker) => worker.role === "both") ? [["green", "requests"]] : []),
     ...(split ? [["pink", "pages, prefill → decode"]] : [])]);
