@@ -330,6 +330,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     | `slo`                       | requests with an objective, by verdict: admit, defer, refuse                |
     | `slo_ttft_ratio`, `slo_tbt_ratio` | actual divided by predicted time, of admitted requests                |
     | `step_times`                | coefficients of `core.StepTimes`; empty before enough steps were measured  |
+    | `needs_growth`              | an open request needs more pages than the pool has                          |
     """
 
     running: int = 0
@@ -370,6 +371,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     slo_ttft_ratio: HistogramCounts = ([], 0.0)
     slo_tbt_ratio: HistogramCounts = ([], 0.0)
     step_times: list[float] = []
+    needs_growth: bool = False
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True):

@@ -107,6 +107,7 @@ class _Activity:
     def observe(self, stats: EngineStats, has_open: bool, now: float) -> tuple[bool, bool]:
         """Return whether the engine was busy within BUSY_SECONDS, and whether it lacked pages since the last round."""
         lacks_pages = stats.waiting > 0 and (not stats.free_slabs or not stats.running)
+        lacks_pages = lacks_pages or stats.needs_growth
         is_full = stats.evictions > self.evictions or stats.preemptions > self.preemptions or lacks_pages
         if has_open or stats.running or stats.waiting or stats.steps != self.steps:
             self.busy_at = now

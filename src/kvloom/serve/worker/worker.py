@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvloom.core import CacheControl, RetainRange
 from kvloom.engine import Engine, Grammar, GrammarBusyError, GrammarState, Request, TokenLogprobs
 
@@ -479,9 +481,10 @@ class Worker:
         waiting_for_quota = {name: len(quota.waiting) for name, quota in self._quotas.items()}
         open_requests = [(one.message.tenant, one.request.started > 0) for one in self._open.values()]
         made = self._finished_tokens + sum(_output_tokens(one.request) for one in self._open.values())
-        return engine_stats(
+        stats = engine_stats(
             self.engine, self._steps, made, self._preemptions, waiting_for_quota, open_requests
         )
+        return msgspec.structs.replace(stats, needs_growth=True) if self._needs_growth else stats
 
     @property
     def _lacks_pages(self) -> bool:
@@ -490,7 +493,17 @@ class Worker:
         if not self._share_bytes:
             return False
         evictions = self.engine.cache.inspect.evicted.total()
-        return self.engine.scheduler.awaits_growth or evictions > self._sent_evictions
+        awaits_growth = self.engine.scheduler.awaits_growth
+        return awaits_growth or evictions > self._sent_evictions or self._needs_growth
+
+    @property
+    def _needs_growth(self) -> bool:
+        """Whether models share memory, and an open request needs more pages than the pool of this one has."""
+        if not self._share_bytes:
+            return False
+        longest = max((len(one.request.tokens) for one in self._open.values()), default=0)
+        needed = self.engine.layout.slab_bytes_for(longest)
+        return needed > self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
 
     def _mark_reported(self) -> None:
         """Clear the change flag when the engine is idle."""
