@@ -102,6 +102,8 @@ class Worker:
     failed_checks: int = 0
     open_requests: int = 0
     """Open requests that the worker itself reports, including requests of other routers."""
+    foreign_requests: int = 0
+    """Those of other routers, when the worker reported. The requests of this router change meanwhile."""
     streams: set[Callable[[], None]] = field(default_factory=set)
     """Functions that abort the requests running on the worker."""
     subscribers: dict[str, tuple[Subscriber, asyncio.Task[None]]] = field(default_factory=dict)
@@ -262,6 +264,7 @@ class Fleet:
                 found = msgspec.json.decode(await answer.read())
                 worker.is_kvloom = True
                 worker.open_requests = int(found.get("open_requests", 0))
+                worker.foreign_requests = max(0, worker.open_requests - len(worker.streams))
                 return {one["id"]: _offer(one) for one in found["models"] if one["status"] == "ok"}
         async with self.session.get(f"{worker.url}/health", timeout=timeout) as answer:
             if answer.status != 200:
@@ -279,7 +282,7 @@ class Fleet:
 
     def _died(self, worker: Worker, why: str) -> None:
         worker.is_alive = False
-        worker.open_requests = 0
+        worker.open_requests = worker.foreign_requests = 0
         self.deaths += 1
         log.warning("worker %s is dead: %s", worker.name, why)
         for abort in list(worker.streams):

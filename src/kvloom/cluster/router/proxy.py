@@ -243,7 +243,7 @@ class Proxy:
         for name in names:
             worker = self.fleet.workers[name]
             load = served.scorer.loads[name]
-            load.foreign = max(0, worker.open_requests - len(worker.streams))
+            load.foreign = worker.foreign_requests
         choice = served.scorer.choose(call.keys.length, lengths, names, now(), call.session)
         assert choice is not None
         return self.fleet.workers[choice.worker], choice
