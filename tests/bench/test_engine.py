@@ -362,6 +362,7 @@ def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_compares_capacities() -> None:
     done = _command("--shape", "gemma-3-12b", "--capacity", "16384", "--pool", "40GiB", "--json")
     assert (done.returncode, done.stderr) == (0, "")

@@ -81,6 +81,7 @@ def test_few_requests_start_at_once_beside_a_flood() -> None:
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 3.0), (0.0, 0.0)])
+@pytest.mark.few(1)
 def test_computed_tokens_follow_weights(weights: tuple[float, float]) -> None:
     tenants = [Tenant(name, weight=weight) for name, weight in zip(("red", "blue"), weights, strict=True)]
     engine = make_engine(tiny("llama"), 1 << 22, token_budget=32, max_running=4, tenants=tenants)

@@ -277,6 +277,7 @@ def stored(engine: Engine) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 @pytest.mark.parametrize("wrong", ["failing", "hung", "full", "slow", "lying", "flipped"])
+@pytest.mark.few(3)
 def test_faulty_tier_changes_no_token_and_recovers(family: str, wrong: str, tmp_path: Path) -> None:
     prompts = drawn((family, wrong), 70, 50, 33)
     wanted = expected(tiny(family), prompts, 8)
@@ -319,6 +320,7 @@ def test_faulty_tier_changes_no_token_and_recovers(family: str, wrong: str, tmp_
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
+@pytest.mark.few(1)
 def test_many_requests_in_a_small_pool_with_a_faulty_disk(family: str, tmp_path: Path) -> None:
     rng = random.Random(family)
     roots = drawn((family, "roots"), 40, 33, 20)
@@ -369,6 +371,23 @@ def test_quotas_hold_for_loaded_pages(tmp_path: Path) -> None:
             engine.cache.check()  # no account is over its quota
     assert request.cached_tokens == 96
     closed(engine)
+
+
+def test_prompt_takes_a_checkpoint_where_pages_in_a_tier_end(tmp_path: Path) -> None:
+    """The tier has pages of 64 shared tokens, but a snapshot only at the end of the prompt that stored them."""
+    shared, *rests = drawn("tier branch", 70, 20, 20, 20)
+    prompts = [[*shared, *rest] for rest in rests]
+    wanted = expected(tiny("qwen3_next"), prompts, 8)
+    found = []
+    for part in ([0], [1], [2]):
+        engine = make_engine(
+            tiny("qwen3_next"), POOL, tiers=["host:8MiB", f"disk:{tmp_path}:64MiB"], offload=PATIENT
+        )
+        (request,) = served(engine, [prompts[part[0]]])
+        assert request.tokens == wanted[part[0]]
+        found.append(request.cached_tokens)
+        closed(engine)
+    assert found == [0, 0, 64]
 
 
 def test_reload_after_preemption_is_not_a_hit() -> None:
@@ -486,7 +505,7 @@ class LatePages(HostPages):
 
 @pytest.mark.parametrize("write", ["through", "back"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba", "qwen3_next"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_slow_copies_neither_overwrite_nor_read_other_pages(
     family: str, write: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -547,7 +566,7 @@ def test_returning_conversations_keep_their_loaded_pages(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_pages_stay_in_full_host_memory_while_they_load(family: str) -> None:
     """The pool evicts pages into a full host memory, where the pages to be loaded are the oldest."""
     prompts = drawn((family, "in turns"), *[70] * 6)
@@ -569,6 +588,7 @@ def test_pages_stay_in_full_host_memory_while_they_load(family: str) -> None:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.few(1)
 def test_shared_pages_are_loaded_once(cancelled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_manager, "HostPages", LatePages)
     monkeypatch.setattr(LatePages, "polls", (20, 30))

@@ -100,6 +100,7 @@ def test_failed_step_is_discarded_and_recomputed(family: str, ahead: bool) -> No
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "bamba"])
+@pytest.mark.few(1)
 def test_interrupt_while_waiting_for_tokens_loses_none(
     family: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

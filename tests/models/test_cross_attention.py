@@ -150,6 +150,7 @@ def test_prompts_that_begin_with_images_give_generates_tokens() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.few(1)
 def test_images_and_text_in_a_pool_far_too_small(ahead: bool) -> None:
     rng = random.Random(3)
     model = causal(crossing())

@@ -123,6 +123,7 @@ def number(text: str) -> float:
     return float(found[0].replace(",", "")) if found else 0.0
 
 
+@pytest.mark.slow
 def test_the_page_updates_under_traffic_without_errors(browser: Browser, server: Running) -> None:
     one = Seen(browser)
     one.page.goto(f"{server.url}/dashboard")

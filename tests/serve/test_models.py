@@ -224,6 +224,7 @@ def test_a_model_is_loaded_and_unloaded(both: Running, expected: Expected) -> No
     assert answer(both, MODEL, 4) == expected[MODEL, 4]
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_to_load_is_listed_with_the_reason(both: Running, shelf: Path) -> None:
     shutil.copytree(shelf / THIRD, shelf / "broken")
     weights = shelf / "broken" / "model.safetensors"

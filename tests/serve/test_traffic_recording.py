@@ -27,6 +27,7 @@ def recording(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield found, path
 
 
+@pytest.mark.slow
 def test_a_replayed_recording_hits_like_the_server(recording: tuple[Running, Path]) -> None:
     """Three conversations take turns, and begin again now and then."""
     server, path = recording

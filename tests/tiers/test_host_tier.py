@@ -137,6 +137,7 @@ def test_a_batch_evicts_only_pages_without_a_lease() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.few(2)
 def test_batches_are_evicted_in_the_order_of_their_last_use(seed: int) -> None:
     rng, tier, model = np.random.default_rng(seed), plain(20), OrderedDict[int, None]()
     for _ in range(200):

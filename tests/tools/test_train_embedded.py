@@ -215,6 +215,7 @@ def test_a_training_told_to_stop_saves_what_it_has(data: Path, tmp_path: Path) -
         (["train", "--data", "OUT", "--out", "OUT", "--epochs", "0"], "'0': give a positive number"),
     ],
 )
+@pytest.mark.few(1)
 def test_a_wrong_option_says_what_is_right(arguments: list[str], message: str, tmp_path: Path) -> None:
     given = [str(tmp_path) if part == "OUT" else part for part in arguments]
     done = run(*given)

@@ -62,7 +62,7 @@ class Allocator:
         self.evicted: Counter[str] = Counter()
         """Evictions by kind: blocks, window (unneeded window pages), snapshot, media."""
         self.idle_seconds = Histogram()
-        """Seconds since the last use of evicted entries."""
+        """Seconds between the last use of an entry and its eviction."""
         self.evicted_bytes = 0
         self._page_bytes = [slab_bytes // c.per_slab for c in pool.classes]
 
@@ -177,10 +177,12 @@ class Allocator:
         return True
 
     def _with_stuck(self, needs: Sequence[int]) -> list[int]:
-        """Return `needs` plus the cached pages that cannot be evicted. Called only when the pool is nearly full.
+        """Return `needs` plus, for each size class, the number of cached pages that cannot be evicted now. Called only
+        when the pool is nearly full.
 
-        If a node in use diverges inside a block, the nodes above it also have pages of that block. These pages cannot
-        be evicted while the node is in use.
+        If a node ends inside a block, each child has its own copy of this block's pages. While a child is in use, its
+        sequence reads only the child's copy. The pages of the parent are then cached, but they cannot be evicted,
+        because a node with a child in use stays in the tree.
         """
         stuck: set[tuple[int, int]] = set()
         seen: set[int] = set()

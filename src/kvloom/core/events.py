@@ -31,7 +31,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Pages of `groups` with each of `hashes` were removed from `medium`. `reason` states why."""
+    """The pages of `groups` for each of `hashes` were removed from `medium`. `reason` states why."""
 
     hashes: tuple[bytes, ...]
     groups: tuple[int, ...]

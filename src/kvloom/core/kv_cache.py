@@ -340,8 +340,8 @@ class KVCache:
         self.state.pins.unprotect(queued)
 
     def end_session(self, session: str) -> int:
-        """Evict the blocks that only this session used before all other blocks, because the session has ended.
-        Returns the number of their tokens.
+        """Mark the blocks that only this session used, so that they are evicted first. Call this method when the
+        session has ended. Returns the number of their tokens.
         """
         return self.state.pins.end_session(session)
 

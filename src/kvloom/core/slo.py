@@ -52,9 +52,11 @@ LAST_MOMENT = 1.2
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a request demands, in milliseconds; None is no demand. `ttft_ms` counts from its arrival, `tbt_ms` is the mean
-    time between its tokens. Before `deadline_ms` the whole answer must be complete; until then the request may wait for
-    the other two, and `ttft_ms` counts from the end of this wait."""
+    """The objective of a request, in milliseconds. None means no limit.
+
+    `ttft_ms` is the time from arrival to the first token. `tbt_ms` is the mean time between tokens. `deadline_ms`
+    is the time from arrival until the whole answer is complete. A request with a deadline may wait until it can
+    meet the other two limits. `ttft_ms` then counts from the end of this wait."""
 
     ttft_ms: float | None = None
     tbt_ms: float | None = None
@@ -70,7 +72,7 @@ class Objective:
         return any(getattr(self, name) is not None for name in self.__slots__)
 
     def over(self, default: Objective) -> Objective:
-        """Return this objective, with the values of `default` where it has none."""
+        """Return this objective. Values that are None are replaced by the values of `default`."""
         mine = (getattr(self, name) for name in self.__slots__)
         return Objective(
             *(
@@ -82,8 +84,8 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The work of one step. `context` is the sum of the lengths of decoding requests. `pairs` is the sum, over prompt
-    tokens, of the tokens before them."""
+    """The work of one step. `rows` is the number of decoding requests, and `context` is the sum of their lengths.
+    `pairs` is the number of query-key pairs of the prompt tokens."""
 
     prompt_tokens: int = 0
     rows: int = 0
@@ -92,16 +94,19 @@ class StepSize:
 
 
 class StepTimes:
-    """Seconds of a step: a constant, plus a part for each of the four numbers of its `StepSize`.
+    """Estimates the seconds of a step: a constant, plus a part for each of the four numbers of its `StepSize`.
 
-    Fitted by least squares of the relative error, with older steps weighing less. No coefficient is negative, so more work
-    never takes less time. The fit is renewed every SOLVE_STEPS steps; other calls of `observe` cost about 10 µs."""
+    The coefficients are fitted to measured steps by least squares of the relative error. Older steps have less
+    weight. No coefficient is negative, so more work never takes less time. The fit is repeated every SOLVE_STEPS
+    steps. Other calls of `observe` cost about 10 µs."""
 
     FADE = 0.995
     SOLVE_STEPS = 16
     SCALES = (1.0, 1e3, 1e2, 1e5, 1e6)
     PENALTIES = (1e-6, 1e-6, 1e-6, 1e-2, 5e-2)
-    """If measured steps cannot separate two causes, the cause without a penalty counts: lengths then extrapolate linearly."""
+    """If the measured steps fit two causes, the cause with the smaller penalty counts. Lengths then extrapolate
+    linearly.
+    """
 
     def __init__(self, coefficients: Sequence[float] | None = None) -> None:
         size = len(self.SCALES)
@@ -117,12 +122,12 @@ class StepTimes:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough steps were measured to refuse work on their basis."""
+        """Whether enough steps were measured to refuse requests."""
         return self.steps >= ENOUGH_STEPS
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """Seconds of a step, and per prompt token, row, token of context and pair."""
+        """The constant seconds of a step, then the seconds per prompt token, row, token of context, and pair."""
         return tuple(one / scale for one, scale in zip(self._solution, self.SCALES, strict=True))
 
     def observe(self, size: StepSize, seconds: float) -> None:
@@ -144,13 +149,13 @@ class StepTimes:
         return a + b * size.prompt_tokens + c * size.rows + d * size.context + e * size.pairs
 
     def doubt(self) -> None:
-        """Lower the estimate slightly after it caused a refusal on an idle worker. Refused work is not measured, so
-        without this a wrong estimate would never be corrected."""
+        """Lower the estimate slightly. Call this after a refusal on an idle worker. Refused work is never measured,
+        so a wrong estimate would otherwise never be corrected."""
         self._targets *= DOUBT
         self._solution = [DOUBT * one for one in self._solution]
 
     def _solve(self) -> None:
-        """Descend along one coefficient at a time from the last solution; each stays at 0 or above."""
+        """Fit the coefficients by coordinate descent from the last solution. Each coefficient stays at 0 or above."""
         rows, targets, found = self._products.tolist(), self._targets.tolist(), self._solution
         for _ in range(200):
             change = 0.0
@@ -168,8 +173,9 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class PromptWork:
-    """A prompt to compute: its tokens without hits, expected output tokens, all its tokens, the seconds until its pages
-    from tiers are loaded, and the seconds until its first token is due."""
+    """A prompt to compute. `tokens` are its tokens without hits, and `context` are all its tokens. `output` is the
+    expected number of output tokens. `load_seconds` is the time until its pages from tiers are loaded, and `due` is
+    the time until its first token is due."""
 
     tokens: int
     output: int
@@ -184,7 +190,8 @@ class PromptWork:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """A decoding request: its tokens so far, and the expected tokens that it still generates."""
+    """A decoding request: `context` is its number of tokens, and `left` is the expected number of tokens still to
+    generate."""
 
     context: int
     left: float
@@ -192,16 +199,16 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Work of one worker as a new request finds it.
+    """The work that a worker already has when a new request arrives.
 
     | field             | meaning                                                                 |
     |-------------------|-------------------------------------------------------------------------|
-    | `prompts`         | prompts that are computed before it, in order                           |
+    | `prompts`         | prompts that are computed before the new request, in order              |
     | `decoding`        | requests that decode                                                    |
-    | `behind`          | prompt tokens that fill its last step                                   |
+    | `behind`          | prompt tokens of later requests, which fill the last step of the prefill |
     | `token_budget`, `max_running` | limits of a step                                            |
-    | `capacity`        | tokens that the pool holds                                              |
-    | `step_seconds`    | seconds that the in-flight step still takes                             |
+    | `capacity`        | number of tokens that fit in the pool                                   |
+    | `step_seconds`    | remaining seconds of the step in flight                                 |
     """
 
     prompts: Sequence[PromptWork] = ()
@@ -215,9 +222,11 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds until the first token and between tokens if the request starts now; the same on an idle worker; the
-    decoding requests at the end of its prefill, as (steps left, context); and the seconds until the first tokens of prompts
-    in the same step are due."""
+    """The predicted times of a request that starts now, in seconds.
+
+    `ttft` and `tbt` are the times to the first token and between tokens. `idle_ttft` and `idle_tbt` are the same on
+    an idle worker. `rows` are the requests that decode at the end of its prefill, as (steps left, context).
+    `others_due` is the time until the first token of another prompt in the same step is due."""
 
     ttft: float
     tbt: float
@@ -227,23 +236,23 @@ class Prediction:
     others_due: float = math.inf
 
     def total(self, output: int) -> float:
-        """Seconds until an answer of `output` tokens is complete."""
+        """Return the seconds until an answer of `output` tokens is complete."""
         return self.ttft + self.tbt * max(0, output - 1)
 
 
 class Verdict(Enum):
-    """What becomes of a request."""
+    """The outcome of admission for a request."""
 
     ADMIT = "admit"
     DEFER = "defer"
-    """It waits: its deadline allows a later start."""
+    """The request waits, because its deadline allows a later start."""
     REFUSE = "refuse"
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A verdict, the reason of a refusal, and the seconds after which the objective can probably be met. None: it
-    cannot be met here even without other requests."""
+    """A verdict. `reason` explains a refusal. `retry_seconds` is the time until the objective can probably be met,
+    or None if this worker could not meet it even without other requests."""
 
     verdict: Verdict
     reason: str = ""
@@ -251,19 +260,19 @@ class Decision:
 
     @property
     def message(self) -> str:
-        """A refusal as an error message."""
+        """The error message of a refusal."""
         if self.retry_seconds is None:
             return f"slo: the objective cannot be met here, even without other requests: {self.reason}; raise it, or shorten the request"
         return f"slo: the objective cannot be met now: {self.reason}; retry in {self.retry_after} s"
 
     @property
     def retry_after(self) -> int | None:
-        """Whole seconds after which to retry, at least one. None if a retry does not help."""
+        """Whole seconds after which the client should retry, at least one. None if a retry does not help."""
         return None if self.retry_seconds is None else max(1, math.ceil(self.retry_seconds))
 
 
 class SloAdmission:
-    """Predicts and decides for one worker, and counts how good the predictions are."""
+    """Predicts times and decides about requests for one worker. Also counts how accurate the predictions are."""
 
     def __init__(self, times: StepTimes | None = None) -> None:
         self.times = times or StepTimes()
@@ -271,11 +280,11 @@ class SloAdmission:
         self._margins = [1.0, 1.0]  # of TTFT and TBT
         self._rows = self._delay = 0.0  # recent decode rows, and the seconds that prompts in their steps took
         self.ttft_ratio, self.tbt_ratio = Histogram(RATIOS), Histogram(RATIOS)
-        """Actual divided by predicted time, of admitted requests."""
+        """Actual time divided by predicted time, for admitted requests."""
         self.counts = dict.fromkeys(Verdict, 0)
 
     def observe_step(self, size: StepSize, seconds: float, count: int = 1) -> None:
-        """Learn from a step, or from `count` steps of the same size and time."""
+        """Update the estimates with a measured step, or with `count` steps of the same size and time."""
         self.times.observe(size, seconds)
         _, token, _, _, pair = self.times.coefficients
         fade = math.exp(-seconds * count / self._horizon)
@@ -284,7 +293,7 @@ class SloAdmission:
         self._delay = fade * self._delay + size.rows * prompts * count
 
     def observe_idle(self, seconds: float) -> None:
-        """Learn that the worker had no work for some time."""
+        """Update the estimates after the worker had no work for some time."""
         self._delay *= math.exp(-max(0.0, seconds) / self._horizon)
 
     @property
@@ -293,10 +302,10 @@ class SloAdmission:
         return self._delay / self._rows if self._rows else 0.0
 
     def predict(self, own: PromptWork, backlog: Backlog) -> Prediction | None:
-        """Predict the times of a request that joins `backlog`. Returns None before enough steps were measured.
+        """Predict the times of a request that joins `backlog`. Returns None until enough steps are measured.
 
-        Follows the steps that compute the prompts before it. Decoding requests share these steps, finish, and free their
-        places; computed prompts decode. O(n log n) in the requests."""
+        Simulates the steps that compute the earlier prompts. Decoding requests share these steps until they finish
+        and free their places. Computed prompts then decode. O(n log n) in the requests."""
         if not self.times.is_known:
             return None
         step, token, row, position, pair = self.times.coefficients
@@ -352,8 +361,9 @@ class SloAdmission:
         )
 
     def _others_due(self, prompts: Sequence[PromptWork], tokens: int, budget: int, time: float) -> float:
-        """Return when the first of the prompts before a request is due that share its last step. `tokens` are those of all
-        prompts, which take `time`. A prompt that would be late without the request does not count."""
+        """Return the seconds until the first token of an earlier prompt in the request's last step is due. If there
+        are several, return the smallest. `tokens` is the sum over all prompts, which take `time` seconds. A prompt
+        that would be late even without the request does not count."""
         token = self.times.coefficients[1]
         first = (math.ceil(tokens / budget) - 1) * budget  # tokens before the last step
         own = tokens - sum(work.tokens for work in prompts)
@@ -373,8 +383,8 @@ class SloAdmission:
         waited: float = 0.0,
         is_deferred: bool = False,
     ) -> Decision:
-        """Decide about a request that arrived `waited` seconds ago, and count the verdict. A deferred request counts
-        again only when it is refused."""
+        """Decide about a request that arrived `waited` seconds ago, and count the verdict. A request that was
+        deferred before counts again only if it is refused."""
         decision = self._decide(objective, prediction, own, waited)
         if not is_deferred or decision.verdict is Verdict.REFUSE:
             self.counts[decision.verdict] += 1
@@ -433,7 +443,7 @@ class SloAdmission:
         return Decision(Verdict.REFUSE, "; ".join(reasons), longest if longest < math.inf else None)
 
     def _seconds_until(self, tbt: float, prediction: Prediction) -> float:
-        """Return the seconds until so many decoding requests have finished that tokens are `tbt` apart."""
+        """Return the seconds until enough decoding requests have finished to reach `tbt` seconds between tokens."""
         if prediction.idle_tbt > tbt:
             return math.inf
         slower = prediction.tbt / max(1e-9, prediction.idle_tbt)

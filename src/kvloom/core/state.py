@@ -166,8 +166,8 @@ class CacheState:
         return needs
 
     def take(self, account: Account, needs: list[int]) -> int:
-        """Free the pages of `needs` and charge them to `account`. Returns the number of missing pages. If it is not
-        0, nothing is charged.
+        """Make the pages of `needs` free, and charge them to `account`. Returns the number of missing pages. If it
+        is not 0, nothing is charged.
         """
         missing = self.allocator.free_pages(account, needs)
         if not missing:

@@ -34,7 +34,8 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The scales for `dtype`, measured on `tokens` tokens. `sizes` are the largest values by layer, field and head."""
+    """Scales for storing K and V as `dtype` (int8 or fp8), measured on `tokens` tokens. `sizes` are the measured
+    largest values by layer, field and head, from which `scales` are computed."""
 
     model: str
     dtype: str
@@ -67,10 +68,10 @@ class Calibration:
 
 
 class _Recorder(Pages):
-    """Pages that record the largest value of every written token and head.
+    """Pages that record the largest absolute value of every written token and head.
 
-    A percentile needs the values of all tokens, which take 4 bytes for K and V of every head and layer. Without a
-    percentile, only the maximum is stored.
+    For a percentile, the values of all tokens are stored: 4 bytes each for K and V, per token, head and layer.
+    Otherwise only the maximum is stored.
     """
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, every: bool) -> None:

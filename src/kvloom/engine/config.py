@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
+from kvloom.combinations import refused
 from kvloom.core import Objective, Tenant
 from kvloom.events_wire import EventSettings
 from kvloom.models.specs import KVDtype
@@ -37,8 +38,8 @@ class OffloadConfig:
     only stores pages.
     """
     deadline_seconds: tuple[float, float] = (0.1, 5.0)
-    """Shortest and longest deadline of a load, in seconds. Between these limits, it is twice the time to compute the
-    same tokens.
+    """Shortest and longest deadline of a load, in seconds. Between these limits, the deadline is twice the time
+    to compute the same tokens.
     """
     wait_share: float = 0.04
     """Longest time that a request may lose by waiting for pages, as a fraction of the time to compute its prompt."""
@@ -94,12 +95,13 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Replay steps from CUDA graphs, on a GPU."""
     speculate: str = "off"
-    """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), or several
-    ("suffix,draft=MODEL").
+    """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), "mtp" (heads of the
+    checkpoint), "eagle=FOLDER" (an EAGLE-3 head), or several ("suffix,mtp").
 
     "auto" is "suffix". The controller decides whether and how far they are used."""
     draft_tokens: int | None = None
-    """Most draft tokens of a request in one step. None means 4 for a draft model, and 16 for other proposers."""
+    """Most draft tokens of a request in one step. None means 4 for a draft model or an EAGLE head, 3 for
+    heads of the checkpoint, and 16 for lookup."""
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
@@ -109,27 +111,32 @@ class EngineConfig:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """How pages are loaded from the tiers."""
     slo_ttft: float | None = None
-    """Milliseconds until the first token of requests without an objective of their own. None means no objective."""
+    """Default objective for the time to first token, in milliseconds. None means no objective."""
     slo_tbt: float | None = None
-    """Milliseconds between tokens of requests without an objective of their own. None means no objective."""
+    """Default objective for the time between tokens, in milliseconds. None means no objective."""
     role: Role = "both"
-    """What a worker does: "prefill" offers the pages of every prompt, "decode" computes prompts in short steps."""
+    """Role of a worker. "prefill" offers the pages of every prompt. "decode" computes prompts in short steps."""
     kv_events: str | None = None
     """ZMQ address on which block events are published, such as `tcp://127.0.0.1:5557`. None means no events."""
     kv_events_replay: str | None = None
     """ZMQ address that replays past events and sends snapshots. None means that routers cannot fill gaps."""
     kv_events_hashes: Literal["int64", "bytes"] = "int64"
-    """How block hashes travel: signed 64-bit integers, or all bytes."""
+    """Form of block hashes in events: signed 64-bit integers, or all bytes."""
 
     @property
     def objective(self) -> Objective:
-        """The objective of requests that have none."""
+        """The objective of requests that set none."""
         return Objective(self.slo_ttft, self.slo_tbt)
 
     @property
     def draft_model(self) -> str:
         """Folder or name of the draft model. Empty if there is none."""
         return next((part.removeprefix("draft=") for part in self.proposers if part.startswith("draft=")), "")
+
+    @property
+    def head(self) -> str:
+        """The proposer with a head: "mtp" or "eagle=FOLDER". Empty if there is none."""
+        return next((part for part in self.proposers if part == "mtp" or part.startswith("eagle=")), "")
 
     @property
     def proposers(self) -> list[str]:
@@ -150,14 +157,7 @@ class EngineConfig:
             )
         if self.role not in get_args(Role):
             raise ValueError(f"role {self.role!r} is not one of {', '.join(get_args(Role))}")
-        parts = self.proposers
-        if not all(part in ("ngram", "suffix") or part.startswith("draft=") for part in parts) or len(
-            {part.partition("=")[0] for part in parts}
-        ) < len(parts):
-            raise ValueError(
-                f"speculate {self.speculate!r} is not off, auto, ngram, suffix, draft=MODEL or several of them, such as "
-                "suffix,draft=MODEL"
-            )
+        self._check_proposers()
         if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens {self.draft_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")
         if self.checkpoint_every < 0:
@@ -165,6 +165,19 @@ class EngineConfig:
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ValueError("kv_events_replay needs kv_events: give the address of the events, too")
         _ = self.event_settings, self.objective  # raise for invalid values
+
+    def _check_proposers(self) -> None:
+        parts = self.proposers
+        lookups, weights = ("ngram", "suffix", "mtp"), ("draft=", "eagle=")
+        known = all(part in lookups or (part.startswith(weights) and part[6:]) for part in parts)
+        if not known or len({part.partition("=")[0] for part in parts}) < len(parts):
+            raise ValueError(
+                f"speculate {self.speculate!r} is not off, auto, ngram, suffix, mtp, draft=MODEL, eagle=FOLDER or several "
+                "of them, such as suffix,draft=MODEL"
+            )
+        kinds = {part.partition("=")[0] for part in parts} & {"draft", "mtp", "eagle"}
+        if len(kinds) > 1:
+            raise ValueError(refused("draft model, head", kinds=" and ".join(sorted(kinds))))
 
     @property
     def event_settings(self) -> EventSettings | None:

@@ -30,6 +30,7 @@ from .config import EngineConfig, Role
 from .execution import (
     MAX_RUNNING,
     TOKEN_BUDGET,
+    HeadRunner,
     InflightStep,
     ModelRunner,
     OutputProcessor,
@@ -59,12 +60,14 @@ from .speculation import (
     NO_DRAFT,
     Draft,
     DraftModelProposer,
+    HeadProposer,
     NGramProposer,
     Proposer,
     Speculation,
     SuffixProposer,
     draft_positions,
     load_draft,
+    load_head,
 )
 
 if TYPE_CHECKING:
@@ -73,9 +76,9 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 STRONG_MATCH = 6
-"""Tokens that lookup must match if another proposer follows it: a draft model knows better after a short match."""
+"""Smallest match of lookup if another proposer follows. After a shorter match, a draft model is more accurate."""
 MIN_DRAFT_ROWS = 64
-"""Positions at which a step with drafts may sample at least; otherwise as many as there are running requests."""
+"""A step with drafts may sample at this many positions, or at one per running request if these are more."""
 DECODE_PROMPT_TOKENS = 256
 """Largest number of prompt tokens in a step of a decode worker."""
 HELD_SECONDS = 0.002
@@ -102,7 +105,9 @@ class Engine:
         """The settings, with `token_budget` and `max_running` filled in."""
         assert config.token_budget is not None
         assert config.max_running is not None
-        draft = load_draft(config.draft_model, model) if config.draft_model else None
+        draft = None
+        if config.draft_model or config.head:
+            draft = load_head(config.head, model) if config.head else load_draft(config.draft_model, model)
         memory = allocate_kv_memory(model, config, draft)
         self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache
         self.vision, self.limit = memory.vision, memory.limit
@@ -136,9 +141,15 @@ class Engine:
         self.events: WirePublisher | None = None
         """Publishes block events to routers. None if events are not configured."""
         if config.event_settings is not None:
-            from kvloom.events_wire import WirePublisher
+            from kvloom.events_wire import TierBlocks, WirePublisher
 
             self.events = WirePublisher(self.cache, config.event_settings)
+            for tier in self.offload.watch_tiers() if self.offload is not None else ():
+                fingerprints = {
+                    group: [form.fingerprint for form in forms] for group, forms in tier.forms.items()
+                }
+                states = {group.index for group in self.layout.of("state")}
+                self.events.add_tier(TierBlocks(tier.medium, tier.changes.take, fingerprints, states))
         self.pool_size: PoolSize | None = None
         """Grows and shrinks an elastic pool. None if the pool keeps its size."""
         self._pool_rule: PoolRule | None = None
@@ -149,7 +160,7 @@ class Engine:
             self._pool_rule = PoolRule(pool, config.keep_free, config.idle_seconds)
         self.scheduler = Scheduler(self.cache, config.token_budget, config.max_running, self.offload)
         self.role: Role = "both"
-        """What this worker does; see `set_role`."""
+        """Role of this worker. See `set_role`."""
         self.set_role(config.role)
         self.eos = eos_tokens(model)
         self.sampler = Sampler(self.eos)
@@ -173,31 +184,35 @@ class Engine:
         names = self.config.proposers
         for place, name in enumerate(names):
             min_match = STRONG_MATCH if place + 1 < len(names) else 0
-            if name.startswith("draft="):
+            if name.startswith("draft=") or name == self.config.head:
                 proposers.append(self._draft_proposer(draft))
             else:
                 proposers.append((SuffixProposer if name == "suffix" else NGramProposer)(min_match))
         return proposers
 
     def _draft_proposer(self, draft: Any) -> DraftModelProposer:
-        """Return the proposer of a draft model. It shares the pool and the buffers of batches with the target
+        """Return the proposer of a draft model or head. It shares the pool and the buffers of batches with the target
         model."""
-        config = self.config
+        config, complete = self.config, self.offload is not None
         assert config.token_budget is not None
         assert config.max_running is not None
+        sizes, beside = (config.token_budget, config.max_running), (Sampler(self.eos), self._apply_copies)
+        sampled = self.runner.chosen
+        if config.head:
+            if self.runner.decoder is None:
+                raise ValueError(refused("head, model", head=config.head, model=type(self.model).__name__))
+            head = HeadRunner(draft, self.cache, self.buffer, *sizes, target=self.runner)
+            return HeadProposer(config.head.partition("=")[0], head, *beside, sampled, complete)
         runner = ModelRunner(
             draft.eval(),
             self.cache,
             self.buffer,
-            config.token_budget,
-            config.max_running,
+            *sizes,
             config.cuda_graphs,
             invariant=self.runner.pages.is_invariant,
             target=self.runner,
         )
-        return DraftModelProposer(
-            runner, Sampler(self.eos), self._apply_copies, complete=self.offload is not None
-        )
+        return DraftModelProposer(runner, *beside, sampled, complete)
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile kernels and capture graphs, so that no request waits for them. Does nothing on a CPU.
@@ -239,7 +254,7 @@ class Engine:
 
         A request that cannot meet its objective has the finish reason "slo", at once or after it was deferred.
 
-        The output of the processor is a mapping of tensors, or pixels."""
+        An image is the output of the model's processor (a mapping of tensors), or pixels."""
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
@@ -305,8 +320,8 @@ class Engine:
         return request
 
     def _objective(self, request: Request, given: Objective | None) -> Objective:
-        """Return the objective of a request: its own, over that of its tenant, over that of the engine. Prompts that other
-        workers decode have none, and embeddings only their own."""
+        """Return the objective of a request. Values come from the request first, then from its tenant, then from
+        the engine. Prompts that other workers decode have no objective. Embeddings use only their own values."""
         if request.offers_pages:
             return Objective()
         own = given or Objective()
@@ -353,7 +368,8 @@ class Engine:
         return self.offload.prefetch_session(likely, self.cache.match(tokens, control))
 
     def end_session(self, session: str) -> int:
-        """Evict the pages that only this session used before all others. Return how many of its pages are cached."""
+        """Mark the pages that only this session used, so that they are evicted first. Return how many of its pages
+        are cached."""
         self._sessions.forget(session)
         return self.cache.end_session(session)
 

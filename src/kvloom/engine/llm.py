@@ -67,8 +67,8 @@ class Result:
     num_cached_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     slo: dict[str, Any] | None = None
-    """Objective, prediction and outcome in milliseconds; a refused prompt has the finish reason "slo" and `refusal` here.
-    None without an objective."""
+    """Objective, prediction and outcome in milliseconds. A refused prompt has the finish reason "slo", and `refusal` is
+    set here. None without an objective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,8 @@ class LLM:
         `params` and `control` are one object for all prompts, or a list with one per prompt. `control` contains the
         caching options: tenant, session, `store`, `read`, priorities of token ranges.
 
-        With `slo`, a prompt that cannot meet the objective is not run: its answers are empty, with the finish reason
-        "slo", and `Result.slo` has the reason. Prompts before it in the list are ahead of it.
+        With `slo`, a prompt that cannot meet the objective is not run. Its answers are empty and have the finish
+        reason "slo", and `Result.slo` has the reason. Earlier prompts of the list are scheduled first.
         """
         many, requests = self._add(prompts, params, control, slo=slo)
         try:

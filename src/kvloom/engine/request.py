@@ -47,8 +47,8 @@ def token_ids(given: Iterable[int]) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
 
 @dataclass(slots=True, eq=False)
 class SloState:
-    """The objective of a request, its prediction at admission (TTFT from its arrival), its refusal, and what happened.
-    Times are on the cache's clock; 0 means "not yet"."""
+    """The objective of a request, its prediction at admission, its refusal, and its measured times. The predicted
+    TTFT counts from the arrival. Times are on the cache's clock, and 0 means "not yet"."""
 
     objective: Objective
     arrived: float
@@ -59,13 +59,15 @@ class SloState:
     last_token: float = 0.0
 
     def tbt(self, tokens: int) -> float | None:
-        """Return the mean seconds between `tokens` output tokens, or None for one token or before the last."""
+        """Return the mean seconds between `tokens` output tokens. Returns None for a single token, or before the
+        last token."""
         if tokens < 2 or not self.last_token:
             return None
         return (self.last_token - self.first_token) / (tokens - 1)
 
     def report(self, tokens: int) -> dict[str, Any]:
-        """Return objective, prediction, outcome after `tokens` output tokens, and refusal as plain data, in milliseconds."""
+        """Return plain data: the objective, the prediction, the result after `tokens` output tokens, and the
+        refusal. Times are in milliseconds."""
         objective, predicted, refusal = self.objective, self.prediction, self.refusal
         ttft = self.first_token - self.arrived if self.first_token else None
         return {

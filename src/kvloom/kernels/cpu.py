@@ -1,9 +1,9 @@
 """Native CPU versions of small operations, one call each. They exist if the package was built with a compiler
 (`_cpu.c`).
 
-A small model spends most of a step in torch's call overhead. Each function here replaces five to ten torch calls, and
-attention reads pages in place. Only float32 is supported. Other tensors (see `supports`) run in torch, with results
-equal up to rounding.
+A small model spends most of a step in torch's call overhead. Each function here replaces five to ten torch calls,
+and attention reads pages in place. Only float32 is supported. Other tensors (see `supports`) run in torch, with
+results equal up to rounding.
 
 | function         | takes                                                   | returns                                  |
 |------------------|---------------------------------------------------------|------------------------------------------|
@@ -12,7 +12,7 @@ equal up to rounding.
 | `rotate_`        | x [tokens, heads, dim], cos, sin [tokens, dim]          | x, rotated in place                      |
 | `write_tokens`   | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: writes the tokens to pages   |
 | `decode`         | q [rows, heads, dim], pages, tables, visible tokens     | [rows, heads, dim of v]                  |
-| `attention_step` | q, k and v of one token a row, joined                   | the last three in one call               |
+| `attention_step` | q, k and v of one token a row, joined                   | `rotate_`, `write_tokens` and `decode` in one call |
 | `multiply`       | x [rows, dim], weight [columns, dim]                    | [rows, columns], or added to a tensor    |
 """
 

@@ -299,7 +299,7 @@ def _fleet_table(found: Sequence[FleetOutcome], has_objective: bool = False) -> 
 
 
 def _bytes_per_token(args: Namespace, traffic: Traffic) -> int:
-    """Return the bytes per token of --model, else of the recording, else of an 8B Llama 3."""
+    """Return the bytes per token. They come from --model, else from the recording, else from an 8B Llama 3."""
     model = args.model or (traffic.model if args.kv_dtype or traffic.bytes_per_token is None else "")
     if not model:
         return traffic.bytes_per_token or DEFAULT_BYTES
@@ -326,7 +326,7 @@ def _policies(asked: Sequence[str]) -> list[str]:
 
 
 class _Capacities:
-    """Parses cache sizes: blocks, a share of all distinct blocks, or bytes."""
+    """Parses cache sizes, given as blocks, as a share of all distinct blocks, or as bytes."""
 
     def __init__(self, traffic: Traffic, block: int) -> None:
         self.traffic, self.block = traffic, block
@@ -381,7 +381,7 @@ def _size(
     tiers: Sequence[Tier],
     blocks: _Capacities,
 ) -> int:
-    """Report the capacity of each tier that a hit rate needs, for each policy."""
+    """Report, for each policy, the capacity of each tier that a hit rate needs."""
     named = args.capacity[-1:]
     device = blocks.bytes(named[0]) if named else None
     limits: list[tuple[str, int | None]] = [("device", device if tiers or named else None)]

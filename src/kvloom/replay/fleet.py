@@ -5,8 +5,8 @@ workers, and the engine's own SLO admission admits and refuses.
                     ▲── block events, first tokens, ends ──────────┘   a real KVCache holds its blocks
     with roles:  prefill worker ──chunks over its link──▶ decode worker
 
-A block of the trace is one block of the cache, as in `simulator`. Output tokens use pages, too, but are never hit. A
-step takes `prefill(prompt tokens in it)` plus, if requests decode in it, `decode(share of the pool that they
+A block of the trace is one block of the cache, as in `simulator`. Output tokens also use pages, but are never hit.
+A step takes `prefill(prompt tokens in it)` plus, if requests decode in it, `decode(share of the pool that they
 occupy)`. The default times are those of Dynamo's simulator (its polynomial model), so that both routers can be
 compared under one cost model.
 """
@@ -77,12 +77,12 @@ class EngineModel:
     decode_ms: tuple[float, float, float] = (-25.74, 54.01, 5.74)
 
     def prefill(self, tokens: int) -> float:
-        """Return the seconds of a step's prompt tokens."""
+        """Return the seconds for the prompt tokens of a step."""
         a, b, c = self.prefill_ms
         return 1e-3 * ((a * tokens + b) * tokens + c)
 
     def decode(self, share: float) -> float:
-        """Return the seconds of a step's decode tokens, whose requests occupy `share` of the pool."""
+        """Return the seconds for the decode tokens of a step. Their requests occupy `share` of the pool."""
         a, b, c = self.decode_ms
         return 1e-3 * ((a * share + b) * share + c)
 
@@ -107,7 +107,7 @@ class FleetOutcome:
     """Workers that only compute prompts; the others then only decode."""
     admission: str = "none"
     p99_tbt: float = 0.0
-    """Of the mean time between tokens of a request."""
+    """99th percentile of the requests' mean time between tokens."""
     refused: int = 0
     met: int = 0
     """Requests that met the objective."""
@@ -147,7 +147,7 @@ class _Job:
     first: float = 0.0
     last: float = 0.0
     compute: int = 0
-    """Prompt tokens without hits, as it was added."""
+    """Prompt tokens without hits, when the request was added."""
     prediction: Prediction | None = None
     due: float = float("inf")
     """When its first token is due."""
@@ -163,16 +163,16 @@ class _Job:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that its current worker generates."""
+        """Number of tokens that the current worker generates."""
         return 1 if self.decoded_by is not None else max(1, self.request.output_tokens)
 
     @property
     def tbt(self) -> float | None:
-        """Mean seconds between its tokens."""
+        """Mean seconds between tokens, or None for a single token."""
         return (self.last - self.first) / (self.output - 1) if self.output > 1 else None
 
     def meets(self, objective: Objective) -> bool:
-        """Return whether it was served within its objective."""
+        """Return whether the request was served within its objective."""
         ttft, tbt = objective.ttft_ms, objective.tbt_ms
         if self.is_refused or (ttft is not None and 1e3 * (self.first - self.at) > ttft):
             return False
@@ -223,7 +223,7 @@ class _Worker:
 
     @property
     def due(self) -> float | None:
-        """When the step in progress ends, or since when requests wait; None without work."""
+        """When the step in progress ends, or the current time of the worker if requests wait. None without work."""
         return self._end if self._end is not None else self.time if self.waiting or self.running else None
 
     def add(self, job: _Job, at: float) -> None:
@@ -244,7 +244,7 @@ class _Worker:
         return PromptWork(tokens, output, job.request.prompt_tokens)
 
     def predict(self, own: PromptWork, now: float) -> Prediction | None:
-        """Predict the times of a new request."""
+        """Predict the times of a new request. Returns None until enough steps are measured."""
         prompts = [
             self.work(job, job.request.prompt_tokens - job.computed)
             for job in self.running
@@ -270,7 +270,7 @@ class _Worker:
         return self.slo.predict(own, backlog)
 
     def advance(self, until: float) -> None:
-        """Run all steps that end by `until`. Then one more step may be in progress."""
+        """Run all steps that end by the time `until`. Afterwards one more step may be in progress."""
         while True:
             if self._end is not None:
                 if self._end > until:
@@ -281,7 +281,7 @@ class _Worker:
             self._begin_step(until)
 
     def _length(self, tokens: int) -> int:
-        """Return the number of tokens in the cache for `tokens` tokens of the trace."""
+        """Return the number of cache tokens that represent `tokens` tokens of the trace."""
         blocks, rest = divmod(tokens, self.block_tokens)
         return blocks * HASH_TOKENS + -(-rest * HASH_TOKENS // self.block_tokens)
 
@@ -439,7 +439,8 @@ class _Worker:
 
 
 class _Router:
-    """The router's own classes, fed by simulated workers. `names` answer requests, `prefill` compute prompts for them."""
+    """The router's own classes, fed by simulated workers. Workers in `names` answer requests. Workers in `prefill`
+    compute prompts for them."""
 
     def __init__(self, route: str, options: ScoringOptions | None) -> None:
         self.route = route
@@ -457,7 +458,7 @@ class _Router:
         self.scorer.loads[name] = WorkerLoad(capacity, self._speed)
 
     def choose(self, job: _Job, scale: int, now: float, tried: Iterable[str] = ()) -> Choice:
-        """Choose the worker that answers a request, other than those that refused it."""
+        """Choose the worker that answers a request. Workers in `tried` have refused the request and are not chosen."""
         names = [name for name in self.names if name not in tried] if tried else self.names
         if self.route == "round-robin":
             self._turn += 1
@@ -472,7 +473,7 @@ class _Router:
         return choice
 
     def choose_prefill(self, job: _Job, decode: Choice, scale: int, now: float) -> Choice | None:
-        """Choose the prefill worker of a request. None if its decode worker computes the prompt."""
+        """Choose the prefill worker of a request. Returns None if the decode worker itself computes the prompt."""
         prompt = job.request.prompt_tokens
         if not self.prefill or prompt - decode.cached < HAND_OVER_TOKENS:
             return None
@@ -531,7 +532,7 @@ class _Fleet:
         self._pages: list[tuple[float, int, _Job]] = []
 
     def advance(self, until: float) -> None:
-        """Run all steps that end by `until`. Prefill workers come first, because their pages reach decode workers."""
+        """Run all steps that end by `until`. Prefill workers run first, because decode workers need their pages."""
         if self.router.prefill:
             self._run(until, self.router.prefill)
             while self._pages and self._pages[0][0] <= until:
@@ -573,7 +574,7 @@ class _Fleet:
             self._schedule(worker)
 
     def offer(self, job: _Job, admission: str, objective: Objective, queue_limit: int) -> None:
-        """Send a request to a worker, or refuse it. A worker that refuses is followed by the next best."""
+        """Send a request to a worker, or refuse it. If a worker refuses, the next best worker is tried."""
         tried: set[str] = set()
         now, router = job.at, self.router
         while len(tried) < min(ATTEMPTS, len(router.names)):
@@ -598,8 +599,8 @@ class _Fleet:
         job.is_refused = True
 
     def _admits(self, job: _Job, worker: _Worker, computes: _Worker, objective: Objective) -> bool:
-        """Decide with the classes of the engine. With a prefill worker, it predicts the first token, and the decode
-        worker the time between tokens."""
+        """Decide with the engine's own classes. If there is a prefill worker, the TTFT is predicted for it, and the
+        time between tokens for the decode worker."""
         own = computes.work(job, job.compute)
         if objective.ttft_ms is not None:
             job.due = job.at + objective.ttft_ms / 1e3
@@ -634,9 +635,9 @@ def replay_fleet(
 ) -> FleetOutcome:
     """Replay `traffic` over `workers` workers of `blocks` blocks each. `speed` divides the times between arrivals.
 
-    With `prefill`, so many of the workers only compute prompts, and send the pages over links of `link_tokens` tokens per
-    second to the others, which only decode. `admission` refuses requests: see ADMISSIONS. Takes about 20 seconds for
-    12,000 requests. Raises ValueError for a prompt that exceeds a pool."""
+    `prefill` is the number of workers that only compute prompts. They send pages to the other workers, which only
+    decode. Each link transfers `link_tokens` tokens per second. `admission` selects how requests are refused (see
+    ADMISSIONS). Takes about 20 seconds for 12,000 requests. Raises ValueError for a prompt that exceeds a pool."""
     if route not in ROUTES:
         raise ValueError(f"unknown route {route!r}; known: {', '.join(ROUTES)}")
     if admission not in ADMISSIONS:
@@ -690,8 +691,8 @@ def replay_fleet(
 
 
 def _job(number: int, request: Request, at: float, block: int, root: bytes) -> _Job:
-    """Return a request with its tokens in the cache. The tokens of a whole block are the block's id. The tokens of the
-    rest are an id of this request."""
+    """Return a request with its tokens in the cache. All tokens of a whole block are the block's id. All tokens of
+    the partial last block are an id of this request."""
     whole, rest = divmod(request.prompt_tokens, block)
     ids = np.repeat(request.blocks[:whole].astype(np.int32), HASH_TOKENS)
     tail = np.full(-(-rest * HASH_TOKENS // block), 2**31 - 2 - number, np.int32)

@@ -1,7 +1,7 @@
 """Traffic for the simulator: arrival times, and the blocks of each request as numbers.
 
-Two requests have the same block number exactly if all their tokens up to the end of that block are equal. Traffic
-contains no tokens and no text.
+Two requests have the same block number if and only if all their tokens up to the end of that block are equal.
+Traffic contains no tokens and no text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Traffic:
 
     @property
     def asked(self) -> int:
-        """Blocks looked up by all requests."""
+        """Number of blocks that all requests look up."""
         return self._asked
 
     @property
@@ -62,7 +62,7 @@ class Traffic:
 
     @property
     def longest(self) -> int:
-        """Blocks of the longest request."""
+        """Number of blocks of the longest request."""
         return max((len(r.blocks) for r in self.requests), default=0)
 
     @classmethod
@@ -118,8 +118,9 @@ def repeat(traffic: Traffic, times: int, seed: int = 0, seconds: float = 60.0) -
 def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tuple[list[Blocks], int]:
     """Replace the block ids of each row by numbers from 0. Return the rows, and how many distinct numbers they have.
 
-    If an id follows different blocks in two rows, the prefixes differ, so it gets two numbers. Raises ValueError for
-    an invalid id. O(n log n), in array operations if ids are hashes of whole prefixes."""
+    If an id follows different blocks in two rows, the prefixes differ, so the id gets two numbers. Raises ValueError
+    for an invalid id. If every id always follows the same block, as hashes of whole prefixes do, array operations
+    number the rows in O(n log n). Otherwise a slower Python loop does it."""
     arrays = [_ids(row) for row in rows]
     ends = np.cumsum([len(a) for a in arrays])
     if not arrays or not ends[-1]:

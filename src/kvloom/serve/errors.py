@@ -53,8 +53,8 @@ SLO_FIELDS = ("ttft_ms", "tbt_ms", "deadline_ms", "predicted_ttft_ms", "predicte
 
 
 class ApiError(Exception):
-    """An error response. `retry_after` is sent as a header, in seconds. `slo` is added to the body. If the message may contain text of the
-    request, `logged` replaces the message in the log.
+    """An error response. `retry_after` is sent as a header, in seconds. `slo` (objective and prediction) is added
+    to the body. If the message may contain text of the request, `logged` replaces the message in the log.
     """
 
     def __init__(

@@ -3,7 +3,8 @@
     2026-01-31 12:00:00,000 INFO kvloom.access request method=POST path=/v1/completions status=200 seconds=0.078 …
     {"time": "2026-01-31T12:00:00.000+00:00", "level": "INFO", "logger": "kvloom.access", "message": "request", …}
 
-Loggers: `kvloom.serve` (life cycle), `kvloom.access` (requests), `kvloom.tiers` (tiers; of the engine process).
+The loggers are `kvloom.serve` (life cycle), `kvloom.access` (requests) and `kvloom.tiers` (tiers, in the engine
+process).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from kvloom.engine import check_engine, engine_config
 from .api import AnswerFormats, PromptEncoder, ServedModel, ServerContext, engine_error, load_tokenizer
 from .errors import ApiError, bad_request, cut_off, unloading
 from .metrics import Metrics, Recorder, RequestObserver
-from .server_options import ModelOptions, ServerOptions, shared_start
+from .server_options import ChatOptions, ModelOptions, ServerOptions, shared_start
 from .worker import EngineClient, PoolBroker, Ready, Start, StartError
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ class ModelSet:
         served = ServedModel(name, model.start.model, created, engine, observer, is_added=is_added)
         self._context.models[name] = served
         self._loaded[served] = asyncio.Event()
-        self._tasks[served] = task = asyncio.create_task(self._run(served, Path(served.path).exists()))
+        chat = model.chat or options.chat
+        self._tasks[served] = task = asyncio.create_task(self._run(served, chat, Path(served.path).exists()))
         task.add_done_callback(partial(self._ended, served))
         return served
 
@@ -154,16 +155,16 @@ class ModelSet:
         for served in self._context.models.values():
             served.engine.fail_all(cut_off())
 
-    async def _run(self, served: ServedModel, is_local: bool) -> None:
-        await asyncio.gather(served.engine.run(), self._load_tokenizer(served, is_local))
+    async def _run(self, served: ServedModel, chat: ChatOptions, is_local: bool) -> None:
+        await asyncio.gather(served.engine.run(), self._load_tokenizer(served, chat, is_local))
 
-    async def _load_tokenizer(self, served: ServedModel, is_local: bool) -> None:
+    async def _load_tokenizer(self, served: ServedModel, chat: ChatOptions, is_local: bool) -> None:
         options = self._options
         if not is_local:  # the engine downloads it, or reports the error
             await self._loaded[served].wait()
         async with self._tokenizers:
-            found = await asyncio.to_thread(load_tokenizer, served.path, options.chat_template)
-            served.answers = AnswerFormats.of(found, options.tool_call_parser, options.reasoning_parser)
+            found = await asyncio.to_thread(load_tokenizer, served.path, chat.template)
+            served.answers = AnswerFormats.of(found, chat.tool_call_parser, chat.reasoning_parser)
             served.encoder = await asyncio.to_thread(
                 PromptEncoder, found, options.limits.template_seconds, options.allow_chat_template
             )

@@ -32,10 +32,10 @@ from .dashboard import Dashboards
 from .metrics import ServerMetrics
 from .model_routes import model_routes
 from .model_set import ModelSet
-from .server_options import ModelOptions, ServerOptions, resolve, shared_start, with_own_events
+from .server_options import ChatOptions, ModelOptions, ServerOptions, resolve, shared_start, with_own_events
 from .worker import StartError
 
-__all__ = ["ModelOptions", "ServerOptions", "serve", "shared_start", "with_own_events"]
+__all__ = ["ChatOptions", "ModelOptions", "ServerOptions", "serve", "shared_start", "with_own_events"]
 
 log = logging.getLogger("kvloom.serve")
 

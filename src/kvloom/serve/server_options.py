@@ -20,7 +20,7 @@ from .api import is_loopback
 from .auth import ApiKeys, Limits
 from .worker import Start, WatchdogLimits
 
-__all__ = ["ModelOptions", "ServerOptions", "resolve", "shared_start", "with_own_events"]
+__all__ = ["ChatOptions", "ModelOptions", "ServerOptions", "resolve", "shared_start", "with_own_events"]
 
 SMALLEST_PART = 8
 """An idle model keeps at least 1 / SMALLEST_PART of its share."""
@@ -28,13 +28,26 @@ METRICS_AUTH = ("auto", "key", "open")
 
 
 @dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """The chat template of a model, and the parsers of its answers. Without `template`, the model's own template is
+    used."""
+
+    template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """One model: the start options of its engine, and its name in requests. None means the name of its folder."""
+    """One model: the start options of its engine, its name in requests, and its chat options. Without a name, the
+    model has the name of its folder. Without `chat`, the options of the server apply.
+    """
 
     start: Start
     name: str | None = None
     completes_code: bool = False
     """Whether the model completes code instead of chats. The printed example request depends on it."""
+    chat: ChatOptions | None = None
 
     @property
     def served_name(self) -> str:
@@ -54,10 +67,8 @@ class ServerOptions:
     limits: Limits = field(default_factory=Limits)
     drain_seconds: float = 30.0
     watchdog: WatchdogLimits = field(default_factory=WatchdogLimits)
-    chat_template: str | None = None
+    chat: ChatOptions = field(default_factory=ChatOptions)
     allow_chat_template: bool = False
-    tool_call_parser: str = "auto"
-    reasoning_parser: str | None = None
     record: str | None = None
     otlp: str | None = None
     cors_origins: tuple[str, ...] = ()
@@ -65,7 +76,9 @@ class ServerOptions:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None
-    """Serve HTTPS with this certificate and key. With `ssl_ca_certs`, clients must present a certificate of it."""
+    """Serve HTTPS with this certificate and key. With `ssl_ca_certs`, clients must present a certificate of one of
+    these authorities.
+    """
     quiet: bool = False
     """Print no start-up message."""
     aliases: Mapping[str, str] = field(default_factory=dict)

@@ -55,7 +55,7 @@ class Options:
         return float(self._parse(name, default, float))
 
     def ttl(self) -> float:
-        """Returns the time to live of pages in seconds; 0 means that they never expire."""
+        """Returns the time to live of pages in seconds. 0 means that pages never expire."""
         ttl = self.seconds("ttl", 0)
         try:
             check_ttl(ttl)

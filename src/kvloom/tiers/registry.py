@@ -122,8 +122,8 @@ def find_parser(scheme: str) -> Parser:
 
 
 def parse_tier(url: str) -> Opener:
-    """Parses a URL. Returns the function that opens its tier. Raises ValueError; the message contains the URL without
-    its password.
+    """Parses a URL. Returns the function that opens its tier. Raises ValueError for an invalid URL. The message
+    contains the URL without its password.
     """
     parser = find_parser(scheme_of(url))
     try:

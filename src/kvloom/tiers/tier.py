@@ -217,8 +217,8 @@ class Tier(Protocol):
         ...
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Writes whole objects. The outcome OK means that the page is stored; a disk tier has stored it durably. An
-        object that is already stored also gets OK.
+        """Writes whole objects. The outcome OK means that the page is stored. In a disk tier, it is then stored
+        durably. An object that is already stored also gets OK.
         """
         ...
 

@@ -246,8 +246,8 @@ class Transfer:
         self._notify()
 
     def _set_outcomes(self, which: npt.ArrayLike, outcome: int) -> int:
-        """Sets outcomes. Returns how many of the objects were pending. For a short list, a loop is faster than
-        numpy calls."""
+        """Sets the outcome of those objects of `which` that are still pending, and returns their number. For a short
+        list, a loop is faster than numpy calls."""
         if isinstance(which, list) and len(which) <= _SHORT_LIST:
             results, count = self._view, 0
             for index in which:

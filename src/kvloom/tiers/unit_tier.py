@@ -19,6 +19,7 @@ from kvloom.core import unit_hashes
 
 from .aligned_memory import aligned_bytes
 from .encoding import PageFields, join_units, split_units
+from .page_changes import PageChanges, SupportsChanges
 from .tier import Form, Objects, Ranges, Tier, part_range
 from .transfer import Outcome, Transfer
 from .wrapped_tier import WrappedTier
@@ -28,8 +29,8 @@ __all__ = ["UnitForm", "UnitTier"]
 
 @dataclass(frozen=True, slots=True)
 class UnitForm:
-    """The storage of pages of one form as units. Each unit has the form `form` and the fields `unit`. The whole
-    page has the fields `page`.
+    """How pages of one form are divided into smaller pages (units) for a tier. Each unit has the form `form` and the
+    fields `unit`. The whole page has the fields `page`.
     """
 
     form: Form
@@ -43,6 +44,15 @@ class UnitTier(WrappedTier):
     def __init__(self, inner: Tier, forms: Mapping[Form, UnitForm], threads: int = 2) -> None:
         super().__init__(inner, threads)
         self._forms = dict(forms)
+
+    def watch(self) -> PageChanges | None:
+        """Records changes (see `SupportsChanges`). A change refers to a unit, not to a whole page."""
+        return self.inner.watch() if isinstance(self.inner, SupportsChanges) else None
+
+    def stored_form(self, form: Form) -> Form:
+        """Returns the form in which pages of `form` are stored."""
+        unit = self._unit_form(form)
+        return form if unit is None else unit.form
 
     def _unit_form(self, form: Form) -> UnitForm | None:
         found = self._forms.get(replace(form, exact=True))

@@ -20,7 +20,8 @@ __all__ = ["Tools", "Workers"]
 
 
 class Tools:
-    """The scratch memory and codec of one thread, and the expiry of its tier."""
+    """What a worker thread of a tier needs to encode and decode pages: its scratch memory, its codec, and the expiry of
+    the tier's pages."""
 
     def __init__(self, codec: Codec, expiry: Expiry | None = None) -> None:
         self.codec, self.expiry = codec, expiry or Expiry()

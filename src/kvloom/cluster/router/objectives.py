@@ -1,7 +1,8 @@
-"""Objectives at the router: which workers can meet that of a request, with the step times that they report.
+"""Objectives at the router: finds the workers that can meet the objective of a request, from the step times that
+they report.
 
-A worker knows more (its queue, other routers), and decides again. The router refuses only what would miss its objective on
-every worker by MARGIN.
+A worker has more information, such as its queue and the requests of other routers, and decides again. The router
+refuses a request only if the request would miss its objective by MARGIN on every worker.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ TYPICAL_OUTPUT = 256
 
 
 def objective_of(body: Mapping[str, Any], default: Objective) -> Objective:
-    """Return the objective of a request over that of a worker. A worker refuses an invalid one, so it counts as none."""
+    """Return the objective of a request. Values that the request does not set come from `default`, the objective of
+    the worker. An invalid objective is ignored here, because the worker refuses it."""
     given = body.get("slo")
     try:
         return Objective(**given).over(default) if isinstance(given, dict) else default
@@ -60,7 +62,8 @@ def predict(
 
 
 def admissible(objective: Objective, prediction: Prediction | None, waited: float) -> Decision:
-    """Decide whether a worker may meet an objective. One with a deadline may wait there."""
+    """Return the decision for a worker, with a margin. A request with a deadline is always admitted, because it may
+    wait at the worker."""
     if prediction is None or objective.deadline_ms is not None:
         return Decision(Verdict.ADMIT)
     relaxed = replace(

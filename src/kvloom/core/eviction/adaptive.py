@@ -127,7 +127,7 @@ class Adaptive:
         return min(more, entry.tokens) if more > 0 else entry.tokens
 
     def _place(self, entry: Entry, visit: Visit) -> tuple[int, float]:
-        """Return the stratum and the level of an entry for the model."""
+        """Return the stratum and the level of an entry, which are inputs of `ReuseModel.index`."""
         factors = self.model.factors
         uses = factors[0][_uses(entry.hits or visit.again)]
         if entry.value >= SWITCHES:
@@ -240,7 +240,8 @@ class Adaptive:
 
     def _count_end(self, without: int, at_most: bool) -> None:
         """Count a returning request that did not use the last `without` tokens of a visit. With `at_most`, the
-        exact number is unknown but not larger. Such a count is distributed like the known numbers.
+        exact number is unknown but not larger. One count is then spread over the possible numbers, in proportion to
+        earlier counts.
         """
         end = min(max(0, without).bit_length(), _ENDS - 1)
         if not at_most:

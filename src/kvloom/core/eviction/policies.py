@@ -96,7 +96,8 @@ class Entry(ABC):
         """Number of bytes that an eviction frees."""
 
     def rank(self, now: float) -> int:
-        """Return the first part of the sort key. It is FIRST, or the priority that a request set until it expires."""
+        """Return the first part of the sort key. It is FIRST for useless entries and for entries of ended sessions.
+        Otherwise it is the priority that a request set, or 0 after this priority has expired."""
         if self.useless or self.ended:
             return FIRST
         if self.expires is not None and now >= self.expires:

@@ -43,10 +43,10 @@ class EvictionQueue(Generic[E]):
         return self.live
 
     def push(self, entry: E, now: float) -> None:
-        """Queue `entry`. If it is already queued and its key fell, move it. If its key rose, it is moved when it
-        reaches the top.
+        """Queue `entry`. If it is already queued and its key is now smaller, move it. If its key is now larger, it
+        is moved later, when it reaches the top.
 
-        If the key falls with time, the entry is moved when its retention expires or at the policy's next review.
+        If the key may fall with time, the entry is moved when its retention expires or at the policy's next review.
         """
         rank, priority = key = self._key(entry, now)
         queued = entry.queued

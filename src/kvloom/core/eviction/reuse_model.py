@@ -33,8 +33,9 @@ _LEAST = 1e-12
 
 
 class ReuseModel:
-    """The survival model. It has `strata` baselines, `features` factors, and the newest `window` samples. The last
-    baseline is independent of the others.
+    """A survival model that learns how likely cached tokens are to be used again, depending on their age. It has
+    `strata` baselines, `features` factors, and the newest `window` samples. The last baseline is independent of the
+    others.
 
         | call     | cost                                                                       |
         |----------|----------------------------------------------------------------------------|

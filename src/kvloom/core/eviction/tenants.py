@@ -135,12 +135,18 @@ class Accounts:
         return self.accounts.get(tenant) or self.accounts[self.DEFAULT]
 
     def victim(self, requester: Account | None, now: float) -> Account | None:
-        """Return the account from which the next entry is evicted for `requester`. O(tenants).
+        """Return the account that loses its next entry, so that `requester` gets pages. Returns None if no account may
+        lose one. O(tenants).
 
-        Unneeded pages are evicted first. Then comes the entry with the smallest key, of the requester or of an
-        account above its share. If the requester is below its share, its own entries come after those of other
-        accounts. If `requester` is None, pages are evicted for the pool itself, also from accounts below their
-        share.
+        The candidates are tried in this order:
+
+        1. the accounts above their share, and the requester itself if it is not below its share;
+        2. the requester, if it is below its share;
+        3. all accounts, if `requester` is None. The pool then needs the memory itself, for example to shrink;
+        4. all accounts whose share is not firm, if the requester has at most one open sequence.
+
+        Among the candidates of one number, an account with unneeded window pages comes first. Otherwise the policy
+        compares the next entry of each account, and the account with the smallest `Policy.priority` is returned.
         """
         if len(self.accounts) == 1:
             only = requester or self.accounts[self.DEFAULT]
@@ -168,10 +174,11 @@ class Accounts:
 
     @staticmethod
     def _first(accounts: Iterable[Account], now: float) -> Account | None:
-        """Return the account whose next entry has the smallest key.
+        """Return the first account with unneeded window pages. Without such an account, return the account whose next
+        entry has the smallest `Policy.priority`.
 
-        A higher rank (TTL, priority) changes the order only inside one account. It does not protect entries from
-        other tenants.
+        A TTL or a priority gives an entry a higher rank. The rank changes the order only inside one account. It does
+        not protect the entry from other tenants.
         """
         best = None
         for account in accounts:

@@ -99,7 +99,7 @@ class VisibilityKind(ABC):
 
     has_size = True
     has_holes = False
-    """Whether a query may see a token and not see a later one before it (a dilated window). Then `sees_each` differs."""
+    """Whether the visible tokens of a query may have gaps (a dilated window). Then `sees_each` differs."""
 
     @abstractmethod
     def first_visible(self, position: int, size: int) -> int:
@@ -201,7 +201,7 @@ class Visibility:
 
     @property
     def windowed(self) -> bool:
-        """Whether old tokens become invisible."""
+        """Whether tokens become invisible to later queries."""
         return KINDS[self.kind].has_size
 
     def __str__(self) -> str:

@@ -33,7 +33,8 @@ LAST_ROUND = 16
 
 @dataclass(frozen=True, slots=True)
 class TierQuery:
-    """A query to tiers, which returns which of these hashes have a page of `group`."""
+    """One question to the tiers: for which of `hashes` do they store a page of the layer group `group`? The caller
+    passes the answer to `LoadPlan.answer`."""
 
     group: int
     hashes: list[bytes]
@@ -246,7 +247,8 @@ class LoadPlan:
         present = min(self.limit, self._reach * self.block) if full and self._round else 0
         if present < self.resume + self.block:
             return None
-        return Miss("snapshot missing" if self._states else "window page missing", self.resume)
+        reason = "snapshot missing" if self._states else "window page missing"
+        return Miss(reason, self.resume, matched=present // self.block * self.block)
 
     # -- missing pages --------------------------------------------------------------------------
 

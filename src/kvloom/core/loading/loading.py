@@ -103,7 +103,7 @@ class Loading:
         self._state.in_transfer.retain_batch(batch)
 
     def release_batch(self, batch: OffloadBatch) -> None:
-        """End `retain_batch`."""
+        """Release the pages that `retain_batch` retained."""
         self._state.in_transfer.release_batch(batch)
 
     def evict_ahead(self) -> bool:

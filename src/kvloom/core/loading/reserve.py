@@ -120,8 +120,8 @@ def _needs(state: CacheState, to_load: Mask, states: int) -> list[int]:
 def _end(
     state: CacheState, reservation: Reservation, rows: Ids, loaded: Mask, states_loaded: bool
 ) -> tuple[int, int]:
-    """Return the end of the tokens that have all their pages in `rows`, and the length at which a prompt can resume
-    with these pages.
+    """Return two positions after a load in which some pages may have failed. Before the first position, every token has
+    all its pages in `rows`. At the second position, a prompt can resume with these pages.
     """
     block, tree = state.block_tokens, state.tree
     lost = reservation.to_load & ~loaded

@@ -26,7 +26,8 @@ class PageOwner(Protocol):
 
 
 class PageHolder(Protocol):
-    """An object that retains pages outside the block tables: a pin, load, pending copy or sequence."""
+    """The interface of an object that retains pages which no block table lists. Such objects are pins, loads, pending
+    copies and sequences."""
 
     def retained(self) -> Iterable[tuple[BlockPages, Ids]]:
         """Return every row of page ids that the object retains. Compaction may rewrite these arrays in place."""

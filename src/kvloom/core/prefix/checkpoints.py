@@ -103,8 +103,8 @@ class Checkpoints:
             current = current.parent
 
     def complete(self, node: Node, position: int, query: int | None = None) -> bool:
-        """Return whether every window that ends at `position` in `node` has all pages that `query` sees. The
-        default query is at `position`. If several nodes share a block, only the pages of the deepest node count.
+        """Return whether all window pages that the token at `query` sees are cached, up to `position` in `node`. The
+        default of `query` is `position`. If several nodes share a block, only the pages of the deepest node count.
         """
         for window, columns in enumerate(self.window_columns):
             covered = (position - 1) // self.block + 1
@@ -206,7 +206,9 @@ class Checkpoints:
             current = current.parent
 
     def drop_unneeded(self, node: Node, window: int, most: int, reason: str) -> None:
-        """Evict unneeded pages of one window, in at most `most` blocks of a node."""
+        """Evict unneeded pages of a node, in at most `most` of its blocks. `window` is the index of the windowed layer
+        group in `self.windows`. `reason` is published with the event. If more pages are unneeded, the node is queued
+        again."""
         node.unneeded_windows &= ~(1 << window)
         if node.checkpoint_counts is None or node.parent is None:
             return

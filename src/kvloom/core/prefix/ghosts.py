@@ -13,7 +13,8 @@ __all__ = ["Ghost", "Ghosts"]
 
 
 class Ghost(NamedTuple):
-    """A record of evicted tokens: the time, the policy, and the policy's history of the entry."""
+    """The record that remains of evicted tokens. `when` is the time of the eviction, `reason` names the policy, and
+    `history` is what the policy had learned about the entry."""
 
     when: float
     reason: str

@@ -32,7 +32,17 @@ class HashIndex(Generic[HashKey]):
     Without `keeps_parents` the index stores neither parents nor partial last blocks. It is then smaller, and
     `stored` is faster."""
 
-    __slots__ = ("_bits", "_full", "_groups", "_parents", "_places", "_states", "_tails", "_windows")
+    __slots__ = (
+        "_bits",
+        "_counts",
+        "_full",
+        "_groups",
+        "_parents",
+        "_places",
+        "_states",
+        "_tails",
+        "_windows",
+    )
 
     def __init__(self, groups: Sequence[PageGroup], keeps_parents: bool = True) -> None:
         text = [g for g in groups if g.spec.axis == "text"]
@@ -50,6 +60,8 @@ class HashIndex(Generic[HashKey]):
         self._parents: dict[HashKey, HashKey] | None = {} if keeps_parents else None
         self._tails: dict[HashKey, dict[HashKey, int]] = {}
         self._places: dict[str, int] = {}
+        self._counts: list[int] = []
+        """Number of hashes of each place."""
 
     def __len__(self) -> int:
         return len(self._bits)
@@ -68,7 +80,16 @@ class HashIndex(Generic[HashKey]):
         mask = self._mask(groups)
         if mask >> self._groups:
             raise ValueError(f"unknown group in {tuple(groups)}; this index has {self._groups}")
-        return mask << self._places.setdefault(place, len(self._places)) * self._groups
+        return mask << self.add_place(place) * self._groups
+
+    def count(self, place: str) -> int:
+        """Return the number of hashes that have pages in `place`."""
+        number = self._places.get(place)
+        return 0 if number is None else self._counts[number]
+
+    def _every_group(self, place: str) -> int:
+        """Return the bits of all groups in `place`."""
+        return ((1 << self._groups) - 1) << self._places[place] * self._groups
 
     def stored(
         self,
@@ -81,12 +102,18 @@ class HashIndex(Generic[HashKey]):
         """Record that `place` has pages of `groups` for each of `hashes`. The hashes form a chain after `parent`."""
         bits = self._bits_of(tuple(groups), place)
         known, parents = self._bits, self._parents
+        number, here, new = self._places[place], self._every_group(place), 0
         if parents is None:
             if known.keys().isdisjoint(hashes):  # the usual case
+                before = len(known)
                 known.update(dict.fromkeys(hashes, bits))
+                new = len(known) - before
             else:
                 for hash_ in hashes:
-                    known[hash_] = known.get(hash_, 0) | bits
+                    mask = known.get(hash_, 0)
+                    new += not mask & here
+                    known[hash_] = mask | bits
+            self._counts[number] += new
             return
         if tail_tokens:
             if not 0 < tail_tokens < HASH_TOKENS or len(hashes) != 1:
@@ -95,22 +122,34 @@ class HashIndex(Generic[HashKey]):
                 )
             self._tails.setdefault(parent, {})[hashes[0]] = tail_tokens
         for hash_ in hashes:
-            known[hash_] = known.get(hash_, 0) | bits
+            mask = known.get(hash_, 0)
+            new += not mask & here
+            known[hash_] = mask | bits
             parents[hash_] = parent
             parent = hash_
+        self._counts[number] += new
 
     def dropped(self, hashes: Iterable[HashKey], groups: Iterable[int], place: str) -> None:
         """Record that pages of `groups` were removed from `place`. Hashes without pages are removed from the index."""
         keep = ~self._bits_of(tuple(groups), place)
         known = self._bits
+        here, gone, has_parents = self._every_group(place), 0, self._parents is not None
         for hash_ in hashes:
             mask = known.get(hash_)
             if mask is None:
                 continue
-            if mask & keep:
-                known[hash_] = mask & keep
-            else:
+            left = mask & keep
+            if left == mask:
+                continue
+            if not left & here:
+                gone += 1
+            if left:
+                known[hash_] = left
+            elif has_parents:
                 self._remove(hash_)
+            else:
+                del known[hash_]
+        self._counts[self._places[place]] -= gone
 
     def forget(self, place: str) -> None:
         """Remove all pages of `place`, for example because a peer died or a tier was cleared. O(hashes)."""
@@ -122,20 +161,26 @@ class HashIndex(Generic[HashKey]):
         steps. Do not add pages of `place` before the end."""
         if place not in self._places:
             return
-        mine = ((1 << self._groups) - 1) << self._places[place] * self._groups
+        mine, number = self._every_group(place), self._places[place]
         hashes = list(self._bits)
         for start in range(0, len(hashes), chunk):
             for hash_ in hashes[start : start + chunk]:
                 mask = self._bits.get(hash_, 0)
+                if not mask & mine:
+                    continue
+                self._counts[number] -= 1
                 if mask & ~mine:
                     self._bits[hash_] = mask & ~mine
-                elif mask:
+                else:
                     self._remove(hash_)
             yield
 
     def add_place(self, place: str) -> int:
-        """Return the number of a place. `lengths` returns the length of this place at this index."""
-        return self._places.setdefault(place, len(self._places))
+        """Return the number of a place. It is the index of this place in the result of `lengths`."""
+        number = self._places.setdefault(place, len(self._places))
+        if number == len(self._counts):
+            self._counts.append(0)
+        return number
 
     def entries(self) -> list[tuple[HashKey, tuple[HashKey, int]]]:
         """Return a copy of all entries, for `chains`. O(hashes), about 50 ns each."""
@@ -249,7 +294,7 @@ class HashIndex(Generic[HashKey]):
         """Return the longest resumable length of a prompt in each place, in tokens. The index of a length is the
         number of the place.
 
-        `bits` are the result of `bits` for the hashes of the prompt. The bits of several indexes with the same
+        Pass the result of the method `bits` for the hashes of the prompt. The bits of several indexes with the same
         places and groups may be joined by `|`. Partial last blocks are left out. Without windows and states the
         cost is one comparison per block, and some work per place."""
         if self._windows or self._states:

@@ -92,8 +92,8 @@ class PagesInTransfer:
             yield self._columns(batch), batch.rows
 
     def slabs_in_place(self) -> list[Counter[int]]:
-        """Return, for each size class, the number of pages pinned in place by slab. Recounts them for the integrity
-        check.
+        """Return, for each size class, how many pages of each slab are pinned in place. Recounts them for the
+        integrity check.
         """
         counts: list[Counter[int]] = [Counter() for _ in self._pages.pool.classes]
         written = [self._to_fill(reservation) for reservation in self._reservations.values()]

@@ -38,12 +38,15 @@ NOT_CACHED = ("never seen", "evicted")
 
 
 class Miss(NamedTuple):
-    """The position where a lookup ended, and the reason. `when` and `policy` are set for evicted pages."""
+    """The position where a lookup ended, and the reason. `when` and `policy` are set for evicted pages. `matched`
+    is set if tiers have pages up to a later position, but no checkpoint there.
+    """
 
     reason: str
     position: int
     when: float | None = None
     policy: str | None = None
+    matched: int = 0
 
     def __str__(self) -> str:
         detail = f" at {self.when:.3f} s by {self.policy}" if self.when is not None else ""
@@ -240,7 +243,8 @@ class Lookup:
         return limit
 
     def cached_media_limit(self, match: Match) -> int:
-        """Return `media_limit` for the media runs in this cache."""
+        """Return the number of tokens before the first image whose run is needed but not cached. The result is at most
+        `match.limit`."""
         return self.media_limit(match, lambda item: match.root_hash + item.digest in self._media)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:

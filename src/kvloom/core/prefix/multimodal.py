@@ -25,7 +25,7 @@ __all__ = ["Media", "MediaIds", "MediaRun"]
 @dataclass(frozen=True, slots=True)
 class Media:
     """The placeholder tokens [start, stop) of a prompt, and the digest of their content. `tokens` is the number of
-    tokens on the media axis, if the model has such layers.
+    tokens on the media axis, if the model has layers on this axis.
     """
 
     start: int
@@ -71,7 +71,7 @@ class MediaRun(Entry):
         return self._bytes
 
     def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
-        """Replace a page id in its rows."""
+        """Replace the page id `page` by `target` in the rows of the image."""
         replace_page(self.rows, columns, page, target)
 
 

@@ -18,7 +18,8 @@ __all__ = ["Checkpoint", "Node", "OffloadMarks", "Root", "nodes_sharing_block"]
 
 
 class OffloadMarks:
-    """The records of the offload source about a node. None if no tier is attached."""
+    """Records which pages of a node were already passed to the offload manager. Nodes have these marks only if a tier
+    is attached."""
 
     __slots__ = ("grown", "offloaded_tokens", "settled")
 
@@ -29,7 +30,8 @@ class OffloadMarks:
 
 
 class Node(Entry):
-    """Tokens [start, end), and the pages of all blocks that contain them."""
+    """A node of the radix tree. It stores tokens [start, end) of a prefix, and the pages of all blocks that contain
+    these tokens."""
 
     __slots__ = (
         "checkpoint_counts",

@@ -189,7 +189,8 @@ class Pins:
             self._sessions.popitem(last=False)
 
     def end_session(self, session: str) -> int:
-        """Evict the entries that only this session used before all others. Returns the number of their tokens."""
+        """Mark the entries that only this session used, so that they are evicted first. Returns the number of their
+        tokens."""
         node: Node | None = self._sessions.pop(session, None)
         now = self._clock.now()
         tokens = 0

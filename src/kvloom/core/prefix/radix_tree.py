@@ -204,8 +204,8 @@ class RadixTree(Checkpoints):
         )
 
     def _loses(self, node: Node, rows: Ids) -> bool:
-        """Return whether growing by `rows` would lose a window page that a checkpoint may need. The pages of the
-        fuller block replace those of the partial block, but may lack a window page.
+        """Return whether a node would lose a window page that a checkpoint may need, if the node grows by `rows`.
+        The first of `rows` replaces the node's partial block, but may lack a window page.
         """
         if not self.windows or not node.end % self.block:
             return False

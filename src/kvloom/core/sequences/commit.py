@@ -113,7 +113,8 @@ def _publish_many(state: CacheState, rows: Rows) -> None:
 
 
 def _publish_blocks(state: CacheState, seq: Sequence, data: bytes) -> None:
-    """Publish the full blocks after `published`. If the request has `store` off, the blocks are only counted."""
+    """Publish the full blocks after `published`. If `store` of the request is off, the blocks are not published,
+    only counted."""
     tokens = len(data) // TOKEN_BYTES
     start = seq.published
     if not seq.control.store:

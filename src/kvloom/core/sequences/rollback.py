@@ -98,8 +98,8 @@ def _shorten(state: CacheState, seq: Sequence, resume: int, rows: Ids, path: lis
 def _unpublish(
     state: CacheState, seq: Sequence, path: list[Node], boundary: int, resume: int, now: float
 ) -> None:
-    """Move the sequence's lock up to an earlier block boundary. The tokens from this boundary to `resume` become
-    its unpublished tokens.
+    """Move the sequence's lock to the node that ends at the earlier block boundary `boundary`. The tokens from
+    `boundary` to `resume` count as unpublished again.
     """
     tail, tree = resume - boundary, state.tree
     if not seq.control.store and boundary >= seq.node.end:

@@ -24,7 +24,8 @@ PromptLogprobs = tuple[Request, int, Logprobs]
 
 @dataclass(frozen=True, slots=True)
 class InflightStep:
-    """A launched step: its work, and the tokens sampled for `requests`."""
+    """A step that runs on the device, and its results, which are still being copied to the host. `work` is what was
+    scheduled. `tokens` are sampled for `requests`."""
 
     work: list[Scheduled]
     requests: list[Request]

@@ -38,8 +38,8 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """The bytes of a device: total, usable, taken by weights and other processes, needed by the largest step, and
-    needed by graphs.
+    """How the memory of a device is divided, in bytes. Of `total`, the engine may use `usable`. Weights and other
+    processes have `taken`. The largest step needs `step`, and CUDA graphs need `graphs`. The pool gets the rest.
     """
 
     total: int

@@ -45,7 +45,7 @@ MIN_SHARERS = 4
 
 
 def graph_sizes(rows: int) -> list[int]:
-    """Return the graph sizes for up to `rows` sequences. They are few, and cause little padding."""
+    """Return the graph sizes for up to `rows` sequences. There are few sizes, but steps need little padding."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, 8192, 128)]
     return [size for size in sizes if size < rows] + [rows]
 
@@ -74,9 +74,9 @@ class ModelRunner:
         drafts: int = 0,
         target: ModelRunner | None = None,
     ) -> None:
-        """`target` is the runner of the target model if this runner has its draft model. Both share the pool and
-        the buffers of batches. `drafts` is the largest number of draft tokens, and of replayed tokens, in a step.
-        With `invariant`, the bits of a row do not depend on the other rows of its step (CUDA only)."""
+        """`target` is the runner of the target model if this runner runs a draft model. Both share the pool and the
+        buffers of batches. `drafts` is the largest number of draft tokens, and of replayed tokens, in a step. With
+        `invariant`, the bits of a row do not depend on the other rows of its step (CUDA only)."""
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
         self.pages = Pages(
@@ -86,6 +86,8 @@ class ModelRunner:
             _partial_sum_tokens(cache.max_tokens) if invariant else 0,
             "" if target is None else DRAFT_PREFIX,
         )
+        self.watch_step: Callable[[Batch], AbstractContextManager[Any]] = lambda _: nullcontext()
+        """Returns the context of a run of the model: a head stores the run's hidden states there."""
         self.numerics: AbstractContextManager[Any] = nullcontext()
         """The context of all computations on logits: batch-invariant mode, or none."""
         if invariant:
@@ -353,7 +355,7 @@ class ModelRunner:
         return self._graphs[size, shares]
 
     def _memory(self) -> Any:
-        """Return the memory pool that all graphs share. Graphs never run at the same time."""
+        """Return the memory pool of all graphs. They can share it, because graphs never run at the same time."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
@@ -375,7 +377,7 @@ class ModelRunner:
             extra["input_ids"] = batch.tokens[None]
         else:
             extra["inputs_embeds"] = batch.embeds[None]
-        with torch.inference_mode(), self.numerics:
+        with torch.inference_mode(), self.watch_step(batch), self.numerics:
             found = self.model(
                 use_cache=False,
                 logits_to_keep=0 if last is None else last,

@@ -31,7 +31,8 @@ steps.
 
 
 class OutputProcessor:
-    """Applies tokens to requests. `eos` are the end-of-sequence tokens."""
+    """Appends the sampled tokens of each step to their requests, and finishes requests. `eos` are the end-of-sequence
+    tokens."""
 
     def __init__(self, scheduler: Scheduler, eos: frozenset[int]) -> None:
         self.scheduler, self.eos = scheduler, eos

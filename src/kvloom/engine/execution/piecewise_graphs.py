@@ -41,14 +41,15 @@ def uncollected() -> Iterator[None]:
 
 
 def piece_sizes(tokens: int) -> list[int]:
-    """Return the graph sizes for steps of up to `tokens` tokens. They are few, and cause little padding."""
+    """Return the graph sizes for steps of up to `tokens` tokens. There are few sizes, but steps need little
+    padding."""
     sizes = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256), *range(4096, 65536, 512)]
     return [size for size in sizes if size <= tokens]
 
 
 @dataclass(slots=True)
 class _GraphSet:
-    """The graphs of one size, and the attention calls between them."""
+    """The CUDA graphs for steps of one size. Attention is not part of the graphs: `calls[i]` runs after `graphs[i]`."""
 
     batch: Batch
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
@@ -57,8 +58,8 @@ class _GraphSet:
 
 
 class PiecewiseGraphs:
-    """The piecewise graphs of one model. `forward(batch, last, cutter)` runs the model. `most` is the number of
-    tokens of the largest step.
+    """Captures and replays steps of one model as CUDA graphs that are split at every attention call. `forward(batch,
+    last, cutter)` runs the model. `most` is the number of tokens of the largest step.
     """
 
     def __init__(

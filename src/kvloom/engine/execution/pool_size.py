@@ -26,7 +26,10 @@ RETRY_SECONDS = 0.1
 
 
 class PoolSize:
-    """The slabs of one cache and their memory. `apply_copies` runs the copies that the cache has queued."""
+    """Changes the size of an elastic pool. Maps device memory for new slabs, and unmaps the memory of removed slabs.
+
+    Before slabs are removed, their pages are moved to other slabs. The cache only queues these copies. `apply_copies`,
+    a function of the caller, runs them."""
 
     def __init__(
         self, cache: KVCache, memory: ElasticBuffer, apply_copies: Callable[[], None], min_bytes: int

@@ -78,8 +78,9 @@ class _Pull:
 
 
 class HandOver:
-    """The pages of one request that arrive from the prefill worker. `peer` is the queue of this worker. `patience`
-    is the longest time without a new page, in seconds.
+    """Pulls the pages of one request from a prefill worker into host memory, while that worker computes the prompt.
+    `peer` is the number of the prefill worker's tier queue. If no new page arrives for `patience` seconds, the
+    hand-over ends.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,10 @@ import torch
 from kvloom.core import HASH_TOKENS, PageGroup, PoolLayout
 from kvloom.engine.preflight import host_slab_bytes
 from kvloom.kernels.copy import Copier, FinishedEvent
-from kvloom.tiers import Form, HostConfig, HostTier, PageFields, UnitForm
+from kvloom.tiers import Form, HostConfig, HostTier, PageFields, PageValues, UnitForm, ValueForm
 from kvloom.tiers.host import SharedMemory, copy_pages
 
-__all__ = ["Event", "HostPages", "Ids", "LoadEvent", "form_of", "open_host", "unit_forms"]
+__all__ = ["Event", "HostPages", "Ids", "LoadEvent", "form_of", "open_host", "unit_forms", "value_forms"]
 
 Event = torch.cuda.Event | FinishedEvent
 Ids = npt.NDArray[np.integer[Any]]
@@ -34,7 +34,6 @@ _MIN_CHECKED_BYTES = 32 * 1024
 
 def form_of(group: PageGroup, run: int) -> Form:
     """Return the form of a layer group's pages. Different layouts of the same bytes have different forms."""
-    layers = group.layers[run * group.run_layers : (run + 1) * group.run_layers]
     fields = ", ".join(f"{f.name}:{f.dtype}{list(f.shape)}" for f in group.spec.fields)
     single = group.page_stride % group.layer_bytes or group.layer_bytes < _MIN_CHECKED_BYTES
     return Form(
@@ -43,13 +42,18 @@ def form_of(group: PageGroup, run: int) -> Form:
         page_bytes=group.page_stride,
         run_bytes=group.page_stride if single else group.layer_bytes,
         shard=f"run {run} of {group.runs}",
-        layout=f"{group.spec.kind} {group.spec.visibility}, blocks of {group.block_tokens}: {', '.join(layers)}: {fields}",
+        layout=_layout_text(group, run, fields),
     )
 
 
+def _layout_text(group: PageGroup, run: int, fields: str) -> str:
+    layers = ", ".join(group.layers[run * group.run_layers : (run + 1) * group.run_layers])
+    return f"{group.spec.kind} {group.spec.visibility}, blocks of {group.block_tokens}: {layers}: {fields}"
+
+
 def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
-    """Return how tiers store the pages of a layout. They store pages of HASH_TOKENS tokens, like a layout with that
-    block size. Returns {} if the layout already has that block size.
+    """Return the stored form of every page form of a layout. Tiers store pages of HASH_TOKENS tokens, like a layout
+    with that block size. Returns {} if the layout already has that block size.
 
     Omits groups whose layers would be divided into different runs in that layout.
     """
@@ -63,6 +67,30 @@ def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
         for run in range(group.runs)
         if group.runs == unit.runs
     }
+
+
+def value_forms(layout: PoolLayout) -> dict[Form, ValueForm]:
+    """Return the stored form of every page form of a layout and of its units, for re-encoding tiers. Stored forms
+    contain values and do not depend on the KV dtype. Raises ValueError for pages whose values need scales that are
+    not in the page.
+    """
+    layers = {name: group.spec for group in layout.groups for name in group.layers}
+    layouts = [layout]
+    if layout.block_tokens != HASH_TOKENS:
+        layouts.append(PoolLayout.build(layers, HASH_TOKENS))
+    found = {}
+    for group in (group for each in layouts for group in each.groups):
+        values = PageValues(_page_fields(group))
+        for run in range(group.runs):
+            form = form_of(group, run)
+            text = form.layout if group.spec.unit == "state" else _layout_text(group, run, values.text())
+            stored = replace(
+                form, order="FLTHD", page_bytes=values.bytes, run_bytes=values.bytes, layout=text
+            )
+            if group.spec.unit == "token":
+                stored = replace(stored, dtype="fp32")
+            found[form] = ValueForm(stored, values)
+    return found
 
 
 def _page_fields(group: PageGroup) -> PageFields:
@@ -114,7 +142,8 @@ def _unpin(address: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadEvent:
-    """A copy to the device, marked by two events of its stream."""
+    """The start and the end of a copy to the device, as two CUDA events of its stream. The device's clock times the
+    copy."""
 
     start: torch.cuda.Event
     done: torch.cuda.Event

@@ -43,8 +43,8 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class LoadLookup:
-    """The result of the lookup: which tier has which missing page. `is_complete` is set once every tier has
-    answered or is late."""
+    """What the tiers have of a prompt: for each page that the pool lacks, the tier that stores it. `is_complete` is set
+    once every tier has answered or is late."""
 
     plan: LoadPlan | None = None
     pending: TierLookup | None = None
@@ -56,8 +56,9 @@ class LoadLookup:
 
 @dataclass(slots=True, eq=False)
 class LoadChunk:
-    """Pages that are loaded together: all pages of a job from token `first` to the next chunk. `fetches` are the
-    loads. Another job may own some of them.
+    """A part of a load job whose pages are loaded together. It contains all pages from token `first` to the start of
+    the next chunk. `fetches` are the loads of these pages. If two jobs need the same page, one job owns the fetch and
+    both wait for it.
     """
 
     first: int
@@ -120,8 +121,8 @@ class PoolCopy:
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """The pages of a request in transfer. An `is_prefetch` job belongs to no queued request, and ends when its
-    pages are in host memory.
+    """Loads the pages of one request from tiers. A job with `is_prefetch` belongs to no queued request, and ends when
+    its pages are in host memory. Other jobs copy the pages into the pool, too.
 
             0 ──computed──> computed_to ···> compute_until ··· loaded_from <──loaded── plan.resume
 

@@ -19,7 +19,8 @@ __all__ = ["Estimates", "LoadOrRecompute", "Progress"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The positions of a request, in tokens: computed, loaded, and the `end` of its prompt."""
+    """How far a request has computed and loaded its prompt. Tokens before `computed_to` are computed. Tokens from
+    `loaded_from` to `end` are loaded, where `end` is the end of the prompt."""
 
     computed_to: int
     loaded_from: int
@@ -31,7 +32,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Measured times. A value is None if nothing was measured."""
+    """Measured times from which `LoadOrRecompute` decides. A time that was not measured yet is None."""
 
     compute_seconds: Callable[[int], float] | None
     """Returns the seconds of a step of n tokens."""
@@ -45,8 +46,8 @@ class Estimates:
 
 
 class LoadOrRecompute:
-    """The decisions for one request. `seconds_lost` is the time that the request waited, minus the time to compute
-    the tokens that were loaded during the wait.
+    """Decides for one request whether it waits for loaded pages or computes tokens itself. `seconds_lost` is the time
+    that the request has waited, minus the time that computing the loaded tokens would have taken.
     """
 
     def __init__(self) -> None:

@@ -11,14 +11,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence as Many
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from kvloom.core import KVCache, Match, Sequence
 from kvloom.engine.config import OffloadConfig
 from kvloom.engine.request import Request
-from kvloom.tiers import HostTier, OpenTier, short_tier_names
+from kvloom.tiers import (
+    Form,
+    HostTier,
+    OpenTier,
+    PageChanges,
+    SupportsChanges,
+    UnitTier,
+    short_tier_names,
+)
 from kvloom.tiers.peer import PeerServer
 from kvloom.tiers.transfers import TransferManager
 
@@ -34,7 +42,7 @@ from .store import PageOffloader
 from .throughput import TimeModel
 from .tier_loader import TierLoader
 
-__all__ = ["OffloadManager", "Step"]
+__all__ = ["OffloadManager", "Step", "WatchedTier"]
 
 MAX_PREFETCH_JOBS = 64
 """If there are this many load jobs, queued requests are not prefetched."""
@@ -53,6 +61,15 @@ class Step(Protocol):
 
     @property
     def scheduled_requests(self) -> Collection[Request]: ...
+
+
+class WatchedTier(NamedTuple):
+    """A tier whose pages are published as events. It has the tier's medium and changes, and the forms of each layer
+    group's pages."""
+
+    medium: str
+    changes: PageChanges
+    forms: dict[int, list[Form]]
 
 
 class OffloadManager:
@@ -116,6 +133,20 @@ class OffloadManager:
     def config(self, config: OffloadConfig) -> None:
         self._tiers.config = config
 
+    def watch_tiers(self) -> list[WatchedTier]:
+        """Make host memory and disk tiers record changes of their pages, for events. Call this method before the
+        first step."""
+        exact = {group: list(forms) for group, forms in self.forms.items()}
+        found = [WatchedTier("host", self.host.watch(), exact)]
+        for queue in self.transfers.queues:
+            tier = queue.tier
+            changes = tier.watch() if isinstance(tier, SupportsChanges) and not tier.is_lossy else None
+            if changes is not None:
+                stored = tier.stored_form if isinstance(tier, UnitTier) else lambda form: form
+                forms = {group: [stored(form) for form in each] for group, each in exact.items()}
+                found.append(WatchedTier(tier.name.partition(":")[0], changes, forms))
+        return found
+
     # -- the scheduler's interface ----------------------------------------------------------------
 
     def image_store(self, hidden: int, dtype: torch.dtype) -> ImageStore:
@@ -141,8 +172,9 @@ class OffloadManager:
             self._tiers.advance(job, match)
 
     def load_estimate(self, request: Request, match: Match) -> tuple[int, float] | None:
-        """Return the tokens after `match` that tiers have, and the seconds until they are loaded; 0 seconds if nothing was
-        measured. Returns None while tiers look them up. Does not load. Costs a load plan if host memory is the only tier.
+        """Return the number of tokens after `match` that tiers have, and the seconds until they are loaded. The
+        seconds are 0 if no load was measured. Returns None while tiers look up the pages. Loads nothing. If host
+        memory is the only tier, costs a load plan.
         """
         if not self._may_load(request, match) or request.is_long:
             return 0, 0.0
@@ -173,10 +205,11 @@ class OffloadManager:
         return Decision(Action.NO_FREE_PAGES if is_blocked else Action.COMPUTE, job.compute_until)
 
     def before_prefill(self, request: Request) -> Decision:
-        """Decide the action of a running request that has prompt tokens left, for this step.
+        """Decide what a running request with uncomputed prompt tokens does in this step.
 
-        Returns RESUME if the end of its prompt is loaded. Returns WAIT if the missing pages will arrive sooner than
-        they can be computed, and COMPUTE otherwise.
+        While the request computes its prompt from the front, tiers load the prompt from the back. Returns RESUME once
+        the loaded pages begin at or before the first uncomputed token. Returns WAIT if the tokens between them will be
+        loaded sooner than they can be computed. Otherwise returns COMPUTE.
         """
         job = self._jobs.get(request)
         if job is None:
@@ -316,7 +349,8 @@ class OffloadManager:
         self._store.flush()
 
     def before_step(self, pages_moved: bool = False) -> None:
-        """Mark the device's stream before a step, or after copies inside the pool (`pages_moved`)."""
+        """Mark the current position in the device's stream. Call this before a step, and after copies inside the
+        pool (`pages_moved`)."""
         self._store.before_step(pages_moved)
 
     def during_step(self, is_busy: Callable[[], bool]) -> None:

@@ -24,9 +24,9 @@ from kvloom.tiers import (
     SupportsShares,
     TierError,
     UnitTier,
+    ValueTier,
     check_tiers,
     is_optional,
-    lossy_form,
     open_with_policy,
     scheme_of,
     split_write_policy,
@@ -37,7 +37,7 @@ from kvloom.tiers.host import HostURL, SharedMemory
 from kvloom.tiers.peer import PeerConfig, PeerServer, read_secret
 from kvloom.tiers.transfers import UnavailableTier
 
-from .host_pages import form_of, open_host, unit_forms
+from .host_pages import open_host, unit_forms, value_forms
 from .manager import OffloadManager
 
 __all__ = ["open_offload", "opened_tiers"]
@@ -142,11 +142,19 @@ def open_offload(
             place.tier.close()
         host.close()
         raise
-    places = [_with_unit_pages(place, layout) for place in places]
+    places = [_with_unit_pages(_with_values(place, layout), layout) for place in places]
     server = None if server_config is None else _serve_host(host, server_config, memory)
     return OffloadManager(
         cache, buffer, host, places, write, apply_copies, config or OffloadConfig(), unavailable, server
     )
+
+
+def _with_values(place: OpenTier, layout: PoolLayout) -> OpenTier:
+    """Wrap a re-encoding tier, so that servers with other KV dtypes can use its pages. Returns other tiers
+    unchanged."""
+    if not isinstance(place.tier, LossyTier):
+        return place
+    return replace(place, tier=ValueTier(place.tier, value_forms(layout)))
 
 
 def _with_unit_pages(place: OpenTier, layout: PoolLayout) -> OpenTier:
@@ -205,13 +213,9 @@ def _checked(place: OpenTier, layout: PoolLayout) -> OpenTier:
     tier that re-encodes pages stores states unchanged.
     """
     if isinstance(place.tier, LossyTier):
-        units = unit_forms(layout)
         place.tier.exact_groups = frozenset(group.index for group in layout.of("state"))
         try:
-            for group in layout.groups:
-                if group.index not in place.tier.exact_groups:
-                    form = form_of(group, 0)
-                    lossy_form(units[form].form if form in units else form, place.tier.coding)
+            value_forms(layout)
         except ValueError as error:
             place.tier.close()
             raise TierError(f"this tier cannot re-encode pages of this model: {error}") from error

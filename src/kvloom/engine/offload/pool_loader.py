@@ -28,7 +28,7 @@ __all__ = ["CopyStart", "PoolLoader"]
 
 
 class CopyStart(Enum):
-    """The result of starting a copy."""
+    """The result of an attempt to copy pages of a request from host memory into the pool."""
 
     COPYING = "copying"
     NO_PAGES = "no pages"
@@ -60,8 +60,8 @@ class PoolLoader:
         self._cancelled: list[PoolCopy] = []
 
     def estimate(self, request: Request, match: Match) -> tuple[int, float]:
-        """Return the tokens after `match` that host memory has, and the seconds to copy them; 0 seconds if nothing was
-        measured."""
+        """Return the number of tokens after `match` that host memory has, and the seconds to copy them. The seconds
+        are 0 if no copy was measured."""
         if self.host.is_empty or self._tiers.host_misses(self.cache.loading.first_query(match), request):
             return 0, 0.0
         plan = self.cache.loading.plan(match)

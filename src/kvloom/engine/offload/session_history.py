@@ -23,7 +23,8 @@ MAX_SESSIONS = 1 << 14
 
 
 class SessionHistory:
-    """The tokens and cache control of each session's last request. Drops the least recently used session first."""
+    """The tokens and cache control of each session's last request. The least recently used session is dropped
+    first."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens

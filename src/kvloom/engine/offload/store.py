@@ -36,7 +36,7 @@ MAX_LOSSY_ROOTS = 4096
 
 @dataclass(slots=True)
 class _PendingOffload:
-    """Pages being copied to host memory."""
+    """A batch of pages that is being copied from the pool to host memory."""
 
     event: Event
     lease: Lease
@@ -100,8 +100,8 @@ class PageOffloader:
         return not self._queued_hashes.isdisjoint(hashes)
 
     def before_step(self, moved: bool = False) -> None:
-        """Mark the device's stream before a step, or after copies inside the pool (`moved`). If a page is cached at
-        the time of a mark, it was written by work before that mark.
+        """Mark the current position in the device's stream. Call this before a step, and after copies inside the
+        pool (`moved`). All pages that are cached now were written by work before this mark.
         """
         self._pages.mark(moved)
         self.cache.loading.mark_step(moved)

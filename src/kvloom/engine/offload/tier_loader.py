@@ -125,8 +125,8 @@ class TierLoader:
         return self.config.load == "always" or request.awaits_peer is not None
 
     def is_worth_loading(self, request: Request, tokens: int, all_tokens: int, seconds: float | None) -> bool:
-        """Return whether loading, which takes `seconds`, is faster than computing. `tokens` of the `all_tokens`
-        missing tokens would be computed.
+        """Return whether loading `tokens` tokens, which takes `seconds`, is faster than computing them.
+        `all_tokens` is the number of all missing tokens of the prompt.
         """
         if self.loads_always(request) or seconds is None or not self.prefill_time.is_known:
             return True
@@ -253,7 +253,8 @@ class TierLoader:
         return match.resume + met // 2 * block
 
     def seconds_left(self, job: LoadJob, first: int) -> float:
-        """Return the seconds until the pages of a job from token `first` on are loaded; 0 without a measured rate."""
+        """Return the seconds until the pages of a job from token `first` on are loaded. Returns 0 if no rate was
+        measured."""
         if job.transfer.bytes_from is None:
             return 0.0
         load = self._load_seconds(job)
@@ -295,9 +296,10 @@ class TierLoader:
         return seconds
 
     def _max_lost_seconds(self, job: LoadJob) -> float:
-        """Return the seconds that a request may lose by waiting. It is `wait_share` of the time to compute its
-        prompt. For a short prompt it is twice the expected time of the next chunk. Without a measured prefill rate
-        it is a twentieth of the longest deadline, unless the load takes longer.
+        """Return the seconds that a request may lose by waiting. The limit is `wait_share` of the time to compute
+        its prompt. A short prompt may wait twice the expected time of the next chunk, at most
+        MAX_SHORT_WAIT_SECONDS. Without a measured prefill rate, the limit is a twentieth of the longest deadline,
+        or 0 if the load takes longer than that.
         """
         load = self._load_seconds(job) if job.transfer.chunks else None
         if not self.prefill_time.is_known:

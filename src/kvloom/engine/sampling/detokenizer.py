@@ -24,7 +24,8 @@ BROKEN = "\ufffd"
 
 
 class Detokenizer:
-    """The text that continues a prompt. Each `add` costs two short decodes, independent of the length."""
+    """Converts the output tokens of one request to text, token by token. Each `add` costs two short decodes,
+    independent of the length of the output."""
 
     __slots__ = ("_before", "_ids", "_prefix", "_skip", "_tokenizer")
 

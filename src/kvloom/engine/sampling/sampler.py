@@ -84,7 +84,8 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The tensors and rows that a set of requests needs in every step."""
+    """How the sampler handles one set of requests: which rows need which processing, and the tensors for it. The plan
+    is reused while the set stays the same."""
 
     requests: list[SamplingRequest]
     vocabulary: int
@@ -182,7 +183,7 @@ class Sampler:
         return tokens
 
     def _drawn(self, changed: torch.Tensor, draw: _Draw, plan: _Plan, counts: Sequence[int]) -> torch.Tensor:
-        """Return a token for each row of one draw."""
+        """Return a sampled token for each row of `draw`."""
         words = row_words([plan.requests[i].seed for i in draw.places], [counts[i] for i in draw.places])
         sent, indexes = to_device(words, changed.device), self._indexes_of(plan)
         scaled = changed.float() / draw.temperature

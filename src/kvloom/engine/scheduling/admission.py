@@ -28,8 +28,7 @@ MEMORY = 32
 """Number of recent outputs that the estimate uses."""
 HAVE, END, _, LEFT = range(4)
 LONG_SHARE = 4
-"""A request that may be long is projected with at most one part in this many of the pool: the rest of its pages can
-become cold."""
+"""A long request is projected with at most 1 / LONG_SHARE of the pool, because its other pages can become cold."""
 LAG = 2
 """Number of steps for which a finished request may still use its pages."""
 

@@ -136,7 +136,7 @@ class Scheduler:
         self._decide(request)
 
     def _decide(self, request: Request) -> None:
-        """Queue a request, unless it has an objective that it cannot meet now."""
+        """Queue a request. If the request cannot meet its objective now, hold or refuse it instead."""
         if request.slo is not None:
             limits = self.token_budget, self.max_running
             verdict = self.slo.decide(request, self.running, limits, self.admission, self.offload)
@@ -167,6 +167,7 @@ class Scheduler:
         places = places or {}
         self.started_requests = []
         self._paused, self.awaits_growth = 0, False
+        self._lookahead.start_step()
         picked: list[Scheduled] = []
         settling, self._unsettled = self._unsettled, []
         self._settling = settling
@@ -215,7 +216,11 @@ class Scheduler:
                     self._paused += 1
                     continue
             if budget:
-                budget -= self._reserve(request, budget, picked, places, until=until)
+                self._lookahead.request_checkpoints(request)
+                taken = self._reserve(request, budget, picked, places, until=until)
+                budget -= taken
+                if taken:
+                    self._lookahead.announce_checkpoint(request)
         if alone is not None and alone.sequence is None and not self._freeing and not settling:
             if self._can_grow:
                 self.awaits_growth = True
@@ -235,11 +240,9 @@ class Scheduler:
         empty: bool,
         below: tuple[float, float] = (inf, inf),
     ) -> int:
-        """Admit waiting requests within the budget, for tenants whose turn is before `below`. Return the remaining
-        budget.
-
-        If another request computes or loads the next block of a request (`next_blocks`), the request waits. No page
-        is therefore computed or loaded twice.
+        """Admit waiting requests within the budget, of tenants whose turn is before `below`. Return the remaining
+        budget. A request waits if another request computes or loads its next block (`next_blocks`), or will take a
+        checkpoint for it. No page is therefore computed or loaded twice.
         """
         deferred: list[Request] = []  # queued again at the end, even after an exception
         passed: set[TenantQueue] = set()  # tenants whose next request lacks pages
@@ -263,6 +266,11 @@ class Scheduler:
                         continue
                     if len(deferred) <= MAX_DEFERRED:
                         continue  # another request computes its next block
+                elif len(deferred) <= MAX_DEFERRED and self._lookahead.awaits_checkpoint(
+                    waiting, match.resume
+                ):
+                    if not self._is_copying(waiting):
+                        continue
                 next_blocks.add(next_block)
                 until: int | None = None
                 if waiting.is_long and not self._host_fits(waiting):
@@ -298,6 +306,7 @@ class Scheduler:
                 taken = self._reserve(waiting, budget, picked, places, preempt=not picked, until=until)
                 budget -= taken
                 if taken:
+                    self._lookahead.announce_checkpoint(waiting)
                     self._start(waiting, match, looked_up)
                     if self.admission is not None:
                         self.admission.request_admitted(waiting)
@@ -345,7 +354,7 @@ class Scheduler:
 
     def _shared_part(self, decodes: list[Request]) -> list[Request]:
         """Return the decoding requests of this step. If the limit does not allow all of them, each tenant gets a
-        number by its weight. Requests that waited longest come first.
+        part in proportion to its weight. Requests that waited longest come first.
         """
         assert self.step_limit is not None
         most = self.step_limit.tokens
@@ -455,8 +464,8 @@ class Scheduler:
         return self._queue.requeue_ready(self.offload.is_pending)
 
     def step_launched(self, work: Many[Scheduled]) -> None:
-        """Commit the tokens of launched work that are on the host. If a request has no further tokens, it gets an
-        in-flight token.
+        """Commit the tokens of launched work that are on the host. If all known tokens of a request are launched,
+        count its next token as in flight.
         """
         rows, tokens = [], []
         for request, part in work:
@@ -500,8 +509,8 @@ class Scheduler:
         request.tokens.append(token)
 
     def discard_step(self, places: dict[int, int] | None = None) -> None:
-        """Discard a failed step. Its requests wait, and recompute all tokens that are not cached. Their states may
-        be ahead of their tokens."""
+        """Discard a failed step. Its requests wait, and recompute all tokens that are not cached. Their live states
+        are dropped, because they may be ahead of their tokens."""
         self.close_unsettled()
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
@@ -518,7 +527,7 @@ class Scheduler:
         self._settling, self._unsettled = [], []
 
     def finish(self, request: Request, why: Finish) -> None:
-        """Finish a request and the requests that finish with it. Their pages stay cached."""
+        """Finish a request, and also its other beams or samples that have not started. Their pages stay cached."""
         for one in request.finishes_with:
             if one.finish_reason is None:
                 one.finish_reason = why

@@ -1,9 +1,9 @@
-"""The SLO gate: decides about requests with an objective before they join the waiting queue.
+"""The SLO gate decides about requests with an objective before they join the waiting queue.
 
     request ──▶ SloAdmission.decide ──▶ admitted: waiting queue · deferred: held here · refused: finished with "slo"
 
-Collects what is ahead of a request: running prompts, waiting requests that are scheduled first, decoding requests, and
-loads from tiers. Requests without an objective pass.
+The decision considers running prompts, waiting requests that are scheduled first, decoding requests, and loads from
+tiers. Requests without an objective are not checked.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ LOOKUP_SECONDS = 0.05
 
 
 class SloGate:
-    """Decides for the scheduler of one cache. `match` finds the cached prefix of a request."""
+    """Decides for one scheduler whether a request with an objective is admitted, deferred or refused. Holds deferred
+    requests until they can start. `match` finds the cached prefix of a request."""
 
     def __init__(self, cache: KVCache, queue: WaitingQueue, match: Callable[[Request], Match]) -> None:
         self.admission = SloAdmission()
         """The estimates, and counts of admitted, deferred and refused requests."""
         self.held: list[Request] = []
-        """Requests that wait here: deferred, or until tiers have answered."""
+        """Requests that wait, because they were deferred or because tiers have not answered."""
         self._cache, self._queue, self._match = cache, queue, match
         self._next_check = self._last_step = 0.0
         self._open: list[Request] = []  # admitted requests with an objective that have not finished
 
     def observe_step(self, size: StepSize, seconds: float) -> None:
-        """Learn from a step that has just ended."""
+        """Update the estimates with a step that has just ended."""
         self.admission.observe_step(size, seconds)
         self._last_step = self._cache.clock.now()
 
@@ -61,8 +62,9 @@ class SloGate:
         growth: Admission | None,
         offload: OffloadManager | None,
     ) -> Verdict:
-        """Decide about a request with an objective. `limits` are the prompt tokens and the requests of a step. A refused
-        request gets its reason. A deferred request, or one whose lookup in tiers has not ended, is held."""
+        """Decide about a request with an objective. `limits` are the maximum prompt tokens and requests of a step.
+        A refused request gets a reason. A request is held if it is deferred, or while its lookup in tiers
+        continues."""
         slo, now = request.slo, self._cache.clock.now()
         assert slo is not None
         waited = max(0.0, now - slo.arrived)
@@ -90,7 +92,7 @@ class SloGate:
         return decision.verdict
 
     def due(self) -> list[Request]:
-        """Return the held requests about which to decide now."""
+        """Return the held requests that need a new decision now. Removes them from the gate."""
         self.held = [request for request in self.held if request.finish_reason is None]
         now = self._cache.clock.now()
         if not self.held or now < self._next_check:
@@ -100,7 +102,7 @@ class SloGate:
         return found
 
     def record_tokens(self) -> None:
-        """Record the times of first tokens and ends. O(open requests with an objective)."""
+        """Record when first tokens and ends of requests occurred. O(open requests with an objective)."""
         if not self._open:
             return
         now, left = self._cache.clock.now(), []
@@ -124,7 +126,8 @@ class SloGate:
     def _own_work(
         self, request: Request, growth: Admission | None, offload: OffloadManager | None, waited: float
     ) -> PromptWork | None:
-        """Return the work of a request without hits in pool and tiers. None while tiers have not answered."""
+        """Return the tokens that a request must compute, without hits in pool and tiers. Returns None while tiers
+        look up the pages."""
         match = self._match(request)
         size, seconds = len(request.tokens), 0.0
         tokens = max(1, size - match.resume)
@@ -181,8 +184,9 @@ class SloGate:
     def _split_queue(self, request: Request) -> tuple[list[Request], list[Request]]:
         """Return the waiting requests that are scheduled before a request, and the others.
 
-        Of its own tenant these are requests of at least its priority. Tenants take turns by weight, so of another tenant
-        as many tokens come first as the request's own tenant has until then, by weight."""
+        In its own tenant, requests with a smaller rank come first. Tenants take turns by weight. The requests of
+        another tenant therefore come first up to a limit. This limit is the tokens of the own tenant up to the
+        request, times the ratio of the weights."""
         waiting = sorted((one for one in self._queue if one is not request), key=lambda one: one.rank)
         mine = self._queue.tenant_queue(request)
         ahead = [one for one in waiting if self._queue.tenant_queue(one) is mine and one.rank < request.rank]
@@ -198,7 +202,7 @@ class SloGate:
         return [*first, *ahead], [one for one in waiting if id(one) not in chosen]
 
     def _missing(self, request: Request) -> int:
-        """Return the tokens that a waiting request must compute, as of its first match."""
+        """Return the number of tokens that a waiting request must compute, according to its first match."""
         if request.missing_tokens is None:
             request.missing_tokens = max(1, len(request.tokens) - self._match(request).resume)
         return request.missing_tokens
@@ -206,7 +210,8 @@ class SloGate:
     def _capacity(
         self, request: Request, decoding: Sequence[Decoding], prompts: Sequence[PromptWork]
     ) -> float:
-        """Return the tokens that the pool holds: those of running requests, and those for which pages are not in use."""
+        """Return the number of tokens that fit in the pool: the tokens of running requests, and the tokens for
+        which pages are not in use."""
         cache, layout = self._cache, self._cache.layout
         in_use = sum(
             one.in_use_pages * (layout.slab_bytes // one.per_slab) for one in cache.inspect.size_classes

@@ -177,7 +177,8 @@ def _turn(tenant: TenantQueue) -> tuple[float, float]:
 
 
 def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
-    """Return the next whole block of a request with `start` tokens, or None if no other request can share it."""
+    """Return a key for the block of a request that contains token `start`. Return None if the block is incomplete,
+    or if no other request can share it."""
     control, end = request.control, (start // block + 1) * block
     alone = request.uncached or request.computes_all
     if end > len(request.tokens) or alone or not (control.read and control.store):

@@ -30,7 +30,7 @@ MAX_QUERIES = 64
 class DecodePlan:
     """Attention of up to `sequences` rows with up to `queries` query tokens each, under one span.
 
-    With `sharing`, the plan reads pages that several sequences share only once. `make` copies the current shared
+    With `sharing`, pages that several sequences share are read only once. `make` copies the current shared
     runs to the device. `tile` and `shared_tile` override the chosen tile sizes.
     """
 

@@ -25,7 +25,7 @@ __all__ = ["Plan", "decode_plan", "prefill_plan"]
 
 
 class Plan(Protocol):
-    """The attention of one step. Every layer calls it."""
+    """Computes attention for the layers of a step. `make` plans the step once. Every layer then calls `attend`."""
 
     shape: Shape
     span: Visibility

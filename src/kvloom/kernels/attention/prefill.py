@@ -65,8 +65,8 @@ first.
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """One kernel launch over pages. It has blocks of one tile size, and buffers for the partial results of split
-    blocks.
+    """The arguments of one launch of the attention kernel over pages. `blocks` lists groups of query rows, all of the
+    size `tile`. If the tokens of a block are split over several programs, the buffers get the partial results.
     """
 
     tile: BlockTile

@@ -51,7 +51,8 @@ class PrefillCall:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One cuDNN batch: the copies that gather its pages, and the positions of its queries in q."""
+    """One call of cuDNN, for several sequences. `copies` lists the tokens to gather from pages. `places` has the
+    positions of the queries in q."""
 
     group: CudnnBatch
     copies: torch.Tensor
@@ -60,7 +61,8 @@ class _Batch:
 
 
 class CudnnPrefill:
-    """The cuDNN batches of a step. The first call builds them."""
+    """Computes the attention of a step with cuDNN. The first call divides the sequences of the step into batches, and
+    later layers reuse them."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device

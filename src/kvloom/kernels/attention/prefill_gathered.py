@@ -27,7 +27,10 @@ __all__ = ["GatheredPrefill"]
 
 @dataclass(frozen=True, slots=True)
 class _GatherPlan:
-    """The copies from pages, the number of copied tokens, and the blocks over the copied tokens for each tile size."""
+    """The work of a gathered prefill: copy K and V out of the pages, then attend to the copies.
+
+    `copies` lists the runs of tokens to copy, and `tokens` is their total length. `blocks` lists the programs of the
+    attention kernel. Each program computes `tile.rows` query rows of one sequence."""
 
     copies: torch.Tensor
     tokens: int
@@ -36,7 +39,8 @@ class _GatherPlan:
 
 
 class GatheredPrefill:
-    """Attention of the rows of a step under one span. The first call plans it. `tile` overrides the chosen tile."""
+    """Computes the attention of a step for layers with the visibility `span`. The first call makes the plan, and later
+    layers reuse it. `tile` overrides the chosen tile size."""
 
     def __init__(self, shape: Shape, span: Visibility, tile: BlockTile | None, device: torch.device) -> None:
         self.shape, self.span, self.tile, self.device = shape, span, tile, device

@@ -182,7 +182,8 @@ def _descriptor(flat: torch.Tensor, tokens: int, columns: int) -> TensorDescript
 
 
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return the strides of the scales per page, token and head. If scales are per head, only the last one is set."""
+    """Return the strides of the scales per page, token and head. If scales are per head, the strides per page and
+    token are 0."""
     if scale is None:
         return 0, 0, 0
     return (

@@ -31,8 +31,8 @@ def softmax_step(scores, factor, peak, weight, SCALED: tl.constexpr, CHECK: tl.c
     """Compute one step of a running softmax in powers of two. Return the weights, the factor for the old sums, the
     new peak and the new sum.
 
-    Unless SCALED is set, the scores are also multiplied by the positive `factor`. This is part of the subtraction
-    in the exponent.
+    If SCALED is set, the scores are already multiplied by the positive `factor`. Otherwise this function multiplies
+    them.
     """
     if SCALED:
         top = tl.maximum(peak, tl.max(scores, 1))

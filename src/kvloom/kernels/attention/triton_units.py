@@ -47,10 +47,12 @@ def _log2(x):
 
 @triton.jit
 def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHECK: tl.constexpr):
-    """Return the page of each token of a unit, and 0 for tokens outside [lo, hi) (not `ok`).
+    """Return the page id of each token position in `t`, read from the block table TABLE.
 
-    With RUNS, one load reads the values of 16 adjacent tokens from the address of the first token. All 16 tokens
-    therefore get the page if any of them is inside [lo, hi). A page contains a multiple of 16 tokens.
+    `ok` marks the positions inside [lo, hi). Other positions get page 0. With RUNS, the test is made for whole runs of
+    16 positions: if any position of a run is inside [lo, hi), all 16 get their page id. The later load of values needs
+    this, because it loads a run from the address of its first token. A page contains a multiple of 16 tokens, so a run
+    is inside one page. Without CHECK nothing is tested, and every position gets its page id.
     """
     if CHECK:
         if RUNS:
@@ -243,8 +245,9 @@ def two_parts(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _one_part(x, DTYPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Add the products with the high and the low part, which are side by side ([A, 2 * B]). In int8, the result is
-    a sum of integers and is `LOW_INT8` times too large. It is below 2^31 for 256 products.
+    """Join the products of both parts of `two_parts`. `x` is [A, 2 * B] and contains the products of the high and
+    the low part of each number next to each other. In int8, the result is an integer that is `LOW_INT8` times too
+    large. It is below 2^31 for 256 products.
     """
     high, low = tl.split(tl.reshape(x, [A, B, 2]))
     if DTYPE == tl.int8:

@@ -141,8 +141,8 @@ def plan_visible_runs(
     """Shorten the `given` segments to the tokens that windows see. A segment then starts at the first token that
     any member sees.
 
-    The segment uses the block table of that member, because it keeps its pages longest. Run by one program per
-    segment.
+    The segment uses the block table of that member, because that member keeps its pages longest. Run by one program
+    per segment.
     """
     at = tl.program_id(0)
     if at < tl.load(number):
@@ -298,9 +298,9 @@ def plan_sources(
     SEGMENTS, PLACES, S_SEGMENTS, S_PLACES, LEVELS, TOKENS, STARTS, SOURCES, sequences, rows, count,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the segments that contain results of each query token. Its own segment comes first. SOURCES is [tokens,
-    1 + depth, 4]: the number of units (0 for none), the units and tiles before the segment, and the index of the
-    token in the segment.
+    """Find the segments that contain results of each query token: first its own segment, then its shared segments.
+    SOURCES is [tokens, 1 + depth, 4]. It contains four numbers for each segment: its number of units (0 for none),
+    the units before it, the tiles before it, and the index of the token in the segment.
 
     LEVELS ([depth, sequences, 2]) contains a shared segment (-1 for none) and the index of the sequence's first
     query in that segment.

@@ -156,12 +156,13 @@ class LayerCall:
         members: torch.Tensor | None = None,
         beside: bool = False,
     ) -> None:
-        """Attend every tile of the list. `bounds` selects which bounds of a row to check (1 last token, 2 first
-        token).
+        """Launch the attention kernel for every tile of the work list.
 
-        With `direct`, results of whole tiles are written to `out`. `members` lists the queries. Without `members`,
-        queries are consecutive. With `beside`, the launch overlaps the previous launch, and waits for it at the
-        end.
+        `bounds` is a bit mask of the limits that the kernel checks for each row: 1 the last visible
+        token, 2 the first visible token, 3 both. A tile whose tokens were all read by one program has a final result. With `direct` it
+        is written to `out`. All other results are partial, and are written to `work.parts`. `members` contains the
+        indices of the queries that read a shared prefix. Without `members`, the queries of a tile are consecutive. With
+        `beside`, this launch runs at the same time as the launch before it, and ends only after that one has ended.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         k_scale = self.q if self.k_scale is None else self.k_scale
@@ -201,8 +202,9 @@ class LayerCall:
         )  # fmt: skip
 
     def attend_single_tiles(self, work: WorkList, queries: int, bounds: int) -> None:
-        """Attend every tile of a list whose segments have one tile each, in one loop. Results of whole tiles are
-        written to `out`.
+        """Launch the single-tile kernel, for a work list in which every segment has one tile. A tile whose tokens were
+        all read by one program has a final result, which is written to `out`. Results of split tiles are partial, and
+        are written to `work.parts`.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         dk0, dk1 = split_dim(shape.k_dim)

@@ -21,7 +21,7 @@ _DEVICE, _PINNED, _READ_WRITE, _MINIMUM = 1, 1, 3, 0
 _STREAM_ORDER = 1
 _RDMA_SUPPORTED = 110
 _BATCH_SINCE = 12080
-"""The CUDA version of the bound cuMemcpyBatchAsync signature; later drivers still support it."""
+"""The CUDA version whose signature of cuMemcpyBatchAsync is used. Later drivers still support it."""
 
 
 class CudaError(RuntimeError):

@@ -105,10 +105,9 @@ class ElasticBuffer:
         return bool(self._mapped[slab])
 
     def map(self, slabs: Iterable[int]) -> None:
-        """Map memory to these slabs. If memory does not suffice, raises MemoryError and maps none of them.
-
-        The contents are undefined. Does not wait, and does not affect running kernels. Costs a few driver calls per
-        slab.
+        """Map memory to these slabs. If memory does not suffice, raises MemoryError and maps none of them. The
+        contents are undefined. Returns without waiting for the device, and does not affect running kernels. Costs a
+        few driver calls per slab.
         """
         wanted = self._chosen(slabs)
         if self._mapped[wanted].any():

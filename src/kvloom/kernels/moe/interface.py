@@ -26,9 +26,8 @@ SHARED_MEMORY = 200 << 10
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The division of the products into tiles: `rows` pairs by `columns` columns of weights, `depth` at a time.
-
-    The first product takes `columns` columns of the gate and the same number of columns of the up projection. With
+    """The tile sizes of the products: `rows` pairs by `columns` columns of weights, `depth` at a time. The first
+    product takes `columns` columns of the gate and the same number of columns of the up projection. With
     `described`, weights are read by tensor descriptors.
     """
 
@@ -46,8 +45,8 @@ class Tile:
         return Tile(self.rows, self.columns, self.depth, stages, self.warps, self.described)
 
     def for_down(self) -> Tile:
-        """Return the tile for the down projection. It is one product instead of two, so the tile has twice as many
-        columns."""
+        """Return the tile for the down projection. The down projection is one product instead of two, so the tile
+        has twice as many columns."""
         return Tile(self.rows, 2 * self.columns, self.depth, self.stages, self.warps, self.described)
 
 
@@ -163,10 +162,9 @@ def launch(
 def topk_softmax(
     logits: torch.Tensor, picked: int, shared: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights ([tokens, picked], in `dtype`) and indices of the `picked` experts with the largest softmax of
-    each row.
-
-    With `shared`, the weights of a row sum to 1. If values are equal, a GPU selects the first.
+    """Select the `picked` experts with the largest softmax in each row. Return their weights ([tokens, picked], in
+    `dtype`) and indices. With `shared`, the weights of a row sum to 1. If values are equal, a GPU selects the
+    first.
     """
     if logits.ndim != 2 or not 0 < picked <= logits.shape[1]:
         raise ValueError(f"{picked} experts of logits {tuple(logits.shape)}: at least 1, at most each row's")

@@ -225,7 +225,8 @@ def _choose_kernel(
 
 
 def count_pairs(index: torch.Tensor, counts: torch.Tensor, chunk: int) -> None:
-    """Count how often each expert was selected in each chunk of `chunk` pairs: counts [chunks, bins]."""
+    """Count how often each expert was selected, separately for every `chunk` consecutive pairs of token and expert in
+    `index`. Writes them to `counts` [chunks, bins], where bin i is expert i."""
     chunks, bins = counts.shape
     _count_kernel[(chunks,)](index, counts, index.numel(), CHUNK=chunk, BINS=bins, num_warps=4)
 

@@ -178,8 +178,8 @@ def pass_kernel(
     N: tl.constexpr, N_UP: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, LINEAR: tl.constexpr,
     FRESH: tl.constexpr,
 ):  # fmt: skip
-    """Replace the last state of every chunk (computed from zeros) by its first state, in place. Each thread updates
-    its own elements.
+    """Compute the first state of every chunk. On entry, `chunk_states` has the last state of each chunk, computed
+    from zeros. On return, it has the first state of each chunk. Each thread updates its own elements.
     """
     row = tl.program_id(0)
     _, length = row_of(starts, row)

@@ -19,7 +19,8 @@ TABLE_CHUNK = 16384
 
 
 class RotaryCache:
-    """The forward of a rotary embedding for positions below a limit."""
+    """Replaces the `forward` of a rotary embedding. Reads cos and sin of positions below `limit` from a table, instead
+    of computing them."""
 
     def __init__(self, module: Any, limit: int, kinds: list[tuple[str, ...]], like: torch.Tensor) -> None:
         """`kinds` are the arguments of a call besides positions. The table of each kind has 2 * head dim * limit
@@ -47,8 +48,9 @@ class RotaryCache:
 
 
 def fuse_rotary_embedding(module: Any, limit: int, like: torch.Tensor) -> bool:
-    """Replace a rotary embedding by a table of `limit` positions if it gives the same values. Returns whether it
-    was replaced. `like` sets the dtype and device. If the module has a shorter table, it gets a longer one.
+    """Replace a rotary embedding by a table of `limit` positions if the table gives the same values. Returns
+    whether the embedding was replaced. `like` sets the dtype and device. A shorter table from an earlier call is
+    extended.
     """
     if not type(module).__name__.endswith("RotaryEmbedding"):
         return False

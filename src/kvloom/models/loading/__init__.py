@@ -6,6 +6,14 @@ can run on pages. `fingerprint` identifies the weights, so that pages of differe
 """
 
 from .fingerprint import model_fingerprint
-from .loader import LoadFormat, choose_device, load, refusal, transformers_config
+from .loader import LoadFormat, choose_device, load, progress_bars, refusal, transformers_config
 
-__all__ = ["LoadFormat", "choose_device", "load", "model_fingerprint", "refusal", "transformers_config"]
+__all__ = [
+    "LoadFormat",
+    "choose_device",
+    "load",
+    "model_fingerprint",
+    "progress_bars",
+    "refusal",
+    "transformers_config",
+]

@@ -25,7 +25,7 @@ from kvloom.models.vision import VISION_FAMILIES
 
 from .probe import examine
 
-__all__ = ["LoadFormat", "choose_device", "load", "refusal", "transformers_config"]
+__all__ = ["LoadFormat", "choose_device", "load", "progress_bars", "refusal", "transformers_config"]
 
 LoadFormat = Literal["auto", "random"]
 STD = 0.02
@@ -76,7 +76,7 @@ def load(
         raise ModelError(f"{model}: {reason}")
     own = config.dtype or config.get_text_config().dtype or torch.bfloat16
     kind = _dtype(own if dtype == "auto" else dtype)
-    with _progress_bars(progress):
+    with progress_bars(progress):
         if load_format == "random":
             loaded = _random(config, kind, where, seed)
         else:
@@ -288,7 +288,7 @@ def _tokenizer(model: str) -> Any | None:
 
 
 @contextmanager
-def _progress_bars(shown: bool) -> Iterator[None]:
+def progress_bars(shown: bool) -> Iterator[None]:
     """Show transformers' loading progress as rich bars on stderr, or hide it."""
     from transformers.utils import logging
 

@@ -59,8 +59,8 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ColdRows:
-    """The cold blocks of the rows of a step, and the rows without these blocks. Layers with full attention read
-    both.
+    """The block tables of a step in which some rows have cold blocks (blocks in host memory). Layers with full
+    attention read the cold blocks from host memory, and all other blocks from the pool.
 
     | field         | meaning                                                                                      |
     |---------------|----------------------------------------------------------------------------------------------|
@@ -76,7 +76,7 @@ class ColdRows:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The packed row of one step.
+    """The inputs of one step. The new tokens of all sequences are packed into one row, one sequence after another.
 
     | field                 | meaning                                                                              |
     |-----------------------|--------------------------------------------------------------------------------------|
@@ -123,8 +123,8 @@ class Batch:
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """For each token, its row and the number of tokens that it sees. None unless every row has one token and
-        drafts."""
+        """For each token, its row and the number of tokens that it sees. None unless each row consists of one token
+        and its drafts."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
@@ -141,7 +141,8 @@ REPLAYED = -2
 
 @dataclass(slots=True)
 class _StepNumbers:
-    """The numbers of a step on the host, in the order of the upload."""
+    """The integer inputs of a step, on the host. Their order here is the order in the buffer that is uploaded to the
+    device."""
 
     tokens: Ints
     positions: Ints
@@ -179,7 +180,8 @@ class _StepNumbers:
 
 
 class BatchBuilder:
-    """The buffers of one device for steps of up to `tokens` tokens and `rows` rows.
+    """Builds the `Batch` of each step in fixed buffers of one device. A step has at most `tokens` tokens and `rows`
+    rows.
 
     A step must be launched before the next one is built. Building waits if the device is two steps behind.
     `mirrored` states that the device has its own block tables. A CPU uses the tables of the cache. `shifted` states
@@ -254,8 +256,8 @@ class BatchBuilder:
         )
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
-        """Upload the numbers of a step for a replay of `packed(tokens)`. Padding rows fill the batch, and the last
-        padding row gets all remaining tokens.
+        """Upload the inputs of a step, for a replay of the graph of `packed(tokens)`. Padding rows fill the batch, and
+        the last padding row gets all remaining tokens.
         """
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)

@@ -87,7 +87,8 @@ class ImageGroup:
 
 @dataclass(frozen=True, slots=True)
 class VisibleImages:
-    """The tokens of a packed row that see images, in order, and their groups."""
+    """The tokens of a packed row that see images. `places` are their indices in the row, in order. `parts` groups
+    tokens that see the same images."""
 
     places: torch.Tensor
     parts: tuple[ImageGroup, ...]

@@ -41,7 +41,8 @@ class _Part(NamedTuple):
 
 
 class MixerSteps:
-    """The rows of a step for mixers. They are computed on demand, once for all layers."""
+    """Computes how a step is divided into rows for recurrent layers (mixers). Each division is computed when the first
+    layer needs it, and all layers share it."""
 
     def __init__(self, batch: Batch, batch_invariant: bool = False) -> None:
         """With `batch_invariant`, the bits of a state do not depend on the split of a sequence into steps
@@ -84,7 +85,8 @@ class MixerSteps:
 
     @cached_property
     def _places(self) -> tuple[_Part, _Part]:
-        """The packed indexes of certain tokens and of drafts, with the starts of each row among them."""
+        """Two parts: the certain tokens and the drafts of the step. Each part has the packed indexes of its tokens,
+        and the start of each row in it."""
         bounds, drafts = np.array(self.batch.bounds), np.array(self.batch.drafts)
         is_draft = np.zeros(bounds[-1], np.bool_)
         for end, count in zip(bounds[1:].tolist(), drafts.tolist(), strict=True):

@@ -176,6 +176,10 @@ class Pages(EmptyCache):
             raise RuntimeError("no step was begun: call begin(batch) before running the model")
         return self._batch
 
+    def token_view(self, layer_idx: int) -> LayerView:
+        """Return the view of the pages that contain an attention layer's tokens."""
+        return self._views[layer_idx][0]
+
     def state_view(self, layer_idx: int) -> LayerView:
         """Return the view of the pages that contain a recurrent layer's states."""
         return self._states[layer_idx]
@@ -346,8 +350,8 @@ class Pages(EmptyCache):
         return layer, self._single_token_rows[key]
 
     def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
-        """Set the shared runs of replayed single tokens, so that each run is read once. Return whether there are
-        any runs. `windows` are the shared runs of windowed layers, or None. The runs stay valid until the next
+        """Set the shared runs for the replay of a decode step, so that each run is read once. Return whether there
+        are any runs. `windows` are the shared runs of windowed layers, or None. The runs stay valid until the next
         call.
         """
         if windows is not None:

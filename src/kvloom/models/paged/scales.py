@@ -136,8 +136,8 @@ def fingerprint(scales: Scales) -> str:
 
 
 def _tensors(path: Path) -> tuple[dict[tuple[int, str], tuple[str, torch.Tensor]], str]:
-    """Return every scale in a file or folder by layer and part, with its name. Also return the dtype of the scaled
-    values."""
+    """Return every scale in a file or folder. The key is (layer, part), and the value is the name and the tensor.
+    Also return the dtype of the scaled values."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}

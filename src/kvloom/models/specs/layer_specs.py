@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from kvloom.core import LayerSpec, Visibility
+from kvloom.core import Field, LayerSpec, Visibility
 
 from .config_reading import Config, Family, ModelError, dtype_name
 from .families_table import FAMILIES, TEXT_TYPES, plain_attention_family
@@ -135,10 +135,13 @@ def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
     return every, by_kind
 
 
-def with_draft(target: ModelSpec, draft: ModelSpec) -> ModelSpec:
-    """Return one spec with the layers of both models. The draft's layers have the prefix `DRAFT_PREFIX` and a
-    separate lifetime."""
-    beside = {f"{DRAFT_PREFIX}{name}": replace(spec, lifetime="draft") for name, spec in draft.layers.items()}
+def with_draft(target: ModelSpec, draft: ModelSpec, *fields: Field) -> ModelSpec:
+    """Return one spec with the layers of both models. The draft's layers have the prefix `DRAFT_PREFIX`, a separate
+    lifetime, and the additional `fields`."""
+    beside = {
+        f"{DRAFT_PREFIX}{name}": replace(spec, lifetime="draft", fields=spec.fields + fields)
+        for name, spec in draft.layers.items()
+    }
     limits = [spec.max_context for spec in (target, draft) if spec.max_context is not None]
     return ModelSpec(
         name=f"{target.name} + {draft.name}",

@@ -156,8 +156,8 @@ class CrossVision(Vision):
         return tiles * int(self._base.vision_model.num_patches)
 
     def _image(self, given: Any, tenant: str = "") -> Image:
-        """Check an image and return it. The check is early, because the tower later runs inside a step that other
-        requests share.
+        """Check an image and return it. The check is early, because a later error in the vision tower would affect
+        all requests of a step.
         """
         image = super()._image(given, tenant)
         pixels, ratio, mask = (image.inputs[name] for name in INPUTS)

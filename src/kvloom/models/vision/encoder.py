@@ -1,6 +1,6 @@
 """Images in prompts: embeddings that replace placeholder tokens, rotary positions, and masks between image tokens.
 
-    prompt   | text | image tokens … | text |          `Vision.read_prompt` assigns them; the cache finds them by content
+    prompt   | text | image tokens … | text |          found by `Vision.read_prompt`, cached by image content
     a step          | a chunk of it  |                 `Vision.add_images` puts that chunk's embeddings into the batch
 
 The vision tower of Hugging Face runs once for each image content. Its embeddings stay in pages of the pool
@@ -54,7 +54,8 @@ DIGEST_BYTES = 32
 
 
 class EmbeddingStore(Protocol):
-    """Stores embeddings outside the pool."""
+    """The interface of a store for image embeddings outside the pool. `load` returns None if the store does not have
+    the image."""
 
     def load(self, image: Image) -> torch.Tensor | None: ...
 

@@ -53,7 +53,7 @@ class Breakpoint(msgspec.Struct, frozen=True):
 
 
 class MessagesFields(ChatFields, frozen=True, kw_only=True):
-    """The fields of a chat, and its cache breakpoints."""
+    """The fields of one request to `/v1/messages`: those of a chat, and its cache breakpoints."""
 
     breakpoints: list[Breakpoint] = msgspec.field(default_factory=list)
 
@@ -315,6 +315,8 @@ def _tools(given: Any) -> Any:
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         if "description" in tool:
             function["description"] = tool["description"]
+        if tool.get("strict"):
+            function["strict"] = tool["strict"]
         tools.append({"type": "function", "function": function})
     return tools
 

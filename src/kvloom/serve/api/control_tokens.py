@@ -225,7 +225,7 @@ def _pattern(texts: Iterable[str]) -> str:
 
 
 def _alias(token: Any, alias: str, kind: Any) -> Any:
-    """Return an added token with another text. It treats surrounding spaces like `token`."""
+    """Return an added token with the text `alias`. Spaces around it are handled as around `token`."""
     flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
     return kind(alias, normalized=False, special=False, **flags)
 

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -44,9 +44,11 @@ from .responses import ChatResponse, CompletionResponse, ResponseBuilder
 from .served_model import ServedModel
 from .server_context import ServerContext
 
-__all__ = ["ChatEndpoint", "CompletionEndpoint", "GenerationEndpoint"]
+__all__ = ["ChatEndpoint", "CheckedRequest", "CompletionEndpoint", "GenerationEndpoint"]
 
 DEFAULT_TOKENS = 16
+STRUCTURES = ("response_format", "structured_outputs", "regex", "grammar")
+"""Fields that require a structure of the whole answer."""
 SMALL_LOGPROBS = 64
 """A response with log-probabilities of at most this many tokens is written in the event loop."""
 LOGPROBS_BYTES = 1 << 10
@@ -54,6 +56,23 @@ LOGPROBS_BYTES = 1 << 10
 EMBEDDING_BYTES = 1 << 8
 """Bytes of an embedding whose text is about as long as the log-probabilities of one token."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request whose fields are valid: its prompts, the ids of its messages to the engine, and its model."""
+
+    fields: CompletionFields | ChatFields
+    prompts: list[Prompt]
+    ids: list[int]
+    params: SamplingParams
+    served: ServedModel
+
+    @property
+    def builder_arguments(self) -> tuple[str, list[Prompt], list[int], int, PromptEncoder]:
+        """The arguments that all response builders share."""
+        served = self.served
+        return served.name, self.prompts, self.ids, self.params.n, served.require_encoder()
 
 
 class GenerationEndpoint(ABC):
@@ -170,7 +189,7 @@ class GenerationEndpoint(ABC):
             )
         messages = self._messages(fields, given, tenant, served, facts, started)
         ids = [message.id for message in messages]
-        response = self.response(fields, given, ids, messages[0].params, served)
+        response = self.response(CheckedRequest(fields, given, ids, messages[0].params, served))
         response.kv_transfer_params = _offered_pages(
             fields, facts, served.name, response, len(given[0].tokens)
         )
@@ -178,14 +197,7 @@ class GenerationEndpoint(ABC):
         return served, messages, response, bool(fields.stream), forced
 
     @abstractmethod
-    def response(
-        self,
-        fields: CompletionFields | ChatFields,
-        prompts: list[Prompt],
-        ids: list[int],
-        params: SamplingParams,
-        served: ServedModel,
-    ) -> ResponseBuilder:
+    def response(self, request: CheckedRequest) -> ResponseBuilder:
         """Return the builder of the response."""
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
@@ -225,7 +237,7 @@ class GenerationEndpoint(ABC):
                 fields.cache_salt or "",
                 bool(fields.end_session),
                 bool(fields.lossy),
-                _token_ranges(fields, prompt, facts.block_tokens),
+                _token_ranges(fields, prompt),
                 self._image_prompt(fields, prompt, tenant, facts),
                 fields.resume_token_ids or [],
                 None if fields.cache is None else fields.cache.pin,
@@ -322,19 +334,11 @@ class CompletionEndpoint(GenerationEndpoint):
         assert isinstance(fields, CompletionFields)
         return prompts.encode_completion(fields, limits)
 
-    def response(
-        self,
-        fields: CompletionFields | ChatFields,
-        prompts: list[Prompt],
-        ids: list[int],
-        params: SamplingParams,
-        served: ServedModel,
-    ) -> ResponseBuilder:
+    def response(self, request: CheckedRequest) -> ResponseBuilder:
+        fields, params = request.fields, request.params
         assert isinstance(fields, CompletionFields)
-        more = _response_options(fields, params)
-        encoder = served.require_encoder()
         return CompletionResponse(
-            served.name, prompts, ids, params.n, encoder, echo=bool(fields.echo), **more
+            *request.builder_arguments, echo=bool(fields.echo), **_response_options(fields, params)
         )
 
 
@@ -355,20 +359,23 @@ class ChatEndpoint(GenerationEndpoint):
         """
         assert isinstance(fields, ChatFields)
         changes: dict[str, Any] = {}
+        formats, grammar = served.answers, ""
         functions = forced_functions(fields.tools, fields.tool_choice)
         if functions is not None:
-            for name in ("response_format", "structured_outputs", "regex", "grammar"):
+            for name in STRUCTURES:
                 if getattr(fields, name) is not None:
                     raise bad_request(refused("forced call, structure", name=name), name)
             many = fields.tool_choice == "required" and fields.parallel_tool_calls is not False
             grammar = forced_grammar(functions, many)
+        elif _has_tools(fields) and not any(getattr(fields, name) is not None for name in STRUCTURES):
+            grammar = formats.strict_grammar(_functions(fields)) or ""
+        if grammar:
             if len(grammar) > MAX_GRAMMAR_CHARACTERS:
                 raise bad_request(
                     f"tools: their schemas have more than {MAX_GRAMMAR_CHARACTERS:,} characters: send fewer",
                     "tools",
                 )
             changes["grammar"] = ANSWER + grammar
-        formats = served.answers
         if formats.special and fields.skip_special_tokens is None and (fields.tools or formats.reasoning):
             changes["skip_special_tokens"] = False
         return msgspec.structs.replace(fields, **changes) if changes else fields
@@ -379,22 +386,12 @@ class ChatEndpoint(GenerationEndpoint):
         assert isinstance(fields, ChatFields)
         return [prompts.encode_chat(fields, limits)]
 
-    def response(
-        self,
-        fields: CompletionFields | ChatFields,
-        prompts: list[Prompt],
-        ids: list[int],
-        params: SamplingParams,
-        served: ServedModel,
-    ) -> ResponseBuilder:
+    def response(self, request: CheckedRequest) -> ResponseBuilder:
+        fields, params, served = request.fields, request.params, request.served
         assert isinstance(fields, ChatFields)
         return self.builder(
-            served.name,
-            prompts,
-            ids,
-            params.n,
-            served.require_encoder(),
-            new_parser=self.new_parser(fields, prompts[0], params, served),
+            *request.builder_arguments,
+            new_parser=self.new_parser(fields, request.prompts[0], params, served),
             warning=self.tools_warning(fields, served),
             **self.response_options(fields, params),
         )
@@ -405,15 +402,18 @@ class ChatEndpoint(GenerationEndpoint):
 
     def tools_warning(self, fields: ChatFields, served: ServedModel) -> str | None:
         """Return a warning if the model does not support the tools of a request, else None."""
-        return served.answers.tools_warning(_forces_call(fields)) if _has_tools(fields) else None
+        if not _has_tools(fields):
+            return None
+        return served.answers.tools_warning(_forces_call(fields), _functions(fields))
 
     def new_parser(
         self, fields: ChatFields, prompt: Prompt, params: SamplingParams, served: ServedModel
     ) -> Callable[[], AnswerParser | None]:
         """Return a function that creates the parser of each answer."""
         formats, parallel = served.answers, fields.parallel_tool_calls is not False
-        has_tools, forced, end = _has_tools(fields), _forces_call(fields), _end_of_prompt(fields, prompt)
-        return lambda: formats.parser(end, params.structure, has_tools, forced, parallel)
+        functions = _functions(fields) if _has_tools(fields) else None
+        forced, end = _forces_call(fields), _end_of_prompt(fields, prompt)
+        return lambda: formats.parser(end, params.structure, functions, forced, parallel)
 
 
 class _EventStream:
@@ -500,6 +500,10 @@ def _warning(response: ResponseBuilder) -> list[tuple[bytes, bytes]]:
     return [] if response.warning is None else [(b"x-kvloom-warning", response.warning.encode())]
 
 
+def _functions(fields: ChatFields) -> list[dict[str, Any]]:
+    return [tool["function"] for tool in fields.tools or ()]
+
+
 def _response_options(fields: CompletionFields | ChatFields, params: SamplingParams) -> dict[str, Any]:
     """Return the options that all responses share."""
     return {
@@ -527,14 +531,12 @@ def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | N
     return max(1, most + 1 - (new or 1))
 
 
-def _token_ranges(
-    fields: CompletionFields | ChatFields, prompt: Prompt, block_tokens: int
-) -> list[TokenRange]:
-    """Return the priorities of token ranges in whole blocks. They come from the request and from cache breakpoints."""
+def _token_ranges(fields: CompletionFields | ChatFields, prompt: Prompt) -> list[TokenRange]:
+    """Return the priorities of token ranges: those of the request, and those of cache breakpoints."""
     own = () if fields.cache is None else fields.cache.retain or ()
     ranges = [TokenRange(one.start, one.stop, one.priority, one.ttl) for one in own]
     for stop, ttl in sorted(prompt.retain):
-        ranges.append(TokenRange(stop=-(-stop // block_tokens) * block_tokens, ttl=ttl))
+        ranges.append(TokenRange(stop=stop, ttl=ttl))
     return ranges
 
 

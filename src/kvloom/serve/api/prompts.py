@@ -501,8 +501,9 @@ class _ContentForms:
 
     @staticmethod
     def of(tokenizer: Any) -> _ContentForms:
-        """Test which kinds of content the tokenizer's template supports. If it supports neither, use texts. The
-        template then raises an error with its reason.
+        """Render a test message as a text and as a list of parts, and return which of the two the tokenizer's chat
+        template supports. If the template supports neither of them, return texts. The first request then gets the error
+        that the template raises.
         """
 
         def writes(content: Any) -> bool:

@@ -341,8 +341,8 @@ def check_fields(fields: RequestFields) -> None:
 
 
 def beam_width(fields: RequestFields) -> int:
-    """Return the number of beams, or 1 without beam search. As in vLLM, `use_beam_search` uses `best_of` or `n`
-    beams.
+    """Return the number of beams, or 1 without beam search. As in vLLM, `use_beam_search` without `beam_width`
+    uses the larger of `best_of` and `n`.
     """
     if fields.beam_width is not None or not fields.use_beam_search:
         return fields.beam_width or 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvloom.core import HASH_TOKENS
 from kvloom.serve.api.answers import AnswerFormats
@@ -93,6 +94,24 @@ class ServedModel:
             "slo_tbt": settings.get("slo_tbt"),
             "token_budget": facts.token_budget,
             "peer": None if facts.peer_address is None else "{}:{}".format(*facts.peer_address),
+            "reads": [
+                urlsplit(tier).netloc.rpartition("@")[2]
+                for tier in settings.get("tiers", ())
+                if tier.startswith("peer:")
+            ],
+            "load": self._load(),
+        }
+
+    def _load(self) -> dict[str, Any]:
+        """Return the load, hits and tiers of the engine, for the fleet page of a router."""
+        stats, metrics = self.engine.stats, self.metrics
+        return {
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "prompt_tokens": metrics.prompt_tokens,
+            "cached_tokens": metrics.cached_tokens,
+            "used": 1 - stats.free_slabs / stats.slabs if stats.slabs else 0.0,
+            "tiers": [{"name": one.name, "pages": one.objects, "bytes": one.bytes} for one in stats.tiers],
         }
 
     def to_dict(self) -> dict[str, Any]:

@@ -41,7 +41,8 @@ KeyRow = tuple[str, str, str, int | None, float | None, dict[str, Any], bool]
 
 
 class ApiKeys:
-    """Keys by digest. Without keys there is no authentication."""
+    """Finds the tenant of an API key. Stores only digests of keys. If no keys are configured, it is false, and the
+    server does not authenticate."""
 
     def __init__(
         self,

@@ -93,7 +93,7 @@ class Limits:
 
 
 class BodyLimiter:
-    """Counts the bytes of a request body, from its first byte until its prompt is encoded.
+    """Limits the bytes of all request bodies in memory. A body counts from its first byte until its prompt is encoded.
 
     If several tenants share the server, each may use up to PRESSURE times the free bytes.
     """
@@ -117,7 +117,7 @@ class BodyLimiter:
 
 
 class HeldBody:
-    """The body of one request."""
+    """Counts the bytes of one request body that the server has received and not yet released."""
 
     def __init__(self, limiter: BodyLimiter, tenant: str) -> None:
         self._limiter, self._tenant = limiter, tenant

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from dataclasses import asdict
 from typing import Any
 
@@ -31,12 +30,11 @@ REFRESH_SECONDS = 1.0
 WAIT_SECONDS = 2.0
 """Seconds that viewers wait for a new snapshot. After that they get the previous one."""
 SAMPLE_SECONDS = 2.0
-SAMPLES = 300
 _encode = msgspec.json.Encoder().encode
 
 
 class Dashboards:
-    """The data of every served model."""
+    """Has one `DashboardState` for each served model, and takes their samples."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -59,11 +57,11 @@ class Dashboards:
 
 
 class DashboardState:
-    """The data that the viewers of one model see."""
+    """Produces the data of one model for its dashboard pages. All viewers of the model share it."""
 
     def __init__(self, context: ServerContext, served: ServedModel) -> None:
         self._context, self._served = context, served
-        self._history = History(served, deque(maxlen=SAMPLES), SAMPLE_SECONDS)
+        self._history = History(served, SAMPLE_SECONDS)
         self._snapshot: bytes | None = None
         self._snapshot_at = 0.0
         self._cached_json: tuple[float, bytes] = (0.0, b"")

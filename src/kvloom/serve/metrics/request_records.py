@@ -1,6 +1,8 @@
-"""Records of recent requests: names and numbers that explain hits and misses. Never text, keys or token ids.
+"""Records of recent requests: names and numbers that explain hits and misses. A record never contains text, keys or
+token ids.
 
-The last MAX_RECORDS are kept. `/kvloom/requests` returns `RequestRecord.to_dict`; `kvloom explain` reads it.
+The last MAX_RECORDS records are kept. `/kvloom/requests` returns `RequestRecord.to_dict`, and `kvloom explain`
+reads this endpoint.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class SavedTime:
         return max(0.0, (self._n * self._xy - self._x * self._y) / spread)
 
     def add(self, computed: int, cached: int, prefill_seconds: float, load_seconds: float) -> None:
-        """Add a finished request."""
+        """Add the saved time of a finished request."""
         values = (1.0, computed, prefill_seconds, computed * computed, computed * prefill_seconds)
         before = (self._n, self._x, self._y, self._xx, self._xy)
         self._n, self._x, self._y, self._xx, self._xy = (

@@ -254,7 +254,7 @@ def _labelled(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, floa
 
 
 def _slo_series(stats: EngineStats) -> list[Series]:
-    """Return the verdicts about objectives, and how good the predictions were."""
+    """Return the counts of verdicts about objectives, and the accuracy of predictions."""
     admitted, deferred, refused = (stats.slo.get(verdict, 0) for verdict in ("admit", "defer", "refuse"))
     ttft, tbt = (age_histogram(one, RATIOS) for one in (stats.slo_ttft_ratio, stats.slo_tbt_ratio))
     return [
@@ -267,7 +267,7 @@ def _slo_series(stats: EngineStats) -> list[Series]:
 
 
 def age_histogram(counts: HistogramCounts, bounds: Sequence[float] = SECONDS) -> Histogram:
-    """Return the histogram of the engine's counts, by default of ages."""
+    """Return the engine's counts as a Histogram. The default bounds are those of ages."""
     found = Histogram(bounds)
     if counts[0]:
         found.counts, found.total = list(counts[0]), counts[1]

@@ -66,7 +66,7 @@ _decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 
 def main(fd: int) -> None:
-    """Serve the other end of socket `fd` until it closes."""
+    """Serve requests from socket `fd` until the other end closes it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     link = socket.socket(fileno=fd)

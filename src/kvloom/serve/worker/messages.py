@@ -57,8 +57,8 @@ TokenLogprob = tuple[int, float, int]
 
 
 class TenantConfig(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant: its name, its quota of pool bytes (None: no quota) and its share of the pool: see `core.Tenant`.
-    `slo_ttft` and `slo_tbt` are its objectives in milliseconds."""
+    """A tenant: its name, its quota of pool bytes (None means no quota) and its share of the pool. See
+    `core.Tenant`. `slo_ttft` and `slo_tbt` are its objectives in milliseconds."""
 
     name: str
     quota: int | None = None
@@ -98,7 +98,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt with images: its text, with a placeholder for each image, and the encoded images.
+    """A prompt with images. It has the text, with a placeholder for each image, and the encoded images.
 
     The engine process expands the placeholders. The expanded prompt may have at most `max_prompt_tokens` tokens.
     `max_tokens` limits prompt and output together.
@@ -112,8 +112,8 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenRange(msgspec.Struct, frozen=True, array_like=True):
-    """Priority of tokens [start, stop) of a prompt for `ttl` seconds. A positive priority evicts them later, a
-    negative one earlier.
+    """The priority of tokens [start, stop) of a prompt for `ttl` seconds. Tokens with a positive priority are
+    evicted later than others, and tokens with a negative priority earlier.
     """
 
     start: int = 0
@@ -123,10 +123,15 @@ class TokenRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """One prompt. The deltas of its answers have its `id`. With `stream`, a delta is sent per step, else once at the
-    end. Only requests with the same `salt` share pages. `ends_session` marks the last request of a session. `lossy`
-    accepts pages that a tier re-encoded. `retain` contains priorities of token ranges. `image_prompt` replaces
-    `prompt`. `offers_pages` and `awaits_peer` belong to a hand-over, see `Engine.add`.
+    """A message that sends one prompt to the engine. The messages with parts of its answers have the same `id`.
+
+    - `stream`: a delta is sent per step, otherwise once at the end.
+    - `salt`: only requests with the same salt share pages.
+    - `ends_session`: this is the last request of a session.
+    - `lossy`: the request accepts pages that a tier re-encoded.
+    - `retain`: priorities of token ranges.
+    - `image_prompt`: replaces `prompt`.
+    - `offers_pages`, `awaits_peer`: hand-over, see `Engine.add`.
     """
 
     id: int
@@ -177,13 +182,15 @@ class EndSession(msgspec.Struct, frozen=True, tag=True):
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
-    """Request a snapshot of the cache with the next outputs."""
+    """Request a snapshot of the cache. The next Outputs message contains it."""
 
 
 class ResizePool(msgspec.Struct, frozen=True, tag=True):
-    """Grow or shrink an elastic pool to `pool_bytes`. The engine answers with a PoolState that has the same `number`.
+    """Grow or shrink an elastic pool to `pool_bytes`. The engine answers with a PoolState that has the same
+    `number`.
 
-    `share_bytes` is a size that the pool can always reach. Requests that need this size wait for the growth.
+    `share_bytes` is a size that the pool can always reach. If a request needs this size, it waits until the pool
+    has grown.
     """
 
     pool_bytes: int
@@ -192,16 +199,19 @@ class ResizePool(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetRole(msgspec.Struct, frozen=True, tag=True):
-    """Change the role of the worker."""
+    """A message from the server that changes the role of the worker."""
 
     role: Literal["both", "prefill", "decode"]
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """New tokens of answer `index` to prompt `id`. Text may lag behind tokens. `cached_tokens` is the number of
-    cached prompt tokens. `finish_reason` is set in the last delta. If requested, the first answer has
-    `prompt_logprobs` for all prompt tokens except the first. For prompts with images, `prompt_tokens` is the count
-    with expanded placeholders. `embedding` is float32, little-endian, if it is requested.
+    """New tokens of answer `index` to prompt `id`. Text may lag behind tokens.
+
+    - `cached_tokens`: the number of cached prompt tokens.
+    - `finish_reason`: set in the last delta.
+    - `prompt_logprobs`: for all prompt tokens except the first, in the first answer, if requested.
+    - `prompt_tokens`: for prompts with images, the count with expanded placeholders.
+    - `embedding`: float32, little-endian, if requested.
     """
 
     id: int
@@ -230,7 +240,7 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True):
 class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     """Progress of one prompt: sent when it starts, at its first token, and when it finishes.
 
-    Times are on the monotonic clock; 0 means "not yet".
+    Times are on the monotonic clock. 0 means "not yet".
 
     | field                       | meaning                                                                    |
     |-----------------------------|----------------------------------------------------------------------------|
@@ -270,8 +280,8 @@ HistogramCounts = tuple[list[int], float]
 
 
 class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant's pool bytes (`used`: all; `in_use`: of its running requests), tokens looked up and found, evicted
-    entries, and its running and waiting requests."""
+    """A tenant's pool bytes (`used` by all its pages, `in_use` by its running requests). Also its tokens looked up
+    and found, its evicted entries, and its running and waiting requests."""
 
     used: int = 0
     in_use: int = 0
@@ -285,7 +295,8 @@ class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
 class TierUsage(msgspec.Struct, frozen=True, array_like=True):
     """A tier: its objects and bytes, and its traffic.
 
-    `breaker` is its circuit breaker: "closed" (in use), "open" (disabled after faults) or "half-open" (being probed)."""
+    `breaker` is the state of its circuit breaker: "closed" (in use), "open" (disabled after faults) or "half-open"
+    (being probed)."""
 
     name: str
     objects: int = 0
@@ -362,8 +373,8 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True):
-    """Current size and target size of an elastic pool in bytes, and the largest number of tokens of one request.
-    `number` is that of the last ResizePool that was carried out.
+    """The current size and target size of an elastic pool in bytes, and the largest number of tokens of one
+    request. `number` belongs to the last completed ResizePool.
     """
 
     pool_bytes: int
@@ -388,7 +399,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A layer group: its index, its kind (full, sliding, chunked, state) and the size of its window; 0 without one."""
+    """A layer group: its index, its kind (full, sliding, chunked, state) and the size of its window, or 0 without a
+    window."""
 
     index: int
     kind: str
@@ -396,12 +408,17 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is loaded. `max_tokens` limits prompt and output of one request together; `tenant_max_tokens` is the
-    limit for tenants with a quota. `tiers` contains name, capacity and stored pages; `unavailable_tiers` contains
-    name and reason. `pool_limits` are the smallest and largest size of an elastic pool. `image_refusal` is the reason
-    why the model accepts no images, or "". `hash_model` is the model's part of block hashes; `groups` are its layer
-    groups on the text axis. `max_context` is the model's limit. `peer_address` is where
-    other workers read its host memory, or None. `token_budget` is the most prompt tokens of a step.
+    """A message of the engine process: the engine is loaded and accepts requests.
+
+    - `max_tokens`: the limit of prompt and output of one request together. `tenant_max_tokens` is the limit for
+      tenants with a quota.
+    - `tiers`: name, capacity and stored pages. `unavailable_tiers`: name and reason.
+    - `pool_limits`: the smallest and largest size of an elastic pool.
+    - `image_refusal`: the reason why the model accepts no images, or "".
+    - `hash_model`: the model's part of block hashes. `groups`: its layer groups on the text axis.
+    - `max_context`: the model's limit.
+    - `peer_address`: the address at which other workers read its host memory, or None.
+    - `token_budget`: the largest number of prompt tokens in a step.
     """
 
     device: str
@@ -451,5 +468,5 @@ def frame(message: ToEngine | FromEngine) -> bytes:
 
 
 def body_length(header: bytes) -> int:
-    """Return the number of body bytes that a header announces."""
+    """Return the length of the body, which is stored in the header."""
     return int(_LENGTH.unpack(header)[0])

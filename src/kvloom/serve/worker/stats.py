@@ -83,7 +83,7 @@ def engine_stats(
 
 
 def _slo_stats(admission: SloAdmission) -> dict[str, Any]:
-    """Return the verdicts about objectives, and how good the predictions were."""
+    """Return the counts of verdicts about objectives, and the accuracy of predictions."""
     return {
         "slo": {verdict.value: count for verdict, count in admission.counts.items()},
         "slo_ttft_ratio": _counts(admission.ttft_ratio),
@@ -93,7 +93,7 @@ def _slo_stats(admission: SloAdmission) -> dict[str, Any]:
 
 
 def _speculation_stats(speculation: Speculation) -> dict[str, Any]:
-    """Return what became of drafts, and the decisions about proposers."""
+    """Return the counts of drafts and the decisions about proposers."""
     stats, controller = speculation.stats, speculation.controller
     return {
         "drafts": stats.rows,

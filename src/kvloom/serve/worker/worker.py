@@ -42,12 +42,14 @@ __all__ = ["Worker", "max_request_tokens"]
 GROWTH_SECONDS = 0.002
 """Pause after a step in which requests wait for a growth of the pool."""
 STATS_SECONDS = 0.25
+SHORT_SECONDS = 0.05
+"""Seconds between stats while a model lacks pages that other models could give."""
 
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request in the engine, the number of tokens sent of each answer (-1: finished), and the time of its first
-    token.
+    """A request in the engine. It has the number of tokens sent of each answer (-1 if finished), and the time of
+    its first token.
     """
 
     message: Add
@@ -67,8 +69,8 @@ class _TenantQuota:
 
 
 class Worker:
-    """Runs the requests of one engine. One thread calls it. Without `observe` it sends neither stats nor progress.
-    Without `images` it refuses requests with images.
+    """Runs the requests of one engine. One thread calls it. Without `observe`, it sends neither stats nor progress.
+    Without `images`, it refuses requests with images.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Worker:
         self._snapshot: CacheSnapshot | None = None  # created on the first request
         self._snapshot_requested = False
         self._stats_at = 0.0
+        self._sent_evictions = 0
         self._tiers: list[TierUsage] = []
         self._stats_changed = True  # since the last stats
         self._sent_slabs = engine.cache.usable_slabs
@@ -106,7 +109,7 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `step` has work or something to send."""
+        """Whether `step` has work, or a message to send."""
         return (
             self.engine.busy
             or bool(self._rejected)
@@ -143,7 +146,7 @@ class Worker:
     def handle(
         self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole
     ) -> None:
-        """Carry out a message. The next step reports rejections."""
+        """Handle a message. The next step reports rejected requests."""
         if isinstance(message, SnapshotRequest):
             self._snapshot_requested = True
             return
@@ -230,7 +233,7 @@ class Worker:
         return PoolState(size.pool_bytes, target, self.max_tokens, self._resize_number)
 
     def _share(self, share_bytes: int) -> None:
-        """Let requests wait until the pool has grown to its share of memory."""
+        """Let requests that fit into the pool's share of memory wait until the pool has grown."""
         self._share_bytes = share_bytes
         self.engine.scheduler.reachable_slabs = share_bytes // self.engine.layout.slab_bytes
 
@@ -467,9 +470,11 @@ class Worker:
             return None
         now = time.monotonic()
         idle = not self.engine.busy
-        if not (self._stats_changed and idle) and now < self._stats_at:
+        wait = SHORT_SECONDS - STATS_SECONDS if self._lacks_pages else 0.0
+        if not (self._stats_changed and idle) and now < self._stats_at + wait:
             return None
         self._stats_at = now + STATS_SECONDS
+        self._sent_evictions = self.engine.cache.inspect.evicted.total()
         self._mark_reported()
         waiting_for_quota = {name: len(quota.waiting) for name, quota in self._quotas.items()}
         open_requests = [(one.message.tenant, one.request.started > 0) for one in self._open.values()]
@@ -477,6 +482,15 @@ class Worker:
         return engine_stats(
             self.engine, self._steps, made, self._preemptions, waiting_for_quota, open_requests
         )
+
+    @property
+    def _lacks_pages(self) -> bool:
+        """Whether this model shares memory with others and lacks pages. It lacks pages if it has evicted pages
+        since the last stats, or if requests wait for pages."""
+        if not self._share_bytes:
+            return False
+        evictions = self.engine.cache.inspect.evicted.total()
+        return self.engine.scheduler.awaits_growth or evictions > self._sent_evictions
 
     def _mark_reported(self) -> None:
         """Clear the change flag when the engine is idle."""
@@ -507,7 +521,8 @@ def _progress(one: _OpenRequest) -> RequestProgress:
 
 
 def max_request_tokens(engine: Engine, pool_bytes: int, tenant: str = "") -> int:
-    """Return the most tokens of one request that the model, `pool_bytes` and host memory for cold pages allow."""
+    """Return the largest number of tokens of one request. The model, `pool_bytes` and the host memory for cold
+    pages limit it."""
     low, high = 1, engine.cache.max_tokens
     while low < high:
         middle = (low + high + 1) // 2
@@ -530,7 +545,7 @@ def _prompt_tokens(request: Request) -> int | None:
 
 
 def _session_key(tenant: str, session: str) -> str:
-    """Return a session's key in the cache. Keys of different tenants never collide."""
+    """Return the key of a session in the cache. Keys of different tenants never collide."""
     return f"{len(tenant)}:{tenant}:{session}"
 
 

@@ -35,6 +35,7 @@ from kvloom.tiers.encoding import (
     read_keys,
 )
 from kvloom.tiers.options import Options
+from kvloom.tiers.page_changes import PageChanges
 from kvloom.tiers.shares import Shares
 from kvloom.tiers.tier import Objects, Ranges, Tier, TierError, part_range
 from kvloom.tiers.transfer import (
@@ -192,6 +193,11 @@ class DiskTier(Tier):
 
     def used_by(self, tenant: str) -> int:
         return self._store.used_by(tenant)
+
+    def watch(self) -> PageChanges | None:
+        """Records changes (see `SupportsChanges`). Returns None if the tier has a key file, because stored keys
+        then hide block hashes."""
+        return self._store.watch() if self._keys is None else None
 
     def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:
         """Returns the objects with their keys on disk. If the tier has a key file, these keys differ from

@@ -131,7 +131,8 @@ class SystemFiles(Files):
 
 
 class UntrustedFileError(OSError):
-    """A file in a tier's directory that is not a regular file of this user. The tier neither reads nor changes it."""
+    """Raised for a file in a tier's directory that is not a regular file of this user. The tier neither reads nor
+    changes such a file."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(errno.EPERM, f"{name!r} {why}")

@@ -24,8 +24,9 @@ _PIECE_BYTES = 64 << 20
 
 
 class SegmentOwner(Account):
-    """The account of one owner. `name` is the owner id in segment headers. `current` is the segment that receives
-    writes. `used` is the size of all files.
+    """Counts the bytes of one owner of segments. An owner is a tenant with a share, or all other tenants together.
+    `name` is the owner id in segment headers. `current` is the segment that receives writes. `used` is the size of all
+    files.
     """
 
     __slots__ = ("current", "name", "segment_bytes")
@@ -46,7 +47,9 @@ class SegmentOwner(Account):
 
 
 class SegmentOwners:
-    """All owners of a disk tier. `segments` is the table of the segment store, by number."""
+    """The owners of the segments in a disk tier: one for each tenant with a share, and one for all other tenants.
+    `segments` is the table of the segment store, by number.
+    """
 
     def __init__(self, segments: Mapping[int, Segment], capacity: int, segment_bytes: int) -> None:
         self._segments, self._capacity, self._segment_bytes = segments, capacity, segment_bytes

@@ -200,7 +200,8 @@ def _disk_order(item: tuple[int, Record]) -> tuple[int, int]:
 
 
 class _PageReads:
-    """Counts the reads of one page. The reader's lock guards it."""
+    """Counts how many reads of one page are still running, and how many have not succeeded. A page may need several
+    reads. The reader's lock guards the counters."""
 
     __slots__ = ("_good", "_remaining")
 

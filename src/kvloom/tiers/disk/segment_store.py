@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvloom.core import HASH_BYTES
 from kvloom.tiers.aligned_memory import BLOCK, aligned_bytes
+from kvloom.tiers.page_changes import PageChanges
 from kvloom.tiers.shares import Shares
 from kvloom.tiers.ttl import expiry_cutoff
 
@@ -32,9 +34,9 @@ _MAX_NAME_TRIES = 1024  # number of file names tried for a new segment
 
 @dataclass(frozen=True, slots=True)
 class SegmentStoreConfig:
-    """Settings of the store. `evict` selects the segment to evict. `copy_forward` copies pages that were read from
-    an evicted segment to a new one, up to half a segment. `ttl` is the number of seconds after which a page
-    expires. 0 means never.
+    """Settings of the store. `evict` selects the segment to evict. With `copy_forward`, an evicted segment keeps
+    some of its pages: those that have been read are copied to a new segment, up to half a segment. `ttl` is the
+    number of seconds after which a page expires. 0 means never.
     """
 
     capacity: int
@@ -54,6 +56,8 @@ class SegmentStore:
         self.lock = threading.Lock()
         self.index: dict[bytes, Record] = {}
         self.evicted = 0
+        self.changes: PageChanges | None = None
+        """Records stored and removed pages, if the tier is watched."""
         self.notes: dict[str, None] = {}  # messages for the operator, each logged once
         self._segments: dict[int, Segment] = {}
         self._owners = SegmentOwners(self._segments, config.capacity, config.segment_bytes)
@@ -132,6 +136,7 @@ class SegmentStore:
         with self.lock:
             if self.index.get(key) is record:
                 del self.index[key]
+                self._record_removed([key])
                 record.segment.keys.discard(key)
 
     def remove_keys(self, keys: Iterable[bytes]) -> list[tuple[bytes, int, int]]:
@@ -143,7 +148,19 @@ class SegmentStore:
                 if record is not None:
                     record.segment.keys.discard(key)
                     dropped.append((key, record.segment.number, record.offset))
+            self._record_removed([key for key, _, _ in dropped])
         return dropped
+
+    def watch(self) -> PageChanges:
+        """Records changes of pages from now on. The first changes are the pages that are already in the index."""
+        with self.lock:
+            self.changes = PageChanges()
+            self.changes.stored(self.index, [key[:HASH_BYTES] for key in self.index])
+            return self.changes
+
+    def _record_removed(self, keys: Iterable[bytes]) -> None:
+        if self.changes is not None:
+            self.changes.removed(keys)
 
     def publish(self, records: Iterable[Record]) -> None:
         """Adds records to the index, unless their segment has been evicted."""
@@ -159,6 +176,8 @@ class SegmentStore:
                     record.reads += before.reads
                 self.index[key] = record
                 record.segment.keys.add(key)
+                if self.changes is not None and before is None:
+                    self.changes.stored([key], [key[:HASH_BYTES]])
 
     # --- the appending thread
 
@@ -359,6 +378,7 @@ class SegmentStore:
     def _drop_segment(self, victim: Segment) -> None:
         """Removes a segment with its pages."""
         with self.lock:
+            self._record_removed(victim.keys)
             for key in victim.keys:
                 del self.index[key]
             self.evicted += len(victim.keys)
@@ -377,8 +397,8 @@ class SegmentStore:
             self.release_readers(segment, 0)
 
     def _copy_forward(self, victim: Segment, victim_owner: SegmentOwner) -> None:
-        """Copies pages of the victim that were read to the current segment of their owner. The pages with the most
-        reads come first. Other pages are evicted.
+        """Copies some pages of the victim to the current segment of their owner. These are pages that have been
+        read, the most read first. Other pages are evicted.
         """
         with self.lock:
             get = self.getter()

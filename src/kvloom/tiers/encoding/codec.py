@@ -11,7 +11,8 @@
 
 The cipher is 0 (plain), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher 1 is AES-256-GCM of format version
 2, whose pages are stored under their plain keys. Such pages are still read, but no longer written. A codec with keys
-does not open plain pages. A page that fails verification becomes an Outcome; it never raises and never returns bytes.
+does not open plain pages. If a page fails verification, the result is an
+Outcome. No exception is raised, and no bytes are returned.
 This module does not depend on files or stores.
 """
 

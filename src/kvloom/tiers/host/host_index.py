@@ -12,6 +12,7 @@ from itertools import islice
 
 import numpy as np
 
+from kvloom.tiers.page_changes import PageChanges
 from kvloom.tiers.shares import Account, Share, Shares
 
 from .arena import Arena
@@ -34,7 +35,7 @@ class _Account(Account):
 
 
 class HostIndex:
-    """The index of all pages of one arena."""
+    """Finds the slot of a page in host memory by the page's key. Also orders the pages of each tenant by last use."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -49,6 +50,8 @@ class HostIndex:
         self.loading = 0
         """Number of entries whose bytes are still being loaded."""
         self.evicted = 0
+        self.changes: PageChanges | None = None
+        """Records stored and removed pages, if the tier is watched."""
 
     def set_shares(self, shares: Shares) -> None:
         if self.entries or self._by_tenant:
@@ -167,6 +170,8 @@ class HostIndex:
         slots = oldest[idle]
         taken: list[int] = slots.tolist()
         entries, keys = self.entries, self.slots.keys
+        if self.changes is not None:
+            self.changes.removed([keys[slot] for slot in taken])
         for slot in taken:
             del entries[keys[slot]]
         self.slots.tick[slots] = -1
@@ -269,6 +274,8 @@ class HostIndex:
     def remove(self, key: bytes, slot: int) -> None:
         """Removes an entry. Its page is freed at once, or when its last lease is released."""
         del self.entries[key]
+        if self.changes is not None:
+            self.changes.removed([key])
         self.slots.tick[slot] = -1
         if self.slots.refs[slot]:
             self.slots.dropped[slot] = True

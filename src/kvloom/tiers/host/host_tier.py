@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.tiers.encoding import Head, make_codec, run_checksums, unseal
+from kvloom.tiers.page_changes import PageChanges
 from kvloom.tiers.shares import Shares
 from kvloom.tiers.tier import Objects, Ranges, Tier, part_range
 from kvloom.tiers.transfer import Outcome, TierStats, Transfer, TransferCounts, failed_transfer
@@ -93,6 +94,12 @@ class HostTier(Tier):
     def set_shares(self, shares: Shares) -> None:
         with self._lock:
             self.index.set_shares(shares)
+
+    def watch(self) -> PageChanges:
+        """Records changes (see `SupportsChanges`). Call this method before the first page is stored."""
+        with self._lock:
+            self.index.changes = PageChanges()
+            return self.index.changes
 
     def used_by(self, tenant: str) -> int:
         with self._lock:
@@ -279,7 +286,7 @@ class HostTier(Tier):
             return
         at = np.flatnonzero(slots >= 0)
         leased = slots if len(at) == len(slots) else slots[at]
-        if written is True and self._codec is None and self._finish_reserved(leased):
+        if written is True and self._codec is None and self._finish_reserved(objects, at, leased):
             return
         complete = np.broadcast_to(np.asarray(written), len(slots))[at]
         if self._codec is not None:
@@ -295,11 +302,20 @@ class HostTier(Tier):
                 self.index.loading -= int(coming.sum())
                 table.ready[leased] |= complete
                 lost = coming & (~complete | self._closed)
+                self._record_stored(objects, at[coming & ~lost])
                 for i in np.flatnonzero(lost).tolist():
                     self.index.remove(objects.keys[at[i]], int(leased[i]))
                 leased = leased[~lost]
             for slot in set(leased[table.dropped[leased] & (table.refs[leased] == 0)].tolist()):
                 self.index.free(slot)
+
+    def _record_stored(self, objects: Objects, at: Index) -> None:
+        """Records new pages, if the tier is watched. `at` are the indexes of the objects. The caller holds the lock."""
+        if self.index.changes is not None and len(at):
+            places = at.tolist()
+            self.index.changes.stored(
+                [objects.keys[i] for i in places], [objects.block_hashes[i] for i in places]
+            )
 
     def _expire(self, keys: list[bytes]) -> None:
         """Removes the expired objects among `keys`. The caller holds the lock."""
@@ -311,7 +327,7 @@ class HostTier(Tier):
             self.index.remove(key, self.index.entries[key])
             self.index.evicted += 1
 
-    def _finish_reserved(self, leased: Index) -> bool:
+    def _finish_reserved(self, objects: Objects, at: Index, leased: Index) -> bool:
         """Marks all pages of a `reserve` lease as ready and releases them, in a few array operations.
 
         If the tier is closed or a page is already ready, returns False and changes nothing. The caller then
@@ -323,6 +339,7 @@ class HostTier(Tier):
                 return False
             table.refs[leased], table.ready[leased] = 0, True
             self.index.loading -= len(leased)
+            self._record_stored(objects, at)
             return True
 
     def _page_checksums(self, slot: int) -> bytes:

@@ -20,7 +20,7 @@ __all__ = ["LeaseBudget", "PeerClient", "PeerClients"]
 
 
 class PeerClient:
-    """One connection. The server closes it after `deadline` (monotonic seconds)."""
+    """One connection of a client to this peer server. The server closes it after `deadline` (monotonic seconds)."""
 
     def __init__(self, channel: Channel, origin: str, deadline: float) -> None:
         self.channel, self.origin, self.deadline = channel, origin, deadline
@@ -29,7 +29,8 @@ class PeerClient:
 
 
 class PeerClients:
-    """The table of connections. Thread-safe. Methods return the connections to close, and the caller closes them."""
+    """Decides which connections of a peer server stay open. Methods return the connections to close, and the caller
+    closes them. Thread-safe."""
 
     def __init__(self, pending: int, admitted: int, idle_seconds: float) -> None:
         self._max_pending, self._max_admitted, self._idle = pending, admitted, idle_seconds

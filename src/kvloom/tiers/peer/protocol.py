@@ -50,7 +50,8 @@ class PeerError(RuntimeError):
 
 
 class Verdict(IntEnum):
-    """The server's reply to a hello."""
+    """The server's reply to the first message (hello) of a client: the connection is accepted, or refused with a
+    reason."""
 
     WRONG_SECRET = 0
     ACCEPTED = 1

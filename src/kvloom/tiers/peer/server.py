@@ -173,8 +173,9 @@ class PeerServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, port = self._socket.getsockname()[:2]
-        return str(host), int(port)
+        """The configured host name and the port. Clients with the same host name in their configuration find this
+        server."""
+        return self._config.host, int(self._socket.getsockname()[1])
 
     def close(self) -> None:
         """Closes every connection. A client that is reading from the arena gets an error and recomputes the pages."""

@@ -53,7 +53,7 @@ class MooncakeConfig:
 
 
 class MooncakeClient:
-    """The library's client, created once. It reconnects by itself when the master restarts."""
+    """The client of Mooncake's library. It is created once, and reconnects by itself when the master restarts."""
 
     def __init__(self, config: MooncakeConfig, timeout: float) -> None:
         self._config, self._timeout = config, timeout

@@ -195,7 +195,7 @@ class RedisAddress:
 
 
 class RedisStore(Store):
-    """One connection to a server."""
+    """One connection to a Redis or Valkey server, used as a key-value store for pages."""
 
     def __init__(
         self,
