@@ -104,14 +104,18 @@ def test_the_load_decides_about_the_number_of_replicas() -> None:
     assert by_load(context)[0] == 1
 
 
-def test_a_supervised_process_ends_with_its_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["actor", "supervisor"])
+def test_a_supervised_process_ends_with_its_parent(tmp_path: Path, victim: str) -> None:
     pid = tmp_path / "pid"
     child = (
         f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(600)"
     )
     watched = [sys.executable, "-m", "kvloom.cluster.deploy.supervised", "5", sys.executable, "-c", child]
     parent = f"import subprocess, time; subprocess.Popen({watched!r}, stdin=subprocess.PIPE); time.sleep(600)"
-    process = subprocess.Popen([sys.executable, "-c", parent])
+    is_direct = victim == "supervisor"
+    process = subprocess.Popen(
+        watched if is_direct else [sys.executable, "-c", parent], stdin=subprocess.PIPE
+    )
     until(lambda: pid.exists() and pid.read_text() != "")
     number = int(pid.read_text())
     process.kill()

@@ -7,19 +7,24 @@ process is passed to the child.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 
 __all__ = ["main"]
+
+PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> int:
     """Run the command to its end and return its status."""
     seconds = float(argv[0])
-    child = subprocess.Popen(argv[1:], stdin=subprocess.DEVNULL)
+    # There are no threads yet, so that code may run between fork and exec.
+    child = subprocess.Popen(argv[1:], stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)  # noqa: PLW1509
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
 
     def watch() -> None:
@@ -37,6 +42,12 @@ def main(argv: list[str]) -> int:
             return child.wait(1.0)
         except subprocess.TimeoutExpired:
             continue
+
+
+def _end_with_parent() -> None:
+    """Let the kernel send SIGTERM when this process's parent dies: Ray kills the children of a lost actor with SIGKILL."""
+    with suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":
