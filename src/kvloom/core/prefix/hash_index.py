@@ -113,7 +113,7 @@ class HashIndex(Generic[HashKey]):
                     mask = known.get(hash_, 0)
                     new += not mask & here
                     known[hash_] = mask | bits
-            self._counts[number] += new
+            self._counts[number] += new if bits else 0
             return
         if tail_tokens:
             if not 0 < tail_tokens < HASH_TOKENS or len(hashes) != 1:
@@ -127,7 +127,7 @@ class HashIndex(Generic[HashKey]):
             known[hash_] = mask | bits
             parents[hash_] = parent
             parent = hash_
-        self._counts[number] += new
+        self._counts[number] += new if bits else 0
 
     def dropped(self, hashes: Iterable[HashKey], groups: Iterable[int], place: str) -> None:
         """Record that pages of `groups` were removed from `place`. Hashes without pages are removed from the index."""
@@ -139,9 +139,9 @@ class HashIndex(Generic[HashKey]):
             if mask is None:
                 continue
             left = mask & keep
-            if left == mask:
+            if left == mask and mask:  # a hash without pages has no bits, and is removed
                 continue
-            if not left & here:
+            if mask & here and not left & here:
                 gone += 1
             if left:
                 known[hash_] = left
