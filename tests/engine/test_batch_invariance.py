@@ -29,7 +29,7 @@ DRAWN = [
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "bamba"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_cpu_tokens_of_a_seed_do_not_depend_on_the_batch(family: str) -> None:
     model, prompts = tiny(family), prompts_of(8, 64, 40)
     params = [DRAWN[i % len(DRAWN)] for i in range(len(prompts))]

@@ -291,7 +291,7 @@ def test_a_branch_costs_one_checkpoint_and_one_step() -> None:
 
 
 @pytest.mark.parametrize(("family", "kib"), [("llama", 512), ("gemma3_text", 768), ("qwen3_next", 512)])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_pages_of_queued_requests_are_evicted_last(
     family: str, kib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,7 @@ def test_computed_tokens_follow_weights(weights: tuple[float, float]) -> None:
 @pytest.mark.parametrize(
     ("family", "below"), [("llama", False), ("llama", True), ("qwen3_next", True), ("gemma3_text", False)]
 )
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_tenant_gets_pages_from_a_tenant_that_uses_all(family: str, below: bool) -> None:
     model = tiny(family, max_position_embeddings=512)
     layout = make_engine(model, 1 << 24).layout

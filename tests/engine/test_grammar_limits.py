@@ -263,6 +263,7 @@ LARGE = dict(large_schemas())
 
 
 @pytest.mark.parametrize("name", LARGE)
+@pytest.mark.few(2)
 def test_large_honest_schemas_are_within_the_limits(made: Callable[..., Grammars], name: str) -> None:
     state = made().compile("json_schema", json.dumps(LARGE[name])).start()
     rng = random.Random(0)

@@ -83,7 +83,7 @@ def assert_same_pages(
 
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("family", MTP_FAMILIES)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_tokens_match_generate_and_drafts_the_reference(family: str, alike: bool, tmp_path: Path) -> None:
     """Prompts in chunks, shared prefixes, and own drafts that are accepted if the head is like its target."""
     check_drafts(save_mtp(tmp_path, family, alike), Reference(tmp_path, family, alike), "mtp", alike)
@@ -101,6 +101,7 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
         ("qwen3_next", False, {}, (2, 3, 3)),
     ],
 )
+@pytest.mark.few(1)
 def test_eagle_drafts_are_those_of_the_reference(
     family: str, alike: bool, fields: dict[str, Any], after: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -136,7 +137,7 @@ def check_drafts(model: Any, reference: Reference | EagleReference, how: str, al
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("tier", [None, "host", "disk"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "llama"])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_pages_of_a_head_depend_on_the_tokens_alone(
     family: str, tier: str | None, ahead: bool, tmp_path: Path
 ) -> None:
@@ -172,6 +173,7 @@ def test_pages_of_a_head_depend_on_the_tokens_alone(
 
 @pytest.mark.parametrize("how", ["mtp", "draft"])
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.few(1)
 def test_pages_are_complete_while_the_controller_is_off(how: str, ahead: bool, tmp_path: Path) -> None:
     """With tiers, output tokens of steps that run ahead are computed, too."""
     model = save_mtp(tmp_path, "deepseek_v3")
@@ -192,6 +194,7 @@ def test_pages_are_complete_while_the_controller_is_off(how: str, ahead: bool, t
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "llama"])
+@pytest.mark.few(1)
 def test_hits_are_the_same_without_speculation(family: str, tmp_path: Path) -> None:
     rng = random.Random(family)
     model, head = save(tmp_path, family)
@@ -212,7 +215,7 @@ def test_hits_are_the_same_without_speculation(family: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "llama"])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_all_sampling_parameters_with_preemption(family: str, ahead: bool, tmp_path: Path) -> None:
     """Results are those without speculation, in a pool that preempts requests, with the controller and lookup."""
     rng = random.Random(family)
@@ -247,6 +250,7 @@ def test_all_sampling_parameters_with_preemption(family: str, ahead: bool, tmp_p
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.few(1)
 def test_quantised_pages(kv_dtype: str, tmp_path: Path) -> None:
     model, how = save(tmp_path, "llama")
     prompt = list(range(3, 40))

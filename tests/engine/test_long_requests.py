@@ -108,7 +108,7 @@ def test_request_four_times_the_pool_has_the_tokens_of_generate(family: str, ahe
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "gemma2"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_request_becomes_long_while_it_decodes(family: str) -> None:
     model = model_of(family)
     prompts, new = drawn("grows", 20, 33), 600 if family == "qwen3_next" else 150
@@ -214,6 +214,7 @@ def test_larger_blocks_can_be_cold(block_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.few(1)
 def test_samples_and_beams_of_a_long_request_share_its_cold_pages(family: str) -> None:
     model = model_of(family)
     (prompt,) = drawn("samples", LENGTHS.get(family, 180))
@@ -434,7 +435,7 @@ def test_quota_smaller_than_the_request_makes_it_long() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_random_traffic_on_random_pools_has_the_same_tokens(seed: int) -> None:
     rng = random.Random(f"traffic {seed}")
     family = rng.choice(["llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_next"])

@@ -540,7 +540,7 @@ def test_slow_copies_neither_overwrite_nor_read_other_pages(
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("slabs", [20, 24, 28, 32])
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_returning_conversations_keep_their_loaded_pages(
     slabs: int, ahead: bool, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -314,6 +314,7 @@ def test_half_shared_page_does_not_finish_a_request_of_pool_size() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.few(1)
 def test_request_beyond_its_quota_preempts_only_its_own_tenant(ahead: bool) -> None:
     model = tiny("llama")
     model.set_attn_implementation("eager")

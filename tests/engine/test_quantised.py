@@ -199,7 +199,7 @@ CHUNKS = 5e-4
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_quantised_logits_are_close_to_float32_for_any_chunks(family: str, tmp_path: Path) -> None:
     model = tiny(family)
     prompts = drawn(family, 4, 90)

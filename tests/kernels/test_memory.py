@@ -24,7 +24,7 @@ from kvloom.kernels.memory import (
     load_cuda_driver,
 )
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 STEP = granularity(DEVICE)

@@ -412,6 +412,7 @@ def test_an_image_that_no_step_or_window_can_hold_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", TINY)
+@pytest.mark.few(4)
 def test_a_sample_is_an_image_that_the_tower_takes(family: str) -> None:
     vision = Vision(vision_model(family))
     made = vision.embed(vision.sample())
@@ -491,6 +492,7 @@ def test_prompts_of_text_and_pictures_go_through_the_models_processor(tmp_path: 
 
 
 @pytest.mark.parametrize("family", MAIN)
+@pytest.mark.few(1)
 def test_a_prompt_with_an_image_hits_a_disk_tier_after_a_restart(family: str, tmp_path: Path) -> None:
     model, image, other = vision_model(family), image_of(family, 1), image_of(family, 2)
     prompt, beside = (prompt_of(family, words(1, 15), one, words(2, 40)) for one in (image, other))

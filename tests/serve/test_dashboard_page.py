@@ -291,6 +291,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("width", [390, 800, 1280, 1600])
+@pytest.mark.few(1)
 def test_no_table_is_cut(width: int, browser: Browser, server: Running) -> None:
     server.complete(prompt="for the table of tenants", max_tokens=2, tenant="a-tenant-with-a-name")
     one = Seen(browser, viewport={"width": width, "height": 900})

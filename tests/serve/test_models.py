@@ -207,6 +207,7 @@ def test_the_size_of_one_pool_cannot_be_set(both: Running) -> None:
     assert "--memory" in found["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_and_unloaded(both: Running, expected: Expected) -> None:
     status, _, found = both.send("POST", "/admin/models", {"model": THIRD})
     assert status == 202, found

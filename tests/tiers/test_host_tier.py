@@ -113,6 +113,7 @@ def test_many_leased_pages_do_not_prevent_eviction_of_others(monkeypatch: pytest
     assert put(tier, range(200, 264)).ok.all()
 
 
+@pytest.mark.slow
 def test_pages_used_in_one_batch_are_evicted_one_by_one() -> None:
     tier = plain(1000)
     put(tier, range(1000))
