@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml requirements.lock src/kvloom/core/_native.c src/kvloom/
 	else $(BIN)/python -m pip install --quiet --editable '.[engine,serve,grammar,dev]'; fi
 	@touch $@
 
-test: setup lint ## lint, formatting, types and the quick tests (about 15 minutes on two cores)
+test: setup lint ## lint, formatting, types and the quick tests (about 12 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" --durations=10
 
 # Ray has packages of its own (380 MB, about a minute): the tests of `kvloom deploy` use it from an environment beside.
@@ -45,7 +45,7 @@ build/ray/bin/ray: $(STAMP)
 	@{ $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; echo $(CURDIR)/src; } > \
 		"$$(build/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/kvloom.pth"
 
-test-full: setup lint build/ray/bin/ray ## all tests, the slow ones too (about 30 minutes on two cores)
+test-full: setup lint build/ray/bin/ray ## all tests, the slow ones too (about 40 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
 
 test-slow: setup ## the slow tests alone: all parameter sets, training, compiled models, benchmarks
