@@ -297,7 +297,19 @@ class Engine:
             )
             for i in range(1, params.samples)
         ]
-        structure = params.structure
+        self._prepare_samples(request, grammar, text)
+        if params.beam_width > 1:
+            self._start_beam_search(request)
+        self.scheduler.add(request)
+        if resume:
+            self._output_processor.resume(request, resume)
+        self._request_count += params.samples
+        return request
+
+    def _prepare_samples(self, request: Request, grammar: Grammar | None, text: bool) -> None:
+        """Give each sample of a request its grammar state and its text stream. Waits for the compilation if `grammar`
+        is missing."""
+        params, structure = request.params, request.params.structure
         if structure is not None and grammar is None:
             grammar = self._open_grammars().compile(*structure)
         for sample in request.family:
@@ -306,18 +318,11 @@ class Engine:
             if text or params.stops:
                 sample.text = TextStream(
                     self.tokenizer,
-                    tokens,
+                    request.prompt,
                     params.stops,
                     params.include_stop_str_in_output,
                     params.skip_special_tokens,
                 )
-        if params.beam_width > 1:
-            self._start_beam_search(request)
-        self.scheduler.add(request)
-        if resume:
-            self._output_processor.resume(request, resume)
-        self._request_count += params.samples
-        return request
 
     def _objective(self, request: Request, given: Objective | None) -> Objective:
         """Return the objective of a request. Values come from the request first, then from its tenant, then from

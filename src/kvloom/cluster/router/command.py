@@ -163,7 +163,7 @@ async def _serve(
         reader = PromptReader(fleet, args.tokenizer, not args.no_tokenize)
         proxy = Proxy(fleet, reader, options, ReplicationOptions(args.copies, args.hot_hits))
         for url in args.worker:
-            fleet.add(url, is_static=True)
+            fleet.add(url)
         for url in args.discover:
             fleet.discover(url)
         config.app = application = RouterApplication(fleet, proxy, key, args.max_body, is_public)

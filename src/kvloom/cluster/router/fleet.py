@@ -91,7 +91,6 @@ class Worker:
 
     name: str
     url: str
-    is_static: bool = False
     origin: str = ""
     """The URL whose host name led to the worker, if it was discovered."""
     is_alive: bool = False
@@ -142,12 +141,12 @@ class Fleet:
 
     # -- membership -------------------------------------------------------------------------------
 
-    def add(self, url: str, name: str | None = None, is_static: bool = False) -> Worker:
+    def add(self, url: str, name: str | None = None) -> Worker:
         """Add a worker by its HTTP address, and start to check it. A known worker stays unchanged."""
         name = name or url
         worker = self.workers.get(name)
         if worker is None:
-            worker = self.workers[name] = Worker(name, url, is_static)
+            worker = self.workers[name] = Worker(name, url)
             if url:
                 worker.check = asyncio.create_task(self._keep_checking(worker))
         return worker
