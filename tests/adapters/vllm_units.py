@@ -396,6 +396,14 @@ def test_short_prompts_and_hits_are_computed() -> None:
         assert scheduler.match(one, 0) == (0, False)
 
 
+def test_a_request_that_skips_the_cache_is_computed() -> None:
+    scheduler, one = side(), request(100)
+    one.skip_reading_prefix_cache = True
+    scheduler.add(one)
+    assert scheduler.match(one, 0) == (0, False)
+    assert not built(scheduler).lookups
+
+
 def test_blocks_are_stored_when_their_tokens_are_known() -> None:
     scheduler, one = side(), request(40)
     scheduler.add(one)

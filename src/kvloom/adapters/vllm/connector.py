@@ -54,9 +54,11 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = self._kv_transfer_config, vllm_config.parallel_config
-        self._settings = Settings.parse(transfer.kv_connector_extra_config, parallel.world_size)
+        workers = parallel.world_size * parallel.data_parallel_size
+        self._settings = Settings.parse(transfer.kv_connector_extra_config, workers)
         self._groups = block_groups(vllm_config, kv_cache_config)
         self._rank, self._world_size = parallel.rank, parallel.world_size
+        self._global_rank = parallel.data_parallel_rank * parallel.world_size + parallel.rank
         published = vllm_config.kv_events_config
         self._publishes = published is not None and published.enable_kv_cache_events
         hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
@@ -141,7 +143,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         shard = f"rank {self._rank} of {self._world_size}"
         layers = LayerPages(self._groups, self._kv_cache_config, kv_caches, shard)
         largest = max(form.page_bytes for form in layers.forms)
-        tiers = TierPages(self._settings, largest, self._rank, pin=layers.device.type == "cuda")
+        tiers = TierPages(self._settings, largest, self._global_rank, pin=layers.device.type == "cuda")
         events = self._publishes and self._rank == 0
         self._worker = WorkerSide(self._settings, self._groups, layers, tiers, events)
 

@@ -84,7 +84,9 @@ class SchedulerSide:
         number is None while tiers are looked up.
         """
         state = self._requests.get(request.request_id)
-        if state is None or not state.may_load or computed % self._step_tokens:
+        if state is None or not state.may_load or request.skip_reading_prefix_cache:
+            return 0, False
+        if computed % self._step_tokens:
             return 0, False
         end = (request.num_tokens - 1) // self._step_tokens * self._step_tokens
         if end - computed < max(1, self._settings.min_load_tokens):
