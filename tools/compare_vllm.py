@@ -5,6 +5,7 @@
 Every system runs in processes of its own, with the same model of random weights and the same prompts. The first
 process computes each prompt (cold), empties vLLM's own prefix cache, and answers again (hit in the same process). The
 second process answers the same prompts (hit in a new process). All answers must have equal tokens. Times are medians.
+Store and load are the KV bytes of a prompt, divided by the time that the engine waits in calls of the connector.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +118,18 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
         return time.monotonic() - began, list(output.outputs[0].token_ids)
 
     answer(99, 128)
-    found: dict[str, Any] = {"cold": [], "hit": [], "tokens": []}
+    blocked = timed_connector()
+    found: dict[str, Any] = {"cold": [], "hit": [], "tokens": [], "store": [], "load": []}
     for seed in range(1, PROMPTS + 1):
         if order["cold"]:
             seconds, tokens = answer(seed, order["tokens"])
             found["cold"].append(seconds)
+            found["store"].append(blocked())
             found["tokens"].append(tokens)
             llm.reset_prefix_cache()
         seconds, tokens = answer(seed, order["tokens"])
         found["hit"].append(seconds)
+        found["load"].append(blocked())
         found["tokens"].append(tokens)
         llm.reset_prefix_cache()
     if order["cold"]:
@@ -134,6 +139,34 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
     if has_kv_transfer_group():
         get_kv_transfer_group().shutdown()
     return found
+
+
+def timed_connector() -> Callable[[], float]:
+    """Measure the calls of the worker's connector. Returns a function that returns the seconds since its last call."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    spent = [0.0]
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(*arguments: Any, **options: Any) -> Any:
+            began = time.monotonic()
+            try:
+                return call(*arguments, **options)
+            finally:
+                spent[0] += time.monotonic() - began
+
+        return inner
+
+    if has_kv_transfer_group():
+        connector = get_kv_transfer_group()
+        for name in ("start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save"):
+            setattr(connector, name, timed(getattr(connector, name)))
+
+    def take() -> float:
+        seconds, spent[0] = spent[0], 0.0
+        return seconds
+
+    return take
 
 
 def run(order: dict[str, Any], environment: dict[str, str]) -> dict[str, Any] | str:
@@ -174,9 +207,10 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model = make_model(folder)
-    size = (options.tokens - 1) // 64 * 64 * 2 * 8 * 8 * 128 * 4
+    size = (options.tokens - 1) // 64 * 64 * 2 * 8 * 8 * 128 * 4 / 1e6
+    print(f"{size:.0f} MB of KV for each prompt of {options.tokens} tokens")
     print(
-        "| system | cold, s | hit, s | load, MB/s | hit in a new process, s |\n|---|---|---|---|---|",
+        "| system | cold, s | hit, s | hit in a new process, s | store, MB/s | load, MB/s |\n|---|---|---|---|---|---|",
         flush=True,
     )
     expected: list[Any] | None = None
@@ -186,19 +220,22 @@ def main() -> None:
         order = {"model": model, "tokens": options.tokens, "config": config, "cold": True}
         first = run(order, environment)
         if isinstance(first, str):
-            print(f"| {name} | does not run: {first} | | | |", flush=True)
+            print(f"| {name} | does not run: {first} | | | | |", flush=True)
             continue
         second = run({**order, "cold": False}, environment)
         tokens = first["tokens"] if isinstance(second, str) else first["tokens"] + second["tokens"]
         expected = expected or first["tokens"][::2]
         same = all(tokens[i] in expected for i in range(len(tokens)))
-        hit = statistics.median(first["hit"])
-        print(
-            f"| {name} | {statistics.median(first['cold']):.2f} | {hit:.3f} | {size / hit / 1e6:.0f} | "
-            + (second if isinstance(second, str) else f"{statistics.median(second['hit']):.3f}")
-            + f" |{'' if same else ' **other tokens**'}",
-            flush=True,
-        )
+        later = second if isinstance(second, str) else f"{statistics.median(second['hit']):.2f}"
+        cells = [
+            name,
+            f"{statistics.median(first['cold']):.2f}",
+            f"{statistics.median(first['hit']):.2f}",
+            later,
+        ]
+        if config is not None:
+            cells += [f"{size / max(1e-9, statistics.median(first[verb])):.0f}" for verb in ("store", "load")]
+        print(f"| {' | '.join(cells)} |{'' if same else ' **other tokens**'}", flush=True)
 
 
 if __name__ == "__main__":
