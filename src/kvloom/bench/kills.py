@@ -325,8 +325,8 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
 async def _kill(
     session: Any, servers: list[_Server], args: argparse.Namespace, counters: dict[str, int]
 ) -> dict[str, int]:
-    """Kill a process after each pause: the kinds in turn, the process at random. At least one worker that answers and one
-    router stay healthy."""
+    """Kill a process after each pause. The kinds of processes take turns, and the process of a kind is chosen at
+    random. At least one answering worker and one router stay healthy."""
     rng = random.Random(args.seed)
     kinds = ["worker", "engine", "router", *(["prefill"] if args.prefill else [])]
     kills = dict.fromkeys(kinds, 0)
@@ -359,7 +359,7 @@ async def _is_healthy(session: Any, url: str) -> bool:
 
 
 async def _count(session: Any, url: str, counters: dict[str, int]) -> None:
-    """Add a router's counters, before it dies."""
+    """Add the counters of a router to the totals, before the router is killed."""
     import aiohttp
 
     with suppress(OSError, aiohttp.ClientError, TimeoutError):
