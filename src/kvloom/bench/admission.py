@@ -1,8 +1,9 @@
 """`kvloom bench admission`: goodput under overload, with SLO admission, with a bounded queue, and without either.
 
-Goodput is the number of requests per second that meet their objective. Requests arrive at random times at a multiple of the
-engine's capacity, whether others have finished or not. The clock is the CPU time of this process, so that other processes
-have little effect; without work it jumps to the next arrival. With --trace, simulated workers replay a trace instead.
+Goodput is the number of requests per second that meet their objectives. Requests arrive at random times, at a multiple of
+the engine's capacity. They do not wait until earlier requests have finished. The clock is the CPU time of this process, so
+that other processes have little effect. If there is no work, the clock jumps to the next arrival. With --trace, simulated
+workers replay a trace instead.
 """
 
 from __future__ import annotations

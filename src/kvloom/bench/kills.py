@@ -1,9 +1,9 @@
-"""`kvloom bench kills`: kill -9 of workers, engines and routers under load; counts wrong and lost answers.
+"""`kvloom bench kills` kills workers, engines and routers under load (`kill -9`), and counts wrong and lost answers.
 
-Workers and routers run on loopback, and are started again after a kill. Clients send requests whose answers are known: streams,
-whole answers, greedy and seeded. A client whose router dies sends its request to another router, as a client behind a load
-balancer does. An answer that differs is wrong. A request without an answer at its deadline, or with an error of a living router,
-is lost. Exits with status 1 if there is any.
+Workers and routers run on loopback, and are started again after a kill. Clients send requests with known answers: streams and
+whole answers, greedy and seeded. If a router dies, its client sends the request to another router, like a client behind a load
+balancer. An answer is wrong if it differs from the known answer. A request is lost if it has no answer at its deadline, or if a
+living router returns an error. If any answer is wrong or lost, the exit status is 1.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ start.
     queue ──Backlog──▶ predict        TTFT and TBT at the moment at which the request's prefill would end
     Objective        ──▶ decide       admit, defer (it has a deadline that allows waiting) or refuse
 
-The engine, the router and the simulator use the same classes. No module here reads a clock.
+The engine, the router and the simulator use the same classes. This module does not read a clock.
 """
 
 from __future__ import annotations
