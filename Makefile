@@ -45,8 +45,14 @@ build/ray/bin/ray: $(STAMP)
 	@{ $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; echo $(CURDIR)/src; } > \
 		"$$(build/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/kvloom.pth"
 
+# Some tests time real processes, and a busy machine can make one of them fail. If at most three tests fail, they run
+# again without others beside them, and must pass. The output names them: such a test is a defect.
+LAST_FAILED := .pytest_cache/v/cache/lastfailed
 test-full: setup lint build/ray/bin/ray ## all tests, the slow ones too (about 40 minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 || { \
+		test $$? = 1 && test "$$(grep -c '"tests' $(LAST_FAILED))" -le 3 && \
+		echo "These tests failed beside others, and run again alone:" && cat $(LAST_FAILED) && \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
 
 test-slow: setup ## the slow tests alone: all parameter sets, training, compiled models, benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=10
