@@ -8,6 +8,7 @@ MODEL ?= gemma-3-27b
 PLAN ?= --context 32768 --concurrency 16 --gpu-memory 80GiB
 FUZZ_SECONDS ?= 600
 RAY ?= ray[serve]==2.60.0
+SMG ?= smg==1.13.0
 GPU_PYTHON ?= python3
 GPU_JOBS ?= 8
 GPU_TESTS := tests/*/test_*_gpu.py tests/kernels/test_*.py tests/engine/test_memory_budget.py tests/models/test_real_heads.py
@@ -45,10 +46,15 @@ build/ray/bin/ray: $(STAMP)
 	@{ $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; echo $(CURDIR)/src; } > \
 		"$$(build/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/kvloom.pth"
 
+build/smg/bin/smg: $(STAMP) # SGLang's gateway (150 MB), for tests of its requests to our workers
+	@$(PYTHON) -m venv build/smg
+	@build/smg/bin/python -m pip install --quiet '$(SMG)' || echo "smg cannot be installed: its test will be skipped"
+	@touch $@
+
 # Some tests time real processes, and a busy machine can make one of them fail. If at most three tests fail, they run
 # again without others beside them, and must pass. The output names them: such a test is a defect.
 LAST_FAILED := .pytest_cache/v/cache/lastfailed
-test-full: setup lint build/ray/bin/ray ## all tests, the slow ones too (about 40 minutes on two cores)
+test-full: setup lint build/ray/bin/ray build/smg/bin/smg ## all tests, the slow ones too (about 40 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 || { \
 		test $$? = 1 && test "$$(grep -c '"tests' $(LAST_FAILED))" -le 3 && \
 		echo "These tests failed beside others, and run again alone:" && cat $(LAST_FAILED) && \
