@@ -44,9 +44,8 @@ __all__ = ["open_offload", "opened_tiers"]
 
 log = logging.getLogger("kvloom.tiers")
 STAGING_BYTES = {False: 256 << 20, True: 4 << 30}
-"""Bytes of host memory without a configured host tier, without and with a GPU. Every transfer passes through host
-memory.
-"""
+"""Bytes of the staging arena of an engine without a host tier: on a CPU, on a GPU. Every transfer passes through host
+memory."""
 
 
 @contextmanager
