@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvloom.tiers.options import Options
-from kvloom.tiers.shares import Account, Shares, tenant_owner
+from kvloom.tiers.shares import TenantAccounts, tenant_owner
 from kvloom.tiers.transfer import Outcome
 
 from .redis_protocol import RedisReplyError, RespConnection
@@ -155,23 +155,6 @@ return there
 )
 
 
-class TenantAccounts:
-    """The shares of tenants, for all connections of a tier. The Redis server counts the bytes of each tenant."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._accounts: dict[str, Account] = {}
-
-    def set_shares(self, shares: Shares) -> None:
-        self._accounts = {tenant: Account(share, self._capacity) for tenant, share in shares.items()}
-
-    def arguments(self, tenant: str) -> tuple[str, int, int]:
-        """Returns the tenant's id in the store, its limit and its guaranteed bytes. The id is empty if the tenant
-        has no share."""
-        account = self._accounts.get(tenant)
-        return ("", 0, 0) if account is None else (tenant_id(tenant), account.limit, account.guaranteed)
-
-
 def tenant_id(tenant: str) -> str:
     """Returns the id under which the store counts a tenant, which is a digest of the tenant's name."""
     return tenant_owner(tenant).hex()
@@ -250,8 +233,9 @@ class RedisStore(Store):
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
         sizes = [value for key, pieces in items for value in (key, sum(map(len, pieces)))]
-        account = self._accounts.arguments(tenant)
-        reserve = ("EVALSHA", self._reserve, *_INDEXES, self._capacity, *account, *sizes)
+        account = self._accounts.get(tenant)
+        share = ("", 0, 0) if account is None else (tenant_id(tenant), account.limit, account.guaranteed)
+        reserve = ("EVALSHA", self._reserve, *_INDEXES, self._capacity, *share, *sizes)
         expire = ("PX", self._ttl) if self._ttl else ()
         self._connection.send(
             [reserve, *(("SET", key, list(pieces), "XX", *expire) for key, pieces in items)]
