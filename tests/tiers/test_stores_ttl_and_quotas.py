@@ -169,6 +169,18 @@ def test_tenants_divide_a_full_store_by_weight(url_of: Url, tmp_path: Path) -> N
         tier.close()
 
 
+@pytest.mark.parametrize("url_of", [mooncake_url, redis_url, peer_url])
+def test_a_tenant_that_stores_less_often_still_reaches_its_part(url_of: Url, tmp_path: Path) -> None:
+    pages = CAPACITY // PAGE
+    with url_of(tmp_path) as url:
+        tier = open_with_policy(url, {"calm": Share(guaranteed=0.5)}).tier
+        for number in range(pages // 2 - 8):
+            put_batches(tier, "flood", range(1000 + 8 * number, 1008 + 8 * number))
+            put_batches(tier, "calm", range(number, number + 1))
+        assert all(found_of(tier, "calm", range(pages // 2 - 8)))
+        tier.close()
+
+
 def test_a_mooncake_master_evicts_pages_within_a_weight_last(tmp_path: Path) -> None:
     """The capacity of the tier is larger than the store, so the master evicts."""
     with mooncake_url(tmp_path, segment=16 * MIB) as url:

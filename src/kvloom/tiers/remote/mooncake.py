@@ -140,8 +140,8 @@ class MooncakeStore(Store):
         return self._put(items)
 
     def put_guaranteed(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
-        """Stores values with a soft pin. The master evicts them after all values without one. A soft pin ends if
-        the value was not used for a time that the master sets, half an hour by default.
+        """Stores values with a soft pin. The master evicts them after all values without one. A soft pin ends after
+        a time that the master sets, half an hour by default. A read does not extend it.
         """
         library = load_library()
         pinned = library.ReplicateConfig()

@@ -111,7 +111,7 @@ while total > capacity do
   local oldest = redis.call('ZRANGE', used, 0, 0)[1]
   if not oldest then total = 0 break end
   local other = passed < 1000 and owner_of(oldest)
-  local reserved = other and other ~= id and tonumber(redis.call('HGET', shares, other) or '0')
+  local reserved = other and tonumber(redis.call('HGET', shares, other) or '0')
   if reserved and tonumber(redis.call('HGET', tenants, other) or '0') <= reserved then
     redis.call('ZADD', used, now, oldest)
     passed = passed + 1
