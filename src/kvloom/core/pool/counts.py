@@ -6,7 +6,8 @@ call would make a count wrong, it raises ValueError with the page and changes no
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -174,3 +175,8 @@ def leading(masks: list[int], places: int) -> list[int]:
             if not alive:
                 break
     return found
+
+
+def leading_of(known: Mapping[Any, int], keys: Sequence[Any], places: int) -> list[int]:
+    """Return `leading` of the masks that `known` has for `keys`. A key that is not in `known` has the mask 0."""
+    return leading([known.get(key, 0) for key in keys], places)

@@ -266,6 +266,13 @@ class OffloadManager:
         """Whether copies in progress retain pages of the pool."""
         return self._pool.has_cancelled_copies or self._store.busy or self._is_copying
 
+    @property
+    def is_copying_to_pool(self) -> bool:
+        """Whether copies into the pool are in progress. When they end, a request starts or pages become free."""
+        return self._pool.has_cancelled_copies or any(
+            job.copy is not None and not job.copy.is_done for job in self._jobs.values()
+        )
+
     def open_cold(self, request: Request, beyond: int, open_empty: Callable[[], Sequence]) -> bool:
         """Open the sequence of a long request after its pages in host memory, if they have more than `beyond`
         tokens.

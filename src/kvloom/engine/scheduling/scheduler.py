@@ -287,8 +287,11 @@ class Scheduler:
                         if self.admission is not None:
                             self.admission.refresh()  # the projection now includes it
                         continue
-                    if (picked or places) and decision.action is Action.NO_FREE_PAGES:
-                        # Computing needs as many pages as loading: wait for a request to finish, or for cold pages.
+                    if decision.action is Action.NO_FREE_PAGES and (
+                        picked or places or self.offload.is_copying_to_pool
+                    ):
+                        # Computing needs as many pages as loading: wait for a request to finish, for a copy, or for
+                        # cold pages.
                         self._make_cold(waiting, len(waiting.tokens) // self.cache.block_tokens)
                         if self._pass_over(waiting, passed, picked):
                             continue

@@ -95,6 +95,23 @@ class HostTier(Tier):
         with self._lock:
             self.index.set_shares(shares)
 
+    def set_account(self, tenant: str, limit: int, guaranteed: int) -> bool:
+        """Sets the share of one tenant in bytes, at any time. Pages that the tenant stored before stay in the common
+        account. Returns False if too many tenants have a share. The tenant then uses the common account.
+        """
+        with self._lock:
+            return self.index.set_account(tenant, limit, guaranteed)
+
+    def end_guarantee(self, tenant: str) -> None:
+        """Ends the guarantee that `set_account` set. The tenant's pages remain, but can be evicted for others."""
+        with self._lock:
+            if self.index.has_account(tenant):
+                self.index.set_account(tenant, self.index.limit_of(tenant), 0)
+
+    def has_account(self, tenant: str) -> bool:
+        """Whether the tenant has a share of its own."""
+        return self.index.has_account(tenant)
+
     def watch(self) -> PageChanges:
         """Records changes (see `SupportsChanges`). Call this method before the first page is stored."""
         with self._lock:

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvloom.tiers.options import Options
-from kvloom.tiers.shares import Account, Shares, tenant_owner
+from kvloom.tiers.shares import TenantAccounts, tenant_owner
 from kvloom.tiers.transfer import Outcome
 
 from .redis_protocol import RedisReplyError, RespConnection
@@ -111,7 +111,7 @@ while total > capacity do
   local oldest = redis.call('ZRANGE', used, 0, 0)[1]
   if not oldest then total = 0 break end
   local other = passed < 1000 and owner_of(oldest)
-  local reserved = other and other ~= id and tonumber(redis.call('HGET', shares, other) or '0')
+  local reserved = other and tonumber(redis.call('HGET', shares, other) or '0')
   if reserved and tonumber(redis.call('HGET', tenants, other) or '0') <= reserved then
     redis.call('ZADD', used, now, oldest)
     passed = passed + 1
@@ -153,23 +153,6 @@ end
 return there
 """
 )
-
-
-class TenantAccounts:
-    """The shares of tenants, for all connections of a tier. The Redis server counts the bytes of each tenant."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._accounts: dict[str, Account] = {}
-
-    def set_shares(self, shares: Shares) -> None:
-        self._accounts = {tenant: Account(share, self._capacity) for tenant, share in shares.items()}
-
-    def arguments(self, tenant: str) -> tuple[str, int, int]:
-        """Returns the tenant's id in the store, its limit and its guaranteed bytes. The id is empty if the tenant
-        has no share."""
-        account = self._accounts.get(tenant)
-        return ("", 0, 0) if account is None else (tenant_id(tenant), account.limit, account.guaranteed)
 
 
 def tenant_id(tenant: str) -> str:
@@ -250,8 +233,9 @@ class RedisStore(Store):
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
         sizes = [value for key, pieces in items for value in (key, sum(map(len, pieces)))]
-        account = self._accounts.arguments(tenant)
-        reserve = ("EVALSHA", self._reserve, *_INDEXES, self._capacity, *account, *sizes)
+        account = self._accounts.get(tenant)
+        share = ("", 0, 0) if account is None else (tenant_id(tenant), account.limit, account.guaranteed)
+        reserve = ("EVALSHA", self._reserve, *_INDEXES, self._capacity, *share, *sizes)
         expire = ("PX", self._ttl) if self._ttl else ()
         self._connection.send(
             [reserve, *(("SET", key, list(pieces), "XX", *expire) for key, pieces in items)]
