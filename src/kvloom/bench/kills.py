@@ -89,7 +89,7 @@ class _Server:
         self.process = subprocess.Popen(self.command, env=environment, stderr=subprocess.DEVNULL)
 
     def kill(self, engine: bool = False) -> None:
-        """kill -9 of the server, or of its engine process alone."""
+        """Kill the server, or only its engine process, with `kill -9`."""
         assert self.process is not None
         self.deaths.append(time.monotonic())
         if engine:

@@ -37,14 +37,14 @@ __all__ = [
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Bounds of the histograms of actual divided by predicted time."""
 ENOUGH_STEPS = 8
-"""Steps that must be measured before a request is refused."""
+"""Number of steps that must be measured before a request can be refused."""
 FIRST_HORIZON, LEAST_HORIZON = 2.0, 0.2
 """The delay of decode steps by prompts is averaged over this many seconds: FIRST_HORIZON at first, and never less than
 LEAST_HORIZON. Later the horizon is the recent time from the first to the last token of a request."""
 HORIZON_WEIGHT = 1 / 16
 MET_SHARE, MARGIN_STEP, MARGINS = 0.6, 0.05, (0.7, 2.5)
-"""Predictions are multiplied by margins within MARGINS. Each margin follows past errors in steps of MARGIN_STEP, so
-that the share MET_SHARE of the requests is not slower than predicted."""
+"""Predictions are multiplied by margins between the two values of MARGINS. The margins are adapted in steps of
+MARGIN_STEP, so that the share MET_SHARE of the requests is not slower than predicted."""
 DOUBT = 0.98
 LAST_MOMENT = 1.2
 """A deferred request starts when the time to its deadline is at most this multiple of the time that it needs."""
@@ -105,7 +105,7 @@ class StepTimes:
     SCALES = (1.0, 1e3, 1e2, 1e5, 1e6)
     PENALTIES = (1e-6, 1e-6, 1e-6, 1e-2, 5e-2)
     """Penalty of each coefficient. If two coefficients explain the measured steps equally well, the one with the
-    smaller penalty is used. Lengths then extrapolate linearly."""
+    smaller penalty is used."""
 
     def __init__(self, coefficients: Sequence[float] | None = None) -> None:
         size = len(self.SCALES)

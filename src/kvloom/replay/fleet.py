@@ -124,7 +124,7 @@ class FleetOutcome:
     seconds: float = 0.0
     """Simulated time from the first arrival to the last end."""
     choice_us: float = 0.0
-    """Microseconds of CPU time in which the router chose one worker."""
+    """Microseconds of CPU time that the router takes to choose a worker."""
     event_blocks_per_second: float = 0.0
     """Blocks per second of CPU time that entered or left the router's index."""
 

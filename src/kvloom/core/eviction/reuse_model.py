@@ -48,7 +48,7 @@ class ReuseModel:
         self.strata, self.features = strata, features
         self.window, self.every = window, every
         self.fits = 1
-        """Count of fits."""
+        """Number of times that the model was fitted."""
         self.horizon = math.inf
         """Age before which nearly all reuses have happened. At higher ages, features have no effect."""
         self.factors = [[0.0] * VALUES for _ in range(features)]

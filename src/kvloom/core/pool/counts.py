@@ -178,5 +178,5 @@ def leading(masks: list[int], places: int) -> list[int]:
 
 
 def leading_of(known: Mapping[Any, int], keys: Sequence[Any], places: int) -> list[int]:
-    """Return `leading` of the masks that `known` has for `keys`. A key that is not in `known` has the mask 0."""
+    """Look up the mask of each of `keys` in `known` (0 if the key is missing), and return `leading` of these masks."""
     return leading([known.get(key, 0) for key in keys], places)

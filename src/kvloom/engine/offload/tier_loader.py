@@ -38,7 +38,7 @@ MIN_GAIN = 0.05
 MIN_CHUNKS = 32
 """Smallest number of chunks of a prompt. A request can use a chunk as soon as it arrives."""
 MIN_STEP_SHARE = 32
-"""A step computes at least 1 / MIN_STEP_SHARE of a prompt, because smaller steps take as long."""
+"""A step computes at least 1 / MIN_STEP_SHARE of a prompt. Smaller steps would not take less time."""
 MAX_HOST_SHARE = 0.9
 """Largest fraction of host memory that one prompt may fill."""
 MIN_WAIT_SECONDS = 0.002

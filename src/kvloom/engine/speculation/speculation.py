@@ -76,8 +76,8 @@ class Speculation:
         return any(refusal(request) is None for request in requests)
 
     def propose(self, running: Sequence[DraftedRequest]) -> dict[int, Draft]:
-        """Return the drafts of the next step by request (`id`). A draft never exceeds `max_tokens` or the step's
-        rows."""
+        """Return the drafts of the next step by request (`id`). A draft never exceeds the `max_tokens` of its request,
+        and all drafts fit into the rows of the step."""
         if self.controller is not None:
             self.controller.step_begins()
             if not self.controller.wants_drafts:
