@@ -68,7 +68,7 @@ def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
 
 
 def value_forms(layout: PoolLayout) -> dict[Form, ValueForm]:
-    """Return, for every page form of a layout and of its units, the form in which a re-encoding tier stores it. These
+    """Return the forms in which a re-encoding tier stores pages, by page form of a layout and of its units. The stored
     forms contain values and do not depend on the KV dtype. Raises ValueError for pages whose scales are not in the
     page."""
     layers = {name: group.spec for group in layout.groups for name in group.layers}
