@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheSpec,
     KVCacheSpecKind,
+    SlidingWindowSpec,
     get_kv_cache_spec_kind,
-    get_kv_cache_spec_sliding_window,
     iter_layer_specs,
 )
 
@@ -83,7 +83,7 @@ def block_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
         kind = get_kv_cache_spec_kind(spec)
         window = chunk = 0
         if kind is KVCacheSpecKind.SLIDING_WINDOW:
-            window = get_kv_cache_spec_sliding_window(spec) or 0
+            window = _window(spec)
         elif kind is KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION:
             chunk = _chunk(spec)
         elif kind not in _FULL:
@@ -97,6 +97,20 @@ def block_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
     if not found:
         raise ValueError("this model has no KV cache, so there is nothing to store: remove the KV connector")
     return tuple(found)
+
+
+def _window(spec: KVCacheSpec) -> int:
+    """Return the tokens that vLLM keeps. Speculation may keep more than the window."""
+    sizes = {
+        one.sliding_window + one.extra_retained_tokens
+        for one in iter_layer_specs(spec)
+        if isinstance(one, SlidingWindowSpec)
+    }
+    if len(sizes) != 1:
+        raise ValueError(
+            f"layers of one KV cache group have windows of {sorted(sizes)} tokens; they must be equal"
+        )
+    return int(sizes.pop())
 
 
 def _chunk(spec: KVCacheSpec) -> int:

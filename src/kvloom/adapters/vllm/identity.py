@@ -17,7 +17,7 @@ from .version import installed_version
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["adapter_identity", "model_identity"]
+__all__ = ["adapter_identity", "model_identity", "weights_digest"]
 
 log = logging.getLogger("kvloom.vllm")
 SAMPLES = 64
@@ -42,14 +42,14 @@ def model_identity(vllm_config: VllmConfig) -> str:
     if load.load_format == "dummy":
         facts["weights"] = f"dummy {model.model} {model.seed}"
     else:
-        facts["weights"] = _weights_digest(model.model, model.revision)
+        facts["weights"] = weights_digest(model.model, model.revision)
     if (
         vllm_config.speculative_config is not None
         and vllm_config.speculative_config.draft_model_config is not None
     ):
         draft = vllm_config.speculative_config.draft_model_config
         if Path(draft.model).exists():  # its pages may be in the same groups
-            facts["draft"] = _weights_digest(draft.model, draft.revision)
+            facts["draft"] = weights_digest(draft.model, draft.revision)
     text = json.dumps(facts, sort_keys=True)
     return f"vllm {blake2b(text.encode(), digest_size=16).hexdigest()}"
 
@@ -58,10 +58,11 @@ def adapter_identity(name: str, path: str) -> str:
     """Return the identity of a LoRA adapter: its name and its files. Another version under the same name has another
     identity.
     """
-    return f"{name} {_weights_digest(path, None)}"
+    return f"{name} {weights_digest(path, None)}"
 
 
-def _weights_digest(model: str, revision: str | None) -> str:
+def weights_digest(model: str, revision: str | None) -> str:
+    """Return a digest of the weight files of a folder or hub id. Raises ValueError if there are none."""
     path = Path(model)
     if not path.exists():
         path = _snapshot(model, revision)

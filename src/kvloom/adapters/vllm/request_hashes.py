@@ -29,7 +29,7 @@ class Roots:
         lora, adapter = request.lora_request, ""
         if lora is not None:
             key = (lora.lora_name, lora.lora_int_id, lora.lora_path)
-            if key not in self._adapters:
+            if key not in self._adapters or lora.load_inplace:  # vLLM reads the files at the same times
                 self._adapters[key] = adapter_identity(lora.lora_name, lora.lora_path)
             adapter = self._adapters[key]
         return root_hash(self._model, adapter=adapter, salt=request.cache_salt or "")

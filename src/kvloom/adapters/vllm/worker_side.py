@@ -10,6 +10,7 @@ A page of a failing, slow or damaged tier never becomes an answer, so vLLM recom
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -95,6 +96,11 @@ class WorkerSide:
             self._start_lookup(lookup)
         for load in step.loads:
             self._load(load)
+
+    @property
+    def faults(self) -> Counter[tuple[str, str, str]]:
+        """Pages by tier, operation and outcome, for every outcome that is not a success."""
+        return self._tiers.manager.fault_log.counts
 
     def begin_compute(self) -> None:
         """Note that the model starts to compute a step."""
