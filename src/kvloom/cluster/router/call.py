@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from .fleet import now
 from .prompt_keys import PromptKeys
 
@@ -50,6 +52,15 @@ class Call:
     @property
     def is_stream(self) -> bool:
         return self.body.get("stream") is True
+
+    def with_fields(self, more: dict[str, Any]) -> bytes:
+        """Return the request with more fields. New fields are appended to the request as the client sent it, so its prompt
+        is not encoded again."""
+        if not more:
+            return self.raw
+        if not self.body or not self.body.keys().isdisjoint(more):
+            return msgspec.json.encode({**self.body, **more})
+        return self.raw.rstrip()[:-1] + b"," + msgspec.json.encode(more)[1:]
 
     @property
     def session(self) -> str | None:

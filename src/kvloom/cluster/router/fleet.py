@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,6 +28,7 @@ from kvloom.events_wire import EventBatch, Subscriber
 
 from .fleet_index import FleetIndex, Group
 from .scoring import Scorer, ScoringOptions, SpeedModel, WorkerLoad
+from .worker_client import WorkerClient
 
 __all__ = ["Fleet", "Offer", "ServedModel", "Worker"]
 
@@ -130,7 +132,7 @@ class Fleet:
     def __init__(
         self, session: aiohttp.ClientSession, options: ScoringOptions | None = None, key: str | None = None
     ) -> None:
-        self.session = session
+        self.session, self.client = session, WorkerClient()
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         """With the key of checks, where workers require one."""
         self._discoveries: list[asyncio.Task[None]] = []
@@ -164,13 +166,14 @@ class Fleet:
         return True
 
     async def close(self) -> None:
-        """Stop all checks and subscriptions."""
+        """Stop all checks and subscriptions, and close idle connections."""
         for task in self._discoveries:
             task.cancel()
         for worker in self.workers.values():
             for one in (worker.check, *(task for _, task in worker.subscribers.values())):
                 if one is not None:
                     one.cancel()
+        self.client.close()
 
     # -- discovery ----------------------------------------------------------------------------------
 
@@ -338,8 +341,13 @@ class Fleet:
     def root(model: str, offer: Offer, tenant: str, salt: str, lossy: bool = False) -> bytes:
         """Return the root of a request's block hashes on a worker."""
         if offer.hash_model is None:
-            return root_hash(f"foreign {model}")
-        return root_hash(f"{offer.hash_model}, near" if lossy else offer.hash_model, tenant, salt=salt)
+            return _root(f"foreign {model}", "", "")
+        return _root(f"{offer.hash_model}, near" if lossy else offer.hash_model, tenant, salt)
+
+
+@lru_cache(maxsize=4096)
+def _root(model: str, tenant: str, salt: str) -> bytes:
+    return root_hash(model, tenant, salt=salt)
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -211,23 +211,27 @@ class FleetIndex:
             gone = [hash_ for hash_ in hashes if blocks.expected.pop(hash_, 0) is None]
             self._expected.dropped(gone, (0,), str(blocks.number))
 
-    def lengths(self, hashes: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    def lengths(self, hashes: list[int]) -> dict[str, tuple[int, ...]]:
         """Return, for each worker, the number of prompt tokens that it has, as one number per entry of MEDIA. Each
         number counts the medium and all nearer media, so the numbers never decrease. For the cost see
         `HashIndex.lengths`."""
         gpu = self._media[GPU]
-        bits = gpu.bits(hashes)
-        step = gpu.lengths(bits)
-        steps = [step]
-        for medium in MEDIA[1:]:
-            index = self._media[medium]
-            if len(index):
-                bits = [a | b for a, b in zip(bits, index.bits(hashes), strict=True)]
-                step = gpu.lengths(bits)
-            steps.append(step)
+        farther = [index if len(index) else None for index in (self._media[medium] for medium in MEDIA[1:])]
+        if any(farther):
+            bits = gpu.bits(hashes)
+            steps = [step := gpu.lengths(bits)]
+            for index in farther:
+                if index is not None:
+                    bits = [a | b for a, b in zip(bits, index.bits(hashes), strict=True)]
+                    step = gpu.lengths(bits)
+                steps.append(step)
+        else:
+            steps = [gpu.lengths_of(hashes)]
         if len(self._expected):
-            soon = self._expected.lengths(self._expected.bits(hashes))
+            soon = self._expected.lengths_of(hashes)
             steps = [list(map(max, step, soon)) for step in steps]
+        if len(steps) < len(MEDIA):
+            steps *= len(MEDIA)
         found: dict[str, tuple[int, ...]] = dict(zip(self._names, zip(*steps, strict=True), strict=True))
         found.pop("", None)
         return found

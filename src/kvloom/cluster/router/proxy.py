@@ -35,6 +35,7 @@ from .objectives import admissible, objective_of, predict
 from .prompt_keys import PromptReader, roots_of
 from .replication import ReplicationOptions, Replicator
 from .scoring import Choice
+from .worker_client import UnreachableError, WorkerConnection
 
 __all__ = ["Proxy", "ProxyOptions"]
 
@@ -60,6 +61,8 @@ LEFT_OUT = (
     "slo",
 )
 """Request fields that are not sent to the prefill worker."""
+KEPT_HEADERS = (b"content-type", b"retry-after", b"www-authenticate", b"x-request-id", b"x-kvloom-warning")
+"""Headers of a worker's answer that the client gets."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -436,9 +439,8 @@ class Proxy:
             self._begin(call, worker, choice)
             has_begun = False
             more, tasks = self._hand_over(call, worker, choice)
-            data = msgspec.json.encode({**call.body, **more}) if more else call.raw
             try:
-                async with _Attempt(self, call, worker, data) as answer:
+                async with _Attempt(self, call, worker, call.with_fields(more)) as answer:
                     if answer.status in TRY_ANOTHER:
                         last = answer.status, _headers(answer), await answer.read()
                         call.refused |= not _is_away(last[2])
@@ -453,7 +455,7 @@ class Proxy:
                     await send(
                         {"type": "http.response.start", "status": answer.status, "headers": _headers(answer)}
                     )
-                    async for data in answer.content.iter_any():
+                    while data := await answer.read_any():
                         await send({"type": "http.response.body", "body": data, "more_body": True})
                     await send({"type": "http.response.body", "body": b""})
                     return
@@ -483,11 +485,11 @@ class Proxy:
 
     async def _stream(self, call: Call, send: Send) -> None:
         """Stream an answer. If a worker dies, another worker continues the stream."""
-        body = dict(call.body)
-        asked = body.get("return_token_ids") is True
-        stream = AnswerStream(hides_tokens=not asked)
+        body = call.body
+        stream = AnswerStream(hides_tokens=body.get("return_token_ids") is not True)
+        seed: dict[str, Any] = {}
         if body.get("seed") is None and body.get("temperature") != 0:
-            body["seed"] = secrets.randbits(62)  # so that another worker samples the same tokens
+            seed["seed"] = secrets.randbits(62)  # so that another worker samples the same tokens
         until = call.at + self.options.deadline_seconds
         why = ""
         while call.failures < self.options.attempts:
@@ -501,7 +503,7 @@ class Proxy:
             self._begin(call, worker, choice)
             more, tasks = ({}, []) if stream.has_begun else self._hand_over(call, worker, choice)
             try:
-                refused = await self._stream_from(call, worker, stream, {**body, **more}, send, until)
+                refused = await self._stream_from(call, worker, stream, {**seed, **more}, send, until)
                 if refused is None:
                     return
                 call.refused |= not _is_away(refused[2])
@@ -532,20 +534,22 @@ class Proxy:
         return any(name not in call.tried for name in self.fleet.candidates(call.model))
 
     async def _stream_from(
-        self, call: Call, worker: Worker, stream: AnswerStream, body: dict[str, Any], send: Send, until: float
+        self, call: Call, worker: Worker, stream: AnswerStream, more: dict[str, Any], send: Send, until: float
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes] | None:
-        """Stream from one worker. Returns None at the end of the answer, or the worker's refusal."""
-        body = dict(body)
+        """Stream from one worker, which gets the fields `more` in addition. Returns None at the end of the answer, or
+        the worker's refusal."""
+        body = call.body
         has_one = body.get("n") in (None, 1) and not body.get("logprobs")
         if worker.is_kvloom:
-            body["return_token_ids"] = True
+            if body.get("return_token_ids") is not True:
+                more["return_token_ids"] = True
             if stream.tokens and has_one:
-                body["resume_token_ids"] = [*body.get("resume_token_ids", []), *stream.tokens]
+                more["resume_token_ids"] = [*body.get("resume_token_ids", []), *stream.tokens]
         is_continued = stream.has_begun
         if is_continued:
             self.counts.continued_streams += 1
             stream.restart()
-        async with _Attempt(self, call, worker, msgspec.json.encode(body)) as answer:
+        async with _Attempt(self, call, worker, call.with_fields(more)) as answer:
             if answer.status in TRY_ANOTHER or (is_continued and answer.status != 200):
                 return answer.status, _headers(answer), await answer.read()
             if answer.status != 200:
@@ -553,12 +557,14 @@ class Proxy:
                 return None
             load = self.fleet.models[call.model].scorer.loads.get(worker.name)
             while not stream.is_done:
-                limit = self.options.silent_seconds if stream.has_begun else until - now()
-                try:
-                    async with asyncio.timeout(max(0.0, min(limit, until - now()))):
-                        data = await answer.content.readany()
-                except TimeoutError:
-                    raise _AbortedError(f"no data for {limit:.0f} s") from None
+                data = answer.take()
+                if not data:
+                    limit = self.options.silent_seconds if stream.has_begun else until - now()
+                    try:
+                        async with asyncio.timeout(max(0.0, min(limit, until - now()))):
+                            data = await answer.read_any()
+                    except TimeoutError:
+                        raise _AbortedError(f"no data for {limit:.0f} s") from None
                 if not data:
                     raise _AbortedError("the worker closed the stream before its end")
                 has_begun = stream.has_begun
@@ -588,7 +594,7 @@ class _Attempt:
 
     def __init__(self, proxy: Proxy, call: Call, worker: Worker, data: bytes) -> None:
         self._proxy, self._call, self._worker, self._data = proxy, call, worker, data
-        self._answer: aiohttp.ClientResponse | None = None
+        self._answer: WorkerConnection | None = None
         self._task: asyncio.Task[Any] | None = None
         self._died = False
 
@@ -597,18 +603,16 @@ class _Attempt:
         if self._task is not None:
             self._task.cancel()
 
-    async def __aenter__(self) -> aiohttp.ClientResponse:
+    async def __aenter__(self) -> WorkerConnection:
         self._task = asyncio.current_task()
         self._worker.streams.add(self._abort)
-        call = self._call
+        call, proxy = self._call, self._proxy
         headers = {name: value for name, value in call.headers.items() if name in FORWARDED}
-        left = max(0.1, call.at + self._proxy.options.deadline_seconds - now())
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=left)
-        self._proxy.counts.overhead.add(now() - call.at)
+        left = max(0.1, call.at + proxy.options.deadline_seconds - now())
+        proxy.counts.overhead.add(now() - call.at)
         try:
-            self._answer = await self._proxy.fleet.session.post(
-                self._worker.url + call.path, data=self._data, headers=headers, timeout=timeout
-            )
+            async with asyncio.timeout(left):
+                self._answer = await proxy.fleet.client.post(self._worker.url, call.path, headers, self._data)
         except BaseException as error:
             self._worker.streams.discard(self._abort)
             self._translate(error)
@@ -618,15 +622,8 @@ class _Attempt:
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._worker.streams.discard(self._abort)
         if self._answer is not None:
-            if error is None and self._answer.content.at_eof():
+            if error is None:
                 self._answer.release()
-            elif error is None:
-                # The last event has arrived; reading the end of the body keeps the connection.
-                try:
-                    async with asyncio.timeout(0.5):
-                        await self._answer.read()
-                except (aiohttp.ClientError, OSError, TimeoutError):
-                    self._answer.close()
             else:
                 self._answer.close()
         if error is not None:
@@ -638,14 +635,14 @@ class _Attempt:
             if self._task is not None:
                 self._task.uncancel()
             raise _AbortedError("the worker died") from None
-        if isinstance(error, aiohttp.ClientConnectorError):
+        if isinstance(error, UnreachableError):
             self._proxy.fleet.failed(self._worker, f"{type(error).__name__}: {error}")
             raise _UnreachableError("the worker accepts no connection") from None
-        if isinstance(error, aiohttp.ClientError | OSError) and not isinstance(error, TimeoutError):
-            self._proxy.fleet.failed(self._worker, f"{type(error).__name__}: {error}")
-            raise _AbortedError(f"the connection to the worker broke ({type(error).__name__})") from None
         if isinstance(error, TimeoutError):
             raise _AbortedError("the worker did not answer in time") from None
+        if isinstance(error, OSError):
+            self._proxy.fleet.failed(self._worker, f"{type(error).__name__}: {error}")
+            raise _AbortedError(f"the connection to the worker broke ({type(error).__name__})") from None
 
 
 def _is_away(body: bytes) -> bool:
@@ -656,13 +653,8 @@ def _is_away(body: bytes) -> bool:
         return False
 
 
-def _headers(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    kept = ("content-type", "retry-after", "www-authenticate", "x-request-id", "x-kvloom-warning")
-    return [
-        (name.lower().encode(), value.encode())
-        for name, value in answer.headers.items()
-        if name.lower() in kept
-    ]
+def _headers(answer: WorkerConnection) -> list[tuple[bytes, bytes]]:
+    return [one for one in answer.headers if one[0] in KEPT_HEADERS]
 
 
 def _worker_header(worker: Worker) -> tuple[bytes, bytes]:

@@ -216,29 +216,29 @@ class Scorer:
         home = None if session is None else self._sessions.get(session)
         if len(found) > SCORED:  # a rough order first
             rough = [
-                load.busy_until - load.speed.per_token * lengths.get(name, none)[-1]
-                if load.busy_until > now
-                else now - load.speed.per_token * lengths.get(name, none)[-1]
+                (
+                    (busy if (busy := load.busy_until) > now else now)
+                    - load.speed.per_token * lengths[name][-1]
+                )
+                if name in lengths
+                else max(load.busy_until, now)
                 for load, name in found
             ]
             limit = sorted(rough)[SCORED - 1]
-            near = [one for one, cost in zip(found, rough, strict=True) if cost <= limit]
-            found = (
-                [*near[: 2 * SCORED], *(one for one in found if one[1] == home)]
-                if home
-                else near[: 2 * SCORED]
-            )
-        least = min(load.busy_until for load, _ in found) - now
+            near = [one for one, cost in zip(found, rough, strict=True) if cost <= limit][: 2 * SCORED]
+            found = near if home is None else [*near, *(one for one in found if one[1] == home)]
+        least = min([load.busy_until for load, _ in found]) - now
         best: Any = None
         best_cost = 0.0
         for load, name in found:
-            cost, *rest = self._cost(load, prompt_tokens, lengths.get(name, none), now)
+            scored = self._cost(load, prompt_tokens, lengths.get(name, none), now)
+            cost = scored[0]
             if adapter is not None and adapter not in load.adapters:
                 cost += self.options.adapter_seconds
             if name == home and load.busy_until - now - max(0.0, least) <= self.options.overload_seconds:
                 cost -= self.options.affinity_seconds
             if best is None or cost < best_cost:
-                best, best_cost = (name, *rest), cost
+                best, best_cost = (name, *scored[1:]), cost
         choice = Choice(*best)
         if session is not None:
             self._sessions[session] = choice.worker

@@ -112,9 +112,8 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenRange(msgspec.Struct, frozen=True, array_like=True):
-    """The priority of tokens [start, stop) of a prompt for `ttl` seconds. Tokens with a positive priority are
-    evicted later than others, and tokens with a negative priority earlier.
-    """
+    """The priority of tokens [start, stop) of a prompt for `ttl` seconds. Tokens with a positive priority are evicted
+    later than other tokens. Tokens with a negative priority are evicted earlier."""
 
     start: int = 0
     stop: int | None = None
@@ -150,13 +149,13 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     retain: list[TokenRange] = []
     image_prompt: ImagePrompt | None = None
     resume: list[int] = []
-    """Output tokens that another worker has generated: the answer begins with them."""
+    """Output tokens that another worker has generated. The answer begins with these tokens."""
     pin: float | None = None
     """Seconds for which the prompt stays in the pool after the request."""
     offers_pages: bool = False
     awaits_peer: str | None = None
     slo: Objective | None = None
-    """The objective of the request; where it has none, those of its tenant and of the server count."""
+    """The objectives of the request. For missing values, the objectives of its tenant or of the server apply."""
     arrived: float | None = None
     """When the request arrived, on the monotonic clock."""
 
@@ -377,9 +376,8 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True):
-    """The current size and target size of an elastic pool in bytes, and the largest number of tokens of one
-    request. `number` belongs to the last completed ResizePool.
-    """
+    """The current size and the target size of an elastic pool in bytes, and the largest number of tokens of one
+    request. `number` is the number of the last completed ResizePool."""
 
     pool_bytes: int
     target_bytes: int

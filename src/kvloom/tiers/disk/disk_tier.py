@@ -202,11 +202,9 @@ class DiskTier(Tier):
         return self._store.watch() if self._keys is None else None
 
     def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:
-        """Returns the objects with their keys on disk. If the tier has a key file, these keys differ from
-        `Objects.keys`. Raises NoKeyError if the tenant has no key.
-
-        `legacy` selects the plain keys, under which format version 2 stored encrypted pages.
-        """
+        """Returns the objects with the keys under which they are stored on disk. If the tier has a key file, these keys
+        differ from `Objects.keys`. Raises NoKeyError if the tenant has no key. `legacy` selects the plain keys, under
+        which format version 2 stored encrypted pages."""
         if self._keys is None:
             return objects
         stored = self._keys.with_stored_keys(objects)

@@ -214,10 +214,8 @@ class HostIndex:
 
     def _evict_for(self, size: int, account: _Account) -> list[int]:
         """Evicts the whole slab of the next page to evict. Returns one slot for a page of `size` bytes, or [] if no
-        page can be evicted. An account at its limit evicts its own pages.
-
-        Called if no page is free and the next page to evict is in use or has another size.
-        """
+        page can be evicted. An account at its limit evicts its own pages. This method is needed if no page is free, and
+        the next page to evict is in use or has another size."""
         tries = min(len(self.entries), _MAX_TRIES)
         accounts = [account] if self._evicts_only_own(account, size) else self._evictable_accounts(account)
         if not any(self._has_evictable(one, tries) for one in accounts):

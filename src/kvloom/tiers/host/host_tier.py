@@ -344,11 +344,9 @@ class HostTier(Tier):
             self.index.evicted += 1
 
     def _finish_reserved(self, objects: Objects, at: Index, leased: Index) -> bool:
-        """Marks all pages of a `reserve` lease as ready and releases them, in a few array operations.
-
-        If the tier is closed or a page is already ready, returns False and changes nothing. The caller then
-        releases page by page.
-        """
+        """Marks all pages of a `reserve` lease as ready and releases them, in a few array operations. If the tier is
+        closed or a page is already ready, returns False and changes nothing. In this case the caller releases the pages
+        one by one."""
         with self._lock:
             table = self._slots
             if self._closed or table.ready[leased].any():
