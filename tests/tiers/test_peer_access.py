@@ -491,7 +491,7 @@ def lying(result: int) -> Iterator[tuple[str, int]]:
     """A server with the secret that replies to every read and write with this result for each page."""
     replies: dict[Verb, Callable[[Message], Message]] = {
         Verb.ABOUT: lambda got: Message(Verb.ABOUT, a=MIB, b=16 * MIB, payload=b'{"lease_bytes": 1048576}'),
-        Verb.USAGE: lambda got: Message(Verb.USAGE, payload=bytes(32)),
+        Verb.USAGE: lambda got: Message(Verb.USAGE, payload=bytes(24)),
     }
 
     def serve(connected: socket.socket) -> None:

@@ -162,6 +162,7 @@ def test_tenants_divide_a_full_store_by_weight(url_of: Url, tmp_path: Path) -> N
         assert tier.stats().bytes <= CAPACITY
         assert tier.used_by("gold") + tier.used_by("free") <= CAPACITY
         assert tier.used_by("gold") >= gold * PAGE
+        assert tier.stats().tenants == {name: tier.used_by(name) for name in shares}
         put_batches(tier, "", range(5000, 5000 + pages // 2))
         assert sum(found_of(tier, "gold", range(2 * pages))) >= gold - 8, (
             "a tenant without a share evicts none of it"

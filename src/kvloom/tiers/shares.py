@@ -79,6 +79,11 @@ class TenantAccounts:
     def set_shares(self, shares: Shares) -> None:
         self._accounts = {tenant: Account(share, self._capacity) for tenant, share in shares.items()}
 
+    @property
+    def tenants(self) -> list[str]:
+        """The tenants with a share."""
+        return list(self._accounts)
+
     def get(self, tenant: str) -> Account | None:
         """Returns the limit and the guaranteed bytes of a tenant, or None if the tenant has no share."""
         return self._accounts.get(tenant)

@@ -280,7 +280,8 @@ HistogramCounts = tuple[list[int], float]
 
 class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
     """A tenant's pool bytes (`used` by all its pages, `in_use` by its running requests). Also its tokens looked up
-    and found, its evicted entries, and its running and waiting requests."""
+    and found, its evicted entries, its running and waiting requests, and its bytes in each tier that divides its
+    capacity."""
 
     used: int = 0
     in_use: int = 0
@@ -289,6 +290,7 @@ class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
     evictions: int = 0
     running: int = 0
     waiting: int = 0
+    tiers: dict[str, int] = {}
 
 
 class TierUsage(msgspec.Struct, frozen=True, array_like=True):

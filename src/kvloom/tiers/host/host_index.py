@@ -89,11 +89,16 @@ class HostIndex:
         account.guaranteed = max(0, min(guaranteed, self._capacity - others))
         return True
 
-    def has_account(self, tenant: str) -> bool:
-        return tenant in self._by_tenant
+    def end_guarantee(self, tenant: str) -> None:
+        if tenant in self._by_tenant:
+            self._by_tenant[tenant].guaranteed = 0
 
     def used_by(self, tenant: str) -> int:
         return self._account_of(tenant).used
+
+    def used_by_tenants(self) -> dict[str, int]:
+        """Returns the bytes of each tenant with a share."""
+        return {tenant: account.used for tenant, account in self._by_tenant.items()}
 
     def limit_of(self, tenant: str) -> int:
         return self._account_of(tenant).limit

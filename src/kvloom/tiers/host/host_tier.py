@@ -105,12 +105,7 @@ class HostTier(Tier):
     def end_guarantee(self, tenant: str) -> None:
         """Ends the guarantee that `set_account` set. The tenant's pages remain, but can be evicted for others."""
         with self._lock:
-            if self.index.has_account(tenant):
-                self.index.set_account(tenant, self.index.limit_of(tenant), 0)
-
-    def has_account(self, tenant: str) -> bool:
-        """Whether the tenant has a share of its own."""
-        return self.index.has_account(tenant)
+            self.index.end_guarantee(tenant)
 
     def watch(self) -> PageChanges:
         """Records changes (see `SupportsChanges`). Call this method before the first page is stored."""
@@ -276,7 +271,11 @@ class HostTier(Tier):
         with self._lock:
             ready = len(self.index.entries) - self.index.loading
             return self._transfer_counts.stats(
-                ready, self._arena.used_bytes(), self.capacity, self.index.evicted
+                ready,
+                self._arena.used_bytes(),
+                self.capacity,
+                self.index.evicted,
+                tenants=self.index.used_by_tenants(),
             )
 
     def close(self) -> None:

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.tiers.encoding import Head, copy_checked, run_checksums, unseal
-from kvloom.tiers.host import map_shared_memory
+from kvloom.tiers.host import MAX_TENANTS, map_shared_memory
 from kvloom.tiers.options import Options
 from kvloom.tiers.remote import Connection, Job, Link, RemoteConfig, RemoteTier, StoreError, Usage
-from kvloom.tiers.shares import TenantAccounts, tenant_owner
+from kvloom.tiers.shares import SHARED_OWNER, TenantAccounts, tenant_owner
 from kvloom.tiers.tier import TierError
 from kvloom.tiers.transfer import Outcome
 from kvloom.tiers.workers import Tools
@@ -40,7 +40,6 @@ __all__ = ["PeerConnection", "TransferMethod", "open_peer", "parse_url"]
 _BATCH_BYTES = (
     32 << 20
 )  # fewer, larger batches are faster, because a connection waits for a reply between batches
-_USAGE = struct.Struct("<QQQQ")
 _ABANDONED: list[Channel] = []  # open connections that keep reserved pages
 Address = tuple[str, int] | UnixAddress
 TransferMethod = Literal["auto", "shared", "nixl", "connection"]
@@ -102,11 +101,20 @@ class PeerConnection(Connection):
         return sum(self._ask(_keys_message(Verb.DROP, part)).a for part in parts)
 
     def usage(self) -> Usage:
-        return Usage(*_USAGE.unpack(self._ask(Message(Verb.USAGE)).payload)[:3])
+        tenants = self._accounts.tenants
+        counts, used = self._usage(list(map(tenant_owner, tenants)))
+        return Usage(*counts, dict(zip(tenants, used, strict=False)))
 
     def used_by(self, tenant: str) -> int:
-        owner = b"" if self._accounts.get(tenant) is None else tenant_owner(tenant)
-        return int(_USAGE.unpack(self._ask(Message(Verb.USAGE, payload=owner)).payload)[3])
+        has_share = self._accounts.get(tenant) is not None
+        return self._usage([tenant_owner(tenant) if has_share else SHARED_OWNER])[1][0]
+
+    def _usage(self, owners: Sequence[bytes]) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+        """Returns the numbers of objects, bytes and evicted objects, and the bytes of each owner."""
+        owners = owners[:MAX_TENANTS]
+        answer = self._ask(Message(Verb.USAGE, len(owners), payload=b"".join(owners)))
+        objects, size, evicted, *used = struct.unpack(f"<{3 + len(owners)}Q", answer.payload)
+        return (objects, size, evicted), tuple(used)
 
     def close(self) -> None:
         if self._channel not in _ABANDONED:

@@ -81,7 +81,7 @@ class Verb(IntEnum):
     READ = 7  # keys, part in a, b -> results, checksums of the hits; then their bytes
     WRITE = 8  # keys, share -> results; then the PENDING pages, then a WRITE with their checksums -> done
     DROP = 9  # keys -> count in a: of pages that the same client wrote, or that are damaged
-    USAGE = 10  # tenant id, if any -> objects, bytes, evicted, bytes of the tenant, u64 each
+    USAGE = 10  # tenant ids -> objects, bytes, evicted, bytes of each tenant, u64 each
 
 
 @dataclass(slots=True)

@@ -382,7 +382,8 @@ class _RequestHandler:
         token of a client, or the id of a tenant."""
         if verb == Verb.COMMIT:
             return max((active.lease.checksum_bytes for active in self.leases.values()), default=0)
-        fixed = {Verb.ABOUT: _HASH_BYTES, Verb.USAGE: len(SHARED_OWNER), Verb.RELEASE: 0}
+        ids = min(count, MAX_TENANTS) * len(SHARED_OWNER)
+        fixed = {Verb.ABOUT: _HASH_BYTES, Verb.USAGE: ids, Verb.RELEASE: 0}
         share = len(SHARED_OWNER) if verb in (Verb.RESERVE, Verb.WRITE) else 0
         return fixed.get(verb, count * KEY_BYTES + share)
 
@@ -576,9 +577,13 @@ class _RequestHandler:
         self._channel.send(Message(Verb.DROP, a=dropped))
 
     def _usage(self, message: Message) -> None:
-        stats, tenant = self._tier.stats(), message.payload.hex()
-        used = self._tier.used_by(tenant) if not tenant or self._tier.has_account(tenant) else 0
-        payload = struct.pack("<QQQQ", stats.objects, stats.bytes, stats.evicted, used)
+        stats, size = self._tier.stats(), len(SHARED_OWNER)
+        used = []
+        for at in range(0, len(message.payload), size):
+            owner = message.payload[at : at + size]
+            common = owner == SHARED_OWNER
+            used.append(self._tier.used_by("") if common else stats.tenants.get(owner.hex(), 0))
+        payload = struct.pack(f"<{3 + len(used)}Q", stats.objects, stats.bytes, stats.evicted, *used)
         self._channel.send(Message(Verb.USAGE, payload=payload))
 
 

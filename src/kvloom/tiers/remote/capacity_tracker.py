@@ -114,7 +114,8 @@ class CapacityTracker:
 
     def usage(self) -> Usage:
         with self._lock:
-            return Usage(len(self._values), self._bytes, self._evicted)
+            tenants = {tenant: account.used for tenant, account in self._by_tenant.items()}
+            return Usage(len(self._values), self._bytes, self._evicted, tenants)
 
     # --- the caller holds the lock
 

@@ -261,11 +261,22 @@ class RedisStore(Store):
     def usage(self) -> Usage:
         self._connection.send([("HLEN", _SIZES), ("HMGET", _COUNTS, "bytes", "evicted")])
         objects, counts = self._replies(2)
-        # The server is not trusted, so counts are limited to the range of the metrics.
-        return Usage(*(max(0, min(int(count or 0), _MAX_COUNT)) for count in (objects, *counts[:2])))
+        tenants = self._accounts.tenants
+        return Usage(
+            _count(objects),
+            _count(counts[0]),
+            _count(counts[1]),
+            dict(zip(tenants, self._used(tenants), strict=True)),
+        )
 
     def used_by(self, tenant: str) -> int:
-        return max(0, min(int(self._connection.call("HGET", _TENANTS, tenant_id(tenant)) or 0), _MAX_COUNT))
+        return self._used([tenant])[0]
+
+    def _used(self, tenants: Sequence[str]) -> list[int]:
+        if not tenants:
+            return []
+        found = self._connection.call("HMGET", _TENANTS, *map(tenant_id, tenants))
+        return [_count(used) for used in found]
 
     # --- for operators
 
@@ -317,6 +328,11 @@ class RedisStore(Store):
             if isinstance(answer, RedisReplyError):
                 raise answer
         return answers
+
+
+def _count(reply: Any) -> int:
+    """Returns a count of the server. The server is not trusted, so it is limited to the range of the metrics."""
+    return max(0, min(int(reply or 0), _MAX_COUNT))
 
 
 def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:

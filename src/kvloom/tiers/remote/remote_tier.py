@@ -15,8 +15,8 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,9 +53,12 @@ class StoreError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """The counts of a store. `tenants` has the bytes of each tenant with a share."""
+
     objects: int
     bytes: int
     evicted: int
+    tenants: Mapping[str, int] = field(default_factory=dict)
 
 
 class Connection(Protocol):
@@ -103,9 +106,9 @@ class RemoteConfig:
     ttl: float = 0
 
     def __post_init__(self) -> None:
-        for field in ("capacity", "readers", "writers", "timeout", "batch_bytes", "pending_bytes"):
-            if getattr(self, field) <= 0:
-                raise ValueError(f"{field}={getattr(self, field)} must be positive")
+        for name in ("capacity", "readers", "writers", "timeout", "batch_bytes", "pending_bytes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
         if not self.timeout <= _MAX_TIMEOUT:
             raise ValueError(f"timeout={self.timeout} is not a number of seconds up to {_MAX_TIMEOUT}")
         check_protect(self.keys, self.protect)
@@ -294,7 +297,9 @@ class RemoteTier(Tier):
         """Returns the store's counts, or the last known counts while the store does not answer."""
         self._usage = usage = self._call_control(lambda store: store.usage(), self._usage)
         evicted = max(0, usage.evicted - self._evicted_before)
-        return self._transfer_counts.stats(usage.objects, usage.bytes, self.capacity, evicted)
+        return self._transfer_counts.stats(
+            usage.objects, usage.bytes, self.capacity, evicted, tenants=usage.tenants
+        )
 
     def close(self) -> None:
         with self._lock:
