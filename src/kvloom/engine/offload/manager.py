@@ -161,6 +161,7 @@ class OffloadManager:
         """
         if request.offers_pages:
             self._offering[request] = 0
+            self._store.copy_units()
         if request.awaits_peer is not None and self._start_hand_over(request, find_match(request)):
             return
         if not self._can_prefetch:
@@ -407,6 +408,7 @@ class OffloadManager:
             self._store.poll()
         if self.host_server is not None:
             self.host_server.close()
+        self._store.close()
         self.transfers.close(max(0.1, deadline - time.monotonic()))
         self._pages.close()
 

@@ -118,11 +118,12 @@ def _with_values(place: OpenTier, layout: PoolLayout) -> OpenTier:
 
 def _with_unit_pages(place: OpenTier, layout: PoolLayout) -> OpenTier:
     """Wrap `place` so that it stores pages of HASH_TOKENS tokens. Servers of every block size can use such pages. A
-    peer is not wrapped, because it may be the host memory of another engine, whose pages have that engine's block
-    size.
+    peer may be the host memory of another engine, whose pages have that engine's block size. It then also has units
+    of the pages that it hands over.
     """
-    forms = {} if "peer://" in place.tier.name else unit_forms(layout)
-    return replace(place, tier=UnitTier(place.tier, forms)) if forms else place
+    forms = unit_forms(layout)
+    is_peer = "peer://" in place.tier.name
+    return replace(place, tier=UnitTier(place.tier, forms, has_whole_pages=is_peer)) if forms else place
 
 
 def _server_config(host_text: HostURL) -> PeerConfig | None:
