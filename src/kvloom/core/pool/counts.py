@@ -176,6 +176,7 @@ def leading(masks: list[int], places: int) -> list[int]:
     return found
 
 
-def leading_of(known: Mapping[Any, int], keys: Sequence[Any], places: int) -> list[int]:
-    """Return `leading` of the masks that `known` has for `keys`. A key that is not in `known` has the mask 0."""
-    return leading([known.get(key, 0) for key in keys], places)
+def leading_of(known: Mapping[Any, int], keys: Sequence[Any], places: int, scale: int) -> list[int]:
+    """Return `leading` of the masks that `known` has for `keys`, times `scale`. A key that is not in `known` has the
+    mask 0."""
+    return [count * scale for count in leading([known.get(key, 0) for key in keys], places)]
