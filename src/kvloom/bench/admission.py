@@ -1,8 +1,9 @@
 """`kvloom bench admission`: goodput under overload, with SLO admission, with a bounded queue, and without either.
 
-Goodput is the number of requests per second that meet their objective. Requests arrive at random times at a multiple of the
-engine's capacity, whether others have finished or not. The clock is the CPU time of this process, so that other processes
-have little effect; without work it jumps to the next arrival. With --trace, simulated workers replay a trace instead.
+Goodput is the number of requests per second that meet their objectives. Requests arrive at random times, at a multiple of
+the engine's capacity. They do not wait until earlier requests have finished. The clock is the CPU time of this process, so
+that other processes have little effect. If there is no work, the clock jumps to the next arrival. With --trace, simulated
+workers replay a trace instead.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ FIRST_ID, LAST_ID = 3, 250
 PROMPTS, OUTPUTS = (16, 160), (8, 32)
 """Shortest and longest prompt and output, in tokens."""
 SATURATED = 48
-"""Requests at once for the measurement of the capacity."""
+"""Number of simultaneous requests with which the capacity is measured."""
 SLACK = (6.0, 4.0)
-"""Default objectives: so many times the TTFT and TBT of an idle engine."""
+"""Default objectives, as multiples of the TTFT and TBT of an idle engine."""
 
 
 class CpuClock:
@@ -49,7 +50,7 @@ class CpuClock:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request: when it arrives, its prompt, and its number of output tokens."""
+    """One request: its arrival time, its prompt, and its number of output tokens."""
 
     at: float
     prompt: list[int]
@@ -67,7 +68,7 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
 
 @dataclass(slots=True)
 class Served:
-    """A request of a run and its times; `request` is None if the queue was full."""
+    """A request of a run and its times. `request` is None if the queue was full."""
 
     at: float
     request: Request | None
@@ -91,8 +92,8 @@ def drive(
     objective: Objective | None = None,
     queue: int | None = None,
 ) -> list[Served]:
-    """Add requests when they arrive, run steps until all have finished, and return their times. `queue` is the most waiting
-    requests. Runs with different `salt` share no pages."""
+    """Add requests when they arrive, run steps until all have finished, and return their times. `queue` is the largest
+    number of waiting requests. Runs with different `salt` share no pages."""
     from kvloom.engine import SamplingParams
 
     found: list[Served] = []

@@ -19,7 +19,8 @@ __all__ = ["Call", "decode_peers", "prefill_peers", "shared_peers", "versions"]
 Call = Callable[[], Any]
 WORKSPACE = 512 << 20
 SPLITS = 32
-"""Most splits of FlashAttention-3 under CUDA graphs, as in vLLM. The kernel chooses the number on the device."""
+"""Largest number of splits of FlashAttention-3 under CUDA graphs, as in vLLM. The kernel chooses the number of splits
+on the device."""
 
 
 def _library(name: str) -> Any:

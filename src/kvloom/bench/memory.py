@@ -28,7 +28,7 @@ __all__ = ["main"]
 NAMES = ("one", "other")
 MEMORY = 32 << 20
 FULL = 0.7
-"""Fraction of the memory that the model has before it rests."""
+"""Fraction of the memory that a model fills before it becomes idle."""
 REST_SECONDS = 1.0
 POLL_SECONDS = 0.005
 MAX_BURSTS = 60

@@ -51,7 +51,7 @@ PARTS = ("ttft", "workloads", "hits", "layers", "long", "offload-cost", "load-or
 RENAMED = {"keep": "offload-cost", "race": "load-or-recompute"}
 """Former names of parts, accepted for one version."""
 MIN_CONVERSATIONS = 32
-"""Minimum of conversations, so that a tenth of them fits the small pool."""
+"""Smallest number of conversations, so that a tenth of them fits into the small pool."""
 
 
 def _parser() -> Parser:

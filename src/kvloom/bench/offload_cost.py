@@ -25,9 +25,9 @@ from .shapes import SHAPES, hf_config
 __all__ = ["measure_offload_cost"]
 
 TOKENS = 640
-"""Tokens per sequence: prompt and answer of W1."""
+"""Number of tokens per sequence, which is prompt and answer of W1."""
 STEPS = 4
-"""Steps in which the sequences finish."""
+"""Number of steps in which the sequences finish."""
 
 
 class _TimedHostPages(HostPages):

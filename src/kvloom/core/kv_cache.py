@@ -111,7 +111,7 @@ class KVCache:
         """Reserved blocks of each row."""
         self.has_states = state.has_states
         self.needs_checkpoints = state.tree.needs_checkpoints
-        """Whether prompts can resume only at checkpoints, because the model has windows or states."""
+        """Whether the model has windows or states, so that prompts can resume only at checkpoints."""
         self.media_outlives_prompt = state.media_cache.outlives_prompt
         """Whether tokens after an image still read its media run (cross attention)."""
         self.block_bytes = state.pages.row_bytes
@@ -269,11 +269,10 @@ class KVCache:
         add_cold_run(self.state, seq, run)
 
     def open_cold(self, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:
-        """Start an empty sequence at `position`, after cold blocks. `run` contains all full blocks before
-        `position`, and `tail` the tokens after these blocks.
-
-        Allocates the live states, and the other pages that are visible at `position`. The caller must fill both
-        before the next step. If the pool lacks pages, returns False and changes nothing."""
+        """Start an empty sequence at `position`, after cold blocks. `run` contains all full blocks before `position`,
+        and `tail` contains the tokens after these blocks. Allocates the live states, and the other pages that are
+        visible at `position`. The caller must write these states and pages before the next step. If the pool lacks
+        pages, returns False and changes nothing."""
         return open_cold(self.state, seq, run, position, tail)
 
     def block_hashes(

@@ -166,9 +166,8 @@ class CacheState:
         return needs
 
     def take(self, account: Account, needs: list[int]) -> int:
-        """Make the pages of `needs` free, and charge them to `account`. Returns the number of missing pages. If it
-        is not 0, nothing is charged.
-        """
+        """Make the pages of `needs` free, and charge them to `account`. Returns the number of missing pages. If pages
+        are missing, nothing is charged."""
         missing = self.allocator.free_pages(account, needs)
         if not missing:
             account.charge(self.allocator.bytes_of(needs))

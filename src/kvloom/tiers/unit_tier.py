@@ -67,8 +67,8 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _units(objects: Objects, unit: UnitForm) -> tuple[Objects, npt.NDArray[np.int64]]:
-        """Returns the units of all objects as one batch, and for each object the index of its first unit. The total
-        number of units follows as the last index."""
+        """Returns the units of all objects as one batch. Also returns the index of the first unit of each object,
+        followed by the total number of units."""
         hashes = [
             unit_hashes(block_hash) if unit.unit.tokens else (block_hash,)
             for block_hash in objects.block_hashes

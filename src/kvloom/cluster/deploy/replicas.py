@@ -30,8 +30,8 @@ PEER_SECONDS = 60.0
 
 
 def by_load(context: Any) -> tuple[int, dict[str, Any]]:
-    """A scaling policy of Ray Serve. Return the number of replicas at which each replica has `target_requests` open
-    requests."""
+    """A scaling policy of Ray Serve. Returns the number of replicas at which each replica has about `target_requests`
+    open requests."""
     load = sum((context.aggregated_metrics.get("load") or {}).values())
     wanted = math.ceil(load / context.config.target_ongoing_requests)
     return max(wanted, context.capacity_adjusted_min_replicas), {}

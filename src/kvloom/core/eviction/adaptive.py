@@ -34,7 +34,7 @@ _ENDS = 24
 _NONE = VALUES - 1  # the value of an ignored feature
 _OTHERS = bytes([_NONE] * 4)
 SWITCHES = 2.0
-"""An entry counts as shared after this many changes from one conversation to another."""
+"""An entry counts as shared after its uses have changed this many times from one conversation to another."""
 
 
 class Visit(ReuseHistory):
@@ -82,7 +82,7 @@ class Adaptive:
     name = "adaptive"
 
     COVER = 0.5
-    """A request that hits at least this share of a visit continues the visit."""
+    """If a request hits at least this share of the tokens of a visit, it continues the visit."""
 
     def __init__(self) -> None:
         self.model = ReuseModel(strata=_ENDINGS + 1, features=5)
@@ -119,7 +119,8 @@ class Adaptive:
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many of the last tokens of `entry` are at most as valuable as its last token."""
+        """Return how many of the last tokens of `entry` may be evicted together, because they are not more valuable
+        than its last token."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open:
             return entry.tokens
@@ -239,10 +240,9 @@ class Adaptive:
         visit.watched = tuple(rest)
 
     def _count_end(self, without: int, at_most: bool) -> None:
-        """Count a returning request that did not use the last `without` tokens of a visit. With `at_most`, the
-        exact number is unknown but not larger. One count is then spread over the possible numbers, in proportion to
-        earlier counts.
-        """
+        """Count a returning request that did not use the last `without` tokens of a visit. With `at_most`, `without` is
+        only an upper bound. One count is then spread over all numbers up to this bound, in proportion to earlier
+        counts."""
         end = min(max(0, without).bit_length(), _ENDS - 1)
         if not at_most:
             self._without[end] += 1.0
@@ -264,7 +264,7 @@ class Adaptive:
 
 
 def _uses(hits: int) -> int:
-    """Return the number of uses as a feature value. It is exact up to 5, and a power of two above."""
+    """Return the number of uses as a feature value. Up to 5 uses the value is exact, and above 5 it is a power of two."""
     return hits if hits < 6 else min(VALUES - 1, 3 + hits.bit_length())
 
 

@@ -43,11 +43,9 @@ class EvictionQueue(Generic[E]):
         return self.live
 
     def push(self, entry: E, now: float) -> None:
-        """Queue `entry`. If it is already queued and its key is now smaller, move it. If its key is now larger, it
-        is moved later, when it reaches the top.
-
-        If the key may fall with time, the entry is moved when its retention expires or at the policy's next review.
-        """
+        """Queue `entry`. If `entry` is already queued and its key is now smaller, the entry moves up. If its key is now
+        larger, the entry moves when it reaches the top. If the key may fall with time, the entry moves when its
+        retention expires, or at the policy's next review."""
         rank, priority = key = self._key(entry, now)
         queued = entry.queued
         if queued is None or key < queued:

@@ -99,7 +99,8 @@ class VisibilityKind(ABC):
 
     has_size = True
     has_holes = False
-    """Whether the visible tokens of a query may have gaps (a dilated window). Then `sees_each` differs."""
+    """Whether the visible tokens of a query may have gaps, as in a dilated window. A kind with gaps overrides
+    `sees_each`."""
 
     @abstractmethod
     def first_visible(self, position: int, size: int) -> int:
@@ -111,8 +112,7 @@ class VisibilityKind(ABC):
 
     def visible_blocks(self, position: int, size: int, block: int) -> Sequence[int]:
         """Return the blocks up to `position` that this query or a later query sees, in order. A kind with holes may
-        leave out blocks that no such query sees.
-        """
+        omit blocks that none of these queries sees."""
         return range(self.first_visible(position, size) // block, position // block + 1)
 
     def sees_each(self, positions: Positions, tokens: Positions, size: int) -> npt.NDArray[np.bool_]:
@@ -189,14 +189,13 @@ class Visibility:
         return KINDS[self.kind].sees_each(positions, tokens, self.size)
 
     def visible_tokens(self, length: int) -> int:
-        """Return the number of tokens that a sequence of `length` tokens must keep: from the first token that its
-        last query sees to the end.
-        """
+        """Return the number of tokens that a sequence of `length` tokens must keep. These are the tokens from the first
+        token that its last query sees to the end."""
         return length - self.first_visible(length - 1) if length > 0 else 0
 
     @property
     def has_holes(self) -> bool:
-        """Whether a query may see a token without seeing all later tokens before the query."""
+        """Whether the tokens that a query sees may have gaps."""
         return KINDS[self.kind].has_holes
 
     @property

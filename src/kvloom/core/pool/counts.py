@@ -160,7 +160,8 @@ def _refuse(at: At, wrong: npt.NDArray[np.bool_], why: str) -> None:
 
 
 def leading(masks: list[int], places: int) -> list[int]:
-    """For each bit below `places`, return the number of masks at the start of the list that all have this bit set."""
+    """Return, for each bit below `places`, how many masks at the start of the list have this bit set without
+    interruption."""
     found = [len(masks)] * places
     alive = (1 << places) - 1
     for at, mask in enumerate(masks):

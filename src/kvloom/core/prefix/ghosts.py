@@ -13,8 +13,8 @@ __all__ = ["Ghost", "Ghosts"]
 
 
 class Ghost(NamedTuple):
-    """The record that remains of evicted tokens. `when` is the time of the eviction, `reason` names the policy, and
-    `history` is what the policy had learned about the entry."""
+    """The record of an evicted entry. `when` is the time of the eviction. `reason` is the name of the policy. `history`
+    is the policy's history of the entry."""
 
     when: float
     reason: str
@@ -43,10 +43,9 @@ class Ghosts:
     def add(
         self, after: Node, text: bytes | bytearray, ghost: tuple[float, str, ReuseHistory | None]
     ) -> None:
-        """Record that the tokens after a node were evicted. They start with `text` (at most SEEN bytes). `ghost` is
-        a tuple with the fields of `Ghost`. A tuple is cheaper to create, and there are far more evictions than
-        lookups.
-        """
+        """Record that the tokens after a node were evicted. These tokens start with `text` (at most SEEN bytes).
+        `ghost` is a tuple with the fields of `Ghost`, because a tuple is cheaper to create and most records are never
+        looked up."""
         seen = self._seen
         seen[self.place(after), hash(bytes(text))] = ghost
         if len(seen) > self.LIMIT:

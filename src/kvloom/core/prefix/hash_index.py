@@ -293,12 +293,10 @@ class HashIndex(Generic[HashKey]):
         return list(map(self._bits.get, hashes, repeat(0)))
 
     def lengths(self, bits: list[int]) -> list[int]:
-        """Return the longest resumable length of a prompt in each place, in tokens. The index of a length is the
-        number of the place.
-
-        Pass the result of the method `bits` for the hashes of the prompt. The bits of several indexes with the same
-        places and groups may be joined by `|`. Partial last blocks are left out. Without windows and states the
-        cost is one comparison per block, and some work per place."""
+        """Return the longest resumable length of a prompt in each place, in tokens. The index of a length is the number
+        of its place. `bits` is the result of the method `bits` for the hashes of the prompt. The bits of several
+        indexes with the same places and groups may be joined by `|`. Partial last blocks are ignored. Without windows
+        and states the cost is one comparison per block, and some work per place."""
         if self._windows or self._states:
             return self._checkpoint_lengths(bits)
         if self._groups > 1:

@@ -21,7 +21,7 @@ __all__ = ["close_sequence", "open_sequence", "resume_from", "retain_media"]
 
 
 MAX_RETAINED = 4
-"""Largest number of checkpoints that a prompt takes at the ends of retained token ranges."""
+"""Largest number of checkpoints that a prompt takes for retained token ranges, one at the end of each range."""
 
 
 def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequence:

@@ -32,7 +32,7 @@ PoolVersion = tuple[int, int, int]
 _PENDING = int(Outcome.PENDING)
 _DONE: Event = FinishedEvent()
 MAX_LOSSY_ROOTS = 4096
-"""Largest number of lossy roots. Above it, roots without cached pages are dropped."""
+"""Largest number of recorded lossy roots. If there are more, roots without cached pages are dropped."""
 
 
 @dataclass(slots=True)

@@ -43,9 +43,11 @@ _FRAME = struct.Struct("<4sHH16sQIIQ")
 _CHECK = struct.Struct("<Q")
 _SCAN_BYTES = 1 << 20
 _MAX_SCANS = 4
-"""To find frames after damaged ones, opening may do 64 scans and then read at most this many times the file size."""
+"""Limit of the search for frames after damaged frames. After 64 scans, opening a segment reads at most this many times
+the size of the file."""
 MAX_HEAD_BYTES = 32 << 20
-"""Largest number of bytes of heads in one frame. A reader never allocates more, even if a frame states more."""
+"""Largest number of bytes of heads in one frame. A reader never allocates more memory, even if a frame states a larger
+size."""
 MAX_SEGMENT_NUMBER = 10**15
 """Largest valid segment number. A file with a larger number was not written by this tier."""
 _OWNER_AT = _HEADER.size + _CHECK.size
@@ -67,11 +69,9 @@ class Record:
 
 
 class Frame:
-    """The heads and bodies of some objects. Each body has `size` bytes and is padded to whole blocks.
-
-    A frame is built before its position in the file is known. The records are built after the write. The appending
-    thread therefore has little work.
-    """
+    """The heads and bodies of some objects. Each body has `size` bytes and is padded to whole blocks. A frame is built
+    before its position in the file is known, and its records are built after the write. The appending thread therefore
+    has little work."""
 
     __slots__ = ("_offset", "_segment", "_used", "block", "bodies", "heads", "size")
 

@@ -34,10 +34,9 @@ _MAX_NAME_TRIES = 1024  # number of file names tried for a new segment
 
 @dataclass(frozen=True, slots=True)
 class SegmentStoreConfig:
-    """Settings of the store. `evict` selects the segment to evict. With `copy_forward`, an evicted segment keeps
-    some of its pages: those that have been read are copied to a new segment, up to half a segment. `ttl` is the
-    number of seconds after which a page expires. 0 means never.
-    """
+    """Settings of the store. `evict` selects the segment to evict. With `copy_forward`, pages of an evicted segment
+    that have been read are copied to a new segment, up to half a segment. `ttl` is the number of seconds after which a
+    page expires. 0 means never."""
 
     capacity: int
     segment_bytes: int
@@ -397,9 +396,8 @@ class SegmentStore:
             self.release_readers(segment, 0)
 
     def _copy_forward(self, victim: Segment, victim_owner: SegmentOwner) -> None:
-        """Copies some pages of the victim to the current segment of their owner. These are pages that have been
-        read, the most read first. Other pages are evicted.
-        """
+        """Copies pages of the victim that have been read to the current segment of their owner, the most read pages
+        first. All other pages of the victim are evicted."""
         with self.lock:
             get = self.getter()
             used = [record for key in victim.keys if (record := get(key)) is not None and record.reads]

@@ -137,10 +137,8 @@ def receive_step(run_bytes: int) -> int:
 
 
 def read_step(run_bytes: int) -> int:
-    """Returns the size of one disk read, in whole runs and blocks. It is 256 KiB unless a run is longer.
-
-    Several threads saturate a disk with reads of this size. The bytes are verified while they are still in the
-    processor's cache.
-    """
+    """Returns the size of one disk read, in whole runs and blocks. The size is 256 KiB unless a run is longer, because
+    several threads saturate a disk with reads of this size, and the bytes are still in the processor's cache when they
+    are verified."""
     whole = lcm(run_bytes, _BLOCK)
     return max(whole, _READ_BYTES // whole * whole)

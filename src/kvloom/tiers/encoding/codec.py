@@ -275,12 +275,9 @@ def seal(
 
 
 def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) -> bytes:
-    """Returns the context that the tag of a sealed run covers, besides the number of the run and the salt of the
-    page.
-
-    `key` contains the block hash and the fingerprint of the layout, so a run cannot be used in place of another
-    run.
-    """
+    """Returns the context of a sealed run. The tag of the run covers this context, the number of the run and the salt
+    of the page. `key` contains the block hash and the fingerprint of the layout, so a run cannot be used in place of
+    another run."""
     bound = key + bytes([method]) + run_bytes.to_bytes(4, "little")
     return bound if cipher == LEGACY_CIPHER else bound + runs.to_bytes(4, "little") + bytes([cipher])
 

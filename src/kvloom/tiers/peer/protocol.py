@@ -36,7 +36,7 @@ __all__ = [
     "server_handshake",
 ]
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 MAX_OBJECTS = 1 << 16
 _MAX_PAYLOAD = 64 << 20  # largest payload: keys, offsets and checksums, but not pages
 _HELLO = struct.Struct("<6sH32s")
@@ -68,16 +68,20 @@ _REFUSALS = {
 
 
 class Verb(IntEnum):
+    """The requests of a client. A share is the id of a tenant after the keys, its limit in a and its guaranteed
+    bytes in b. It is left out for a tenant without a share.
+    """
+
     ABOUT = 1  # client's token -> slab and capacity in a, b; payload: address of the shared memory, limits
     LOOKUP = 2  # keys -> one byte each
     ACQUIRE = 3  # keys -> lease in a; results, offsets, checksums of the hits
     RELEASE = 4  # lease in a; no reply
-    RESERVE = 5  # keys -> lease in a; results, offsets
+    RESERVE = 5  # keys, share -> lease in a; results, offsets
     COMMIT = 6  # lease in a, written in b, checksums -> done
     READ = 7  # keys, part in a, b -> results, checksums of the hits; then their bytes
-    WRITE = 8  # keys -> results; then the PENDING pages, then a WRITE with their checksums -> done
+    WRITE = 8  # keys, share -> results; then the PENDING pages, then a WRITE with their checksums -> done
     DROP = 9  # keys -> count in a: of pages that the same client wrote, or that are damaged
-    USAGE = 10  # -> objects, bytes, evicted, u64 each
+    USAGE = 10  # tenant ids -> objects, bytes, evicted, bytes of each tenant, u64 each
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@
     mooncake.py          Mooncake Store
     mooncake_client.py   its client library, once per tier
     s3.py                an S3 bucket
-    tenant_limits.py     tenants' limits, by what this process stored
+    capacity_tracker.py  capacity and tenants' shares of stores that do not count values
     nixl.py              a disk tier with NIXL as transport
     bounded_calls.py     timeouts for libraries without them
     byte_stream.py       bytes over a socket, with checksums
@@ -17,6 +17,7 @@ A store's client library is imported when the tier is opened.
 """
 
 from .byte_stream import ByteStream
+from .capacity_tracker import CapacityTracker
 from .mooncake import open_mooncake
 from .mooncake_client import MooncakeConfig
 from .nixl import NixlFiles, make_agent, open_nixl
@@ -24,7 +25,7 @@ from .redis import RedisAddress, open_redis
 from .redis_pages import RedisPages
 from .remote_tier import Connection, Job, Link, RemoteConfig, RemoteTier, StoreError, Usage, remote_config
 from .s3 import S3Bucket, open_s3
-from .store_tier import CapacityTracker, Destination, Store, ValueRange, store_tier
+from .store_tier import Destination, Store, ValueRange, store_tier
 
 __all__ = [
     "ByteStream",
