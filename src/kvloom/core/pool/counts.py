@@ -177,6 +177,7 @@ def leading(masks: list[int], places: int) -> list[int]:
     return found
 
 
-def leading_of(known: Mapping[Any, int], keys: Sequence[Any], places: int) -> list[int]:
-    """Look up the mask of each of `keys` in `known` (0 if the key is missing), and return `leading` of these masks."""
-    return leading([known.get(key, 0) for key in keys], places)
+def leading_of(known: Mapping[Any, int], keys: Sequence[Any], places: int, scale: int) -> list[int]:
+    """Return `leading` of the masks that `known` has for `keys`, times `scale`. A key that is not in `known` has the
+    mask 0."""
+    return [count * scale for count in leading([known.get(key, 0) for key in keys], places)]
