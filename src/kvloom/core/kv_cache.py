@@ -339,9 +339,8 @@ class KVCache:
         self.state.pins.unprotect(queued)
 
     def end_session(self, session: str) -> int:
-        """Mark the blocks that only this session used, so that they are evicted first. Call this method when the
-        session has ended. Returns the number of their tokens.
-        """
+        """Mark the blocks that only this session used, so that they are evicted first. Returns the number of tokens in
+        these blocks. Call this method when the session has ended."""
         return self.state.pins.end_session(session)
 
     # -- pages ----------------------------------------------------------------------------------

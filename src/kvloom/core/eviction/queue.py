@@ -67,7 +67,8 @@ class EvictionQueue(Generic[E]):
         return entry.rank(now), self.policy.priority(entry, now)
 
     def _schedule_review(self, entry: E, now: float) -> None:
-        """Schedule the time at which the key of `entry` is computed again, because it may have fallen."""
+        """If the key of `entry` can fall with time, schedule when to compute it again: when its retention expires, or
+        at the policy's next review if that is earlier."""
         due = INF if entry.expires is None or entry.expires <= now else entry.expires
         if self.learner is not None:
             review = self.learner.review(entry, now)

@@ -293,10 +293,10 @@ class HashIndex(Generic[HashKey]):
         return list(map(self._bits.get, hashes, repeat(0)))
 
     def lengths(self, bits: list[int]) -> list[int]:
-        """Return the longest resumable length of a prompt in each place, in tokens. The index of a length is the number
-        of its place. `bits` is the result of the method `bits` for the hashes of the prompt. The bits of several
-        indexes with the same places and groups may be joined by `|`. Partial last blocks are ignored. Without windows
-        and states the cost is one comparison per block, and some work per place."""
+        """Return, for each place (for example a worker), how many tokens of a prompt can be resumed there. Entry i
+        belongs to place number i. `bits` is the result of `bits()` for the prompt's hashes. For several indexes with
+        the same places and groups, combine their bits with `|` first. Partial last blocks are ignored. Without windows
+        and states, the cost is one comparison per block, plus a small cost per place."""
         if self._windows or self._states:
             return self._checkpoint_lengths(bits)
         if self._groups > 1:
@@ -306,7 +306,7 @@ class HashIndex(Generic[HashKey]):
         return [count * HASH_TOKENS for count in counts]
 
     def lengths_of(self, hashes: list[HashKey]) -> list[int]:
-        """Return `lengths` of the bits of `hashes`. In the usual case of one group and at most 64 places, native code
+        """Return the same as `lengths(bits(hashes))`. In the usual case of one group and at most 64 places, native code
         reads the bits from the index, which takes half the time."""
         places = len(self._places)
         if self._windows or self._states or self._groups > 1 or places > MAX_NATIVE:

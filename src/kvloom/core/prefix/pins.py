@@ -189,8 +189,8 @@ class Pins:
             self._sessions.popitem(last=False)
 
     def end_session(self, session: str) -> int:
-        """Mark the entries that only this session used, so that they are evicted first. Returns the number of their
-        tokens."""
+        """Mark the blocks that only this session used, so that they are evicted first. Returns the number of tokens in
+        these blocks."""
         node: Node | None = self._sessions.pop(session, None)
         now = self._clock.now()
         tokens = 0

@@ -111,7 +111,8 @@ class EventPublisher:
         return tail_hash(parent, text, self.resolve)
 
     def block_hash_at(self, node: Node, position: int) -> bytes:
-        """Return `hash_at` as a BlockHash, which also contains the hashes of all units of the block."""
+        """Like `hash_at`, but if a block has several units of HASH_TOKENS tokens, return a BlockHash. It also contains
+        the hashes of the block's units up to `position`."""
         end = self.hash_at(node, position)
         if self.block == HASH_TOKENS:
             return end

@@ -1,7 +1,7 @@
 """The disk tier: pages in segment files of one directory.
 
 disk_tier.py        DiskTier and its URL
-segment.py          the file format: frames of heads and bodies
+segment.py          the file format: frames of headers and bodies
 segment_store.py    all segments, the index, eviction
 segment_owners.py   segments and limits of tenants
 segment_writer.py   threads that seal and append frames

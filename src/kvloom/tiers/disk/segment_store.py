@@ -48,7 +48,7 @@ class SegmentStoreConfig:
 
 class SegmentStore:
     """All segments and the index of a disk tier. `lock` guards the index and the counts of the segments. The
-    constructor reads the heads of all pages."""
+    constructor reads the headers of all pages."""
 
     def __init__(self, files: Files, config: SegmentStoreConfig) -> None:
         self._files, self._config = files, config

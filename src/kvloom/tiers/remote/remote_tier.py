@@ -185,7 +185,7 @@ class Link:
 class RemoteTier(Tier):
     """A tier behind a connection. Thread-safe. Raises TierError if the store cannot be reached at opening. Later
     faults never raise. `jobs` are the job classes of reads and writes. `on_shares` receives the shares of tenants.
-    `max_page_bytes` includes the head.
+    `max_page_bytes` includes the header.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A tier over a key-value store. Each value is the head and body of one page (codec.py).
+"""A tier over a key-value store. Each value is the header and body of one page (codec.py).
 
     write -> seal (checksums, compression, encryption) -> one `put` per batch
     read  -> one `get` per batch, directly into the caller's memory if bodies are plain -> checksums
@@ -265,7 +265,7 @@ class _Read(Job):
         in_place: bool = False,
     ) -> Outcome:
         """Verifies one object and returns its outcome. `body` begins with the requested runs. If `body` is None,
-        the body follows the head in `head_data`. `in_place` states that the runs are already in their range.
+        the body follows the header in `head_data`. `in_place` states that the runs are already in their range.
         """
         form, parsed = self.objects.form, parse_head(head_data)
         if isinstance(parsed, Outcome):
@@ -360,7 +360,7 @@ class _Read(Job):
         return outcomes
 
     def _parts(self, link: Link, tools: Tools, which: list[int]) -> dict[int, Outcome]:
-        """Reads parts of objects in two round trips. The first reads the heads, which contain the positions of the
+        """Reads parts of objects in two round trips. The first reads the headers, which contain the positions of the
         runs. The second reads the runs.
         """
         form, (start, stop) = self.objects.form, self.part
@@ -398,7 +398,7 @@ class _Read(Job):
 
 
 def _is_plain(head: memoryview) -> bool:
-    """Returns whether `head` belongs to a plain page. A damaged head counts as plain, and `_open` reports the
+    """Returns whether `head` belongs to a plain page. A damaged header counts as plain, and `_open` reports the
     damage later."""
     parsed = parse_head(head)
     if isinstance(parsed, Outcome):
