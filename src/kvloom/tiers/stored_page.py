@@ -85,7 +85,8 @@ class StoredPages(Protocol):
 
 
 def verify_page(head: Head, body: memoryview) -> Outcome:
-    """Compares a body with the checksums in its header. Needs no key, because checksums cover the stored bytes."""
+    """Compares the body of a stored page with the checksums in the page's header. Needs no key, because checksums cover
+    the stored bytes."""
     if len(body) < head.body_bytes:
         return Outcome.SHORT
     if not head.cipher:

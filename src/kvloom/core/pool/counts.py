@@ -178,5 +178,6 @@ def leading(masks: list[int], places: int) -> list[int]:
 
 
 def leading_of(known: Mapping[Any, int], keys: Sequence[Any], places: int) -> list[int]:
-    """Look up the mask of each of `keys` in `known` (0 if the key is missing), and return `leading` of these masks."""
+    """Look up the mask of each of `keys` in `known` (0 if the key is missing). Return the same as `leading` returns for
+    these masks."""
     return leading([known.get(key, 0) for key in keys], places)

@@ -68,7 +68,8 @@ class QueuedPrefix:
 
 
 class Pins:
-    """Owns the pins of one cache with their expiry times, and the last node of each session."""
+    """Owns the pins of one cache with their expiry times, and the last node of each session. Also marks the prefixes
+    that waiting requests will hit."""
 
     SESSIONS = 1 << 16
 

@@ -154,7 +154,7 @@ class EventPublisher:
         self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, position % HASH_TOKENS, text))
 
     def adopted(self, node: Node, missing: npt.NDArray[np.bool_]) -> None:
-        """Publish window pages that were stored again."""
+        """Publish that window pages of `node` are cached again. `missing` marks the pages that were missing before."""
         for window, columns in enumerate(self.window_columns):
             rows = np.flatnonzero(missing[:, columns.start])
             groups = (self.window_groups[window],)

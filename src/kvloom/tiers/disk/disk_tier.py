@@ -197,8 +197,8 @@ class DiskTier(Tier):
         return self._store.used_by(tenant)
 
     def watch(self) -> PageChanges | None:
-        """Records changes (see `SupportsChanges`). Returns None if the tier has a key file, because stored keys
-        then hide block hashes."""
+        """Records changes (see `SupportsChanges`). Returns None if the tier has a key file, because block hashes cannot
+        be found from its stored keys."""
         return self._store.watch() if self._keys is None else None
 
     def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:

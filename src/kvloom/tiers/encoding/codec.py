@@ -10,10 +10,9 @@
     body   the runs, one after the other: compressed unless that saves nothing, then sealed (16 bytes more)
 
 The cipher is 0 (plain), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher 1 is AES-256-GCM of format version
-2, whose pages are stored under their plain keys. Such pages are still read, but no longer written. A codec with keys
-does not open plain pages. If a page fails verification, the result is an
-Outcome. No exception is raised, and no bytes are returned.
-This module does not depend on files or stores.
+2, whose pages are stored under `Objects.keys`. Such pages are still read, but no longer written. A codec with keys does
+not open plain pages. If a page fails verification, the result is an Outcome. No exception is raised, and no bytes are
+returned. This module does not depend on files or stores.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ __all__ = [
 
 VERSION = 1
 LEGACY_CIPHER = 1
-"""The cipher of format version 2, whose pages are stored under their plain keys."""
+"""The cipher of format version 2, whose pages are stored under `Objects.keys`."""
 _MAX_PAGE_BYTES = 1 << 31
 _PROTECTS: dict[Protect, int] = {"encrypt": 2, "authenticate": 3}
 _VERSIONS = {0: VERSION, LEGACY_CIPHER: 2, **dict.fromkeys(_PROTECTS.values(), 3)}  # by cipher
@@ -67,10 +66,9 @@ Bytes = memoryview | bytes
 
 
 class Head(NamedTuple):
-    """A parsed header. `stored_lengths` are the lengths of the runs in the body, or None if runs are stored
-    unchanged. `salt` and `cipher` are set if runs are sealed. `stored_at` is the time of the write, or 0 if it is
-    unknown.
-    """
+    """The parsed header of a stored page. `stored_lengths` are the lengths of the runs in the body, or None if runs are
+    stored unchanged. `salt` and `cipher` are set if runs are sealed. `stored_at` is the time of the write, or 0 if it
+    is unknown."""
 
     key: bytes
     method: int
