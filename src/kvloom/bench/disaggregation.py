@@ -2,8 +2,8 @@
 
 interference   time between the tokens of streams while long prompts arrive, and the time to first token of the prompts.
                A router sends the same load first to workers that do both, then to prefill and decode workers
-hand-over      how much later than the prefill worker the decode worker answers, as a share of the prefill's time. Both
-               get a prompt at once, and have no other work
+hand-over      how much later the decode worker answers than the prefill worker, divided by the time of the prefill. Both
+               workers get the prompt at the same time and have no other work
 
 All workers are `kvloom serve` processes on loopback, with one thread each. With `--pin`, every worker has a core of its
 own, if there are enough cores.
@@ -34,7 +34,7 @@ STREAM_PROMPT, STREAM_TOKENS = 16, 2000
 SETTLE_SECONDS = 2.0
 """Time in which a router finds its workers, and streams get their first tokens."""
 VOCABULARY = 4000
-"""Prompts have token ids below this number, which the embedded model has."""
+"""Prompts have token ids below this number. The vocabulary of the embedded model contains all of them."""
 
 
 def main(argv: list[str]) -> int:
@@ -168,7 +168,7 @@ class _Load:
                     times.append(time.perf_counter())
 
     async def keep_streaming(self, prompt: list[int]) -> None:
-        """Stream one answer after another."""
+        """Stream one answer after another, until the task is cancelled."""
         while True:
             self.arrivals.append([])
             await self.stream(prompt, STREAM_TOKENS, self.arrivals[-1])
@@ -222,7 +222,8 @@ async def _interference(
 
 
 def _summary(load: _Load, began: float, ended: float) -> dict[str, Any]:
-    """Return the times between the tokens of a stream that arrived from `began` to `ended`."""
+    """Return statistics of the times between tokens, for tokens of the short streams that arrived from `began` to
+    `ended`."""
     gaps = [
         second - first
         for times in load.arrivals

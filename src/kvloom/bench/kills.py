@@ -112,7 +112,8 @@ class _Server:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the children of a server: its engine, and processes of the engine's kind."""
+    """Return the process ids of a server's engine processes: all its child processes except Python's resource
+    tracker."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -179,7 +180,7 @@ def _calls(model: str, tokens: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 class _Clients:
-    """Sends requests to routers and compares their answers."""
+    """Sends requests to the routers and compares each answer with its known answer."""
 
     def __init__(self, session: Any, routers: list[_Server], args: argparse.Namespace) -> None:
         self._session, self._routers, self._args = session, routers, args
@@ -325,8 +326,8 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
 async def _kill(
     session: Any, servers: list[_Server], args: argparse.Namespace, counters: dict[str, int]
 ) -> dict[str, int]:
-    """Kill a process after each pause. The kinds of processes take turns, and the process of a kind is chosen at
-    random. At least one answering worker and one router stay healthy."""
+    """Kill a process after each pause. Kills alternate between workers, engines and routers. Which process of the kind
+    is killed is random. At least one answering worker and one router stay healthy."""
     rng = random.Random(args.seed)
     kinds = ["worker", "engine", "router", *(["prefill"] if args.prefill else [])]
     kills = dict.fromkeys(kinds, 0)

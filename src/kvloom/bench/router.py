@@ -1,7 +1,7 @@
 """`kvloom bench router`: cost of the router itself.
 
 events    blocks per second that one process reads from encoded batches into its index
-score     time to find the cached prefix of a prompt on all workers, and to choose one
+score     time to find the cached prefix of a prompt on all workers, and to choose a worker
 latency   time that the router adds to a request, at a fixed rate. The same load runs directly on a worker and
           through the router. The worker answers at once, so that its own time does not count
 """
@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
 
 
 def measure_events(workers: int, batches: int = 400) -> dict[str, Any]:
-    """Decode and apply encoded batches. Each batch stores blocks and then removes half of them."""
+    """Measure how fast encoded batches are decoded and applied to the index. Each batch stores blocks and then removes
+    half of them."""
     from kvloom.cluster.router import FleetIndex
     from kvloom.events_wire import (
         BlockRemoved,
@@ -108,7 +109,8 @@ def measure_events(workers: int, batches: int = 400) -> dict[str, Any]:
 
 
 def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any]:
-    """Find the cached lengths of a prompt on all workers, and choose a worker. Returns medians over many prompts."""
+    """Measure the times to find the cached lengths of a prompt on all workers, and to choose a worker. Returns medians
+    over many prompts."""
     from kvloom.cluster.router import FleetIndex, Scorer, SpeedModel, WorkerLoad
     from kvloom.core import hash_chain, root_hash, token_bytes
     from kvloom.events_wire import BlockStored, EventBatch, raw_tokens, wire_hashes

@@ -1,7 +1,8 @@
 """The allocator evicts cached entries and compacts slabs until enough pages are free.
 
-One policy orders all cached entries: ends of leaves, checkpoints and media runs. Unneeded window pages are evicted
-first. The allocator chooses an entry. The tree, the media cache or the pool then evicts it.
+An entry is a part of the cache that can be evicted alone: the last blocks of a leaf, a checkpoint, or a media run. One
+policy orders all entries. Unneeded window pages are evicted first. The allocator chooses an entry. The tree, the media
+cache or the pool then evicts it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .prefix.radix_tree import RadixTree
 __all__ = ["Allocator"]
 
 AHEAD = 32
-"""`evict_ahead` keeps 1 / AHEAD of the pool free."""
+"""`evict_ahead` stops when 1 / AHEAD of the pool is free."""
 PIECES = 32
 """One call of `evict_ahead` evicts at most 1 / PIECES of the pages that it keeps free."""
 
@@ -214,7 +215,8 @@ class Allocator:
         return self._pool.free_slabs * self._slab_bytes + self.bytes_of(pages)
 
     def _fair(self, requester: Account | None, victim: Account, slabs: int) -> int:
-        """Return how many of `slabs` slabs `victim` can lose without falling below its share."""
+        """Return how many of `slabs` slabs the account `victim` can lose to `requester` without falling below its
+        share."""
         if victim is requester or not victim.guaranteed:
             return slabs
         return max(1, min(slabs, int((victim.used - victim.guaranteed) // self._slab_bytes)))
@@ -227,7 +229,8 @@ class Allocator:
     # -- evicting -------------------------------------------------------------------------------
 
     def _evict_from(self, account: Account, slabs: int, now: float) -> bool:
-        """Evict about `slabs` slabs of the account's next entry. Returns False if the account has no entry."""
+        """Evict about `slabs` slabs' worth of pages, from the entry of the account that is next in its eviction queue.
+        Returns False if the account has no entry."""
         queue, before = account.queue, account.used
         size = self._tree.pages.row_bytes
         rows = (

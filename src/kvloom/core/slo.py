@@ -40,7 +40,7 @@ ENOUGH_STEPS = 8
 """Number of steps that must be measured before a request can be refused."""
 FIRST_HORIZON, LEAST_HORIZON = 2.0, 0.2
 """The delay of decode steps by prompts is averaged over this many seconds: FIRST_HORIZON at first, and never less than
-LEAST_HORIZON. Later the horizon is the recent time from the first to the last token of a request."""
+LEAST_HORIZON. Later the horizon is the usual time from the first to the last token of recent requests."""
 HORIZON_WEIGHT = 1 / 16
 MET_SHARE, MARGIN_STEP, MARGINS = 0.6, 0.05, (0.7, 2.5)
 """Predictions are multiplied by margins between the two values of MARGINS. The margins are adapted in steps of
@@ -203,9 +203,10 @@ class Backlog:
     | field             | meaning                                                                 |
     |-------------------|-------------------------------------------------------------------------|
     | `prompts`         | prompts that are computed before the new request, in order              |
-    | `decoding`        | requests that decode                                                    |
+    | `decoding`        | requests that are decoding now                                          |
     | `behind`          | prompt tokens of later requests, which fill the last step of the prefill |
-    | `token_budget`, `max_running` | limits of a step                                            |
+    | `token_budget`    | largest number of tokens in a step                                      |
+    | `max_running`     | largest number of running requests                                      |
     | `capacity`        | number of tokens that fit in the pool                                   |
     | `step_seconds`    | remaining seconds of the step in flight                                 |
     """
@@ -223,9 +224,10 @@ class Backlog:
 class Prediction:
     """The predicted times of a request that starts now, in seconds.
 
-    `ttft` and `tbt` are the times to the first token and between tokens. `idle_ttft` and `idle_tbt` are the same on
-    an idle worker. `rows` are the requests that decode at the end of its prefill, as (steps left, context).
-    `others_due` is the time until the first token of another prompt in the same step is due."""
+    `ttft` and `tbt` are the times to the first token and between tokens. `idle_ttft` and `idle_tbt` are the same on an
+    idle worker. `rows` are the requests that decode when the prefill of this request ends, as (steps left, context).
+    `others_due` is the time until the first token of another prompt in the same step is due.
+    """
 
     ttft: float
     tbt: float
@@ -279,7 +281,7 @@ class SloAdmission:
         self._margins = [1.0, 1.0]  # of TTFT and TBT
         self._rows = self._delay = 0.0  # recent decode rows, and the seconds that prompts in their steps took
         self.ttft_ratio, self.tbt_ratio = Histogram(RATIOS), Histogram(RATIOS)
-        """Actual time divided by predicted time, for admitted requests."""
+        """Histograms of actual time divided by predicted time, for admitted requests."""
         self.counts = dict.fromkeys(Verdict, 0)
 
     def observe_step(self, size: StepSize, seconds: float, count: int = 1) -> None:
@@ -303,8 +305,9 @@ class SloAdmission:
     def predict(self, own: PromptWork, backlog: Backlog) -> Prediction | None:
         """Predict the times of a request that joins `backlog`. Returns None until enough steps are measured.
 
-        Simulates the steps that compute the earlier prompts. Decoding requests share these steps until they finish
-        and free their places. Computed prompts then decode. O(n log n) in the requests."""
+        Simulates the steps that compute the earlier prompts. Decoding requests are in these steps until they finish. A
+        request starts to decode when its prompt is computed. O(n log n) in the requests.
+        """
         if not self.times.is_known:
             return None
         step, token, row, position, pair = self.times.coefficients

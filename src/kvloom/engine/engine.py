@@ -375,8 +375,8 @@ class Engine:
         return self.offload.prefetch_session(likely, self.cache.match(tokens, control))
 
     def end_session(self, session: str) -> int:
-        """Mark the pages that only this session used, so that they are evicted first. Return how many of its pages
-        are cached."""
+        """Mark the blocks that only this session used, so that they are evicted first. Return the number of tokens in
+        these blocks."""
         self._sessions.forget(session)
         return self.cache.end_session(session)
 

@@ -129,7 +129,8 @@ class UnitTier(WrappedTier):
         transfer: Transfer,
         indexes: npt.NDArray[np.int64],
     ) -> None:
-        """Read the units of `objects` and join them. `indexes` are the places of the objects in `into` and `transfer`."""
+        """Read the units of `objects` and join them. `indexes` are the indexes of the objects in `into` and
+        `transfer`."""
         units, firsts = self._units(objects, unit)
         size, page_bytes = unit.form.page_bytes, objects.form.page_bytes
         start, stop = part

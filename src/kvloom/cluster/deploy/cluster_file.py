@@ -40,7 +40,8 @@ __all__ = ["ClusterFile", "Group"]
 ROLES = ("prefill", "decode", "both")
 SHARE_PORT = 7400
 SURGE = 2
-"""Number of additional ports, because old and new replicas run side by side during a rolling restart."""
+"""Number of ports in addition to one per replica. During a rolling restart, old and new replicas run at the same
+time."""
 _KEYS = {
     "cluster": ("name", "ray", "bind", "peer-secret", "environment"),
     "router": ("port", "replicas", "cpus", "drain-seconds", "start-seconds", "arguments"),
@@ -53,7 +54,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Replicas of one process: `kvloom serve` of a role, or `kvloom route`."""
+    """Replicas of one process: `kvloom serve` with one role, or `kvloom route`."""
 
     name: str
     command: str

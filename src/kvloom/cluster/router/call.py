@@ -21,7 +21,7 @@ FORWARDED = (
     "traceparent",
     "anthropic-version",
 )
-"""Headers of a request that workers get."""
+"""Headers of a client's request that are forwarded to workers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,16 +37,16 @@ class Call:
     at: float = field(default_factory=now)
     keys: PromptKeys | None = None
     hashes: dict[str, list[int]] = field(default_factory=dict)
-    """Block hashes by worker."""
+    """Block hashes of the prompt, by worker."""
     lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Cached tokens by worker and medium, when a worker was chosen."""
+    """Numbers of cached prompt tokens by worker and medium, at the time when a worker was chosen."""
     tried: set[str] = field(default_factory=set)
     refused: bool = False
-    """A living worker refused the call, as it has too much work."""
+    """Whether a living worker refused the call because it had too much work."""
     failures: int = 0
-    """Workers that failed while they had the call."""
+    """Number of workers that failed while they had the call."""
     waited: float = 0.0
-    """Seconds without a worker."""
+    """Seconds for which no worker could take the call."""
     lossy: bool = False
 
     @property

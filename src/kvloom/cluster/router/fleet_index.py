@@ -1,4 +1,5 @@
-"""Which worker has which blocks, and in which medium. Lost events cost hits, never correctness.
+"""The fleet index stores which worker has which blocks, and in which medium. If events are lost, there are fewer hits,
+but answers stay correct.
 
     prompt hashes ──▶ blocks in GPU ──▶ in GPU or CPU ──▶ in GPU, CPU or DISK ──▶ …      one HashIndex per medium
 
@@ -40,7 +41,7 @@ __all__ = ["FleetIndex", "Group", "WorkerBlocks"]
 MAIN_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
 """Kinds of groups that every prompt token needs."""
 MAX_EXPECTED = 200_000
-"""Most expected blocks per worker. For a worker without events, this is the assumed size of its cache."""
+"""Largest number of expected blocks per worker. For a worker without events, this is the assumed size of its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class FleetIndex:
         self._workers: dict[str, WorkerBlocks] = {}
         self._free: list[int] = []
         self._names: list[str] = []
-        """Workers by number; "" for a number that is free."""
+        """Name of each worker, by its number. The name is "" if the number is free."""
 
     def __len__(self) -> int:
         return sum(len(index) for index in self._media.values())
@@ -238,7 +239,7 @@ class FleetIndex:
 
 
 def _adapted(root: bytes, adapter: str | None) -> bytes:
-    """Return the root of a foreign worker's adapter."""
+    """Return the root of a foreign worker's block hashes for an adapter."""
     return root if not adapter else hash_chain(root, adapter.encode().ljust(64, b"\0")[:64])[0]
 
 

@@ -1,15 +1,17 @@
-"""Sends requests to workers. Chooses a worker, forwards the request and streams the answer back. If the worker fails, chooses
-another one.
+"""Sends requests to workers. Chooses a worker, forwards the request and streams the answer back. If the worker fails,
+chooses another one.
 
 | failure                                     | what happens                                                                        |
 |---------------------------------------------|-------------------------------------------------------------------------------------|
-| no connection, 502, 503, 429 of a worker    | the next best worker; the last answer if all refuse                                  |
-| no worker can meet the objective            | 429 with the best prediction, without asking workers                                 |
-| a prefill worker fails                      | the decode worker computes the tokens whose pages it has not got                      |
-| a worker dies before its answer             | the request goes to another worker                                                   |
-| a worker dies in a stream                   | another worker continues after the tokens so far; the client sees one stream          |
-| no worker left                              | the request waits for one that comes back                                            |
-| too many attempts, deadline                 | an error with the reason: a status before the stream, an event in it                 |
+| a worker accepts no connection, or answers  | the router tries the next best worker; if all refuse, the client gets the last       |
+| 502, 503 or 429                             | refusal                                                                              |
+| no worker can meet the objective            | the router answers 429 with the best prediction, and sends nothing to workers        |
+| a prefill worker fails                      | the decode worker computes the tokens whose pages it has not received                |
+| a worker dies before its answer             | the router sends the request to another worker                                       |
+| a worker dies in a stream                   | another worker continues after the tokens so far; the client sees one stream         |
+| no worker is left                           | the request waits until a worker is back                                             |
+| too many attempts, or deadline passed       | the client gets the reason: as an error status before the stream has begun, as an    |
+|                                             | error event afterwards                                                               |
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ STREAMED = ("/v1/completions", "/v1/chat/completions")
 """Endpoints whose streams continue on another worker."""
 TRY_ANOTHER = (429, 502, 503)
 AWAY = ("engine_loading", "engine_died", "draining", "server_stopping", "unloading")
-"""Error codes of a worker that will be back, or that others replace."""
+"""Error codes with which a worker reports that it is temporarily unavailable or is being replaced by other workers."""
 WAIT_STEP = 0.1
-"""Seconds between two looks for a worker."""
+"""Seconds between two attempts to find a worker."""
 HAND_OVER_TOKENS = 256
-"""A decode worker computes fewer tokens than this itself, because they take only one step."""
+"""If a decode worker lacks fewer prompt tokens than this, it computes them itself, because they take only one step."""
 LEFT_OUT = (
     "max_completion_tokens",
     "min_tokens",
@@ -62,7 +64,7 @@ LEFT_OUT = (
 )
 """Request fields that are not sent to the prefill worker."""
 KEPT_HEADERS = (b"content-type", b"retry-after", b"www-authenticate", b"x-request-id", b"x-kvloom-warning")
-"""Headers of a worker's answer that the client gets."""
+"""Headers of a worker's answer that are forwarded to the client."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -95,9 +97,9 @@ class Counts:
     prompt_tokens: int = 0
     expected_hit_tokens: int = 0
     hand_overs: int = 0
-    """Requests whose prompt a prefill worker computes."""
+    """Number of requests whose prompt was computed by a prefill worker."""
     slo_refused: int = 0
-    """Requests that no worker could serve within their objective."""
+    """Number of requests that were refused because no worker could meet their objective."""
     overhead: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
     ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
 
@@ -107,7 +109,7 @@ class _AbortedError(Exception):
 
 
 class _UnreachableError(_AbortedError):
-    """The worker of an attempt accepted no connection: the call cannot be the reason."""
+    """Raised if the worker of an attempt accepted no connection. The call then cannot be the cause of the failure."""
 
 
 class Proxy:
@@ -128,7 +130,7 @@ class Proxy:
         self._turn = 0
 
     async def serve(self, call: Call, send: Send) -> None:
-        """Answer a call. Raises ApiError before anything was sent."""
+        """Answer a call. Raises ApiError only before the first byte is sent to the client."""
         call.model = await self._find_model(call)
         call.tenant = await self._tenant(call)
         call.keys = await self.reader.read(
@@ -154,7 +156,8 @@ class Proxy:
             self.queue.leave()
 
     async def _find_model(self, call: Call) -> str:
-        """Return the model of a call. Waits while no worker is alive: the router or the workers may have just started."""
+        """Return the model of a call. Waits while no worker is alive, because the router or the workers may have just
+        started."""
         limit = min(self.options.wait_seconds, self.options.deadline_seconds)
         for _ in range(int(limit / WAIT_STEP)):
             workers = self.fleet.workers.values()
@@ -209,8 +212,8 @@ class Proxy:
     # -- the choice ---------------------------------------------------------------------------------
 
     async def _next(self, call: Call) -> tuple[Worker, Choice]:
-        """Choose a worker. If all living workers were tried because they failed, wait until one is back: a worker
-        that restarts may be tried again. Raises ApiError if there is none in time."""
+        """Choose a worker. If all living workers have failed this call, wait until a worker is back. A worker that has
+        restarted may be tried again. Raises ApiError if no worker is back in time."""
         until = call.at + self.options.deadline_seconds
         while True:
             try:
@@ -228,7 +231,7 @@ class Proxy:
             call.tried.clear()
 
     def choose(self, call: Call) -> tuple[Worker, Choice]:
-        """Choose the best worker that was not tried. Raises ApiError if there is none."""
+        """Choose the best worker that this call has not tried yet. Raises ApiError if there is none."""
         served = self.fleet.models[call.model]
         names = [name for name in self.fleet.candidates(call.model) if name not in call.tried]
         if not names:
@@ -357,7 +360,8 @@ class Proxy:
             served.index.arrived(worker.name, call.hashes.get(worker.name, []))
 
     def _failed(self, call: Call, worker: Worker, error: Exception) -> None:
-        """Count a failed attempt. A call that makes workers die must end; one that finds dead workers need not."""
+        """Count a failed attempt. A call ends after too many workers died while they had it, because the call may be
+        the cause. An attempt at a worker that was already dead does not count."""
         self.counts.failovers += 1
         worker.sent.failures += 1
         call.failures += not isinstance(error, _UnreachableError)
@@ -427,7 +431,8 @@ class Proxy:
     # -- whole answers --------------------------------------------------------------------------------
 
     async def _whole(self, call: Call, send: Send) -> None:
-        """Forward a call, and return the answer unchanged. Retries until the answer has begun."""
+        """Forward a call that is not a stream, and return the answer unchanged. Retries on other workers until the
+        answer has begun."""
         last: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         while call.failures < self.options.attempts:
             try:
@@ -536,8 +541,8 @@ class Proxy:
     async def _stream_from(
         self, call: Call, worker: Worker, stream: AnswerStream, more: dict[str, Any], send: Send, until: float
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes] | None:
-        """Stream from one worker, which gets the fields `more` in addition. Returns None at the end of the answer, or
-        the worker's refusal."""
+        """Stream an answer from one worker. The fields `more` are added to the request. Returns None at the end of the
+        answer, or the worker's refusal."""
         body = call.body
         has_one = body.get("n") in (None, 1) and not body.get("logprobs")
         if worker.is_kvloom:
@@ -590,7 +595,7 @@ class Proxy:
 
 
 class _Attempt:
-    """One POST to a worker. Raises _AbortedError if the worker dies, and reports it to the fleet."""
+    """One POST to a worker. Raises _AbortedError if the worker dies. Reports the death of the worker to the fleet."""
 
     def __init__(self, proxy: Proxy, call: Call, worker: Worker, data: bytes) -> None:
         self._proxy, self._call, self._worker, self._data = proxy, call, worker, data

@@ -23,9 +23,9 @@ CONNECT_SECONDS = 5.0
 IDLE_SECONDS = 20.0
 """A connection that was idle for longer is not used again."""
 END_SECONDS = 0.5
-"""Time in which the end of an answer must arrive for its connection to stay open."""
+"""A connection stays open if the end of its answer arrives within this many seconds. Otherwise it is closed."""
 MAX_BUFFERED = 1 << 18
-"""Bytes of an answer that wait for the client. The connection is not read while there are more."""
+"""Largest number of bytes of an answer that wait for the client. While more bytes wait, the connection is not read."""
 
 
 class UnreachableError(ConnectionError):
@@ -34,7 +34,7 @@ class UnreachableError(ConnectionError):
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Where a worker listens, and the connections to it that no request uses."""
+    """The address of a worker, and the idle connections to it."""
 
     host: str
     port: int
@@ -46,7 +46,8 @@ class _Place:
 
 
 class WorkerConnection(asyncio.Protocol):
-    """A connection to a worker, and the answer that arrives on it. The caller ends with `release` or `close`."""
+    """A connection to a worker, and the answer that arrives on it. The caller must call `release` or `close` at the
+    end."""
 
     _transport: asyncio.Transport
 
@@ -103,7 +104,7 @@ class WorkerConnection(asyncio.Protocol):
         return data
 
     def release(self) -> None:
-        """Use the connection for another request, once the end of the answer has arrived."""
+        """Make the connection available for other requests, once the end of the answer has arrived."""
         self._is_released = True
         self.take()
         if self.is_complete:

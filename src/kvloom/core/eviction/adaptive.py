@@ -4,12 +4,14 @@ The features of an entry are its number of uses, the turn and pause of its conve
 request, its finish reason, and the time since the last use. `ReuseModel` learns from these features when entries are
 used again. This file chooses the samples, and computes priorities from the model.
 
-| entry      | condition                                              | evicted by                                     |
+| entry      | condition                                              | order of eviction                              |
 |------------|--------------------------------------------------------|------------------------------------------------|
-| active     | no later request has returned to its last visit        | the index of `ReuseModel`                      |
-| tail       | returning requests use less than the whole visit       | the same, times the share that uses the tail   |
-| superseded | a later turn of its conversation did not use it        | least recently used, before the others         |
-| stale      | idle longer than nearly all returning requests         | the same                                       |
+| active     | no later request has returned to its last visit        | by the index of `ReuseModel`                   |
+| tail       | at the end of a visit; not all returning requests use  | by the index of `ReuseModel`, times the share  |
+|            | this end                                               | of returning requests that use it              |
+| superseded | a later turn of its conversation did not use it        | before active and tail entries, least recently |
+|            |                                                        | used first                                     |
+| stale      | idle longer than nearly all returning requests         | like superseded entries                        |
 
 Until it has samples, the policy evicts the least recently used entry.
 """
@@ -119,8 +121,8 @@ class Adaptive:
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many of the last tokens of `entry` may be evicted together, because they are not more valuable
-        than its last token."""
+        """Return how many of the last tokens of `entry` may be evicted together. These tokens are not more valuable
+        than the last one."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open:
             return entry.tokens

@@ -1,8 +1,8 @@
 """Eviction policies. Each policy is one priority function. The entry with the smallest priority is evicted first.
 
-An entry is a part of the cache that can be evicted alone: the end of a leaf, a checkpoint or a media run. A policy
-has no access to tokens or pages. The queue computes an entry's priority when the entry is queued, and again before
-it is evicted.
+An entry is a part of the cache that can be evicted alone: the last blocks of a leaf, a checkpoint, or a media run. A
+policy has no access to tokens or pages. The queue computes an entry's priority when the entry is queued, and again
+before it is evicted.
 """
 
 from __future__ import annotations

@@ -127,7 +127,8 @@ class ReuseModel:
         return row[bin_] + (row[bin_ + 1] - row[bin_]) * (place - bin_)
 
     def falls(self, stratum: int, level: float, age: float) -> float:
-        """Return the age at which `index` will be clearly lower than now. It is at most twice the current age."""
+        """Return the age at which the value of `index` will be clearly lower than now. The result is at most twice the
+        current age."""
         if age < _FINE:
             first = 0 if age < 2.0 else 1 if age < 4.0 else 2
         else:

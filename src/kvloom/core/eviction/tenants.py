@@ -38,7 +38,7 @@ class Tenant:
     weight: float = 0.0
     firm: bool = True
     objective: Objective = field(default_factory=Objective)
-    """Objective of its requests that have none of their own."""
+    """Objective for those requests of the tenant that have no objective of their own."""
 
     @property
     def claim(self) -> float:

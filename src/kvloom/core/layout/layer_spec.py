@@ -108,7 +108,7 @@ class VisibilityKind(ABC):
 
     @abstractmethod
     def first_visible_each(self, positions: Positions, size: int) -> Positions:
-        """Return `first_visible` for many positions."""
+        """Return, for each position, the first token that the query at this position sees."""
 
     def visible_blocks(self, position: int, size: int, block: int) -> Sequence[int]:
         """Return the blocks up to `position` that this query or a later query sees, in order. A kind with holes may
@@ -152,14 +152,14 @@ KINDS: dict[str, VisibilityKind] = {"full": _Full(), "sliding": _Sliding(), "chu
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """The rule for the earlier tokens that a query sees. Masks, released pages, hits and loads all follow this
-    rule.
+    """The rule for the earlier tokens that a query sees. Masks, released pages, hits and loads all follow this rule.
 
     | kind    | tokens that the query at `position` sees             |
     |---------|------------------------------------------------------|
-    | full    | all                                                  |
-    | sliding | the last `size`, itself included                     |
-    | chunked | those of its own chunk of `size`                     |
+    | full    | all tokens up to `position`                          |
+    | sliding | the last `size` tokens, up to `position`             |
+    | chunked | the tokens of its chunk, up to `position`; a chunk   |
+    |         | has `size` tokens                                    |
     """
 
     kind: str
@@ -177,7 +177,7 @@ class Visibility:
         return KINDS[self.kind].first_visible(position, self.size)
 
     def first_visible_each(self, positions: Positions) -> Positions:
-        """Return `first_visible` for many positions."""
+        """Return, for each position, the first token that the query at this position sees."""
         return KINDS[self.kind].first_visible_each(positions, self.size)
 
     def visible_blocks(self, position: int, block: int) -> Sequence[int]:

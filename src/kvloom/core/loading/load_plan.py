@@ -27,7 +27,8 @@ __all__ = ["LoadPlan", "MissingPages", "TierQuery", "deciding_group", "first_que
 
 Mask = npt.NDArray[np.bool_]
 MOST_TAILS = 4096
-"""Largest number of positions queried for a snapshot. Each position costs one hash."""
+"""Largest number of positions inside blocks at which the tiers are queried for a snapshot. Each position costs one
+hash."""
 LAST_ROUND = 16
 
 
@@ -52,9 +53,9 @@ class MissingPages:
 
 
 def deciding_group(layout: PoolLayout) -> PageGroup | None:
-    """Return a group with full attention, or None. A longer hit always needs this group's page of the next block. If no
-    tier has this page, tiers cannot extend the hit. Returns None if there is no such group, or if the model has states,
-    because a snapshot may be inside the block."""
+    """Return a group whose page of the next block is needed for every longer hit. This is a group with full attention.
+    If no tier has the page, tiers cannot extend the hit. Returns None if there is no such group, or if the model has
+    states, because a snapshot may be inside the block."""
     if layout.of("state"):
         return None
     return next((group for group in layout.of("token") if not group.spec.visibility.windowed), None)

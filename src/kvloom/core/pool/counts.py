@@ -178,6 +178,6 @@ def leading(masks: list[int], places: int) -> list[int]:
 
 
 def leading_of(known: Mapping[Any, int], keys: Sequence[Any], places: int, scale: int) -> list[int]:
-    """Return `leading` of the masks that `known` has for `keys`, times `scale`. A key that is not in `known` has the
-    mask 0."""
+    """Look up the mask of each of `keys` in `known` (0 if the key is missing). Return what `leading` returns for these
+    masks, times `scale`."""
     return [count * scale for count in leading([known.get(key, 0) for key in keys], places)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 chain: Callable[[bytes, bytes], list[bytes]] | None
-"""Computes block hashes from token bytes. None if the native loops are not built."""
+"""Computes the chain of block hashes of token bytes. None if the native loops are not built."""
 
 try:
     from kvloom.core._native import (

@@ -357,9 +357,8 @@ class PagePool:
     # -- checking ------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Count every page again. Raises AssertionError at the first difference. O(pool), so only for tests and idle
-        time.
-        """
+        """Count every page again and compare with the pool's own counts. Raises AssertionError at the first difference.
+        O(pool), so only for tests and idle time."""
         owners = np.zeros(self.reserved, np.int32)
         for c in self.classes:
             in_use, cached = int((c.in_use > 0).sum()), int(((c.in_use == 0) & (c.cached > 0)).sum())

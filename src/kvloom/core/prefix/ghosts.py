@@ -13,8 +13,8 @@ __all__ = ["Ghost", "Ghosts"]
 
 
 class Ghost(NamedTuple):
-    """The record of an evicted entry. `when` is the time of the eviction. `reason` is the name of the policy. `history`
-    is the policy's history of the entry."""
+    """The record of an evicted entry. `when` is the time of the eviction. `reason` is the name of the policy that
+    evicted the entry. `history` is the policy's history of the entry."""
 
     when: float
     reason: str
@@ -36,8 +36,8 @@ class Ghosts:
 
     @staticmethod
     def place(node: Node) -> int | bytes:
-        """Return the key of the end of a node. The key of a root is its hash, which stays valid when the root is
-        removed."""
+        """Return the key under which the records of tokens after `node` are stored. The key of a root is its hash,
+        which stays valid when the root is removed."""
         return node.root.hash if node.parent is None else node.serial
 
     def add(
@@ -52,6 +52,7 @@ class Ghosts:
             seen.popitem(last=False)
 
     def find(self, place: int | bytes, data: bytes, start: int) -> Ghost | None:
-        """Return the record of evicted tokens that equal `data` from byte `start` on, or None."""
+        """Return the record of evicted tokens that equal `data` from byte `start` on, or None. `place` is the result of
+        `place()` for the node before these tokens."""
         ghost = self._seen.get((place, hash(data[start : start + self.SEEN])))
         return None if ghost is None else Ghost(*ghost)

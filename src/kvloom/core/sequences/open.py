@@ -225,9 +225,8 @@ def close_sequence(state: CacheState, seq: Sequence) -> Node:
 
 
 def _publish_end(state: CacheState, seq: Sequence, now: float) -> Node:
-    """Publish the partial tail, and take a checkpoint at the end of the sequence. Its live states become the
-    snapshot.
-    """
+    """Publish the partial last block, and take a checkpoint at the end of the sequence. The live states of the sequence
+    become the snapshot."""
     tree, table = state.tree, state.block_tables
     if not tree.needs_checkpoints:
         if table.length.item(seq.row) == seq.published:

@@ -333,9 +333,8 @@ class Scheduler:
     # -- between tenants --------------------------------------------------------------------------
 
     def _share_out(self) -> None:
-        """Compute the share of each active tenant. Preempt requests of tenants above their share for waiting tenants
-        below their share. With one active tenant there are no shares.
-        """
+        """Compute the share of each active tenant. If a tenant below its share has waiting requests that do not fit,
+        preempt requests of tenants above their share. With one active tenant there are no shares."""
         tenants = self._queue.active()
         total = sum(tenant.weight for tenant in tenants)
         self._shares = {tenant: tenant.weight / total for tenant in tenants} if len(tenants) > 1 else {}

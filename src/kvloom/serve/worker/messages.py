@@ -122,15 +122,16 @@ class TokenRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """A message that sends one prompt to the engine. The messages with parts of its answers have the same `id`.
+    """Sends one prompt to the engine. The deltas of all answers to this prompt have the same `id`.
 
-    - `stream`: a delta is sent per step, otherwise once at the end.
+    - `stream`: if true, each step with new tokens sends a delta per answer. If false, each returned answer is sent as
+      one delta when all answers have finished.
     - `salt`: only requests with the same salt share pages.
     - `ends_session`: this is the last request of a session.
     - `lossy`: the request accepts pages that a tier re-encoded.
     - `retain`: priorities of token ranges.
-    - `image_prompt`: replaces `prompt`.
-    - `offers_pages`, `awaits_peer`: hand-over, see `Engine.add`.
+    - `image_prompt`: if set, is used instead of `prompt`.
+    - `offers_pages`, `awaits_peer`: control the hand-over of pages between workers, see `Engine.add`.
     """
 
     id: int

@@ -117,7 +117,7 @@ class DiskConfig:
 
 
 class DiskTier(Tier):
-    """A tier in one directory. Thread-safe. Opening the tier locks the directory and reads the heads of all stored
+    """A tier in one directory. Thread-safe. Opening the tier locks the directory and reads the headers of all stored
     pages.
 
     Raises TierError if the directory has wrong permissions or another process uses it. After opening, faults such
@@ -197,14 +197,15 @@ class DiskTier(Tier):
         return self._store.used_by(tenant)
 
     def watch(self) -> PageChanges | None:
-        """Records changes (see `SupportsChanges`). Returns None if the tier has a key file, because stored keys
-        then hide block hashes."""
+        """Records changes (see `SupportsChanges`). Returns None if the tier has a key file, because block hashes cannot
+        be found from its stored keys."""
         return self._store.watch() if self._keys is None else None
 
     def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:
-        """Returns the objects with the keys under which they are stored on disk. If the tier has a key file, these keys
-        differ from `Objects.keys`. Raises NoKeyError if the tenant has no key. `legacy` selects the plain keys, under
-        which format version 2 stored encrypted pages."""
+        """Returns the objects with the keys under which they are stored on disk. Without a key file these are
+        `Objects.keys`. With a key file they are derived from the tenant's key, and NoKeyError is raised if the tenant
+        has none. With `legacy`, an object that is on disk only as an encrypted page of format version 2 keeps its key
+        from `Objects.keys`."""
         if self._keys is None:
             return objects
         stored = self._keys.with_stored_keys(objects)

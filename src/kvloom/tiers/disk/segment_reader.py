@@ -229,7 +229,7 @@ class _ReadCall:
         self._aligned = blocks and not ((into.starts + into.address) % BLOCK).any()
 
     def is_in_place(self, record: Record) -> bool:
-        """Returns whether a record can be read directly into its range. O_DIRECT needs whole blocks.
+        """Returns whether a record can be read directly into the caller's memory. O_DIRECT needs whole blocks.
 
         If one page of a call is unaligned, all pages of the call are treated as unaligned.
         """

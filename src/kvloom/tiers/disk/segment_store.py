@@ -48,7 +48,7 @@ class SegmentStoreConfig:
 
 class SegmentStore:
     """All segments and the index of a disk tier. `lock` guards the index and the counts of the segments. The
-    constructor reads the heads of all pages."""
+    constructor reads the headers of all pages."""
 
     def __init__(self, files: Files, config: SegmentStoreConfig) -> None:
         self._files, self._config = files, config
@@ -181,9 +181,8 @@ class SegmentStore:
     # --- the appending thread
 
     def set_shares(self, shares: Shares) -> None:
-        """Gives every tenant with a share its own segments, including those of an earlier run. Call this method
-        before the first frame.
-        """
+        """Gives every tenant with a share its own segments. The tenant's segments of an earlier run are used again.
+        Call this method before the first frame."""
         self._owners.set_shares(shares)
         for owner in self._owners:
             if owner.current is None:

@@ -62,9 +62,8 @@ def checksum(data: memoryview | bytes) -> int:
 
 
 def run_checksums(page: memoryview, run_bytes: int) -> bytes:
-    """Returns the checksums of a page's runs, packed as in a head. The size of the page must be a multiple of
-    `run_bytes`.
-    """
+    """Returns the checksums of a page's runs, packed as in the header of a stored page. The size of the page must be a
+    multiple of `run_bytes`."""
     if _native is not None and run_bytes >= _SHORTEST_RUN:
         found: bytes = _native.checksums(page, run_bytes)
         return found

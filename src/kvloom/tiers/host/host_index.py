@@ -67,9 +67,9 @@ class HostIndex:
             account.index = index
 
     def set_account(self, tenant: str, limit: int, guaranteed: int) -> bool:
-        """Sets the share of one tenant in bytes, at any time. All guaranteed parts together are at most the
-        capacity. Returns False if too many tenants have a share. The tenant then uses the common account.
-        """
+        """Sets the share of one tenant in bytes, at any time. The caller ensures that all guaranteed parts together
+        are at most the capacity. Returns False if too many tenants have a share. The tenant then uses the common
+        account."""
         account = self._by_tenant.get(tenant)
         if account is None:
             if len(self._by_tenant) >= MAX_TENANTS:

@@ -68,9 +68,8 @@ _REFUSALS = {
 
 
 class Verb(IntEnum):
-    """The requests of a client. A share is the id of a tenant after the keys, its limit in a and its guaranteed
-    bytes in b. It is left out for a tenant without a share.
-    """
+    """The requests of a client. To send the share of a tenant, the payload has the tenant's id after the keys, and the
+    header fields `a` and `b` have its limit and its guaranteed bytes. A tenant without a share is left out."""
 
     ABOUT = 1  # client's token -> slab and capacity in a, b; payload: address of the shared memory, limits
     LOOKUP = 2  # keys -> one byte each

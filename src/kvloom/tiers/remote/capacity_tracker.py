@@ -22,7 +22,7 @@ __all__ = ["CapacityTracker", "TrackedValue"]
 
 
 class _Account(Account):
-    """The values of one tenant, ordered by last use. `marked` counts the bytes of guaranteed values."""
+    """The values of one tenant, ordered by last use. `marked` is the number of bytes of values with `is_guaranteed`."""
 
     __slots__ = ("marked", "values")
 
@@ -34,7 +34,8 @@ class _Account(Account):
 
 @dataclass(slots=True)
 class TrackedValue:
-    """A counted value. `is_guaranteed` values of a tenant have at most as many bytes as its guarantee."""
+    """A counted value. `is_guaranteed` is set for values within the guarantee of their tenant. Together, these values
+    have at most as many bytes as the guarantee."""
 
     account: _Account
     size: int

@@ -1,9 +1,9 @@
 """Mooncake Store as a tier: `mooncake://master:50051?capacity=64GiB&segment=16GiB`.
 
-A tier has one client (mooncake_client.py). Pages move directly between registered memory and the store. Heads, and
-short, compressed or encrypted values, pass through a registered buffer per thread. The store does not count values
-or report evictions, so `capacity` limits only the values of this process. An empty or negative reply is a miss.
-Lengths from the store are always checked.
+A tier has one client (mooncake_client.py). Pages move directly between registered memory and the store. Page headers,
+and values that are short, compressed or encrypted, pass through a registered buffer per thread. The store does not
+count values or report evictions, so `capacity` limits only the values of this process. An empty or negative reply is a
+miss. Lengths from the store are always checked.
 """
 
 from __future__ import annotations

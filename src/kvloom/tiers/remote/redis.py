@@ -1,6 +1,6 @@
 """Redis or Valkey as a tier: `redis://user:password@host:port/db?capacity=64GiB`.
 
-    kvloom/1/KEY     the page: head and body                     kvloom/1:used    keys by last use (a sorted set)
+    kvloom/1/KEY     the page: header and body                   kvloom/1:used    keys by last use (a sorted set)
     kvloom/1:sizes   bytes by key                                kvloom/1:counts  bytes, evicted, a clock of uses
     kvloom/1:owners  tenant and bytes by key                     kvloom/1:tenant:ID  keys of a tenant by last use
     kvloom/1:tenants bytes by tenant                             kvloom/1:shares     guaranteed bytes by tenant

@@ -183,10 +183,9 @@ class Link:
 
 
 class RemoteTier(Tier):
-    """A tier behind a connection. Thread-safe. Raises TierError if the store cannot be reached at opening. Later
-    faults never raise. `jobs` are the job classes of reads and writes. `on_shares` receives the shares of tenants.
-    `max_page_bytes` includes the head.
-    """
+    """A tier behind a connection. Thread-safe. Raises TierError if the store cannot be reached at opening. Later faults
+    never raise. `jobs` are the job classes of reads and writes. `on_shares` receives the shares of tenants.
+    `max_page_bytes` is the size of the largest stored page, with its header."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""A tier over a key-value store. Each value is the head and body of one page (codec.py).
+"""A tier over a key-value store. Each value is one page: its header and its body (codec.py).
 
     write -> seal (checksums, compression, encryption) -> one `put` per batch
     read  -> one `get` per batch, directly into the caller's memory if bodies are plain -> checksums
 
-A key in the store begins with the version of the format, so pages of different versions never mix. The module of
-each store implements its connection. If the store does not count its values, the tier counts the values that this
-process stores (capacity_tracker.py).
+A key in the store begins with the version of the format, so pages of different versions never mix. The module of each
+store implements its connection. If the store does not count its values, the tier counts the values that this process
+stores (capacity_tracker.py).
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ __all__ = ["PREFIX", "Destination", "Store", "ValueRange", "store_tier"]
 PREFIX = b"kvloom/1/"
 _FORGET = (Outcome.CORRUPT, Outcome.SHORT)  # a retry cannot succeed, and the space is needed for a good copy
 _FORGET_KEYED = (*_FORGET, Outcome.LAYOUT, Outcome.LOCKED, Outcome.UNTRUSTED)
-"""Outcomes after which a page is removed from a tier with keys. A stored key is derived from tenant, block hash and
-layout, so no reader can use a page that does not match.
-"""
+"""Outcomes after which a page is removed from a tier with a key file. A stored key is derived from tenant, block hash
+and layout, so no reader can use a page that does not match."""
 
 Destination = Callable[[int, int], Sequence[memoryview] | None]
 """Called with (index, length). Returns memory for that many bytes, in order, or None if the value is not wanted."""
@@ -82,7 +81,7 @@ class Store(Connection, Protocol):
         return 0
 
     def evict(self, keys: Sequence[bytes]) -> None:
-        """Removes values, like `remove`, but does not count them."""
+        """Removes values that the tier evicts. Unlike `remove`, does not count them as dropped."""
         self.remove(keys)
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
@@ -264,9 +263,8 @@ class _Read(Job):
         tools: Tools,
         in_place: bool = False,
     ) -> Outcome:
-        """Verifies one object and returns its outcome. `body` begins with the requested runs. If `body` is None,
-        the body follows the head in `head_data`. `in_place` states that the runs are already in their range.
-        """
+        """Verifies one object and returns its outcome. `body` begins with the requested runs. If `body` is None, the
+        body follows the header in `head_data`. If `in_place` is set, the runs are already in the caller's memory."""
         form, parsed = self.objects.form, parse_head(head_data)
         if isinstance(parsed, Outcome):
             return parsed
@@ -328,7 +326,7 @@ class _Read(Job):
         return outcomes
 
     def _plain_parts(self, link: Link, tools: Tools) -> dict[int, Outcome]:
-        """Reads parts of plain objects in one round trip. Runs are read directly into their ranges."""
+        """Reads parts of plain objects in one round trip. Runs are read directly into the caller's memory."""
         start, stop = self.part
         plain = plain_head_bytes(self.objects.form)
         heads = memoryview(bytearray(plain * len(self.which)))
@@ -360,7 +358,7 @@ class _Read(Job):
         return outcomes
 
     def _parts(self, link: Link, tools: Tools, which: list[int]) -> dict[int, Outcome]:
-        """Reads parts of objects in two round trips. The first reads the heads, which contain the positions of the
+        """Reads parts of objects in two round trips. The first reads the headers, which contain the positions of the
         runs. The second reads the runs.
         """
         form, (start, stop) = self.objects.form, self.part
@@ -398,7 +396,7 @@ class _Read(Job):
 
 
 def _is_plain(head: memoryview) -> bool:
-    """Returns whether `head` belongs to a plain page. A damaged head counts as plain, and `_open` reports the
+    """Returns whether `head` belongs to a plain page. A damaged header counts as plain, and `_open` reports the
     damage later."""
     parsed = parse_head(head)
     if isinstance(parsed, Outcome):
