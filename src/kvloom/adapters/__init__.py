@@ -1,8 +1,9 @@
-"""Adapters: kvloom's tiers inside other inference engines.
+"""Adapters: kvloom's cache and tiers inside other inference engines.
 
 | folder | engine | content |
 |---|---|---|
+| `transformers/` | Hugging Face transformers | `kvloom.Cache`, for `model.generate(past_key_values=…)` |
 | `vllm/` | vLLM | a KV connector, and a secondary tier of vLLM's own offloading |
 
-An adapter imports its engine. Nothing else in kvloom imports an adapter.
+An adapter imports its engine. Only `kvloom.Cache` is reachable from outside this folder.
 """

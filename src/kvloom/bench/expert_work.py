@@ -34,7 +34,8 @@ class ExpertWork:
 
 
 def layer() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a layer's weights in bf16: gate and up, down."""
+    """Return the weights of one expert layer in bf16, as two tensors: gate and up projection together, and down
+    projection."""
     gate_up = torch.empty((EXPERTS, 2 * INNER, DIM), dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
     down = torch.empty((EXPERTS, DIM, INNER), dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
     return gate_up, down

@@ -272,7 +272,7 @@ def _measure(
 
 
 def _say(text: str) -> None:
-    """Show progress on a terminal."""
+    """Show a progress message, if the output is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 

@@ -50,9 +50,11 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 MIN_THREAD_PRODUCTS = 1 << 22
-"""Multiplications per thread from which attention uses several threads: about a millisecond."""
+"""If each thread has at least this many multiplications, attention uses several threads. They take about a millisecond.
+"""
 MIN_ROWS, MAX_ROWS = 2, 32
-"""Rows of a product for which `multiply` is faster than BLAS, which copies the weight first: up to three times."""
+"""Numbers of rows for which `multiply` is faster than BLAS, by up to three times, because BLAS copies the weight first.
+"""
 
 
 def supports(*tensors: torch.Tensor) -> bool:

@@ -217,9 +217,8 @@ class Tier(Protocol):
         ...
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Writes whole objects. The outcome OK means that the page is stored. In a disk tier, it is then stored
-        durably. An object that is already stored also gets OK.
-        """
+        """Writes whole objects. The outcome OK means that the page is stored, and in a disk tier that it survives a
+        crash. An object that is already stored also gets OK."""
         ...
 
     def drop(self, objects: Objects) -> int:

@@ -102,7 +102,7 @@ class Inspector:
 
     @property
     def reuse_seconds(self) -> Histogram:
-        """Seconds between a hit and the previous use of the same prefix."""
+        """Histogram of the seconds between a hit and the previous use of the same prefix."""
         return self._state.counts.reuse_seconds
 
     def hit_pages(self) -> dict[str, int]:

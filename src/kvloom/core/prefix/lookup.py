@@ -38,9 +38,8 @@ NOT_CACHED = ("never seen", "evicted")
 
 
 class Miss(NamedTuple):
-    """The position where a lookup ended, and the reason. `when` and `policy` are set for evicted pages. `matched`
-    is set if tiers have pages up to a later position, but no checkpoint there.
-    """
+    """The position where a lookup ended, and the reason. `when` and `policy` are set for evicted pages. `matched` is a
+    later position up to which tiers have pages, but at which there is no checkpoint."""
 
     reason: str
     position: int

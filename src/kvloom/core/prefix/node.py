@@ -126,7 +126,7 @@ class Checkpoint(Entry):
 
     @property
     def history(self) -> ReuseHistory | None:
-        """The history of the checkpoint's node, because a returning request uses both."""
+        """The history of the checkpoint's node, because a request that returns uses the checkpoint and the node."""
         return self.node.history
 
     @history.setter

@@ -99,8 +99,7 @@ def _unpublish(
     state: CacheState, seq: Sequence, path: list[Node], boundary: int, resume: int, now: float
 ) -> None:
     """Move the sequence's lock to the node that ends at the earlier block boundary `boundary`. The tokens from
-    `boundary` to `resume` count as unpublished again.
-    """
+    `boundary` to `resume` then count as unpublished."""
     tail, tree = resume - boundary, state.tree
     if not seq.control.store and boundary >= seq.node.end:
         seq.published = boundary  # these tokens are not in the tree

@@ -39,9 +39,8 @@ __all__ = ["open_offload", "opened_tiers"]
 
 log = logging.getLogger("kvloom.tiers")
 STAGING_BYTES = {False: 256 << 20, True: 4 << 30}
-"""Bytes of host memory without a configured host tier, without and with a GPU. Every transfer passes through host
-memory.
-"""
+"""Bytes of the staging arena of an engine without a host tier: on a CPU, on a GPU. Every transfer passes through host
+memory."""
 
 
 @contextmanager
@@ -119,11 +118,12 @@ def _with_values(place: OpenTier, layout: PoolLayout) -> OpenTier:
 
 def _with_unit_pages(place: OpenTier, layout: PoolLayout) -> OpenTier:
     """Wrap `place` so that it stores pages of HASH_TOKENS tokens. Servers of every block size can use such pages. A
-    peer is not wrapped, because it may be the host memory of another engine, whose pages have that engine's block
-    size.
+    peer may be the host memory of another engine, whose pages have that engine's block size. It then also has units
+    of the pages that it hands over.
     """
-    forms = {} if "peer://" in place.tier.name else unit_forms(layout)
-    return replace(place, tier=UnitTier(place.tier, forms)) if forms else place
+    forms = unit_forms(layout)
+    is_peer = "peer://" in place.tier.name
+    return replace(place, tier=UnitTier(place.tier, forms, has_whole_pages=is_peer)) if forms else place
 
 
 def _server_config(host_text: HostURL) -> PeerConfig | None:

@@ -48,7 +48,8 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 GATHERED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Head dimensions (keys, values) that the kernels over gathered tokens support."""
 MIN_CUDNN_TILES = 512
-"""Smallest number of tiles (128 queries of one head) in each cuDNN batch. Fewer tiles leave multiprocessors idle."""
+"""Smallest number of tiles (128 queries of one head) in each cuDNN batch. With fewer tiles, some multiprocessors are
+idle."""
 MIN_CUDNN_PAIRS = 1 << 26
 """Smallest number of query-key pairs, over all heads, that is worth a cuDNN plan for a new size."""
 MAX_CUDNN_BATCHES = 4
@@ -60,16 +61,17 @@ launches cost more.
 MIN_GATHERED_PAIRS_WIDE = 1 << 24
 """The same limit for heads of more than 128 dims, which are slower over pages."""
 MANY_VISIBLE_TOKENS = 2048
-"""Mean number of visible tokens per query from which descriptors are faster than cuDNN, for heads of up to 64 dims."""
+"""If queries of heads of up to 64 dims see at least this many tokens on average, descriptors are faster than cuDNN."""
 NARROW_WINDOW = 128
 """Largest window for which attention reads few tokens per step."""
 MIN_GATHERED_QUERIES = 64
-"""Rows with fewer queries are computed over pages: gathering would cost more than their attention."""
+"""Rows with fewer queries are computed over pages, because gathering would cost more than their attention."""
 COPY_TOKENS = 64
 MIN_PIECE_UNITS = 4
 """Smallest number of steps over tokens in one piece of a split block."""
 SMALL_ROWS = 16
-"""A sequence with at most this many query rows per KV head gets short blocks, even if others get long ones."""
+"""A sequence with at most this many query rows per KV head gets short blocks, even if other sequences get long blocks.
+"""
 
 
 @dataclass(frozen=True, slots=True)

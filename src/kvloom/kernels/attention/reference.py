@@ -39,7 +39,8 @@ MAX_BATCH_BYTES = 32 << 20
 pieces of half this size.
 """
 SMALL_PADDING_BYTES = 2 << 20
-"""Rows whose padding is smaller than this are batched together, because padding costs less than more torch calls."""
+"""Rows are batched together if their padding has fewer bytes than this, because padding costs less than more torch
+calls."""
 MIN_PIECE_QUERIES = 16
 """Smallest number of queries in a piece of a long row."""
 LOG2E = 1 / math.log(2)

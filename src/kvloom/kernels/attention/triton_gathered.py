@@ -194,10 +194,11 @@ def merge_parts(
     out_token, out_head, lse_token, lse_head,
     HEADS: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BOTH: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """Merge attention over two sets of tokens by their natural log-sum-exps. Copies the results from batches to
-    packed queries. Grid: (longest, places).
+    """Merge the attention results A and B of two sets of tokens, weighted by their natural log-sum-exps. Reads [batch,
+    token, head] and writes packed queries [token, head]. Without BOTH, only A is read. With SINK, the result is also
+    combined with the sinks.
 
-    Without BOTH there is only one set. Its results are copied and combined with the sinks.
+    Grid: (longest * HEADS / ROWS rounded up, places), where `longest` is the largest number of queries of a place.
     """
     place = PLACES + tl.program_id(1) * PLACE_WIDTH
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -26,12 +26,9 @@ UNIT_BYTES = 36 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The division of work in a launch: query `rows` by `tokens`, warps and stages of a program, and the number of
-    concurrent programs.
-
-    A program takes at least `min_units` units. Starting a tile costs as much as `overhead_units` units. 0 selects
-    the single-tile kernel.
-    """
+    """The division of work in a launch. A tile has `rows` query rows and reads `tokens` tokens at a time. A program has
+    a number of warps and stages, and takes at least `min_units` units. Starting a tile costs as much as
+    `overhead_units` units. If `overhead_units` is 0, the single-tile kernel runs."""
 
     rows: int
     tokens: int

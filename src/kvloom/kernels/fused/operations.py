@@ -40,8 +40,7 @@ __all__ = [
 ]
 
 NormForm = Literal["llama", "gemma"]
-"""How the norm applies its weight. `llama` rounds before the multiplication; `gemma` multiplies by 1 + weight in
-float32.
+"""How a norm applies its weight. `llama` rounds before the multiplication. `gemma` multiplies by 1 + weight in float32.
 """
 Activation = Literal["silu", "gelu_tanh"]
 

@@ -25,7 +25,7 @@ CHUNK = 64
 """Number of tokens that the chunked forms process at once."""
 
 _CHANNEL_CHUNK = 16
-"""The same for layers with one decay per channel, where each pair of tokens costs a whole vector."""
+"""Number of tokens at once for layers with one decay per channel, in which each pair of tokens costs a whole vector."""
 
 _BLOCK_ELEMENTS = 1 << 21
 """Number of states that a loop over time collects before it computes their outputs together."""

@@ -43,7 +43,7 @@ SUMMARY: tl.constexpr = tl.constexpr(1)
 OUTPUTS: tl.constexpr = tl.constexpr(2)
 
 CHUNK = 256
-"""Tokens of a chunk, if rows are split in time."""
+"""Number of tokens of a chunk, if rows are split in time."""
 
 # Channels per program, and warps. Arithmetic bounds a whole row; loads in flight bound a decode step.
 WALK_ELEMENTS, WALK_WARPS = 512, 1

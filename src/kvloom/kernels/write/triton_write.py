@@ -36,7 +36,7 @@ TILE = 4096
 """Elements that a program processes if there are many rows. In bf16, each thread has four loads of 16 bytes."""
 SMALL_TILE = 1024
 PROGRAMS = 512
-"""Number of programs that fill the device. Smaller tiles are faster if there would be fewer programs."""
+"""Number of programs that fill the device. If there would be fewer programs, smaller tiles are faster."""
 
 
 @triton.jit
