@@ -616,8 +616,9 @@ class _Attempt:
         left = max(0.1, call.at + proxy.options.deadline_seconds - now())
         proxy.counts.overhead.add(now() - call.at)
         try:
-            async with asyncio.timeout(left):
-                self._answer = await proxy.fleet.client.post(self._worker.url, call.path, headers, self._data)
+            self._answer = await proxy.fleet.client.post(
+                self._worker.url, call.path, headers, self._data, left
+            )
         except BaseException as error:
             self._worker.streams.discard(self._abort)
             self._translate(error)
