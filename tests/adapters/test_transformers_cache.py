@@ -15,6 +15,7 @@ import transformers
 import kvloom
 from kvloom.adapters.transformers import Cache
 from kvloom.adapters.transformers.model_layers import forward_arguments
+from kvloom.engine import Engine, EngineConfig, SamplingParams
 from tests.models.tiny import TINY
 from tests.models.zoo import config_of, prompts_of, tiny
 
@@ -326,6 +327,20 @@ def test_a_new_cache_loads_pages_from_disk(family: str, tmp_path: Path) -> None:
     with Cache(model, "2MiB", tiers, salt="mine") as cache:
         check_answers(model, cache, [prompt])
         assert cache.cached_tokens == 0
+
+
+@pytest.mark.parametrize(("family", "cached"), [("llama", 48), ("gemma3_text", 48), ("qwen3_next", 0)])
+def test_attention_pages_are_shared_with_the_engine(family: str, cached: int, tmp_path: Path) -> None:
+    """A notebook and a server with the same weights can use one disk tier. Pages with states have another form."""
+    (prompt,) = prompts_of(33, (60,))
+    tiers = [f"disk:{tmp_path}:64MiB"]
+    engine = Engine(tiny(family), EngineConfig(pool_bytes=2 << 20, tiers=tiers))
+    request = engine.add(prompt, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True))
+    engine.run()
+    engine.close()
+    with Cache(model_of(family), "2MiB", tiers) as cache:
+        assert check_answers(model_of(family), cache, [prompt]) == [request.tokens]
+        assert cache.cached_tokens == cached
 
 
 def test_a_pool_that_is_too_small() -> None:

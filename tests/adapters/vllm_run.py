@@ -2,7 +2,7 @@
 
 An order has `model`, a folder; `extra`, the settings of the connector or None; and `rounds`, lists of prompts. A
 prompt has `seed`, `tokens` and `salt`. Between rounds vLLM's own prefix cache is emptied. `faults` sets the faults of
-tiers `faulty:URL` before each round.
+tiers `faulty:URL` before each round, and `damage` names the folder of a disk tier to damage then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_ENABLE_V1_MULTIPROCESSING="0"
 )
 
-from kvloom.tiers import Objects, Tier, open_tier, registry
+from kvloom.tiers import Tier, open_tier, registry
 from kvloom.tiers.testing import Faults, FaultyTier
 
 FAULTS = Faults()
@@ -33,20 +33,16 @@ def parse_url(url: str) -> Callable[[], Tier]:
     return lambda: FaultyTier(open_tier(inner), FAULTS)
 
 
-def damage(folder: str) -> Callable[[Objects], None]:
-    """Change bytes in the middle of every segment of a disk tier, once."""
-    damaged: list[str] = []
-
-    def tamper(objects: Objects) -> None:
-        for path in () if damaged else sorted(Path(folder).rglob("*")):
-            if path.is_file() and path.stat().st_size > 1 << 16:
-                damaged.append(path.name)
-                data = bytearray(path.read_bytes())
+def damage(folder: str) -> None:
+    """Change bytes in every page of a disk tier."""
+    for path in sorted(Path(folder).rglob("*")):
+        if path.is_file() and path.stat().st_size > 1 << 16:
+            with path.open("r+b") as file:
+                data = bytearray(file.read())
                 for at in range(5000, len(data), 1500):
                     data[at] ^= 0x55
-                path.write_bytes(data)
-
-    return tamper
+                file.seek(0)
+                file.write(data)
 
 
 def tokens_of(prompt: dict[str, Any]) -> list[int]:
@@ -82,8 +78,11 @@ def main(order: dict[str, Any]) -> dict[str, Any]:
     answers: dict[str, Any] = {"rounds": []}
     for number, prompts in enumerate(order["rounds"]):
         faults = order.get("faults", {}).get(str(number), {})
+        this.FAULTS._released.clear()  # the last round released what hung
         for name, value in faults.items():
-            setattr(this.FAULTS, name, damage(value) if name == "tamper" else value)
+            setattr(this.FAULTS, name, value)
+        if str(number) in order.get("damage", {}):
+            damage(order["damage"][str(number)])
         began, before = time.monotonic(), hits(llm)
         outputs = llm.generate(
             [TokensPrompt(prompt_token_ids=tokens_of(p), cache_salt=p.get("salt")) for p in prompts],

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -38,10 +40,11 @@ from kvloom.adapters.vllm.messages import Answer, Load, Step, Store
 from kvloom.adapters.vllm.request_hashes import RequestHashes, Roots
 from kvloom.adapters.vllm.scheduler_side import SchedulerSide
 from kvloom.adapters.vllm.settings import Settings
+from kvloom.adapters.vllm.tier_events import TierEvents
 from kvloom.adapters.vllm.tier_pages import TierPages
 from kvloom.adapters.vllm.worker_side import WorkerSide
 from kvloom.core import hash_chain, root_hash, token_bytes
-from kvloom.tiers import OpenTier, open_tier
+from kvloom.tiers import Objects, OpenTier, open_tier
 from kvloom.tiers.testing import Faults, FaultyTier
 
 BLOCK, HEADS, SIZE, BLOCKS, WINDOW = 16, 2, 8, 40, 40
@@ -393,6 +396,14 @@ def test_short_prompts_and_hits_are_computed() -> None:
         assert scheduler.match(one, 0) == (0, False)
 
 
+def test_a_request_that_skips_the_cache_is_computed() -> None:
+    scheduler, one = side(), request(100)
+    one.skip_reading_prefix_cache = True
+    scheduler.add(one)
+    assert scheduler.match(one, 0) == (0, False)
+    assert not built(scheduler).lookups
+
+
 def test_blocks_are_stored_when_their_tokens_are_known() -> None:
     scheduler, one = side(), request(40)
     scheduler.add(one)
@@ -586,6 +597,41 @@ def test_load_or_recompute_follows_what_was_measured(disk: Any) -> None:
         other.worker._compute._model.observe(400, 10000.0)
     assert matched(400) == 384
     other.close()
+
+
+def test_tiers_publish_events_with_vllms_hashes(disk: Any) -> None:
+    one = Engine((0, WINDOW), disk())
+    events = TierEvents(one.groups, BLOCK)
+    one.worker = WorkerSide(settings("host:4MiB"), one.groups, one.worker._layers, one.tiers, events=True)
+    one.scheduler = SchedulerSide(settings(), one.groups, "model", 1, events=events)
+    stored = request(100, block_hasher=lambda r: [bytes([i]) * 32 for i in range(6)][len(r.block_hashes) :])
+    one.store(stored)
+
+    def published(index: int) -> Any:
+        return maybe_convert_block_hash(stored.block_hashes[index])
+
+    found: list[Any] = []
+    until = time.monotonic() + 30
+    while len(found) < 24:  # six blocks of two groups, in host memory and on disk
+        assert time.monotonic() < until
+        one.step()
+        events.apply(one.worker.take_changes())
+        found += events.take()
+    first = next(
+        e for e in found if e.medium == "CPU" and e.group_idx == 1 and e.block_hashes == [published(1)]
+    )
+    assert isinstance(first, BlockStored)
+    assert first.parent_block_hash == published(0)
+    assert first.token_ids == list(stored.all_token_ids[16:32])
+    assert (first.block_size, first.kv_cache_spec_sliding_window) == (BLOCK, WINDOW)
+    assert {e.medium for e in found} == {"CPU", "STORAGE"}
+    hashes = RequestHashes(Roots("model").of(stored), stored).of_blocks(1, 2, BLOCK)
+    one.tiers.host.drop(Objects(hashes, 1, one.worker._layers.forms[1]))
+    events.apply(one.worker.take_changes())
+    (removed,) = events.take()
+    assert isinstance(removed, BlockRemoved)
+    assert (removed.block_hashes, removed.medium, removed.group_idx) == ([published(1)], "CPU", 1)
+    one.close()
 
 
 # --- the secondary tier of vLLM's own offloading

@@ -154,4 +154,4 @@ def test_leading_masks_are_counted_alike(places: int) -> None:
         assert loops.leading(masks, places) == expected
         known = {i: mask for i, mask in enumerate(masks) if mask}
         for module in (counts, loops):
-            assert module.leading_of(known, list(range(40)), places) == expected
+            assert module.leading_of(known, list(range(40)), places, 16) == [16 * n for n in expected]

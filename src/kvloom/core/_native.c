@@ -360,8 +360,9 @@ static PyObject *wrong_row(PyObject *self, PyObject *args)
 
 /* -- masks: how long each bit stays set ---------------------------------------------------------- */
 
-/* Counts of leading masks, by bit. `known` is NULL, or a dict from which the masks of the keys in `items` are taken. */
-static PyObject *counts_of(PyObject *known, PyObject *items, int places)
+/* Counts of leading masks by bit, times `scale`. `known` is NULL, or a dict from which the masks of the keys in `items`
+   are taken. */
+static PyObject *counts_of(PyObject *known, PyObject *items, int places, int scale)
 {
     PyObject *counts;
     if (!PyList_CheckExact(items) || places < 0 || places > 64) {
@@ -386,7 +387,7 @@ static PyObject *counts_of(PyObject *known, PyObject *items, int places)
     if ((counts = PyList_New(places)) == NULL)
         return NULL;
     for (int p = 0; p < places; p++) {
-        PyObject *one = PyLong_FromSsize_t(count[p]);
+        PyObject *one = PyLong_FromSsize_t(count[p] * scale);
         if (one == NULL || PyList_SetItem(counts, p, one) < 0) {
             Py_DECREF(counts);
             return NULL;
@@ -401,22 +402,22 @@ static PyObject *leading(PyObject *self, PyObject *args)
     int places;
     if (!PyArg_ParseTuple(args, "Oi", &masks, &places))
         return NULL;
-    return counts_of(NULL, masks, places);
+    return counts_of(NULL, masks, places, 1);
 }
 
 static PyObject *leading_of(PyObject *self, PyObject *args)
 {
     PyObject *known, *keys;
-    int places;
-    if (!PyArg_ParseTuple(args, "O!Oi", &PyDict_Type, &known, &keys, &places))
+    int places, scale;
+    if (!PyArg_ParseTuple(args, "O!Oii", &PyDict_Type, &known, &keys, &places, &scale))
         return NULL;
-    return counts_of(known, keys, places);
+    return counts_of(known, keys, places, scale);
 }
 
 static PyMethodDef methods[] = {
     {"leading", leading, METH_VARARGS, "leading(masks, places) -> for each bit, the leading masks that have it"},
     {"leading_of", leading_of, METH_VARARGS,
-     "leading_of(known, keys, places) -> the same for the masks that the dict `known` has for `keys`; 0 if it has none"},
+     "leading_of(known, keys, places, scale) -> the same for the masks in the dict `known` (0 if none), times `scale`"},
     {"wrong_row", wrong_row, METH_VARARGS, "wrong_row(rows, open) -> place of the first bad row, or -1"},
     {"plain_ids", plain_ids, METH_O,
      "plain_ids(given) -> int32s of a list or tuple of plain ints from 0 on, or None for anything else"},

@@ -351,10 +351,10 @@ class Cache(TransformersCache):  # type: ignore[misc]
             view.fields[name][pages, places % block] = new.transpose(1, 2)
         if first == step.start:
             return key_states, value_states
-        start = first // block
-        visible = slice(first - start * block, step.end - start * block)
+        blocks = table[:, first // block :]
+        visible = slice(first % block, first % block + step.end - first)
         k, v = (
-            view.fields[name][table[:, start:]].flatten(1, 2)[:, visible].transpose(1, 2)
+            view.fields[name].permute(2, 0, 1, 3)[:, blocks].flatten(2, 3)[:, :, visible].transpose(0, 1)
             for name in ("k", "v")
         )
         return k, v

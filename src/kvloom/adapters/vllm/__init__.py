@@ -7,6 +7,7 @@
     block_groups.py      BlockGroup: block size, window and form of a KV cache group
     layer_pages.py       copies between vLLM's layer tensors and host memory
     tier_pages.py        TierPages: lookup, load and store of pages in the configured tiers
+    tier_events.py       TierEvents: block events of tiers in vLLM's format
     messages.py          what scheduler and worker send each other in every step
     scheduler_side.py    which pages a request loads and stores
     worker_side.py       runs these loads and stores

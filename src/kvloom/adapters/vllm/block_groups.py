@@ -45,6 +45,7 @@ class BlockGroup:
     block_tokens: int
     window: int = 0
     chunk: int = 0
+    kind: str = KVCacheSpecKind.FULL_ATTENTION.value
 
     def first_block(self, position: int) -> int:
         """Return the first block that the token at `position` can read."""
@@ -93,7 +94,7 @@ def block_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
                 f"block size {spec.block_size} is not a multiple of {HASH_TOKENS}: use --block-size {HASH_TOKENS}, "
                 "or a multiple"
             )
-        found.append(BlockGroup(index, tuple(group.layer_names), spec.block_size, window, chunk))
+        found.append(BlockGroup(index, tuple(group.layer_names), spec.block_size, window, chunk, kind.value))
     if not found:
         raise ValueError("this model has no KV cache, so there is nothing to store: remove the KV connector")
     return tuple(found)

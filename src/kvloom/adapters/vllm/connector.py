@@ -22,6 +22,7 @@ from .layer_pages import LayerPages
 from .messages import Answers, Step
 from .scheduler_side import SchedulerSide
 from .settings import Settings
+from .tier_events import TierEvents
 from .tier_pages import TierPages
 from .worker_side import WorkerSide
 
@@ -53,9 +54,15 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = self._kv_transfer_config, vllm_config.parallel_config
-        self._settings = Settings.parse(transfer.kv_connector_extra_config, parallel.world_size)
+        workers = parallel.world_size * parallel.data_parallel_size
+        self._settings = Settings.parse(transfer.kv_connector_extra_config, workers)
         self._groups = block_groups(vllm_config, kv_cache_config)
         self._rank, self._world_size = parallel.rank, parallel.world_size
+        self._global_rank = parallel.data_parallel_rank * parallel.world_size + parallel.rank
+        published = vllm_config.kv_events_config
+        self._publishes = published is not None and published.enable_kv_cache_events
+        hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
+        self._events = TierEvents(self._groups, hash_tokens) if self._publishes else None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -68,6 +75,7 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
                 self._world_size,
                 stores=transfer.is_kv_producer,
                 loads=transfer.is_kv_consumer,
+                events=self._events,
             )
 
     @property
@@ -102,6 +110,8 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         found = connector_output.kv_connector_worker_meta
         answers = found.answers if isinstance(found, Answers) else []
         self.scheduler.receive(answers, connector_output.failed_recving)
+        if self._events is not None and isinstance(found, Answers):
+            self._events.apply(found.changes)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.scheduler.finish(request)
@@ -114,7 +124,8 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return ()
+        """Return the events of host memory and disk."""
+        return () if self._events is None else self._events.take()
 
     def reset_cache(self) -> bool | None:
         """Forget all pages, because the weights may have changed. Tiers evict the old pages later."""
@@ -132,8 +143,9 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         shard = f"rank {self._rank} of {self._world_size}"
         layers = LayerPages(self._groups, self._kv_cache_config, kv_caches, shard)
         largest = max(form.page_bytes for form in layers.forms)
-        tiers = TierPages(self._settings, largest, self._rank, pin=layers.device.type == "cuda")
-        self._worker = WorkerSide(self._settings, self._groups, layers, tiers)
+        tiers = TierPages(self._settings, largest, self._global_rank, pin=layers.device.type == "cuda")
+        events = self._publishes and self._rank == 0
+        self._worker = WorkerSide(self._settings, self._groups, layers, tiers, events)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -158,8 +170,8 @@ class KvloomConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        answers = self.worker.take_answers()
-        return Answers(answers) if answers else None
+        answers, changes = self.worker.take_answers(), self.worker.take_changes()
+        return Answers(answers, changes) if answers or changes else None
 
     def _step(self) -> Step:
         step = self._get_connector_metadata()

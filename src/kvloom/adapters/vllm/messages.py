@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-__all__ = ["Answer", "Answers", "Load", "Lookup", "Step", "Store"]
+__all__ = ["Answer", "Answers", "Change", "Load", "Lookup", "Step", "Store"]
 
 
 @dataclass(slots=True)
@@ -65,12 +66,22 @@ class Answer:
     positions: list[int]
 
 
+class Change(NamedTuple):
+    """A tier of `medium` has stored or removed a page."""
+
+    medium: str
+    is_stored: bool
+    group: int
+    block_hash: bytes
+
+
 @dataclass
 class Answers(KVConnectorWorkerMetadata):
-    """From the workers to the scheduler."""
+    """From the workers to the scheduler. Only one worker reports changes."""
 
     answers: list[Answer] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Answers)
-        return Answers(self.answers + other.answers)
+        return Answers(self.answers + other.answers, self.changes + other.changes)

@@ -12,6 +12,7 @@ from .block_groups import BlockGroup, common_block_tokens
 from .messages import Answer, Load, Lookup, Step, Store
 from .request_hashes import RequestHashes, Roots
 from .settings import Settings
+from .tier_events import TierEvents
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -56,8 +57,10 @@ class SchedulerSide:
         workers: int,
         stores: bool = True,
         loads: bool = True,
+        events: TierEvents | None = None,
     ) -> None:
         self._settings, self._groups, self._workers = settings, groups, workers
+        self._events = events
         self._model, self._roots = model, Roots(model)
         self._stores, self._loads = stores, loads and settings.load != "never"
         self._step_tokens = common_block_tokens(groups)
@@ -81,7 +84,9 @@ class SchedulerSide:
         number is None while tiers are looked up.
         """
         state = self._requests.get(request.request_id)
-        if state is None or not state.may_load or computed % self._step_tokens:
+        if state is None or not state.may_load or request.skip_reading_prefix_cache:
+            return 0, False
+        if computed % self._step_tokens:
             return 0, False
         end = (request.num_tokens - 1) // self._step_tokens * self._step_tokens
         if end - computed < max(1, self._settings.min_load_tokens):
@@ -158,6 +163,9 @@ class SchedulerSide:
             pairs = [
                 (name, table[i]) for name, i in zip(hashes, at, strict=True) if i < len(table) and table[i]
             ]
+            if self._events is not None:
+                for name, i in zip(hashes, at, strict=True):
+                    self._events.remember(group.index, name, request, i)
             if pairs:
                 step.stores.append(Store(group.index, [p[0] for p in pairs], [p[1] for p in pairs]))
         state.stored = stop
@@ -187,8 +195,3 @@ class SchedulerSide:
     def reset(self) -> None:
         """Give later requests other hashes, because the weights may have changed. Stored pages are not found again."""
         self._roots = Roots(f"{self._model} reset {secrets.token_hex(16)}")
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether workers must still release pages of requests that ended."""
-        return bool(self._next.ended)

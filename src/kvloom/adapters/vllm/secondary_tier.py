@@ -11,7 +11,6 @@ tiers. vLLM's scheduler calls it, so no call waits: one thread owns the tiers an
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -278,11 +277,6 @@ class KvloomTier(SecondaryTierManager):
 
 def _root(config: OffloadingConfig) -> bytes:
     """Return the root of the keys: the weights, and how vLLM hashes blocks."""
-    seed = os.environ.get("PYTHONHASHSEED")
-    if seed is None:
-        log.warning(
-            "PYTHONHASHSEED is not set, so vLLM's block hashes differ in every process: set it to share pages"
-        )
     try:
         weights = weights_digest(config.model.name, None)
     except ValueError as error:
@@ -290,7 +284,7 @@ def _root(config: OffloadingConfig) -> bytes:
         weights = "unknown"
     cache = config.cache
     return root_hash(
-        f"vllm chunks {config.model.name} {weights} seed {seed} {cache.tokens_per_hash} {cache.blocks_per_chunk}"
+        f"vllm chunks {config.model.name} {weights} {cache.tokens_per_hash} {cache.blocks_per_chunk}"
     )
 
 

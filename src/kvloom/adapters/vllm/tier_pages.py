@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.tiers import HostConfig, HostTier, OpenTier, TierError, scheme_of
+from kvloom.tiers import HostConfig, HostTier, OpenTier, PageChanges, SupportsChanges, TierError, scheme_of
 from kvloom.tiers.transfers import TransferConfig, TransferManager, open_tiers
 
 from .settings import Settings
@@ -56,6 +56,17 @@ class TierPages:
     @property
     def arena(self) -> npt.NDArray[np.uint8]:
         return self.host.arena
+
+    def watch(self) -> list[tuple[str, PageChanges]]:
+        """Record which pages host memory and disk store and remove, from now on. Returns vLLM's name of each medium,
+        and its changes. Shared stores are not watched, because other processes change them also.
+        """
+        found = [("CPU", self.host.watch())]
+        for place in self.manager.tiers:
+            changes = place.tier.watch() if isinstance(place.tier, SupportsChanges) else None
+            if changes is not None:
+                found.append(("STORAGE", changes))
+        return found
 
     def close(self) -> None:
         """Write pending pages to the tiers, in bounded time, and close them."""

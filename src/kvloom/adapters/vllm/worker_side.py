@@ -23,7 +23,7 @@ from kvloom.tiers.transfers import FetchJob, TierLookup
 from .block_groups import BlockGroup, resume_positions
 from .compute_time import ComputeTime
 from .layer_pages import LayerPages
-from .messages import Answer, Load, Lookup, Step, Store
+from .messages import Answer, Change, Load, Lookup, Step, Store
 from .settings import Settings
 from .tier_pages import TierPages
 
@@ -76,7 +76,12 @@ class WorkerSide:
     """Runs the steps of one worker."""
 
     def __init__(
-        self, settings: Settings, groups: Sequence[BlockGroup], layers: LayerPages, tiers: TierPages
+        self,
+        settings: Settings,
+        groups: Sequence[BlockGroup],
+        layers: LayerPages,
+        tiers: TierPages,
+        events: bool = False,
     ) -> None:
         self._settings, self._groups, self._layers, self._tiers = settings, groups, layers, tiers
         self._compute = ComputeTime(settings.load == "auto")
@@ -87,6 +92,8 @@ class WorkerSide:
         self._failed: set[str] = set()
         self._copies: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self.stats = WorkerStats()
+        self._watched = tiers.watch() if events else []
+        self._forms = [form.fingerprint for form in layers.forms]
 
     def begin_step(self, step: Step) -> None:
         """Start lookups and loads of a step."""
@@ -125,6 +132,15 @@ class WorkerSide:
     def take_answers(self) -> list[Answer]:
         answers, self._answers = self._answers, []
         return answers
+
+    def take_changes(self) -> list[Change]:
+        """Return what tiers stored and removed since the last call, of pages of this layout."""
+        return [
+            Change(medium, change.is_stored, change.group, change.block_hash)
+            for medium, changes in self._watched
+            for change in changes.take()
+            if change.group < len(self._forms) and change.form == self._forms[change.group]
+        ]
 
     def end(self, request_id: str) -> None:
         """Release the pages of a request that loads nothing more."""

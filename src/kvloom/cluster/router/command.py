@@ -175,10 +175,7 @@ async def _serve(
             port,
             len(args.worker),
         )
-        # A collection walks over all tracked objects and delays every request meanwhile. The router makes little
-        # cyclic garbage, so collections are rare, and leave out what exists from the start.
-        gc.freeze()
-        gc.set_threshold(20_000, 20, 100)
+        gc.freeze()  # so that a collection, which delays every request, leaves out modules and settings
         samples = asyncio.create_task(application.state.run())
         try:
             await uvicorn.Server(config).serve(sockets=[listener])

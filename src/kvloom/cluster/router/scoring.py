@@ -216,12 +216,8 @@ class Scorer:
         home = None if session is None else self._sessions.get(session)
         if len(found) > SCORED:  # a rough order first
             rough = [
-                (
-                    (busy if (busy := load.busy_until) > now else now)
-                    - load.speed.per_token * lengths[name][-1]
-                )
-                if name in lengths
-                else max(load.busy_until, now)
+                (busy if (busy := load.busy_until) > now else now)
+                - load.speed.per_token * (lengths[name][-1] if name in lengths else 0)
                 for load, name in found
             ]
             limit = sorted(rough)[SCORED - 1]

@@ -177,7 +177,7 @@ def leading(masks: list[int], places: int) -> list[int]:
     return found
 
 
-def leading_of(known: Mapping[Any, int], keys: Sequence[Any], places: int) -> list[int]:
-    """Look up the mask of each of `keys` in `known` (0 if the key is missing). Return the same as `leading` returns for
-    these masks."""
-    return leading([known.get(key, 0) for key in keys], places)
+def leading_of(known: Mapping[Any, int], keys: Sequence[Any], places: int, scale: int) -> list[int]:
+    """Look up the mask of each of `keys` in `known` (0 if the key is missing). Return what `leading` returns for these
+    masks, times `scale`."""
+    return [count * scale for count in leading([known.get(key, 0) for key in keys], places)]

@@ -313,7 +313,7 @@ class HashIndex(Generic[HashKey]):
         places = len(self._places)
         if self._windows or self._states or self._groups > 1 or places > MAX_NATIVE:
             return self.lengths(self.bits(hashes))
-        return [count * HASH_TOKENS for count in loops.leading_of(self._bits, hashes, places)]
+        return loops.leading_of(self._bits, hashes, places, HASH_TOKENS)
 
     def _full_lengths(self, bits: Sequence[int]) -> list[int]:
         places, width = len(self._places), self._groups
