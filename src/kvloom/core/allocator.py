@@ -222,7 +222,8 @@ class Allocator:
         return max(1, min(slabs, int((victim.used - victim.guaranteed) // self._slab_bytes)))
 
     def _pages(self, size: int, needs: Sequence[int]) -> int:
-        """Return how many pages fit into `size` bytes, in the size class of which most pages are requested."""
+        """Return how many pages fit into `size` bytes. The pages have the size class of which `needs` requests the most
+        pages."""
         cls = max(range(len(needs)), key=lambda c: needs[c])
         return max(1, -(-size * self._pool.classes[cls].per_slab // self._slab_bytes))
 

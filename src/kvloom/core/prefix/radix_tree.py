@@ -417,7 +417,8 @@ class RadixTree(Checkpoints):
                 self.requeue(node, now)
 
     def requeue(self, node: Node, now: float) -> None:
-        """Queue a leaf for eviction. If its end is not resumable, the leaf is evicted before others."""
+        """Queue a leaf for eviction. If no prompt can resume at the end of the leaf, the leaf is evicted before other
+        entries."""
         if not node.children and not node.locks and node.parent is not None:  # inlined `node.leaf`
             if self.needs_checkpoints:
                 node.useless = self.last_resume(node) < node.end

@@ -373,7 +373,7 @@ class PrefillPlan:
         return count
 
     def _plan_blocks(self, rows: QueryRows, chosen: Ints, dtype: torch.dtype) -> list[_Blocks]:
-        """Return two lists of blocks: short blocks for rows with few queries, and long blocks for the others."""
+        """Return two lists of blocks: short blocks for rows with few queries, and long blocks for the other rows."""
         shape, heights = self.shape, rows.queries[chosen] * self.shape.group
         found = []
         for mine in (heights <= SMALL_ROWS, heights > SMALL_ROWS):
