@@ -60,7 +60,7 @@ class Row:
 
 
 class LMCache:
-    """LMCache's process, in the interpreter that has it."""
+    """The process that runs LMCache, started in the interpreter in which LMCache is installed."""
 
     def __init__(self, python: str, folder: Path) -> None:
         script = Path(__file__).parent / "lmcache_process.py"

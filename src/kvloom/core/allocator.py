@@ -230,8 +230,8 @@ class Allocator:
     # -- evicting -------------------------------------------------------------------------------
 
     def _evict_from(self, account: Account, slabs: int, now: float) -> bool:
-        """Evict about `slabs` slabs' worth of pages, from the entry of the account that is next in its eviction queue.
-        Returns False if the account has no entry."""
+        """Evict pages that fill about `slabs` slabs, from the next entry in the account's eviction queue. Returns False
+        if the queue has no entry."""
         queue, before = account.queue, account.used
         size = self._tree.pages.row_bytes
         rows = (

@@ -128,7 +128,7 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 def write_tokens(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch.Tensor) -> None:
-    """Compute `pages[page, place] = new`. `page` and `place` are int64."""
+    """Write the tokens `new` to their pages: `pages[page, place] = new`. `page` and `place` are int64."""
     tokens, heads, dim = new.shape
     page, place = (_dense(ids, torch.int64, (tokens,)) for ids in (page, place))
     _cpu.put(

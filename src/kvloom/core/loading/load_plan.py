@@ -184,7 +184,7 @@ class LoadPlan:
         return resume <= self.match.matched and bool((self._rows[whole] > 0).all())
 
     def _has_end(self, resume: int, tails: dict[int, set[int]]) -> bool:
-        """Return whether all pages of the partial block at `resume` are in the pool, or all are in a tier.
+        """Return whether all pages of the partial block at `resume` are in the pool, or all of them are in a tier.
 
         In a model without states, a page with more tokens than `resume` also counts.
         """

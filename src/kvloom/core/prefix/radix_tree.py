@@ -204,8 +204,8 @@ class RadixTree(Checkpoints):
         )
 
     def _loses(self, node: Node, rows: Ids) -> bool:
-        """Return whether a node that grows by `rows` would lose a window page that a checkpoint may need. The first of
-        `rows` replaces the node's partial block, but may lack a window page."""
+        """Return whether a node that grows by `rows` would lose a window page that a checkpoint may need. The first row
+        of `rows` replaces the row of the node's partial block, but may lack a window page."""
         if not self.windows or not node.end % self.block:
             return False
         return bool(((node.pages[node.count - 1] > 0) & (rows[0] == 0)).any())

@@ -305,7 +305,8 @@ class CudnnBatch:
 
 
 def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
-    """Group the chosen rows into batches of equal size. If any size is not round, return no batches."""
+    """Group the chosen rows into batches of equal size. If any size is not round (see `_even_size`), return no
+    batches."""
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     if (context_lengths % _even_size(context_lengths, 16)).any() or (queries % _even_size(queries, 32)).any():
         return []

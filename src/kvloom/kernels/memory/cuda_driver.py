@@ -25,7 +25,7 @@ _BATCH_SINCE = 12080
 
 
 class CudaError(RuntimeError):
-    """A driver call failed. `code` is its CUresult."""
+    """Raised if a driver call fails. `code` is the CUresult of the call."""
 
     OUT_OF_MEMORY = 2
 

@@ -22,7 +22,7 @@ __all__ = ["MAX_TENANTS", "HostIndex"]
 
 _MAX_TRIES = 4096  # number of pages examined to free one, if many are in use
 MAX_TENANTS = 256
-"""Number of tenants whose share can be set by `set_account`."""
+"""Largest number of tenants whose share `set_account` can set."""
 
 
 class _Account(Account):
