@@ -61,9 +61,9 @@ class Allocator:
         self._clock = clock
         self._slab_bytes = slab_bytes
         self.evicted: Counter[str] = Counter()
-        """Evictions by kind: blocks, window (unneeded window pages), snapshot, media."""
+        """Number of evictions by kind: blocks, window (unneeded window pages), snapshot, media."""
         self.idle_seconds = Histogram()
-        """Seconds between the last use of an entry and its eviction."""
+        """Histogram of the seconds between the last use of an entry and its eviction."""
         self.evicted_bytes = 0
         self._page_bytes = [slab_bytes // c.per_slab for c in pool.classes]
 

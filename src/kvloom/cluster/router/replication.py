@@ -40,8 +40,8 @@ CALL_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicationOptions:
-    """A prefix with at least `min_tokens` tokens and at least `hits` hits is copied until `copies` workers have it.
-    With 1, nothing is copied."""
+    """A prefix with at least `min_tokens` tokens and at least `hits` hits is copied until `copies` workers have it. If
+    `copies` is 1, nothing is copied."""
 
     copies: int = 1
     hits: int = 3

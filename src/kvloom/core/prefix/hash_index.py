@@ -255,7 +255,7 @@ class HashIndex(Generic[HashKey]):
         """Return the longest resumable length of a prompt with block hashes `hashes`, at most `limit` tokens.
 
         `places` restricts the search to some places. For example, a router passes one worker. `tail(parent, start,
-        length)` returns the hash of a partial last block of the prompt. If it is given, partial blocks can also
+        length)` returns the hash of a partial last block of the prompt. If `tail` is given, partial blocks can also
         match.
         """
         folded = self._fold(hashes[: -(-limit // HASH_TOKENS)], places)

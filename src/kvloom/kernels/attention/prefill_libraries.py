@@ -47,8 +47,8 @@ WORKSPACE = 384 << 20
 MEASURED_RUNS = 3
 """Number of timed runs of each candidate, after one warm-up run."""
 MAX_ERROR = 0.02
-"""Largest relative difference between the outputs of a library and our outputs. Rounding in half precision stays below
-this limit."""
+"""Largest allowed relative difference between the outputs of a library and our outputs. Rounding in half precision
+stays below this limit."""
 
 Result = tuple[torch.Tensor, torch.Tensor]
 

@@ -130,8 +130,8 @@ def linear(
     bias: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x times the weight, plus `bias` if given. If `into` is given, add the product to `into` in place instead.
-    Sums are rounded once."""
+    """Return x times the weight, plus `bias` if given. If `into` is given, add the product to `into` in place and
+    return `into`. Sums are rounded once."""
     if into is not None and bias is not None:
         raise ValueError("a product with a bias cannot be added to another tensor: give either bias or into")
     if _get_current_dispatch_mode() is not None:  # a dispatch mode must see every torch operation

@@ -12,7 +12,7 @@ from kvloom.kernels.dtypes import accumulator_dtype, quantised_max
 __all__ = ["SMALLEST_SCALE", "Rotary", "apply_rotary", "write"]
 
 SMALLEST_SCALE = 2.0**-100
-"""Smallest scale, so that its inverse is finite. A row of zeros has this scale."""
+"""Smallest scale that is used, so that the inverse of a scale is always finite. A row of zeros has this scale."""
 
 
 @dataclass(frozen=True, slots=True)
