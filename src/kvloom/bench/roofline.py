@@ -48,7 +48,8 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """Seconds of prefill and decode, FLOPs of prefill, and bytes that decode reads."""
+    """The lower bound of a workload: seconds of prefill and of decode, FLOPs of prefill, and bytes that decode
+    reads."""
 
     prefill: float
     decode: float

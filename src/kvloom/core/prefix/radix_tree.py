@@ -46,7 +46,7 @@ class RadixTree(Checkpoints):
     # -- finding --------------------------------------------------------------------------------
 
     def root(self, root_hash: bytes, account: Account, tenant: str = "") -> Root:
-        """Return the root with a hash. Creates the root if there is none."""
+        """Return the root with the hash `root_hash`. Creates the root if there is none."""
         root = self.roots.get(root_hash)
         if root is None:
             root = Root(next(self._serials), root_hash, account, self.pages.width, tenant)
