@@ -271,7 +271,7 @@ class HashIndex(Generic[HashKey]):
         ]
         if not self._states:
             return longest_resume(min(limit, reach * HASH_TOKENS), windows, HASH_TOKENS)[0]
-        # A partial tail gives a longer hit than its parent, so it is tried first.
+        # A hit that ends with a partial block is longer than the hit before that block, so it is tried first.
         for count in range(reach, -1, -1):
             parent = hashes[count - 1] if count else root
             if parent is None:

@@ -124,13 +124,12 @@ class RadixTree(Checkpoints):
     ) -> tuple[Node, bool]:
         """Add the tokens `data` and their pages (`rows`) after `cursor`, which ends at a block boundary.
 
-        Returns the node that ends where `data` ends, and whether the tree already had any of the tokens. The tree
-        takes over `rows`, and the caller must not change it afterwards. If the tree already has a page of a block,
-        it writes that page into `rows`, and the caller must use that page.
+        Returns the node that ends where `data` ends, and whether the tree already had any of the tokens. The tree takes
+        over the array `rows`, so the caller must not change the array afterwards. If the tree already has a page of a
+        block, it writes the id of that page into `rows`, and the caller must use that page.
 
-        `locked` is the node that the caller has locked, by default `cursor`. `last` states that the caller will
-        unlock it next. The node may then grow by a partial block. `lock` moves the caller's lock to the returned
-        node.
+        `locked` is the node that the caller has locked, by default `cursor`. `last` states that the caller will unlock
+        this node next. The node may then grow by a partial block. `lock` moves the caller's lock to the returned node.
         """
         node, start = cursor, cursor.end
         locked = locked or cursor
