@@ -183,7 +183,8 @@ class Proxy:
         )
 
     async def _tenant(self, call: Call) -> str:
-        """Return the tenant that salts the hashes. It is the tenant of the key, or the tenant in the request."""
+        """Return the tenant that salts the block hashes. It is the tenant of the request's API key. If the request has
+        no key, it is the tenant that the request names."""
         key, other = call.headers.get("authorization"), call.headers.get("x-api-key")
         if key is None and other is not None:
             key = f"Bearer {other}"

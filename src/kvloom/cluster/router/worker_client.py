@@ -21,7 +21,7 @@ __all__ = ["UnreachableError", "WorkerClient", "WorkerConnection"]
 
 CONNECT_SECONDS = 5.0
 IDLE_SECONDS = 20.0
-"""A connection that was idle for longer is not used again."""
+"""A connection that was idle for more than this many seconds is not used again."""
 END_SECONDS = 0.5
 """A connection stays open if the end of its answer arrives within this many seconds. Otherwise it is closed."""
 MAX_BUFFERED = 1 << 18
@@ -202,8 +202,9 @@ class WorkerClient:
         """Send a request to the worker at `url`, and return the connection when status and headers have arrived. Raises
         TimeoutError if the whole answer takes more than `seconds`.
 
-        An idle connection may break at any time. The request is then sent again on another one. Raises
-        UnreachableError if the worker accepts no connection, and ConnectionError if a new connection breaks."""
+        An idle connection may break at any time. The request is then sent again on another connection. Raises
+        UnreachableError if the worker accepts no connection, and ConnectionError if a new connection breaks.
+        """
         place = self._places.get(url)
         if place is None:
             place = self._places[url] = _place(url)
