@@ -329,6 +329,24 @@ def test_a_new_cache_loads_pages_from_disk(family: str, tmp_path: Path) -> None:
         assert cache.cached_tokens == 0
 
 
+def test_damaged_pages_are_computed_again(tmp_path: Path) -> None:
+    model = model_of("llama")
+    (prompt,) = prompts_of(34, (60,))
+    tiers = [f"disk:{tmp_path}:64MiB"]
+    with Cache(model, "2MiB", tiers) as cache:
+        check_answers(model, cache, [prompt])
+    largest = max(
+        (path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+    data = bytearray(largest.read_bytes())
+    for place in range(0, len(data), 64):
+        data[place] ^= 255
+    largest.write_bytes(data)
+    with Cache(model, "2MiB", tiers) as cache:
+        check_answers(model, cache, [prompt])
+        assert cache.cached_tokens < 48
+
+
 @pytest.mark.parametrize(("family", "cached"), [("llama", 48), ("gemma3_text", 48), ("qwen3_next", 0)])
 def test_attention_pages_are_shared_with_the_engine(family: str, cached: int, tmp_path: Path) -> None:
     """A notebook and a server with the same weights can use one disk tier. Pages with states have another form."""

@@ -52,7 +52,7 @@ async def echo(request: bytes, writer: asyncio.StreamWriter) -> None:
 def test_a_connection_serves_one_request_after_another() -> None:
     async def test(client: WorkerClient, url: str, connections: list[int]) -> None:
         for number in range(3):
-            answer = await client.post(url, "/v1/x", {"accept": "*/*"}, b"%d" % number)
+            answer = await client.post(url, "/v1/x", {"accept": "*/*"}, b"%d" % number, 60)
             assert answer.status == 200
             assert (b"x-kind", b"echo") in answer.headers
             request = await answer.read()
@@ -67,7 +67,7 @@ def test_a_connection_serves_one_request_after_another() -> None:
 
 def test_a_path_cannot_add_headers() -> None:
     async def test(client: WorkerClient, url: str, connections: list[int]) -> None:
-        answer = await client.post(url, "/v1/x HTTP/1.1\r\nevil: 1\r\n", {}, b"")
+        answer = await client.post(url, "/v1/x HTTP/1.1\r\nevil: 1\r\n", {}, b"", 60)
         assert b"\r\nevil" not in await answer.read()
         answer.release()
 
@@ -92,12 +92,12 @@ def test_a_chunked_answer_arrives_piece_by_piece_and_its_end_may_come_later() ->
         writer.write(b"0\r\n\r\n")
 
     async def test(client: WorkerClient, url: str, connections: list[int]) -> None:
-        answer = await client.post(url, "/", {}, b"")
+        answer = await client.post(url, "/", {}, b"", 60)
         assert await answer.read_any() == b"abc"
         answer.release()
         may_end.set()
         await completed(answer)
-        again = await client.post(url, "/", {}, b"")
+        again = await client.post(url, "/", {}, b"", 60)
         assert again is answer
         again.close()
         assert len(connections) == 1
@@ -113,11 +113,11 @@ def test_a_request_on_a_broken_idle_connection_is_sent_again() -> None:
             await echo(request, writer)
 
     async def test(client: WorkerClient, url: str, connections: list[int]) -> None:
-        answer = await client.post(url, "/", {}, b"a")
+        answer = await client.post(url, "/", {}, b"a", 60)
         await answer.read()
         answer.release()
         with pytest.raises(ConnectionError):
-            await client.post(url, "/", {}, b"close")
+            await client.post(url, "/", {}, b"close", 60)
         assert len(connections) == 2, "the idle connection broke, then the new one"
 
     run(once, test)
@@ -130,11 +130,11 @@ def test_an_answer_that_breaks_off_is_an_error_and_one_without_length_ends_with_
         writer.close()
 
     async def test(client: WorkerClient, url: str, connections: list[int]) -> None:
-        answer = await client.post(url, "/", {}, b"short")
+        answer = await client.post(url, "/", {}, b"short", 60)
         with pytest.raises(ConnectionError):
             await answer.read()
         answer.close()
-        answer = await client.post(url, "/", {}, b"open")
+        answer = await client.post(url, "/", {}, b"open", 60)
         assert await answer.read() == b"abc"
         answer.release()
 
@@ -151,7 +151,7 @@ def test_a_slow_reader_pauses_the_worker() -> None:
             await writer.drain()
 
     async def test(client: WorkerClient, url: str, connections: list[int]) -> None:
-        answer = await client.post(url, "/", {}, b"")
+        answer = await client.post(url, "/", {}, b"", 60)
         await asyncio.sleep(0.5)
         assert len(answer.take()) < 16 * MAX_BUFFERED
         assert 0 < len(await answer.read()) < size
@@ -159,10 +159,23 @@ def test_a_slow_reader_pauses_the_worker() -> None:
     run(large, test)
 
 
+def test_an_answer_that_stops_is_late() -> None:
+    async def stop(request: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc")
+
+    async def test(client: WorkerClient, url: str, connections: list[int]) -> None:
+        answer = await client.post(url, "/", {}, b"", 2)
+        with pytest.raises(TimeoutError):
+            await answer.read()
+        answer.close()
+
+    run(stop, test)
+
+
 def test_a_worker_that_is_not_there_is_unreachable() -> None:
     async def test(client: WorkerClient, url: str, connections: list[int]) -> None:
         with pytest.raises(UnreachableError):
-            await client.post("http://127.0.0.1:1", "/", {}, b"")
+            await client.post("http://127.0.0.1:1", "/", {}, b"", 60)
 
     run(echo, test)
 

@@ -60,8 +60,8 @@ def expert_work() -> Iterator[ExpertWork]:
 def by_torch(
     x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the same result with torch's grouped matrix multiplication: sort by expert, gather, multiply,
-    scatter."""
+    """Compute the result of an expert layer with torch's grouped matrix multiplication: sort by expert, gather,
+    multiply, scatter."""
     chosen, order = index.reshape(-1).sort()
     ends = torch.searchsorted(chosen, torch.arange(len(gate_up), device=x.device), right=True).int()
     both = torch._grouped_mm(x[order // index.shape[1]], gate_up.transpose(1, 2), offs=ends)

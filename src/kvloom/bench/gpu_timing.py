@@ -22,7 +22,8 @@ direction of the host link."""
 
 @dataclass
 class Row:
-    """One line of the report: microseconds of kvloom's call and of each peer's call, and the lower bound."""
+    """One line of the report: microseconds of kvloom's call and of each peer's call, and the lower bound of the
+    time."""
 
     section: str
     work: str

@@ -85,8 +85,8 @@ def vllm_life(
     - `qwen3next`: 36 layers with a state and 12 full layers, four groups. vLLM has one page size for all groups, so
       blocks cannot have 16 tokens. They have the smallest multiple of `block` that fits a state (544). A prefill
       step ends where a state is stored. Hits end on multiples of 544.
-    - `qwen3next-fine`: the same, with vLLM's `prefix_match_unit` set to `block`. It hashes every `block` tokens,
-      and a hit may end on a prompt's last such boundary.
+    - `qwen3next-fine`: the layers of `qwen3next`, with vLLM's `prefix_match_unit` set to `block`. vLLM then hashes
+      every `block` tokens, and a hit may end on a prompt's last such boundary.
     """
     cached = 0 if evicting else cached
     lives = 4 if evicting else repeats + WARM_UP + 2
@@ -384,7 +384,8 @@ def _stub(name: str) -> Any:
 
 
 class _SglangFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds SGLang's modules. Trees are loaded from their files, parents are bare packages, and others are stubs."""
+    """Finds SGLang's modules. Modules of trees are loaded from their files, their parent packages are empty, and all
+    other modules are stubs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -62,7 +62,8 @@ class _Worker(asyncio.Protocol):
 
 
 class _Client(asyncio.Protocol):
-    """One connection of the generator. Calls `done(client, seconds to the first byte)` at the end of an answer."""
+    """One connection of the load generator. At the end of an answer, calls `done(client, seconds)` with the seconds to
+    the first byte."""
 
     _transport: asyncio.Transport
 

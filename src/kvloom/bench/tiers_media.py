@@ -24,10 +24,10 @@ from kvloom.tiers.remote import ByteStream
 __all__ = ["FILE_ROUNDS", "WAIT_SECONDS", "Memory", "Side", "address", "memcpy", "raw", "tcp"]
 
 WAIT_SECONDS = 120.0
-_IO_BYTES = 512 << 10  # best size of raw reads, and threads
+_IO_BYTES = 512 << 10  # best size of reads from the plain file, and number of reading threads
 _READ_THREADS = 8
 _CONNECTIONS = 2
-FILE_ROUNDS = 4  # rounds in one file, of the tier and of the raw file
+FILE_ROUNDS = 4  # number of rounds in one file, for the tier and for the plain file
 _FAR_SIDE = """
 import socket, sys, threading
 from kvloom.tiers.remote import ByteStream

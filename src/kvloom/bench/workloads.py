@@ -3,12 +3,14 @@
 | name | workload                                                                 | size                             |
 |------|--------------------------------------------------------------------------|----------------------------------|
 | W1   | decode-heavy                                                             | 256 x (128 in, 512 out)          |
-| W2   | balanced                                                                 | 512 x (1024, 128)                |
-| W3   | shared prefix: each prompt begins with one of 8; then a run with hits    | 512 x (4096 + 64, 64), twice     |
-| W4   | long                                                                     | 16 x (16384, 128)                |
-| W5   | single request                                                           | 1 x (512, 256)                   |
-| W6   | conversations: a turn is the whole history and 448 new tokens            | 64 x 6 turns of 1024 first, 64   |
-| W7   | longest: a full context of 131072; runs only if selected                 | 1 x (130816, 256)                |
+| W2   | balanced                                                                 | 512 x (1024 in, 128 out)         |
+| W3   | shared prefix: each prompt begins with one of 8 prefixes; runs twice,    | 512 x (4096 + 64 in, 64 out)     |
+|      | the second time with cached prefixes                                     |                                  |
+| W4   | long prompts                                                             | 16 x (16384 in, 128 out)         |
+| W5   | single request                                                           | 1 x (512 in, 256 out)            |
+| W6   | conversations: the first prompt has 1024 tokens, and a later prompt is   | 64 x 6 turns (64 out per turn)   |
+|      | the whole history and 448 new tokens                                     |                                  |
+| W7   | a full context of 131072 tokens; runs only if selected                   | 1 x (130816 in, 256 out)         |
 
 All workloads are lists of conversations. Only conversations of W6 have more than one turn. The same seed and round give
 the same tokens.

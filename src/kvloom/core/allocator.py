@@ -61,9 +61,9 @@ class Allocator:
         self._clock = clock
         self._slab_bytes = slab_bytes
         self.evicted: Counter[str] = Counter()
-        """Evictions by kind: blocks, window (unneeded window pages), snapshot, media."""
+        """Number of evictions by kind: blocks, window (unneeded window pages), snapshot, media."""
         self.idle_seconds = Histogram()
-        """Seconds between the last use of an entry and its eviction."""
+        """Histogram of the seconds between the last use of an entry and its eviction."""
         self.evicted_bytes = 0
         self._page_bytes = [slab_bytes // c.per_slab for c in pool.classes]
 
@@ -222,15 +222,16 @@ class Allocator:
         return max(1, min(slabs, int((victim.used - victim.guaranteed) // self._slab_bytes)))
 
     def _pages(self, size: int, needs: Sequence[int]) -> int:
-        """Return how many pages fit into `size` bytes, in the size class of which most pages are requested."""
+        """Return how many pages fit into `size` bytes. The pages have the size class of which `needs` requests the most
+        pages."""
         cls = max(range(len(needs)), key=lambda c: needs[c])
         return max(1, -(-size * self._pool.classes[cls].per_slab // self._slab_bytes))
 
     # -- evicting -------------------------------------------------------------------------------
 
     def _evict_from(self, account: Account, slabs: int, now: float) -> bool:
-        """Evict about `slabs` slabs' worth of pages, from the entry of the account that is next in its eviction queue.
-        Returns False if the account has no entry."""
+        """Evict pages that fill about `slabs` slabs, from the next entry in the account's eviction queue. Returns False
+        if the queue has no entry."""
         queue, before = account.queue, account.used
         size = self._tree.pages.row_bytes
         rows = (

@@ -209,10 +209,10 @@ class Tier(Protocol):
         ...
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
-        """Reads bytes [start, stop) of every object into the same bytes of its range.
+        """Reads bytes [start, stop) of every object to the same offsets in the object's range.
 
-        `part` is (start, stop) and must begin and end at run boundaries. None means the whole page. A tier serves
-        reads in the order of the calls, so layers that are requested first arrive first.
+        `part` is (start, stop) and must begin and end at run boundaries. None means the whole page. A tier serves reads
+        in the order of the calls, so layers that are requested first arrive first.
         """
         ...
 

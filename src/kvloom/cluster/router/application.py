@@ -1,7 +1,8 @@
 """The router's HTTP application.
 
 /v1/…                            forwarded to the best worker
-/v1/models, /health, /version, /metrics, /workers
+/v1/models, /health, /version    answered by the router itself
+/metrics, /workers               metrics of the router; the workers and their state
 /dashboard, /kvloom/state        the fleet page, and its data
 /register, /unregister, /query   the indexer API of Mooncake's RFC 1403, for other gateways
 """

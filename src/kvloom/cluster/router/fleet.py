@@ -205,7 +205,7 @@ class Fleet:
 
     @staticmethod
     async def _resolve(url: str) -> set[str]:
-        """Return one URL per address of a URL's host name."""
+        """Return one URL for each address of the host name in `url`."""
         parts = urlsplit(url)
         loop = asyncio.get_running_loop()
         infos = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)

@@ -39,7 +39,7 @@ from kvloom.events_wire import (
 __all__ = ["FleetIndex", "Group", "WorkerBlocks"]
 
 MAIN_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Kinds of groups that every prompt token needs."""
+"""Kinds of layer groups in which every prompt token needs a page. None is the kind of events that state no kind."""
 MAX_EXPECTED = 200_000
 """Largest number of expected blocks per worker. For a worker without events, this is the assumed size of its cache."""
 

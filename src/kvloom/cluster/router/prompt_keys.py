@@ -1,8 +1,8 @@
 """Computes the block hashes of a prompt from the request's JSON. They equal the hashes of the workers.
 
-token ids in the request ──────────────────────────────▶ hashes of every root that workers use text or chat ──▶ local
-tokenizer, or a worker's /tokenize ──▶ hashes of every root that workers use if tokens are unknown ──▶ hashes of 64-byte
-pieces of the text: usable for affinity, but not to look up a worker's blocks
+the request has token ids ──────────────────────────────────────▶ hashes for every root that workers use
+text or chat ──▶ tokens from a tokenizer or a worker's /tokenize ──▶ hashes for every root that workers use
+tokens cannot be found ──▶ hashes of 64-byte pieces of the text: for affinity only, not to look up a worker's blocks
 """
 
 from __future__ import annotations

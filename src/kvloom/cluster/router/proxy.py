@@ -183,7 +183,8 @@ class Proxy:
         )
 
     async def _tenant(self, call: Call) -> str:
-        """Return the tenant that salts the hashes. It is the tenant of the key, or the tenant in the request."""
+        """Return the tenant that salts the block hashes. It is the tenant of the request's API key. If the request has
+        no key, it is the tenant that the request names."""
         key, other = call.headers.get("authorization"), call.headers.get("x-api-key")
         if key is None and other is not None:
             key = f"Bearer {other}"
@@ -616,8 +617,9 @@ class _Attempt:
         left = max(0.1, call.at + proxy.options.deadline_seconds - now())
         proxy.counts.overhead.add(now() - call.at)
         try:
-            async with asyncio.timeout(left):
-                self._answer = await proxy.fleet.client.post(self._worker.url, call.path, headers, self._data)
+            self._answer = await proxy.fleet.client.post(
+                self._worker.url, call.path, headers, self._data, left
+            )
         except BaseException as error:
             self._worker.streams.discard(self._abort)
             self._translate(error)

@@ -2,7 +2,7 @@
 
     request hits L tokens on worker A ──▶ count of the block at L ──▶ hot, and on fewer than `copies` workers?
       1  A:  the first L tokens, max_tokens 1, do_remote_decode     A copies the pages to its shared host memory
-      2  B:  the same, with A's kv_transfer_params                  B pulls them by its peer tier
+      2  B:  the same request, with A's kv_transfer_params          B pulls the pages through its peer tier
 
 Both requests are the same as in a hand-over, with the API key and the salt of the request that made the prefix hot. If
 one of them fails, the prefix still has one copy, as before.
@@ -40,8 +40,8 @@ CALL_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicationOptions:
-    """A prefix with at least `min_tokens` tokens and at least `hits` hits is copied until `copies` workers have it.
-    With 1, nothing is copied."""
+    """A prefix with at least `min_tokens` tokens and at least `hits` hits is copied until `copies` workers have it. If
+    `copies` is 1, nothing is copied."""
 
     copies: int = 1
     hits: int = 3

@@ -21,7 +21,7 @@ __all__ = ["UnreachableError", "WorkerClient", "WorkerConnection"]
 
 CONNECT_SECONDS = 5.0
 IDLE_SECONDS = 20.0
-"""A connection that was idle for longer is not used again."""
+"""A connection that was idle for more than this many seconds is not used again."""
 END_SECONDS = 0.5
 """A connection stays open if the end of its answer arrives within this many seconds. Otherwise it is closed."""
 MAX_BUFFERED = 1 << 18
@@ -56,7 +56,7 @@ class WorkerConnection(asyncio.Protocol):
         self._parser = HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
         self._body: list[bytes] = []
-        self._size = 0
+        self._size, self._deadline = 0, 0.0
         self._is_paused = self._is_released = self._stays_open = False
         self.is_closed = False
         self.is_complete = True
@@ -66,8 +66,10 @@ class WorkerConnection(asyncio.Protocol):
         """Headers of the answer; names are in lower case."""
         self.idle_since = 0.0
 
-    async def start(self, request: bytes) -> None:
-        """Send a request, and wait for the status and headers. Raises ConnectionError if the connection breaks."""
+    async def start(self, request: bytes, deadline: float) -> None:
+        """Send a request, and wait for the status and headers. Raises ConnectionError if the connection breaks. If this
+        call or a later read waits until `deadline`, a time of the event loop, it raises TimeoutError."""
+        self._deadline = deadline
         self.status, self.headers, self._body, self._size = 0, [], [], 0
         self.is_complete = self._is_released = False
         self._transport.write(request)
@@ -130,7 +132,8 @@ class WorkerConnection(asyncio.Protocol):
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
         try:
-            await self._waiter
+            async with asyncio.timeout_at(self._deadline):
+                await self._waiter
         finally:
             self._waiter = None
 
@@ -193,11 +196,15 @@ class WorkerClient:
     def __init__(self) -> None:
         self._places: dict[str, _Place] = {}
 
-    async def post(self, url: str, path: str, headers: Mapping[str, str], data: bytes) -> WorkerConnection:
-        """Send a request to the worker at `url`, and return the connection when status and headers have arrived.
+    async def post(
+        self, url: str, path: str, headers: Mapping[str, str], data: bytes, seconds: float
+    ) -> WorkerConnection:
+        """Send a request to the worker at `url`, and return the connection when status and headers have arrived. Raises
+        TimeoutError if the whole answer takes more than `seconds`.
 
-        An idle connection may break at any time. The request is then sent again on another one. Raises
-        UnreachableError if the worker accepts no connection, and ConnectionError if a new connection breaks."""
+        An idle connection may break at any time. The request is then sent again on another connection. Raises
+        UnreachableError if the worker accepts no connection, and ConnectionError if a new connection breaks.
+        """
         place = self._places.get(url)
         if place is None:
             place = self._places[url] = _place(url)
@@ -206,15 +213,15 @@ class WorkerClient:
         ]
         lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
         request = "".join([*lines, "\r\n"]).encode("latin-1") + data
-        oldest = asyncio.get_running_loop().time() - IDLE_SECONDS
+        now = asyncio.get_running_loop().time()
         while place.idle:
             connection = place.idle.pop()
-            if connection.is_closed or connection.idle_since < oldest:
+            if connection.is_closed or connection.idle_since < now - IDLE_SECONDS:
                 connection.close()
-            elif await _started(connection, request):
+            elif await _started(connection, request, now + seconds):
                 return connection
         connection = await self._connect(place)
-        if not await _started(connection, request):
+        if not await _started(connection, request, now + seconds):
             raise ConnectionResetError("the worker closed the connection before its answer")
         return connection
 
@@ -238,10 +245,10 @@ class WorkerClient:
                 connection.close()
 
 
-async def _started(connection: WorkerConnection, request: bytes) -> bool:
+async def _started(connection: WorkerConnection, request: bytes, deadline: float) -> bool:
     """Send a request. Returns False if the connection broke before the answer."""
     try:
-        await connection.start(request)
+        await connection.start(request, deadline)
     except ConnectionError:
         connection.close()
         return False

@@ -1,8 +1,11 @@
 """Eviction: the order in which cached entries are evicted, per tenant.
 
-policies Entry, the Policy protocol, the simple policies registry finds policies by name, also policies of other
-packages adaptive the learning policy reuse_model ReuseModel: predicts when an entry will be used again, for the
-learning policy queue EvictionQueue: entries of one account in order tenants Tenant, its account, quota and share
+policies      Entry, the Policy protocol, the simple policies
+registry      finds policies by name, also policies of other packages
+adaptive      the learning policy
+reuse_model   ReuseModel: predicts when an entry will be used again, for the learning policy
+queue         EvictionQueue: entries of one account in order
+tenants       Tenant, its account, quota and share
 """
 
 from .policies import Cost, Entry, LearningPolicy, Policy, ReuseHistory

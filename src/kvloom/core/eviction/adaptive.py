@@ -209,7 +209,7 @@ class Adaptive:
         )
 
     def _sample(self, visit: Visit, path: Sequence[Entry], now: float) -> None:
-        """Start one sample in the middle of the request's new tokens, and one for an entry that it hit."""
+        """Start one sample in the middle of the request's new tokens, and one for an entry that the request hit."""
         new = visit.length - visit.resumed - self._tail
         watched: list[int] = []
         if new > 0:

@@ -24,7 +24,7 @@ class EvictionQueue(Generic[E]):
     | call        | cost                                                                                 |
     |-------------|--------------------------------------------------------------------------------------|
     | push        | O(log n)                                                                             |
-    | next_victim | O(log n) amortised: the key of an entry is computed again only if the entry was used |
+    | next_victim | O(log n) amortised: a key is computed again only if its entry was used meanwhile     |
     """
 
     def __init__(self, policy: Policy) -> None:

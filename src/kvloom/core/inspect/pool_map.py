@@ -168,7 +168,7 @@ class PoolMap:
     # -- the map --------------------------------------------------------------------------------
 
     def _cut(self) -> list[tuple[int, int]]:
-        """Return ranges of cells. Each range has about as many pages as one map may count."""
+        """Return ranges of cells. Each range has about as many pages as one call of `look` may count."""
         pages = sum(c.per_slab for c in self._state.pool.classes)
         slabs = max(1, PAGES_A_LOOK // pages)
         cells = max(1, slabs * self.cells // (self._state.pool.reserved - 1))

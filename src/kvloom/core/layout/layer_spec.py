@@ -264,8 +264,7 @@ def attention_fields(
     kv_heads: int, head_dim: int, dtype: str, scales: bool | None = None
 ) -> tuple[Field, ...]:
     """Return the fields of one attention layer. int8 and fp8 values have one float32 scale per token and head. With
-    `scales=False` there are no such fields, because static scales are weights of the model.
-    """
+    `scales=False` there are no fields for scales, because static scales are weights of the model."""
     fields: tuple[Field, ...] = (
         Field("k", (kv_heads, head_dim), dtype, shard_axis=0),
         Field("v", (kv_heads, head_dim), dtype, shard_axis=0),

@@ -27,8 +27,7 @@ __all__ = ["LoadPlan", "MissingPages", "TierQuery", "deciding_group", "first_que
 
 Mask = npt.NDArray[np.bool_]
 MOST_TAILS = 4096
-"""Largest number of positions inside blocks at which the tiers are queried for a snapshot. Each position costs one
-hash."""
+"""Largest number of positions at which the tiers are queried for a snapshot. Each position costs one hash."""
 LAST_ROUND = 16
 
 
@@ -184,7 +183,8 @@ class LoadPlan:
         return resume <= self.match.matched and bool((self._rows[whole] > 0).all())
 
     def _has_end(self, resume: int, tails: dict[int, set[int]]) -> bool:
-        """Return whether all pages of the partial block at `resume` are in the pool, or all are in a tier.
+        """Return whether all pages of the partial block at `resume` are in the pool, or all of them are in a tier.
+        `tails` contains, for each group, the positions whose partial block a tier has.
 
         In a model without states, a page with more tokens than `resume` also counts.
         """

@@ -55,7 +55,7 @@ class Checkpoints:
         self._serials = count(1)
 
     def set_offload_source(self, source: OffloadSource | None) -> None:
-        """Attach the object that builds offload batches, or detach it."""
+        """Set the object that builds offload batches. None removes it."""
         self.offload_source = source
 
     def invalidate_matches(self) -> None:

@@ -195,8 +195,8 @@ class HashIndex(Generic[HashKey]):
     def chains(
         self, entries: list[tuple[HashKey, tuple[HashKey, int]]]
     ) -> Iterator[tuple[HashKey, list[HashKey], tuple[int, ...], str, int]]:
-        """Yield entries as chains: parent, hashes, groups, place, tail tokens. A call of `stored` with each chain
-        rebuilds the index."""
+        """Yield entries as chains: parent, hashes, groups, place, and the number of tokens of a partial last block
+        (else 0). A call of `stored` with each chain rebuilds the index."""
         names = list(self._places)
         every = (1 << self._groups) - 1
 
@@ -255,7 +255,7 @@ class HashIndex(Generic[HashKey]):
         """Return the longest resumable length of a prompt with block hashes `hashes`, at most `limit` tokens.
 
         `places` restricts the search to some places. For example, a router passes one worker. `tail(parent, start,
-        length)` returns the hash of a partial last block of the prompt. If it is given, partial blocks can also
+        length)` returns the hash of a partial last block of the prompt. If `tail` is given, partial blocks can also
         match.
         """
         folded = self._fold(hashes[: -(-limit // HASH_TOKENS)], places)
@@ -271,7 +271,7 @@ class HashIndex(Generic[HashKey]):
         ]
         if not self._states:
             return longest_resume(min(limit, reach * HASH_TOKENS), windows, HASH_TOKENS)[0]
-        # A partial tail gives a longer hit than its parent, so it is tried first.
+        # A hit that ends with a partial block is longer than the hit before that block, so it is tried first.
         for count in range(reach, -1, -1):
             parent = hashes[count - 1] if count else root
             if parent is None:
@@ -340,7 +340,8 @@ class HashIndex(Generic[HashKey]):
         return found
 
     def _checkpoint_lengths(self, bits: Sequence[int]) -> list[int]:
-        """Compute `lengths` for models with windows or states, with one matrix of blocks, places and groups."""
+        """Compute the result of `lengths` for models with windows or states, with one matrix of blocks, places and
+        groups."""
         places, width, blocks = len(self._places), self._groups, len(bits)
         if not places or not blocks:
             return [0] * places
@@ -374,7 +375,7 @@ class HashIndex(Generic[HashKey]):
         return longest_resume(position, windows, HASH_TOKENS, (position,))[0] == position
 
     def _fold(self, hashes: Sequence[HashKey], places: Iterable[str] | None) -> list[int]:
-        """Return, as bit masks, the groups that each hash has in any of `places`."""
+        """Return, for each hash, a bit mask of the groups that have a page for it in any of `places`."""
         every = (1 << self._groups) - 1
         chosen = (
             range(len(self._places))

@@ -144,9 +144,8 @@ class Lookup:
     def _resume(
         self, path: list[Node], limit: int, rows: Ids, reason: str
     ) -> tuple[Ids, int, Checkpoint | None, str]:
-        """Return the rows of page ids, the longest resumable length, its checkpoint, and the reason why it is below
-        `limit`.
-        """
+        """Return the rows of page ids, the longest resumable length, the checkpoint at this length, and the reason why
+        the length is below `limit`."""
         tree = self._tree
         windows = tree.presence(rows)
         found = {c.position: c for c in self._checkpoints(path, limit)} if tree.has_states else None

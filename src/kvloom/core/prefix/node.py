@@ -1,4 +1,5 @@
-"""The entries of the radix tree: nodes, roots and checkpoints. This module has only data. The tree modifies it."""
+"""The entries of the radix tree: nodes, roots and checkpoints. This module has only data. The tree modifies these
+objects."""
 
 from __future__ import annotations
 

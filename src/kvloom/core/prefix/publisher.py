@@ -148,7 +148,7 @@ class EventPublisher:
         block_hash = self.hash_at(node, position)
         before = (position - 1) // HASH_TOKENS * HASH_TOKENS
         parent = self.hash_at(node, before) if before > node.start else self.hash_before(node)
-        # A partial tail inside a longer node has pages, but a prompt can resume there only with a snapshot.
+        # A partial block inside a longer node has pages, but a prompt can resume there only with a snapshot.
         groups = self.state_groups + (self.token_groups if position % HASH_TOKENS else ())
         text = self._tokens(node, before, position)
         self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, position % HASH_TOKENS, text))

@@ -59,7 +59,7 @@ def _resumable_below(
         if not state.has_states or resume >= table.state_length[seq.row]:
             return resume, None
     candidates, reach = list(path), seq.node.end
-    if target > seq.published == seq.node.end:  # a snapshot in the partial tail of this sequence
+    if target > seq.published == seq.node.end:  # a snapshot in the partial last block of this sequence
         ids = table.tail[seq.row, : target - seq.published].tobytes()
         below, matched = tree.walk(seq.node, ids, target - seq.published)
         candidates += below

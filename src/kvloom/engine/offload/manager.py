@@ -408,8 +408,8 @@ class OffloadManager:
             self._store.poll()
         if self.host_server is not None:
             self.host_server.close()
-        self._store.close()
         self.transfers.close(max(0.1, deadline - time.monotonic()))
+        self._store.close()
         self._pages.close()
 
     # -- hand-over between prefill and decode workers ------------------------------------------------

@@ -1,14 +1,16 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """Prefill over gathered K and V: the kernels that copy pages, attend by tensor descriptors, and merge batches.
 
-Rows and blocks are defined in `triton_prefill`. The host passes the copies and the visible tokens as int32 lists.
-This module does not depend on plans.
+Rows and blocks are defined in `triton_prefill`. The host passes the copies and the visible tokens as int32 lists. This
+module does not depend on plans.
 
 | list    | fields                                                                                      |
 |---------|---------------------------------------------------------------------------------------------|
-| spans   | first row, first query, queries, position of the first query, first token in K, tokens       |
-| copies  | table row, first token, tokens there, first token in the copy, tokens of the copy            |
-| places  | batch, row in the batch, queries, first query                                               |
+| spans   | first row, first query, number of queries, position of the first query, first token in K,   |
+|         | number of tokens                                                                            |
+| copies  | table row, first token in the pages, number of tokens in the pages, first token in the      |
+|         | copy, number of tokens in the copy                                                          |
+| places  | index in the batch, first token in the batch, number of queries, first packed query         |
 """
 
 from __future__ import annotations

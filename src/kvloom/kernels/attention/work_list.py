@@ -155,11 +155,12 @@ class LayerCall:
     ) -> None:
         """Launch the attention kernel for every tile of the work list.
 
-        `bounds` is a bit mask of the limits that the kernel checks for each row: 1 the last visible
-        token, 2 the first visible token, 3 both. A tile whose tokens were all read by one program has a final result. With `direct` it
-        is written to `out`. All other results are partial, and are written to `work.parts`. `members` contains the
-        indices of the queries that read a shared prefix. Without `members`, the queries of a tile are consecutive. With
-        `beside`, this launch runs at the same time as the launch before it, and ends only after that one has ended.
+        `bounds` is a bit mask of the limits that the kernel checks for each row: 1 the last visible token, 2 the first
+        visible token, 3 both. A tile whose tokens were all read by one program has a final result. With `direct`, final
+        results are written to `out`. All other results are partial, and are written to `work.parts`. `members` contains
+        the indices of the queries that read a shared prefix. Without `members`, the queries of a tile are consecutive.
+        With `beside`, this launch runs at the same time as the launch before it, and ends only after that launch has
+        ended.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         k_scale = self.q if self.k_scale is None else self.k_scale

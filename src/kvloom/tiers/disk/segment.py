@@ -69,9 +69,9 @@ class Record:
 
 
 class Frame:
-    """The page headers and bodies of some objects. Each body has `size` bytes and is padded to whole blocks. A frame is
-    built before its position in the file is known, and its records are built after the write. The appending thread
-    therefore has little work."""
+    """The page headers and bodies of some objects. Each body is padded to whole blocks. `size` is the number of bytes
+    of all padded bodies. A frame is built before its position in the file is known, and its records are built after the
+    write. The appending thread therefore has little work."""
 
     __slots__ = ("_offset", "_segment", "_used", "block", "bodies", "heads", "size")
 

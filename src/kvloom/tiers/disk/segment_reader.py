@@ -238,8 +238,8 @@ class _ReadCall:
 
 @dataclass(slots=True)
 class _Job:
-    """Bytes `part` of some records, each with its index in the transfer. `count` is set if one page is split into
-    several jobs."""
+    """A read of the bytes `part` of some records. Each record has its index in the transfer. `count` is set if one page
+    is split into several jobs."""
 
     call: _ReadCall
     found: list[tuple[int, Record]]

@@ -152,7 +152,7 @@ _AXES: dict[Format, tuple[int, ...]] = {
 
 
 def _block_shape(shape: PageShape, kind: Format) -> tuple[int, ...]:
-    """Returns the shape of a block in a format."""
+    """Returns the shape of a block in the format `kind`."""
     layers, tokens, width = shape.layers, shape.tokens, shape.heads * shape.dims
     return {
         "2LTD": (2, layers, tokens, width),

@@ -22,7 +22,7 @@ __all__ = ["MAX_TENANTS", "HostIndex"]
 
 _MAX_TRIES = 4096  # number of pages examined to free one, if many are in use
 MAX_TENANTS = 256
-"""Number of tenants whose share can be set by `set_account`."""
+"""Largest number of tenants whose share `set_account` can set."""
 
 
 class _Account(Account):
@@ -278,9 +278,8 @@ class HostIndex:
         return best[1] if best else None
 
     def _evictable_accounts(self, account: _Account) -> list[_Account]:
-        """Returns the accounts whose pages may be evicted for `account` while `account` is below its limit. An
-        account below its guarantee evicts pages of others, if others are above their guarantee.
-        """
+        """Returns the accounts whose pages may be evicted for `account` while `account` is below its limit. An account
+        below its guarantee evicts pages of other accounts, if any of them is above its guarantee."""
         others = [one for one in self.accounts if one is not account and one.is_above_guarantee]
         return others if others and account.used < account.guaranteed else [account, *others]
 

@@ -103,7 +103,8 @@ class HostTier(Tier):
             return self.index.set_account(tenant, limit, guaranteed)
 
     def end_guarantee(self, tenant: str) -> None:
-        """Ends the guarantee that `set_account` set. The tenant's pages remain, but can be evicted for others."""
+        """Ends the guarantee that `set_account` set. The tenant's pages remain, but can be evicted for other
+        tenants."""
         with self._lock:
             self.index.end_guarantee(tenant)
 

@@ -302,8 +302,7 @@ class _LeaseLimits:
 
 class _Guarantees:
     """The guaranteed parts of tenants. A part ends when the last connection that wrote for the tenant closes. The
-    tenant's pages remain, but can be evicted for others. Thread-safe.
-    """
+    tenant's pages remain, but can be evicted for other tenants. Thread-safe."""
 
     def __init__(self, tier: HostTier) -> None:
         self._tier = tier

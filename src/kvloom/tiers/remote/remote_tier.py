@@ -116,7 +116,7 @@ class RemoteConfig:
 
     @property
     def effective_batch_bytes(self) -> int:
-        """Bytes per call. All batches in flight together fit into the store."""
+        """Number of bytes per call. It is small enough that all batches in flight together fit into the store."""
         return min(self.batch_bytes, self.capacity // (2 * self.writers))
 
 

@@ -168,9 +168,8 @@ class TransferManager:
         return TierLookup(self, objects, without)
 
     def fetch(self, objects: Sequence[Objects], queue_of: dict[bytes, int], deadline: float) -> FetchJob:
-        """Loads objects into host memory until `deadline`. `queue_of`, from a TierLookup, maps each object to the
-        queue of a tier that has it.
-        """
+        """Starts to load objects into host memory. Loads that have not ended at `deadline` are cancelled. `queue_of`,
+        from a TierLookup, maps each object to the queue of a tier that has it."""
         return FetchJob(self, objects, queue_of, deadline)
 
     def write_to_tiers(self, objects: Objects, used: bool) -> None:
