@@ -61,7 +61,7 @@ build/vllm/bin/vllm: $(STAMP)
 	@build/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
 test-vllm: setup build/vllm/bin/vllm ## the tests of the vLLM connector, with a vLLM for CPUs in build/vllm
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 tests/adapters/test_vllm.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 tests/adapters/test_vllm.py tests/cluster/test_gateways.py
 
 # Some tests time real processes, and a busy machine can make one of them fail. If at most three tests fail, they run
 # again without others beside them, and must pass. The output names them: such a test is a defect.
