@@ -80,12 +80,9 @@ def test_router_follows_vllm_workers(tmp_path: Path) -> None:
     with ExitStack() as stack:
         workers, sockets = [], []
         for number in range(2):
-            port, events, replay = free_port(), free_port(), free_port()
+            port, events, replay = free_port(), f"ipc://{tmp_path}/e{number}", f"ipc://{tmp_path}/r{number}"
             published = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv-events"}
-            published |= {
-                "endpoint": f"tcp://127.0.0.1:{events}",
-                "replay_endpoint": f"tcp://127.0.0.1:{replay}",
-            }
+            published |= {"endpoint": events, "replay_endpoint": replay}
             command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
             command += [
                 "--served-model-name",
@@ -107,7 +104,7 @@ def test_router_follows_vllm_workers(tmp_path: Path) -> None:
             stack.callback(process.wait, 60)
             stack.callback(process.terminate)
             workers.append(Process(process, f"http://127.0.0.1:{port}", log))
-            sockets.append((f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}"))
+            sockets.append((events, replay))
         for worker in workers:
             until(worker.is_healthy, 600)
         router = stack.enter_context(started(tmp_path / "router.log", "route"))
