@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml requirements.lock src/kvloom/core/_native.c src/kvloom/
 	@touch $@
 
 test: setup lint ## lint, formatting, types and the quick tests (about 12 minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" --durations=10
 
 # Ray has packages of its own (380 MB, about a minute): the tests of `kvloom deploy` use it from an environment beside.
 build/ray/bin/ray: $(STAMP)
@@ -67,13 +67,13 @@ test-vllm: setup build/vllm/bin/vllm ## the tests of the vLLM connector, with a 
 # again without others beside them, and must pass. The output names them: such a test is a defect.
 LAST_FAILED := .pytest_cache/v/cache/lastfailed
 test-full: setup lint build/ray/bin/ray build/smg/bin/smg ## all tests, the slow ones too (about 40 minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 || { \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 || { \
 		test $$? = 1 && test "$$(grep -c '"tests' $(LAST_FAILED))" -le 3 && \
 		echo "These tests failed beside others, and run again alone:" && cat $(LAST_FAILED) && \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
 
 test-slow: setup ## the slow tests alone: all parameter sets, training, compiled models, benchmarks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=10
 
 test-gpu: ## the tests of kernels, models and engine on this machine's GPU, by a Python that has its torch and pytest-xdist: GPU_PYTHON=python3
 	@if $(GPU_PYTHON) -c 'import sys, torch, xdist; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then \

@@ -118,6 +118,11 @@ class Objects:
         tail = self.group.to_bytes(4, "little") + self.form.fingerprint
         return [name + tail for name in self.block_hashes]
 
+    def take(self, indexes: npt.NDArray[np.int64] | Sequence[int]) -> Objects:
+        """Returns a batch of the objects at `indexes`."""
+        hashes = [self.block_hashes[i] for i in np.asarray(indexes, np.int64).tolist()]
+        return Objects(hashes, self.group, self.form, self.tenant)
+
     def with_keys(self, keys: list[bytes]) -> Objects:
         """Returns a batch of the same objects with other keys, one per object."""
         renamed = Objects(self.block_hashes, self.group, self.form, self.tenant)

@@ -85,7 +85,7 @@ class UnitTier(WrappedTier):
             found = self.inner.lookup(objects)
             missing = np.flatnonzero(~found)
             if missing.size:
-                found[missing] = self._lookup_units(_some(objects, missing), unit)
+                found[missing] = self._lookup_units(objects.take(missing), unit)
             return found
         return self._lookup_units(objects, unit)
 
@@ -110,13 +110,11 @@ class UnitTier(WrappedTier):
                 is_whole = self.inner.lookup(objects)
                 whole, indexes = indexes[is_whole], indexes[~is_whole]
                 if whole.size:
-                    inner = self.inner.read(
-                        _some(objects, whole), Ranges(into.view, into.starts[whole]), part
-                    )
+                    inner = self.inner.read(objects.take(whole), Ranges(into.view, into.starts[whole]), part)
                     self._wait(inner)
                     self._settle(transfer, whole, inner.results, inner.reason)
             if indexes.size:
-                self._read_units(_some(objects, indexes), unit, into, (start, stop), transfer, indexes)
+                self._read_units(objects.take(indexes), unit, into, (start, stop), transfer, indexes)
 
         return self._submit(transfer, work)
 
@@ -196,9 +194,3 @@ class UnitTier(WrappedTier):
         found = int(self.lookup(objects).sum())
         self.inner.drop(self._units(objects, unit)[0])
         return found
-
-
-def _some(objects: Objects, indexes: npt.NDArray[np.int64]) -> Objects:
-    """Return the objects at `indexes`."""
-    hashes = [objects.block_hashes[i] for i in indexes.tolist()]
-    return Objects(hashes, objects.group, objects.form, objects.tenant)

@@ -209,7 +209,7 @@ class Cache(TransformersCache):  # type: ignore[misc]
             raise ValueError(
                 "attention_mask has zeros after tokens; pad on the left: tokenizer.padding_side='left'"
             )
-        if self._states or any(visible.kind == "chunked" for _, visible in self._attention.values()):
+        if self._states or not all(visible.is_relative for _, visible in self._attention.values()):
             raise ValueError(
                 "states contain padding, and chunks of attention begin after it: with this model, call generate() once "
                 "for each prompt, or with prompts of one length"

@@ -102,27 +102,20 @@ def block_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
 
 def _window(spec: KVCacheSpec) -> int:
     """Return the tokens that vLLM keeps. Speculation may keep more than the window."""
-    sizes = {
-        one.sliding_window + one.extra_retained_tokens
-        for one in iter_layer_specs(spec)
-        if isinstance(one, SlidingWindowSpec)
-    }
-    if len(sizes) != 1:
-        raise ValueError(
-            f"layers of one KV cache group have windows of {sorted(sizes)} tokens; they must be equal"
-        )
-    return int(sizes.pop())
+    layers = (one for one in iter_layer_specs(spec) if isinstance(one, SlidingWindowSpec))
+    return _only({one.sliding_window + one.extra_retained_tokens for one in layers}, "windows")
 
 
 def _chunk(spec: KVCacheSpec) -> int:
-    sizes = {
-        one.attention_chunk_size
-        for one in iter_layer_specs(spec)
-        if isinstance(one, ChunkedLocalAttentionSpec)
-    }
+    layers = (one for one in iter_layer_specs(spec) if isinstance(one, ChunkedLocalAttentionSpec))
+    return _only({one.attention_chunk_size for one in layers}, "chunks")
+
+
+def _only(sizes: set[int], name: str) -> int:
+    """Return the one size that all layers of a group have."""
     if len(sizes) != 1:
         raise ValueError(
-            f"layers of one KV cache group have chunks of {sorted(sizes)} tokens; they must be equal"
+            f"layers of one KV cache group have {name} of {sorted(sizes)} tokens; they must be equal"
         )
     return int(sizes.pop())
 

@@ -260,8 +260,7 @@ class KvloomTier(SecondaryTierManager):
             copy_pages(self._chunks, to, self._tiers.arena, lease.offsets[there], size)
             lease.release(False)
             loaded += [keys[i] for i in there.tolist()]
-            used = Objects([batch.block_hashes[i] for i in there.tolist()], batch.group, batch.form)
-            self._tiers.manager.write_to_tiers(used, used=True)
+            self._tiers.manager.write_to_tiers(batch.take(there), used=True)
         complete = len(loaded) == len(load.job.keys)
         took = time.monotonic() - load.job.submit_time
         self._finish(

@@ -220,12 +220,7 @@ class WorkerSide:
         for objects in wanted:
             stored = self._tiers.host.lookup(objects)
             if not stored.all():
-                names = [
-                    name
-                    for name, there in zip(objects.block_hashes, stored.tolist(), strict=True)
-                    if not there
-                ]
-                missing.append(Objects(names, objects.group, objects.form))
+                missing.append(objects.take(np.flatnonzero(~stored)))
         if self._is_slower(missing, job):
             self.stats.refused_loads += 1
             return False
@@ -233,12 +228,15 @@ class WorkerSide:
         return True
 
     def _needed(self, job: _LookupJob, number: int) -> Objects:
+        """Return the pages of one group that the job loads."""
         group, objects = self._groups[number], job.objects[number]
-        base = job.message.start // group.block_tokens
-        first = max(0, group.first_block(job.target) - base)
-        return Objects(
-            objects.block_hashes[first : job.target // group.block_tokens - base], objects.group, objects.form
-        )
+        first, last = self._first(job, number), (job.target - job.message.start) // group.block_tokens
+        return Objects(objects.block_hashes[first:last], objects.group, objects.form)
+
+    def _first(self, job: _LookupJob, number: int) -> int:
+        """Return the index of the first page of one group that the job loads."""
+        group = self._groups[number]
+        return max(0, group.first_block(job.target) - job.message.start // group.block_tokens)
 
     def _is_slower(self, missing: Sequence[Objects], job: _LookupJob) -> bool:
         """Return whether loading takes longer than recomputing, by what was measured. Pages in host memory are always
@@ -265,11 +263,9 @@ class WorkerSide:
     def _lease(self, job: _LookupJob) -> bool:
         """Lease the loaded pages. If some are missing, mark them, release the others and return False."""
         complete = True
-        for number, group in enumerate(self._groups):
-            wanted = self._needed(job, number)
+        for number in range(len(self._groups)):
+            wanted, first = self._needed(job, number), self._first(job, number)
             lease = self._tiers.host.acquire(wanted)
-            base = job.message.start // group.block_tokens
-            first = max(0, group.first_block(job.target) - base)
             job.leases.append(lease)
             ok = lease.results == Outcome.OK
             if not ok.all():
@@ -278,9 +274,7 @@ class WorkerSide:
         if not complete:
             job.release()
             return False
-        job.firsts = [
-            max(0, g.first_block(job.target) - job.message.start // g.block_tokens) for g in self._groups
-        ]
+        job.firsts = [self._first(job, number) for number in range(len(self._groups))]
         return True
 
     def _held(self, job: _LookupJob, number: int) -> npt.NDArray[np.bool_]:
@@ -354,8 +348,7 @@ class WorkerSide:
 
         def then() -> None:
             lease.release(True)
-            names = [message.hashes[i] for i in stored.tolist()]
-            if names:
-                self._tiers.manager.write_to_tiers(Objects(names, objects.group, objects.form), used=False)
+            if stored.size:
+                self._tiers.manager.write_to_tiers(objects.take(stored), used=False)
 
         self._copies.append((done, then))

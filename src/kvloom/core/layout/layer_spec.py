@@ -98,6 +98,8 @@ class VisibilityKind(ABC):
     """A rule for the earlier tokens that a query sees. The rule has one parameter, `size`."""
 
     has_size = True
+    is_relative = False
+    """Whether the visible tokens of a query depend only on their distance from the query."""
     has_holes = False
     """Whether the visible tokens of a query may have gaps, as in a dilated window. A kind with gaps overrides
     `sees_each`."""
@@ -122,6 +124,7 @@ class VisibilityKind(ABC):
 
 class _Full(VisibilityKind):
     has_size = False
+    is_relative = True
 
     def first_visible(self, position: int, size: int) -> int:
         return 0
@@ -131,6 +134,8 @@ class _Full(VisibilityKind):
 
 
 class _Sliding(VisibilityKind):
+    is_relative = True
+
     def first_visible(self, position: int, size: int) -> int:
         return max(0, position - size + 1)
 
@@ -197,6 +202,12 @@ class Visibility:
     def has_holes(self) -> bool:
         """Whether the tokens that a query sees may have gaps."""
         return KINDS[self.kind].has_holes
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether the tokens that a query sees depend only on their distance from the query. Padding before a prompt
+        then changes nothing."""
+        return KINDS[self.kind].is_relative
 
     @property
     def windowed(self) -> bool:

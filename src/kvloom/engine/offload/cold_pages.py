@@ -297,8 +297,7 @@ class ColdPages:
         if not keep:
             self._host.drop(objects)
         elif self._transfers.queues and is_new.any():
-            new = [objects.block_hashes[i] for i in np.flatnonzero(is_new).tolist()]
-            self._transfers.write_to_tiers(Objects(new, objects.group, objects.form, objects.tenant), False)
+            self._transfers.write_to_tiers(objects.take(np.flatnonzero(is_new)), False)
         return lease
 
 

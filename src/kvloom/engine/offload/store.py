@@ -232,8 +232,7 @@ class PageOffloader:
             return
         is_second_use = offload.was_hit and "second-use" in self._writes
         if new is not None and not is_second_use:  # the tiers already have the other pages
-            hashes = [objects.block_hashes[i] for i in np.flatnonzero(new).tolist()]
-            objects = Objects(hashes, objects.group, objects.form, objects.tenant)
+            objects = objects.take(np.flatnonzero(new))
         if len(objects):
             self.transfers.write_to_tiers(objects, offload.was_hit)
 

@@ -34,10 +34,7 @@ class UnitCopies:
         if not here.size:
             lease.release()
             return
-        found = Objects(
-            [objects.block_hashes[i] for i in here.tolist()], objects.group, objects.form, objects.tenant
-        )
-        transfer = self._tier.write(found, Ranges(self._host.arena, lease.offsets[here]))
+        transfer = self._tier.write(objects.take(here), Ranges(self._host.arena, lease.offsets[here]))
         self._pending.append((transfer, lease))
 
     def poll(self) -> None:

@@ -40,7 +40,7 @@ def _server_info(context: ServerContext) -> dict[str, Any]:
     sizes = {} if facts is None else {
         "context_length": facts.max_tokens,
         "page_size": facts.block_tokens,
-        "max_total_num_tokens": _capacity(facts.pool_bytes, facts.bytes_per_token),
+        "max_total_num_tokens": _tokens_in(facts.pool_bytes, facts.bytes_per_token),
     }  # fmt: skip
     return {
         "version": metadata.version("kvloom"),
@@ -48,7 +48,7 @@ def _server_info(context: ServerContext) -> dict[str, Any]:
         "served_model_name": served.name,
         "tp_size": 1,
         "dp_size": 1,
-        "disaggregation_mode": {"both": "null"}.get(served.engine.role, served.engine.role),
+        "disaggregation_mode": "null" if served.engine.role == "both" else served.engine.role,
         **sizes,
     }
 
@@ -61,8 +61,8 @@ def _loads(context: ServerContext) -> dict[str, Any]:
         running, waiting = running + stats.running, waiting + stats.waiting
         prompt, cached = prompt + metrics.prompt_tokens, cached + metrics.cached_tokens
         if facts is not None:
-            used += _capacity(stats.in_use_bytes, facts.bytes_per_token)
-            capacity += _capacity(facts.pool_bytes, facts.bytes_per_token)
+            used += _tokens_in(stats.in_use_bytes, facts.bytes_per_token)
+            capacity += _tokens_in(stats.slabs * facts.slab_bytes, facts.bytes_per_token)
     usage = used / capacity if capacity else 0.0
     load = {
         "dp_rank": 0,
@@ -89,5 +89,6 @@ def _loads(context: ServerContext) -> dict[str, Any]:
     }
 
 
-def _capacity(size: int, bytes_per_token: float) -> int:
+def _tokens_in(size: int, bytes_per_token: int) -> int:
+    """Return the number of tokens whose pages have `size` bytes."""
     return int(size / bytes_per_token) if bytes_per_token else 0

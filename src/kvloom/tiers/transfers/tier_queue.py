@@ -120,7 +120,7 @@ class TierQueue:
         with self._condition:
             for first in range(0, len(load.objects), each):
                 at = np.arange(first, min(first + each, len(load.objects)))
-                part = _subset(load.objects, at)
+                part = load.objects.take(at)
                 batch = TransferBatch(part, len(at) * size, load, at)
                 heapq.heappush(self._loads, (load.deadline, next(self._sequence), batch))
                 self._queued_bytes["load"] += batch.size
@@ -136,7 +136,7 @@ class TierQueue:
             if self._closed:
                 return
             for first in range(0, len(objects), each):
-                part = _subset(objects, np.arange(first, min(first + each, len(objects))))
+                part = objects.take(np.arange(first, min(first + each, len(objects))))
                 self._stores.append(TransferBatch(part, len(part) * size, None))
                 self._queued_bytes["store"] += len(part) * size
             while self._queued_bytes["store"] > self.config.max_queued_bytes and len(self._stores) > 1:
@@ -292,7 +292,7 @@ class TierQueue:
         requested = (
             batch.objects
             if len(batch.requested) == len(batch.objects)
-            else _subset(batch.objects, batch.requested)
+            else batch.objects.take(batch.requested)
         )
         ranges = Ranges(self.host.arena, lease.offsets[batch.requested])
         try:
@@ -399,9 +399,3 @@ class TierQueue:
         now = time.monotonic()
         self._fault_log.add(self.tier.name, verb, outcome, amount, reason, now)
         self.breaker.record_failure(now)
-
-
-def _subset(objects: Objects, at: npt.NDArray[np.int64]) -> Objects:
-    return Objects(
-        [objects.block_hashes[i] for i in at.tolist()], objects.group, objects.form, objects.tenant
-    )

@@ -61,10 +61,7 @@ class TierLookup:
         self._pending: list[tuple[int, list[npt.NDArray[np.int64]], QueuedLookup]] = []
         missing = [np.flatnonzero(~mask) for mask in self.in_host]
         if any(at.size for at in missing):
-            some = [
-                Objects([o.block_hashes[i] for i in at.tolist()], o.group, o.form, o.tenant)
-                for o, at in zip(self.objects, missing, strict=True)
-            ]
+            some = [one.take(at) for one, at in zip(self.objects, missing, strict=True)]
             for number, queue in enumerate(manager.queues):
                 lookup = QueuedLookup(some)
                 if number not in without and queue.queue_lookup(lookup):
@@ -111,7 +108,7 @@ class FetchJob:
                 if key in queue_of:
                     by_queue.setdefault(queue_of[key], []).append(i)
             for number, at in by_queue.items():
-                part = Objects([one.block_hashes[i] for i in at], one.group, one.form, one.tenant)
+                part = one.take(at)
                 self.bytes += len(part) * one.form.page_bytes
                 self._loads.append((manager.queues[number], QueuedLoad(part, deadline)))
         for queue, load in self._loads:
