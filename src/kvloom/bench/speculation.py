@@ -10,12 +10,17 @@ must be the same. The prompts are made from Python's standard library:
 
 The embedded models are too small to edit a text. In the case "edit", the sampler's choice is replaced by the edited
 text; model and drafts do the same work as for a model that edits.
+
+With `--shape`, a large model with random weights generates fixed random tokens. Drafts have `--draft-tokens` tokens,
+each correct with the chance `--acceptance`, and take no time to propose. This measures verification alone, with drafts
+in every step ("always") and with the controller.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import random
 import statistics
 import sys
 import time
@@ -24,7 +29,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
-from kvloom.arguments import Parser, whole
+from kvloom.arguments import Parser, parse_size, whole
 
 __all__ = ["main"]
 
@@ -83,17 +88,22 @@ def prompts(case: str, count: int, tokenizer: Any) -> list[tuple[list[int], list
 
 def force(engine: Any, outputs: dict[tuple[int, ...], list[int]]) -> None:
     """Replace the tokens that an engine's sampler chooses by the given output of each prompt."""
+    import numpy as np
     import torch
+
+    from kvloom.engine.sampling import to_device
 
     choose = engine.sampler.choose
 
     @torch.inference_mode()
     def forced(logits: Any, requests: Sequence[Any], counts: Sequence[int]) -> Any:
         found = choose(logits, requests, counts)
-        for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
-            output = outputs.get(tuple(request.prompt), [])
-            if count < len(output):
-                found.tokens[row] = output[count]
+        tokens = []
+        for request, count in zip(requests, counts, strict=True):
+            output = outputs.get(request.prompt, [])
+            tokens.append(output[count] if count < len(output) else -1)
+        given = to_device(np.array(tokens), found.tokens.device)
+        found.tokens.copy_(torch.where(given < 0, found.tokens, given))
         return found
 
     engine.sampler.choose = forced
@@ -162,6 +172,110 @@ def measure(args: Any, case: str, streams: int, speculate: str) -> Row:
     )
 
 
+class Oracle:
+    """Proposes the tokens of known outputs, each with the chance `chance`, else other tokens."""
+
+    name = "oracle"
+
+    def __init__(self, outputs: dict[tuple[int, ...], list[int]], chance: float) -> None:
+        self._outputs, self._chance, self._rng = outputs, chance, random.Random(1)
+
+    def propose(self, requests: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
+        drafts = []
+        for request, count in zip(requests, counts, strict=True):
+            right = self._outputs[request.prompt][request.output_count :][:count]
+            drafts.append([token ^ (self._rng.random() >= self._chance) for token in right])
+        return drafts
+
+    def request_finished(self, request: Any) -> None:
+        pass
+
+    def step_computed(self, work: Any) -> None:
+        pass
+
+    def draft_verified(self, request: Any, drafted: int, accepted: int, own: bool) -> None:
+        pass
+
+
+def measure_shape(args: Any) -> list[Row]:
+    """Compare plain decoding of a large model with drafts in every step, and with the controller."""
+    import torch
+
+    from kvloom.bench.shapes import SHAPES, build, hf_config
+    from kvloom.engine import Engine, EngineConfig
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    config = hf_config(args.shape)
+    model = build(config, SHAPES[args.shape].dtype, device)
+    rng, most = random.Random(0), max(args.batches)
+    outputs = {
+        tuple(rng.randrange(1000, config.vocab_size) for _ in range(128)): [
+            rng.randrange(1000, config.vocab_size) for _ in range(args.tokens + 1)
+        ]
+        for _ in range(most)
+    }
+    engines = {}
+    for how in ("plain", "always", "controller"):
+        settings = EngineConfig(
+            pool_bytes=args.pool,
+            max_running=most,
+            speculate="off" if how == "plain" else "ngram",
+            draft_tokens=None if how == "plain" else args.draft_tokens,
+        )
+        engine = engines[how] = Engine(model, settings)
+        force(engine, outputs)
+        if engine.speculation is not None:
+            engine.speculation.proposers = [Oracle(outputs, args.acceptance)]
+            if how == "always":
+                engine.speculation.controller = None
+        engine.prepare()
+        print(f"prepared: {how}", file=sys.stderr, flush=True)
+    rows = []
+    for streams in args.batches:
+        asked = list(outputs)[:streams]
+        rates: dict[str, list[float]] = {how: [] for how in engines}
+        found: dict[str, list[Any]] = {}
+        for turn in range(args.rounds + 1):
+            for how, engine in engines.items():
+                rate, found[how] = generate(engine, asked, args.tokens, together=True)
+                if any(one.output != outputs[one.prompt][: args.tokens] for one in found[how]):
+                    raise RuntimeError(f"{args.shape}: {how} gave other tokens than the given ones")
+                if turn:
+                    rates[how].append(rate)
+        for how in ("always", "controller"):
+            speculation = engines[how].speculation
+            assert speculation is not None
+            drafted = sum(one.draft_tokens for one in found[how])
+            accepted = sum(one.accepted_tokens for one in found[how])
+            steps = statistics.mean(
+                one.output_count / max(1, one.output_count - one.accepted_tokens) for one in found[how]
+            )
+            ratios = [fast / slow for slow, fast in zip(rates["plain"], rates[how], strict=True)]
+            controller = speculation.controller
+            rows.append(
+                Row(
+                    args.shape, streams, how, round(statistics.median(rates["plain"]), 1),
+                    round(statistics.median(rates[how]), 1), round(statistics.median(ratios), 2),
+                    round(accepted / max(1, drafted), 2), round(steps, 2),
+                    "" if controller is None else "; ".join(controller.reasons.values()),
+                )
+            )  # fmt: skip
+            show(rows[-1], args.json)
+    return rows
+
+
+def show(row: Row, as_json: bool) -> None:
+    """Print a row."""
+    if as_json:
+        print(json.dumps(asdict(row)), flush=True)
+        return
+    print(
+        f"{row.case:9} {row.streams:3} streams  {row.speculate:28} {row.plain:8.1f} → {row.drafted:8.1f} tokens/s  "
+        f"{row.ratio:5.2f}x  acceptance {row.acceptance:.2f}  {row.tokens_per_row:.2f} tokens a row  {row.decision}",
+        flush=True,
+    )
+
+
 def main(argv: list[str]) -> int:
     """Print one row per case, or JSON lines."""
     parser = Parser("kvloom bench speculation", description=__doc__.partition("\n")[0] if __doc__ else None)
@@ -180,8 +294,44 @@ def main(argv: list[str]) -> int:
     )
     add("--threads", type=whole(1), metavar="N", help="CPU threads")
     add("--device", metavar="D", help="cpu, cuda or cuda:N")
+    add(
+        "--shape",
+        metavar="SHAPE",
+        help="a large model of `kvloom bench engine`, with drafts of a known acceptance",
+    )
+    add(
+        "--acceptance",
+        type=float,
+        default=0.8,
+        metavar="A",
+        help="with --shape: chance that a draft token is correct (default: 0.8)",
+    )
+    add(
+        "--draft-tokens",
+        type=whole(1),
+        default=4,
+        metavar="N",
+        help="with --shape: tokens in a draft (default: 4)",
+    )
+    add(
+        "--batches",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[1, 8, 32, 256],
+        metavar="N,…",
+        help="with --shape: numbers of streams (default: 1,8,32,256)",
+    )
+    add(
+        "--pool",
+        type=parse_size,
+        default="4GiB",
+        metavar="SIZE",
+        help="with --shape: memory of each engine's pool (default: 4GiB)",
+    )
     add("--json", action="store_true", help="print JSON lines")
     args = parser.parse_args(argv)
+    if args.shape:
+        measure_shape(args)
+        return 0
     draft = f"draft={args.draft}"
     cases = [
         ("continue", 1, draft),
@@ -191,14 +341,6 @@ def main(argv: list[str]) -> int:
         ("continue", args.streams, "suffix"),
     ]
     for case, streams, how in cases:
-        row = measure(args, case, streams, how)
-        if args.json:
-            print(json.dumps(asdict(row)), flush=True)
-        else:
-            print(
-                f"{row.case:9} {row.streams:3} streams  {row.speculate:28} {row.plain:8.1f} → {row.drafted:8.1f} tokens/s  "
-                f"{row.ratio:5.2f}x  acceptance {row.acceptance:.2f}  {row.tokens_per_row:.2f} tokens a row  {row.decision}",
-                flush=True,
-            )
+        show(measure(args, case, streams, how), args.json)
     sys.stdout.flush()
     return 0

@@ -65,6 +65,7 @@ from .speculation import (
     SuffixProposer,
     draft_positions,
     load_draft,
+    longest_draft,
 )
 
 if TYPE_CHECKING:
@@ -118,7 +119,9 @@ class Engine:
             self.vision,
             memory.batch_invariant,
             2 * draft_rows,
+            draft_length=longest_draft(config.proposers, config.draft_tokens),
         )
+        self._draft_runner: ModelRunner | None = None
         self.offload: OffloadManager | None = None
         """Offloads and loads pages. None if the engine has no tiers."""
         if config.tiers:
@@ -182,7 +185,7 @@ class Engine:
         config = self.config
         assert config.token_budget is not None
         assert config.max_running is not None
-        runner = ModelRunner(
+        runner = self._draft_runner = ModelRunner(
             draft.eval(),
             self.cache,
             self.buffer,
@@ -191,6 +194,7 @@ class Engine:
             config.cuda_graphs,
             invariant=self.runner.pages.is_invariant,
             target=self.runner,
+            draft_length=longest_draft(config.proposers, config.draft_tokens),
         )
         return DraftModelProposer(
             runner, Sampler(self.eos), self._apply_copies, complete=self.offload is not None
@@ -205,6 +209,9 @@ class Engine:
         if self.offload is not None:
             self.offload.observe_prefill(tokens, seconds)
         self.runner.capture(progress)
+        if self._draft_runner is not None:
+            self._draft_runner.warm_up(lambda _: None)
+            self._draft_runner.capture(progress)
 
     def add(
         self,

@@ -1,6 +1,7 @@
 """Execution: a step on the device, from scheduled work to tokens on the host.
 
 model_runner.py      ModelRunner: runs the model on a batch, with CUDA graphs
+draft_graphs.py      DraftGraphs: graphs of steps with drafts
 piecewise_graphs.py  PiecewiseGraphs: graphs of steps with prompts, without attention
 inflight_step.py     InflightStep: a launched step whose tokens have not arrived
 pooling.py           pool_hidden_states: embeddings of prompts
@@ -11,6 +12,7 @@ memory_budget.py     measure_budget: bytes of the pool; default step sizes
 threads.py           use_threads: CPU threads of torch
 """
 
+from .draft_graphs import DraftGraphs
 from .inflight_step import InflightStep, PromptLogprobs, prompt_logprobs
 from .kv_memory import KVMemory, allocate_kv_memory
 from .memory_budget import MAX_RUNNING, TOKEN_BUDGET, MemoryBudget, default_token_budget, measure_budget
@@ -24,6 +26,7 @@ from .threads import cores, use_threads
 __all__ = [
     "MAX_RUNNING",
     "TOKEN_BUDGET",
+    "DraftGraphs",
     "InflightStep",
     "KVMemory",
     "MemoryBudget",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .draft_model import DraftModelProposer, load_draft
     from .lookup import NGramProposer, SuffixProposer
     from .proposer import DraftedRequest, DraftRunner, Proposer
-    from .speculation import Speculation, SpeculationStats
+    from .speculation import Speculation, SpeculationStats, longest_draft
     from .token_index import TokenIndex
     from .verifier import NO_DRAFT, Draft, DraftPosition, accepted_places, draft_positions
 
@@ -48,6 +48,7 @@ __all__ = [
     "accepted_places",
     "draft_positions",
     "load_draft",
+    "longest_draft",
 ]
 
 _MODULES = {
@@ -55,7 +56,7 @@ _MODULES = {
     "draft_model": ("DraftModelProposer", "load_draft"),
     "lookup": ("NGramProposer", "SuffixProposer"),
     "proposer": ("DraftRunner", "DraftedRequest", "Proposer"),
-    "speculation": ("Speculation", "SpeculationStats"),
+    "speculation": ("Speculation", "SpeculationStats", "longest_draft"),
     "token_index": ("TokenIndex",),
     "verifier": ("NO_DRAFT", "Draft", "DraftPosition", "accepted_places", "draft_positions"),
 }

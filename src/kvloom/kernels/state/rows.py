@@ -9,6 +9,7 @@ Rows are built once per step. All layers of one block table read the same rows.
 | write           | [sequences]     | the page of its last state; 0: it is not stored. May be the read page         |
 | fresh           | [sequences]     | true: begins from zeros despite `read` (a page that was never written)        |
 | longest         | host int        | most tokens of a row; up to STEP_TOKENS, rows run as decode steps             |
+| stored          | [sequences]     | tokens after which the last state is stored, 1 or more; None: all (GPU only)  |
 | batch_invariant | host bool       | the same bits in any chunks of a sequence, and in any batch                   |
 
 Rows run in parallel. A page that one row writes must not be read or written by another row of the call. The caller
@@ -43,6 +44,7 @@ class StateRows:
     longest: int
     fresh: torch.Tensor | None = None
     batch_invariant: bool = False
+    stored: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         parts = {"starts": self.starts, "read": self.read, "write": self.write}
@@ -56,9 +58,10 @@ class StateRows:
                 f"{self.starts.numel()} starts for {self.read.numel()} read and {self.write.numel()} write slots:"
                 " give one more start than sequences, of which there is at least one"
             )
-        if self.fresh is not None and self.fresh.shape != self.read.shape:
-            raise ValueError(f"fresh {tuple(self.fresh.shape)} must be like read {tuple(self.read.shape)}")
-        devices = {part.device for part in (*parts.values(), self.fresh) if part is not None}
+        for name, given in (("fresh", self.fresh), ("stored", self.stored)):
+            if given is not None and given.shape != self.read.shape:
+                raise ValueError(f"{name} {tuple(given.shape)} must be like read {tuple(self.read.shape)}")
+        devices = {part.device for part in (*parts.values(), self.fresh, self.stored) if part is not None}
         if len(devices) > 1:
             raise ValueError(f"the rows lie on {sorted(map(str, devices))}: put them on one device")
         if self.longest < 0:
@@ -70,8 +73,8 @@ class StateRows:
 
     @property
     def steps(self) -> bool:
-        """Whether every row is short enough to run token by token."""
-        return self.longest <= STEP_TOKENS
+        """Whether every row is short enough to run token by token. Rows with `stored` always run token by token."""
+        return self.longest <= STEP_TOKENS or self.stored is not None
 
     @classmethod
     def decode(cls, slots: torch.Tensor, tokens: int = 1) -> StateRows:
