@@ -7,6 +7,7 @@ LOCK ?= requirements.lock
 MODEL ?= gemma-3-27b
 PLAN ?= --context 32768 --concurrency 16 --gpu-memory 80GiB
 FUZZ_SECONDS ?= 600
+RAY ?= ray[serve]==2.60.0
 GPU_PYTHON ?= python3
 GPU_JOBS ?= 8
 GPU_TESTS := tests/*/test_*_gpu.py tests/kernels/test_*.py tests/engine/test_memory_budget.py tests/models/test_real_heads.py
@@ -34,11 +35,24 @@ $(STAMP): pyproject.toml requirements.lock src/kvloom/core/_native.c src/kvloom/
 	else $(BIN)/python -m pip install --quiet --editable '.[engine,serve,grammar,dev]'; fi
 	@touch $@
 
-test: setup lint ## lint, formatting, types and the quick tests (about 15 minutes on two cores)
+test: setup lint ## lint, formatting, types and the quick tests (about 12 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" --durations=10
 
-test-full: setup lint ## all tests, the slow ones too (about 30 minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
+# Ray has packages of its own (380 MB, about a minute): the tests of `kvloom deploy` use it from an environment beside.
+build/ray/bin/ray: $(STAMP)
+	@$(PYTHON) -m venv build/ray
+	@build/ray/bin/python -m pip install --quiet '$(RAY)' || echo "Ray cannot be installed: its tests will be skipped"
+	@{ $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; echo $(CURDIR)/src; } > \
+		"$$(build/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/kvloom.pth"
+
+# Some tests time real processes, and a busy machine can make one of them fail. If at most three tests fail, they run
+# again without others beside them, and must pass. The output names them: such a test is a defect.
+LAST_FAILED := .pytest_cache/v/cache/lastfailed
+test-full: setup lint build/ray/bin/ray ## all tests, the slow ones too (about 40 minutes on two cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 || { \
+		test $$? = 1 && test "$$(grep -c '"tests' $(LAST_FAILED))" -le 3 && \
+		echo "These tests failed beside others, and run again alone:" && cat $(LAST_FAILED) && \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
 
 test-slow: setup ## the slow tests alone: all parameter sets, training, compiled models, benchmarks
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=10

@@ -11,6 +11,7 @@ from kvloom.arguments import Parser
 from kvloom.cli import main
 from kvloom.config_file import apply_configuration
 from kvloom.serve import serve_command
+from kvloom.serve.server_options import ModelOptions
 
 FILE = """
 [engine]
@@ -64,6 +65,59 @@ def test_environment_wins_over_the_file_and_arguments_over_both(
     assert (values["model"], values["port"], values["tiers"]) == ("kvloom-llama", 8003, ["host:3GiB"])
 
 
+MODELS = """
+[serve]
+memory = "64MiB"
+tool-call-parser = "none"
+[engine]
+tier = ["host:1GiB"]
+batch-invariant = true
+[models.first]
+max-context = 100
+[models.kvloom-hybrid]
+tier = []
+batch-invariant = false
+[models.coder]
+model = "kvloom-draft"
+kv-dtype = "int8"
+tool-call-parser = "qwen3_coder"
+"""
+
+
+def served(path: Path, *argv: str) -> list[ModelOptions]:
+    parser = Parser(prog="kvloom serve")
+    serve_command.arguments(parser)
+    words, _ = apply_configuration("serve", parser, ["--config", str(path), *argv])
+    return list(serve_command._models(parser.parse_intermixed_args(words), (), "info"))
+
+
+def test_the_file_sets_options_of_each_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "models.toml"
+    path.write_text(MODELS)
+    models = served(path, "kvloom-llama", "kvloom-hybrid", "--name", "first")
+    assert [model.served_name for model in models] == ["first", "kvloom-hybrid", "coder"]
+    settings = [model.start.settings for model in models]
+    assert [each["max_context"] for each in settings] == [100, None, None]
+    assert [each["tiers"] for each in settings] == [["host:1GiB"], [], ["host:1GiB"]]
+    assert [each["batch_invariant"] for each in settings] == [True, False, True]
+    assert [each["kv_dtype"] for each in settings] == [None, None, "int8"]
+    assert [model.chat.tool_call_parser for model in models if model.chat] == ["none", "none", "qwen3_coder"]
+    assert main(["config", "show", "--config", str(path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["coder.kv_dtype"] == {"value": "int8", "from": f"{path} [models.coder]"}
+
+
+def test_the_file_alone_lists_models(tmp_path: Path) -> None:
+    path = tmp_path / "models.toml"
+    path.write_text(
+        "[models.one]\nmodel = 'kvloom-draft'\npool = '8MiB'\n[models.two]\nmodel = 'kvloom-draft'\n"
+    )
+    with pytest.raises(ValueError, match="2 models need --memory SIZE"):
+        served(path)
+    assert [model.served_name for model in served(path, "--pool", "16MiB")] == ["one", "two"]
+    assert [model.start.settings["pool_bytes"] >> 20 for model in served(path, "--pool", "16MiB")] == [8, 16]
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -75,6 +129,12 @@ def test_environment_wins_over_the_file_and_arguments_over_both(
         ("[serve]\nno-auth = 'yes'", "no-auth 'yes' must be true or false"),
         ("[serve]\nport = 'x'", "--port: 'x' is not an integer"),
         ("[serve", "is not TOML"),
+        ("[models]\nx = 1", "[models] 'x' must be a table: [models.x]"),
+        (
+            "[models.x]\npool = '1MiB'",
+            "[models.x] has no model: add model = …, or serve a model with --name x",
+        ),
+        ("[models.x]\nport = 1", "[models.x] 'port' is not an argument"),
     ],
 )
 def test_errors_name_the_entry(

@@ -36,6 +36,7 @@ def test_an_example_runs(name: str) -> None:
     assert EXPECTED[name] in run(name)
 
 
+@pytest.mark.slow
 def test_the_client_example_asks_a_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -65,6 +65,7 @@ def test_the_parser_of_completion_has_every_command() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.few(1)
 def test_completion_scripts(shell: str) -> None:
     pytest.importorskip("shtab")
     done = subprocess.run(

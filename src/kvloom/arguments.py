@@ -1,6 +1,6 @@
 """Shared parts of the command line: the parser, argument types, help texts, a progress bar.
 
-Commands import this module; it imports none of them.
+Commands import this module. It imports no command.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BAD_INPUT = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser with errors in one line."""
+    """An argparse parser that prints errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         text = re.sub(r"^argument (\S+): ", r"\1: ", message)
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(least: int, most: int = MAX_NUMBER) -> Callable[[str], int]:
-    """An argparse type: an integer from `least` to `most`."""
+    """Return an argparse type for an integer from `least` to `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -85,7 +85,8 @@ def whole(least: int, most: int = MAX_NUMBER) -> Callable[[str], int]:
 
 
 def number(least: float, most: float = MAX_NUMBER, above: bool = False) -> Callable[[str], float]:
-    """An argparse type: a number from `least` (with `above`: greater) to `most`."""
+    """Return an argparse type for a number from `least` to `most`. With `above`, the number must be greater than
+    `least`."""
 
     def parse(text: str) -> float:
         try:
@@ -102,7 +103,7 @@ def number(least: float, most: float = MAX_NUMBER, above: bool = False) -> Calla
 
 
 def size(text: str) -> int:
-    """An argparse type: a size in bytes, such as 64GiB."""
+    """An argparse type for a size in bytes, such as 64GiB."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -110,7 +111,7 @@ def size(text: str) -> int:
 
 
 def memory(text: str) -> int:
-    """An argparse type: a size of at least 1 MiB, so that a forgotten unit is noticed."""
+    """An argparse type for a size of at least 1 MiB. The minimum detects a forgotten unit."""
     found = size(text)
     if found < 1 << 20:
         hint = f"; did you mean {text}GiB?" if text.isdigit() else ""
@@ -119,7 +120,7 @@ def memory(text: str) -> int:
 
 
 def dtype(text: str) -> str:
-    """An argparse type: a weight dtype by torch's name, or a short name of --kv-dtype."""
+    """An argparse type for a weight dtype, by torch's name or by a short name of --kv-dtype."""
     found = DTYPES.get(text.lower(), text.lower())
     if found not in DTYPES.values():
         raise argparse.ArgumentTypeError(
@@ -129,7 +130,7 @@ def dtype(text: str) -> str:
 
 
 def server(text: str) -> str:
-    """An argparse type: the address of a server; without a scheme it is http."""
+    """An argparse type for the address of a server. The default scheme is http."""
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urlsplit(url)
@@ -144,7 +145,7 @@ def server(text: str) -> str:
 
 
 def interpreter(text: str) -> str:
-    """An argparse type: a Python interpreter."""
+    """An argparse type for a Python interpreter."""
     if shutil.which(text) is None:
         raise argparse.ArgumentTypeError(
             f"no interpreter {text!r}; use the path of a python, such as PEERS/bin/python"
@@ -153,14 +154,14 @@ def interpreter(text: str) -> str:
 
 
 def device(text: str) -> str:
-    """An argparse type: a device."""
+    """An argparse type for a device."""
     if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a device; use cpu, cuda or cuda:N")
     return text
 
 
 def token_ids(text: str) -> list[int]:
-    """Parse token ids."""
+    """An argparse type for token ids."""
     try:
         return [int(token) for token in text.replace(",", " ").split()]
     except ValueError:
@@ -178,7 +179,7 @@ def error_text(error: Exception) -> str:
 
 @contextmanager
 def elapsed(words: str, shown: bool) -> Iterator[None]:
-    """Show words and the seconds since the start on stderr until the block ends, if `shown`."""
+    """If `shown`, show words and the elapsed seconds on stderr until the block ends."""
     done = threading.Event()
 
     def show() -> None:
@@ -202,7 +203,7 @@ def elapsed(words: str, shown: bool) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(words: str, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on stderr; yields a function of done and total, or None if not `shown`."""
+    """If `shown`, show a progress bar on stderr, and yield a function of done and total. Otherwise yield None."""
     if not shown:
         yield None
         return

@@ -24,10 +24,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "calibrate": ("kvloom.engine.calibrate_command", "Compute static scales for a quantised KV cache."),
     "serve": ("kvloom.serve.serve_command", "Start an OpenAI-compatible server."),
     "route": ("kvloom.cluster.router.command", "Start a router: one endpoint over many workers."),
+    "deploy": ("kvloom.cluster.deploy.command", "Start a cluster on Ray Serve from cluster.toml."),
     "explain": ("kvloom.serve.explain_command", "Explain why a request hit or missed the cache."),
     "top": (
         "kvloom.serve.dashboard.command",
-        "Show a server's cache live in the terminal, like /dashboard.",
+        "Show a server's cache or a router's fleet live in the terminal, like /dashboard.",
     ),
     "share": (
         "kvloom.tiers.peer.share_command",
@@ -42,7 +43,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0, 2 for invalid input (reported in one line), 130 after Ctrl-C."""
+    """Run one command and return its exit code. The code is 0, 2 for invalid input (reported in one line), or 130
+    after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -83,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _no_command(word: str) -> NoReturn:
-    """Handle a first argument that is not a command, and exit: help, version, or an error that lists the commands."""
+    """Handle a first argument that is not a command, and exit. Prints help, the version, or an error that lists the
+    commands."""
     from argparse import RawDescriptionHelpFormatter
     from difflib import get_close_matches
     from importlib.metadata import version

@@ -1,7 +1,7 @@
 """Combinations of features that kvloom refuses, each with its reason.
 
-Checks raise their error with `refused(KEY, ...)`, so this table is complete by construction. docs/combinations.md lists it:
-`python tools/combinations_table.py` writes that list, and a test compares the two.
+Every check raises its error with `refused(KEY, ...)`, so this table lists all refused combinations. `python
+tools/combinations_table.py` writes the table to docs/combinations.md. A test compares the two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["REFUSED", "Refused", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Two features that exclude each other. `text` is the error, with its values in braces."""
+    """Two features that exclude each other. `text` is the error message, with placeholders in braces."""
 
     where: Literal["request", "engine", "server"]
     feature: str
@@ -32,9 +32,21 @@ REFUSED = {
     ),
     "draft model, images": Refused(
         "engine",
-        "speculate draft=MODEL",
+        "speculate draft=MODEL, mtp, eagle=FOLDER",
         "a vision model",
-        "a draft model reads no images: use speculate ngram or suffix with a vision model",
+        "draft models and heads read no images: use speculate ngram or suffix with a vision model",
+    ),
+    "draft model, head": Refused(
+        "engine",
+        "speculate draft=MODEL, mtp, eagle=FOLDER",
+        "another of them",
+        "speculate has {kinds}, and the pool has pages for one of them: use one",
+    ),
+    "head, model": Refused(
+        "engine",
+        "speculate mtp, eagle=FOLDER",
+        "a model without a separate decoder",
+        "speculate {head}: {model} has no separate decoder, so its hidden states are not known",
     ),
     "beams, sampling": Refused(
         "request",
@@ -199,5 +211,5 @@ REFUSED = {
 
 
 def refused(key: str, **values: object) -> str:
-    """Return the error of a refused combination, with its values filled in."""
+    """Return the error message of a refused combination, with its values filled in."""
     return REFUSED[key].text.format(**values)

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def full_parser() -> argparse.ArgumentParser:
-    """Return one parser with all commands. Imports the module of each."""
+    """Return one parser with all commands. Imports the module of each command."""
     from kvloom.cli import COMMANDS
 
     parser = Parser(prog="kvloom", description="One KV-cache system for LLM inference.")

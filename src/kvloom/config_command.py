@@ -1,4 +1,4 @@
-"""`kvloom config show`: the arguments of a command with their values, and where each is from."""
+"""`kvloom config show`: prints the arguments of a command with their values, and the source of each value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from importlib import import_module
 
 from kvloom.arguments import Parser
-from kvloom.config_file import CONFIGURABLE, apply_configuration
+from kvloom.config_file import CONFIGURABLE, apply_configuration, model_tables
 
 __all__ = ["arguments", "run"]
 
@@ -20,11 +20,15 @@ A TOML file sets arguments by their names; [engine] is for every command that ru
   [serve]
   model = "path/to/model"
   port = 8001
+  [models.qwen]                  # one of several models of `kvloom serve`, by its name
+  model = "path/to/qwen"
+  kv-dtype = "fp8"
 
   kvloom serve --config kvloom.toml        or KVLOOM_CONFIG=kvloom.toml
 
 An environment variable sets one argument: KVLOOM_PORT=8001, KVLOOM_EVICTION_POLICY=lru, KVLOOM_TIER="host:8GiB disk:/a:1TiB".
-Arguments win over environment variables, those over [COMMAND], that over [engine]."""
+Arguments win over environment variables, those over [COMMAND], that over [engine]. [models.NAME] wins over all of them;
+it has the arguments of an engine, and the chat template and parsers of a model."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +57,9 @@ def run(args: argparse.Namespace) -> int:
         and name not in ("help", "config", "json")
         and (name in found or not args.changed)
     ]
+    if args.command == "serve":
+        for model, (origin, entries) in model_tables(args.config).items():
+            rows += [(f"{model}.{key.replace('-', '_')}", value, origin) for key, value in entries.items()]
     if args.json:
         print(json.dumps({name: {"value": value, "from": origin} for name, value, origin in rows}, indent=2))
         return 0
@@ -68,5 +75,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _required(parser: argparse.ArgumentParser) -> list[str]:
-    """Return a word for each positional argument that must be given, so that the parser accepts the rest."""
+    """Return a dummy value for each required positional argument, so that the parser accepts the other arguments."""
     return ["-" for action in parser._actions if not action.option_strings and action.nargs is None]

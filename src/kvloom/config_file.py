@@ -7,8 +7,12 @@
     tier = ["host:8GiB"]
     [serve]                           # `kvloom serve` alone
     port = 8001
+    [models.qwen]                     # one model of `kvloom serve`; wins over all of these
+    model = "Qwen/Qwen3-8B"
+    kv-dtype = "fp8"
 
-Keys are argument names without the dashes. The values become arguments in front of the given ones, so argparse checks them all.
+Keys are argument names without the dashes. The values are inserted before the given arguments, so argparse checks
+all of them.
 """
 
 from __future__ import annotations
@@ -22,12 +26,21 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CONFIGURABLE", "Source", "add_config_argument", "apply_configuration"]
+__all__ = [
+    "CONFIGURABLE",
+    "Source",
+    "add_config_argument",
+    "apply_configuration",
+    "configured_models",
+    "model_tables",
+]
 
 CONFIGURABLE = ("serve", "generate", "chat", "route")
 """Commands that read configuration files and environment variables."""
 SHARED = "engine"
 """The table of the file that all commands read."""
+MODELS = "models"
+"""The table of tables for single models."""
 PREFIX = "KVLOOM_"
 READ_BY_COMMANDS = ("api_key",)
 """Arguments whose environment variable the commands read themselves."""
@@ -37,7 +50,8 @@ _HELP = "TOML file with values for these arguments (default: $KVLOOM_CONFIG; see
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A value from outside the command line: the words it becomes there, and where it is from."""
+    """A setting that comes from a configuration file or the environment. `words` are the equivalent command-line
+    arguments. `origin` names the file or variable in errors."""
 
     words: tuple[str, ...]
     origin: str
@@ -51,7 +65,8 @@ def add_config_argument(parser: argparse.ArgumentParser) -> None:
 def apply_configuration(
     command: str, parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[list[str], dict[str, Source]]:
-    """Return `argv` behind the values of file and environment, and those by the argument's destination.
+    """Return `argv` with the values of file and environment inserted before it. Also return these values by the
+    argument's destination.
 
     A positional argument becomes the parser's default."""
     found = configured_arguments(command, parser, argv, os.environ)
@@ -59,6 +74,40 @@ def apply_configuration(
     parser.set_defaults(**{name: source.words[0] for name, source in found.items() if name not in flags})
     words = [word for name, source in found.items() if name in flags for word in source.words]
     return [*words, *argv], found
+
+
+def configured_models(
+    path: str | None, parser: argparse.ArgumentParser, given: argparse.Namespace
+) -> dict[str, argparse.Namespace]:
+    """Return the arguments of each model that has a table in the file. They are the arguments in `given`, changed
+    by the table. `parser` has the arguments that a table may contain. In the result, `model` is None if the table
+    does not set it.
+    """
+    actions = {_key(action): action for action in parser._actions if _is_configurable(action)}
+    found = {}
+    for name, (origin, entries) in model_tables(path).items():
+        values = argparse.Namespace(**{**vars(given), "model": None})
+        words: list[str] = []
+        for key, value in entries.items():
+            action = actions[_known(key, actions, origin, "a model")]
+            words += _words(action, value, key)
+            if isinstance(action, argparse._AppendAction) or action.nargs == 0:
+                setattr(values, action.dest, [] if action.nargs != 0 else False)
+        found[name] = parser.parse_args(words, values)
+    return found
+
+
+def model_tables(path: str | None) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the tables of single models by name, with the file and the name of each table. Without `path`, the
+    file in $KVLOOM_CONFIG is read.
+    """
+    path = path or os.environ.get(f"{PREFIX}CONFIG")
+    found = {}
+    for name, entries in (_content(path).get(MODELS, {}) if path else {}).items():
+        if not isinstance(entries, dict):
+            raise ValueError(f"{path}: [{MODELS}] {name!r} must be a table: [{MODELS}.{name}]")
+        found[name] = f"{path} [{MODELS}.{name}]", entries
+    return found
 
 
 def configured_arguments(
@@ -69,7 +118,7 @@ def configured_arguments(
 ) -> dict[str, Source]:
     """Return the values of file and environment by the argument's destination. Raises ValueError for unknown keys.
 
-    An argument that `argv` gives is left out."""
+    Arguments that are present in `argv` are left out."""
     given = [word.partition("=")[0] for word in argv if word.startswith("-") and word != "-"]
     actions = {_key(action): action for action in parser._actions if _is_configurable(action)}
     found: dict[str, Source] = {}
@@ -113,30 +162,38 @@ def _config_path(argv: Sequence[str]) -> str | None:
 
 
 def _read(path: str, command: str, actions: Mapping[str, argparse.Action]) -> list[tuple[str, str, Any]]:
-    """Return table, key and value of each entry that concerns `command`."""
-    try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
-    tables = (SHARED, *CONFIGURABLE)
+    """Return table, key and value of each entry of the file that applies to `command`."""
+    tables = (SHARED, *CONFIGURABLE, MODELS)
     found: list[tuple[str, str, Any]] = []
-    for table, entries in content.items():
+    for table, entries in _content(path).items():
         if table not in tables or not isinstance(entries, dict):
             raise ValueError(f"{path}: {table!r} is not one of the tables [{'], ['.join(tables)}]")
         if table not in (SHARED, command):
             continue
         for key, value in entries.items():
-            name = key.replace("_", "-")
-            if name not in actions:
-                close = get_close_matches(name, actions, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else f" of `kvloom {command}`"
-                raise ValueError(f"{path}: [{table}] {key!r} is not an argument{hint}")
-            found.append((table, name, value))
+            found.append((table, _known(key, actions, f"{path}: [{table}]", f"`kvloom {command}`"), value))
     return sorted(found, key=lambda entry: entry[0] != SHARED)
 
 
+def _content(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+
+
+def _known(key: str, actions: Mapping[str, argparse.Action], where: str, owner: str) -> str:
+    """Return the name of an argument. Raises ValueError if `owner` has no such argument."""
+    name = key.replace("_", "-")
+    if name not in actions:
+        close = get_close_matches(name, actions, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else f" of {owner}"
+        raise ValueError(f"{where} {key!r} is not an argument{hint}")
+    return name
+
+
 def _words(action: argparse.Action, value: Any, name: str) -> tuple[str, ...]:
-    """Return the command-line words that give an argument `value`."""
+    """Return the command-line words that set an argument to `value`."""
     flag = max(action.option_strings, key=len, default="")
     if action.nargs == 0:
         if not isinstance(value, bool):
@@ -152,7 +209,7 @@ def _words(action: argparse.Action, value: Any, name: str) -> tuple[str, ...]:
 
 
 def _from_text(action: argparse.Action, text: str, name: str) -> Any:
-    """Read an environment variable: lists are separated by blanks."""
+    """Return the value of an environment variable. The items of a list are separated by blanks."""
     if action.nargs == 0:
         if text.lower() not in (*_YES, *_NO):
             raise ValueError(f"${name} {text!r} must be 1 or 0")

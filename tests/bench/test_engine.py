@@ -256,6 +256,7 @@ def test_a_single_prompt_reports_its_first_token(capsys: pytest.CaptureFixture[s
     assert "decode_tb_s" not in ours  # only reported with the floor, which exists for an H200 only
 
 
+@pytest.mark.slow
 def test_rounds_share_no_tokens_and_the_best_counts() -> None:
     class Recorder:
         name, version, notes, start_s = "recorder", "", {}, 0.0
@@ -282,6 +283,7 @@ def test_rounds_share_no_tokens_and_the_best_counts() -> None:
         engine._check(Workload("W", "", 1, 4, 20, turns=2), Measurement(1.0, [[[1] * 20]]))
 
 
+@pytest.mark.slow
 def test_hugging_face_batches_do_not_change_answers() -> None:
     runner = HuggingFace("tiny", Options())
     prompts = [list(range(3, 3 + size)) for size in (5, 9, 14)]
@@ -362,6 +364,7 @@ def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_compares_capacities() -> None:
     done = _command("--shape", "gemma-3-12b", "--capacity", "16384", "--pool", "40GiB", "--json")
     assert (done.returncode, done.stderr) == (0, "")

@@ -25,7 +25,7 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     """Wait for a condition."""
     end = time.monotonic() + seconds
     while not condition():

@@ -28,12 +28,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_worker(stack: ExitStack, folder: Path, log: Path) -> Process:
     ports = free_port(), free_port()
     events = [f"tcp://127.0.0.1:{port}" for port in ports]
-    return stack.enter_context(
-        started(
-            log, "serve", str(folder), "--device", "cpu", "--pool", "32MiB", "-q", "--drain-seconds", "0",
-            "--kv-events", events[0], "--kv-events-replay", events[1],
-        )
-    )  # fmt: skip
+    command = [
+        "serve", str(folder), "--device", "cpu", "--pool", "32MiB", "-q", "--drain-seconds", "0",
+        "--kv-events", events[0], "--kv-events-replay", events[1],
+    ]  # fmt: skip
+    worker = stack.enter_context(started(log, *command))
+    worker.more["command"] = command
+    return worker
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def fleet(folder: Path, tmp_path: Path) -> Iterator[tuple[Process, list[Process]
     with ExitStack() as stack:
         workers = [start_worker(stack, folder, tmp_path / f"w{i}.log") for i in range(2)]
         flags = [word for worker in workers for word in ("--worker", worker.url)]
-        router = stack.enter_context(started(tmp_path / "router.log", "route", *flags))
+        router = stack.enter_context(started(tmp_path / "router.log", "route", "--wait-seconds", "0", *flags))
         until(lambda: router.is_healthy() and alive(router) == 2)
         yield router, workers
 
@@ -192,3 +193,87 @@ def test_the_router_loads_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_keys_pass_through_two_routers(folder: Path, tmp_path: Path) -> None:
+    """Workers with API keys, found by a host name; two routers; tenants stay apart; both routers see all blocks."""
+    keys = tmp_path / "keys"
+    keys.write_text("key-of-routers routers\nkey-of-tenant-a a\nkey-of-tenant-b b\n")
+    keys.chmod(0o600)
+    port = free_port()
+    ports = [free_port() for _ in range(2)]
+    flags = ["--device", "cpu", "--pool", "32MiB", "-q", "--drain-seconds", "0", "--api-keys", str(keys)]
+    flags += [f"--kv-events=tcp://127.0.0.1:{ports[0]}", f"--kv-events-replay=tcp://127.0.0.1:{ports[1]}"]
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    with ExitStack() as stack:
+        worker = stack.enter_context(started(tmp_path / "w.log", "serve", str(folder), *flags, port=port))
+        more = ["--discover", f"http://localhost:{port}", "--worker-key", "key-of-routers"]
+        routers = [stack.enter_context(started(tmp_path / f"r{i}.log", "route", *more)) for i in range(2)]
+        for router in routers:
+            until(lambda router=router: router.is_healthy())
+            assert router.send("POST", "/v1/completions", body)[0] == 401
+            assert router.send("POST", "/v1/completions", body, key("wrong"))[0] == 401
+        status, first = routers[0].send("POST", "/v1/completions", body, key("key-of-tenant-a"))
+        assert status == 200, first
+        for router in routers:  # the second one by the worker's events
+            until(lambda router=router: max(tenant_blocks(router, "a")) >= 160)
+            assert max(tenant_blocks(router, "b")) == 0
+        _, again = routers[1].send("POST", "/v1/completions", body, {"x-api-key": "key-of-tenant-a"})
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 144
+        assert again["choices"] == first["choices"]
+        _, other = routers[1].send("POST", "/v1/completions", body, key("key-of-tenant-b"))
+        assert (other["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0) == 0
+        assert metrics(routers[1])["kvloom_router_expected_hit_tokens_total"] >= 144
+        worker.kill()
+        until(lambda: not routers[0].is_healthy())
+        until(lambda: routers[0].send("GET", "/workers")[1]["workers"][0]["alive"] is False)
+
+
+def key(text: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {text}"}
+
+
+def tenant_blocks(router: Process, tenant: str) -> list[int]:
+    asked = {"model_name": MODEL, "token_ids": PROMPT, "tenant_id": tenant}
+    _, found = router.send("POST", "/query", asked)
+    return [one["gpu"] for one in found.get("instances", {}).values()] or [0]
+
+
+def test_a_request_waits_for_a_worker_that_comes_back(folder: Path, tmp_path: Path) -> None:
+    """The only worker dies during a request; the request continues when it is back."""
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+    with ExitStack() as stack:
+        worker = start_worker(stack, folder, tmp_path / "w.log")
+        port = int(worker.url.rpartition(":")[2])
+        router = stack.enter_context(
+            started(tmp_path / "r.log", "route", "--worker", worker.url, "--wait-seconds", "100")
+        )
+        until(router.is_healthy)
+        _, whole = worker.send("POST", "/v1/completions", body)
+        text = ""
+        for event in router.stream("/v1/completions", body):
+            assert "error" not in event, event
+            if len(text) <= 40 < len(text) + len(text_of(event)):
+                worker.kill()
+                stack.enter_context(started(tmp_path / "again.log", *worker.more["command"], port=port))
+            text += text_of(event)
+        assert text == whole["choices"][0]["text"]
+        found = metrics(router)
+        assert found["kvloom_router_continued_streams_total"] == 1
+        _, late = router.send("POST", "/v1/completions", {**body, "stream": False})
+        assert late["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize("kills", [6])
+def test_kills_under_load_lose_and_change_no_answer(kills: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """`kvloom bench kills --kills 50` is the same with more kills."""
+    import json
+
+    from kvloom.cli import main
+
+    flags = ["--workers", "2", "--clients", "2", "--tokens", "24", "--json"]
+    code = main(["bench", "kills", "--kills", str(kills), *flags])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0, found
+    assert sum(found["kills"].values()) == kills
+    assert found["answers"] > 0

@@ -42,6 +42,42 @@ def index_of(*workers: str, groups: tuple[Group, ...] = (Group(),)) -> FleetInde
     return index
 
 
+def test_counts_follow_events_of_any_order() -> None:
+    """The counts of blocks equal a recount after stored, stored again, removed, cleared and added workers."""
+    import random
+
+    rng = random.Random(1)
+    groups = (Group(0), Group(1, "sliding", 32))
+    index = index_of("a", "b", groups=groups)
+    have: dict[tuple[str, str, int], set[int]] = {}
+    for _ in range(600):
+        worker, medium, group = rng.choice("ab"), rng.choice(["GPU", "CPU"]), rng.choice([0, 1])
+        some = rng.sample(range(len(HASHES)), rng.randint(1, 5))
+        mine = have.setdefault((worker, medium, group), set())
+        what = rng.random()
+        if what < 0.5:
+            index.apply(
+                worker,
+                batch(BlockStored([HASHES[i] for i in some], None, NONE, 16, medium=medium, group_idx=group)),
+            )
+            mine.update(some)
+        elif what < 0.97:
+            index.apply(worker, batch(BlockRemoved([HASHES[i] for i in some], medium, group)))
+            mine.difference_update(some)
+        else:
+            index.apply(worker, batch(AllBlocksCleared()))
+            for (name, *_), blocks in have.items():
+                if name == worker:
+                    blocks.clear()
+        for name in "ab":
+            found = index.counts(name)
+            for one in ("GPU", "CPU"):
+                assert found[one] == len(have.get((name, one, 0), set()) | have.get((name, one, 1), set()))
+    for _ in index.remove("a"):
+        pass
+    assert set(index.counts("a").values()) == {0}
+
+
 def test_lengths_follow_events_by_medium() -> None:
     index = index_of("a", "b", "c")
     index.apply("a", batch(stored(4), stored(8, "CPU"), stored(9, "DISK", first=8)))

@@ -107,6 +107,7 @@ def test_sequence_starts_behind_cold_blocks(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.few(3)
 def test_random_operations_conserve_pages(name: str, seed: int) -> None:
     rng, runs = random.Random(f"{name} {seed}"), Runs()
     cache = make_cache(name, rng.randrange(12, 40))

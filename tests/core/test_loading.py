@@ -156,6 +156,7 @@ def texts(rng: random.Random, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(8)
 def test_loaded_pages_have_the_offloaded_bytes(
     kind: str, block: int, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +194,7 @@ def test_loaded_pages_have_the_offloaded_bytes(
 
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(5)
 def test_a_miss_of_the_first_query_agrees_with_the_load_plan(kind: str, block: int) -> None:
     asked = decided = gained = 0
     for seed in range(6):

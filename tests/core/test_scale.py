@@ -52,6 +52,7 @@ def test_a_cached_block_takes_under_200_bytes_of_bookkeeping_in_a_pool_of_100_00
     assert bytes_per_block(100_000) < 200
 
 
+@pytest.mark.slow
 def test_a_cached_block_takes_under_200_bytes_of_bookkeeping_in_a_pool_of_a_million() -> None:
     assert bytes_per_block(1_000_000) < 200
 

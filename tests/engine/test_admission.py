@@ -30,7 +30,7 @@ def asked(seed: str, count: int, longest: int) -> list[list[int]]:
         ("gemma3_text", True, True), ("llama4_text", True, True), ("qwen3_next", True, True),
     ],
 )  # fmt: skip
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_no_preemption_with_known_output_lengths(family: str, ahead: bool, foresees: bool) -> None:
     model, prompts = tiny(family), asked(family, 10, 40)
     wanted = expected(model, prompts, 28)
@@ -104,6 +104,7 @@ def test_expected_output_length_follows_recent_outputs() -> None:
     assert growth.end_of(request(0)) <= 3 + 11
 
 
+@pytest.mark.slow
 def test_preemption_corrects_low_estimates() -> None:
     model, prompts = tiny("llama", max_position_embeddings=512), asked("low", 4, 30)
     wanted = expected(model, prompts, 100)

@@ -29,6 +29,7 @@ DRAWN = [
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "bamba"])
+@pytest.mark.slow
 def test_cpu_tokens_of_a_seed_do_not_depend_on_the_batch(family: str) -> None:
     model, prompts = tiny(family), prompts_of(8, 64, 40)
     params = [DRAWN[i % len(DRAWN)] for i in range(len(prompts))]
@@ -93,7 +94,7 @@ def test_invariant_kernels_give_equal_bits_for_any_batch_and_chunks() -> None:
         ("lfm2", {"layer_types": ["conv"]}),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_invariant_kernels_give_equal_states_for_any_chunks(
     family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def params(width: int, new: int, **more: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next", "bamba"])
+@pytest.mark.few(2)
 def test_beams_match_generate(family: str) -> None:
     model = tiny(family)
     expected = [wanted(model, prompt, 3, 8) for prompt in PROMPTS]

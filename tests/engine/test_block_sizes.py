@@ -35,6 +35,7 @@ def redis_text(folder: Path) -> Iterator[str]:
 @pytest.mark.parametrize("text_of", [disk_text, pytest.param(redis_text, marks=pytest.mark.server)])
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (64, 32)])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.few(6)
 def test_pages_of_another_block_size_are_loaded(
     family: str, sizes: tuple[int, int], text_of: Any, tmp_path: Path
 ) -> None:
@@ -57,6 +58,7 @@ def test_pages_of_another_block_size_are_loaded(
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)])
+@pytest.mark.few(1)
 def test_quantised_pages_of_another_block_size_keep_their_scales(
     kv_dtype: Any, sizes: tuple[int, int], tmp_path: Path
 ) -> None:
@@ -82,6 +84,7 @@ def test_quantised_pages_of_another_block_size_keep_their_scales(
 
 @pytest.mark.parametrize("family", ["bamba", "qwen3_next", "mamba"])
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)])
+@pytest.mark.few(2)
 def test_states_are_loaded_at_another_block_size(family: str, sizes: tuple[int, int], tmp_path: Path) -> None:
     prompts = drawn(family, 70, 50, 90)
     wanted = expected(tiny(family), prompts, 8)

@@ -35,6 +35,7 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.few(2)
 def test_embeddings_equal_hugging_faces_hidden_states(family: str) -> None:
     prompts, model = prompts_of(6), tiny(family)
     wanted = {pooling: np.stack([reference(model, one, pooling) for one in prompts]) for pooling in POOLINGS}

@@ -230,6 +230,7 @@ def test_request_waits_for_a_prefix_that_another_computes() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "mamba"])
+@pytest.mark.few(1)
 def test_running_request_leaves_checkpoints_for_queued_ones(family: str) -> None:
     shared = [5 + i % 50 for i in range(100)]
     prompts = [[*shared, 7 + i, *range(9, 12 + i)] for i in range(3)] + [shared[:70]]
@@ -249,8 +250,48 @@ def test_running_request_leaves_checkpoints_for_queued_ones(family: str) -> None
     assert [request.cached_tokens for request in requests] == [0, parts, parts, 64]
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "mamba"])
+def test_request_waits_for_a_checkpoint_that_another_will_take(family: str) -> None:
+    """The prompt takes three steps; the others arrive after the first one. None computes the prefix again."""
+    shared = [5 + i % 50 for i in range(80)]
+    prompts = [[*shared, 7 + i, *range(9, 12 + i)] for i in range(4)]
+    engine = make_engine(tiny(family), 1 << 24, token_budget=32)
+    requests = [engine.add(prompts[0], GREEDY)]
+    engine.step()
+    requests += [engine.add(prompt, GREEDY) for prompt in prompts[1:]]
+    other = engine.add(range(9, 19), GREEDY)
+    engine.step()
+    assert [request.computed for request in requests[1:]] == [0, 0, 0]
+    engine.run()
+    assert [request.tokens for request in requests] == expected(tiny(family), prompts, 10)
+    assert [request.cached_tokens for request in requests] == [0, 80, 80, 80]
+    assert other.cached_tokens == 0
+
+
+def test_a_branch_costs_one_checkpoint_and_one_step() -> None:
+    """A prompt takes one more checkpoint and one more step for any number of queued prompts with the same prefix."""
+    shared = [5 + i % 50 for i in range(80)]
+    found = {}
+    for others in (0, 1, 8):
+        engine = make_engine(tiny("qwen3_next"), 1 << 24, token_budget=32)
+        first = engine.add([*shared, *range(7, 20)], GREEDY)
+        for i in range(others):
+            engine.add([*shared, 30 + i], GREEDY)
+        steps = 0
+        while not first.output_count:
+            engine.step()
+            steps += 1
+        (root,) = engine.cache.state.tree.roots.values()
+        places = [one.position for node in below(root) for one in node.checkpoints]
+        found[others] = steps, sorted(place for place in places if place < 92)
+        engine.run()
+    assert found[0][1] == []
+    assert found[1][1] == found[8][1] == [80]
+    assert found[8][0] <= found[0][0] + 1
+
+
 @pytest.mark.parametrize(("family", "kib"), [("llama", 512), ("gemma3_text", 768), ("qwen3_next", 512)])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_pages_of_queued_requests_are_evicted_last(
     family: str, kib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_few_requests_start_at_once_beside_a_flood() -> None:
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 3.0), (0.0, 0.0)])
+@pytest.mark.few(1)
 def test_computed_tokens_follow_weights(weights: tuple[float, float]) -> None:
     tenants = [Tenant(name, weight=weight) for name, weight in zip(("red", "blue"), weights, strict=True)]
     engine = make_engine(tiny("llama"), 1 << 22, token_budget=32, max_running=4, tenants=tenants)
@@ -102,7 +103,7 @@ def test_computed_tokens_follow_weights(weights: tuple[float, float]) -> None:
 @pytest.mark.parametrize(
     ("family", "below"), [("llama", False), ("llama", True), ("qwen3_next", True), ("gemma3_text", False)]
 )
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_tenant_gets_pages_from_a_tenant_that_uses_all(family: str, below: bool) -> None:
     model = tiny(family, max_position_embeddings=512)
     layout = make_engine(model, 1 << 24).layout

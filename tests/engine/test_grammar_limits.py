@@ -69,8 +69,13 @@ def test_too_much_time_is_refused_with_the_limit_and_costs_nothing_again(
     made: Callable[..., Grammars],
 ) -> None:
     grammars = made(seconds=0.2, memory=1 << 30)
-    with pytest.raises(ValueError, match=r"^grammar: .*limits are 0.2 s of CPU time \(--grammar-seconds\)"):
-        grammars.compile("grammar", explosive())
+    for _ in range(10):
+        with pytest.raises(
+            ValueError, match=r"^grammar: .*limits are 0.2 s of CPU time \(--grammar-seconds\)"
+        ) as error:
+            grammars.compile("grammar", explosive())
+        if "no answer" not in str(error.value):  # else the machine is busy, and the grammar may be sent again
+            break
     with pytest.raises(ValueError, match="--grammar-seconds"):
         grammars.begin("grammar", explosive())  # at once, without a process
     assert grammars.compile("regex", "[a-c]+").start().advance(TOKENIZER.convert_tokens_to_ids("a"))
@@ -263,6 +268,7 @@ LARGE = dict(large_schemas())
 
 
 @pytest.mark.parametrize("name", LARGE)
+@pytest.mark.few(2)
 def test_large_honest_schemas_are_within_the_limits(made: Callable[..., Grammars], name: str) -> None:
     state = made().compile("json_schema", json.dumps(LARGE[name])).start()
     rng = random.Random(0)

@@ -57,6 +57,7 @@ def replaying(model: Any, rows: int, **options: Any) -> tuple[Engine, dict[int, 
 @pytest.mark.parametrize(
     ("family", "turned"), [("llama", True), ("gemma3_text", True), ("qwen3", True), ("qwen3_next", False)]
 )
+@pytest.mark.few(1)
 def test_replayed_steps_match_generate(family: str, turned: bool) -> None:
     prompts = prompts_of(3, (5, 17, 29, 40, 14))
     wanted = expected(tiny(family), prompts, 40)  # over a few blocks, where tables change

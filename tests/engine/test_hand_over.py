@@ -57,6 +57,7 @@ def finished(*requests: Request) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize("family", KINDS)
+@pytest.mark.few(4)
 def test_pages_arrive_while_the_prompt_is_computed(family: str, kv_dtype: Any) -> None:
     (prompt,) = drawn(("hand-over", family), 110)
     first, second = prefill_engine(family, kv_dtype=kv_dtype), None

@@ -334,7 +334,7 @@ def crowded(family: str, ahead: bool) -> Engine:
 @pytest.mark.parametrize(
     "family", ["llama", "gemma3_text", "llama4_text", "mamba2", "jamba", "bamba", "qwen3_next"]
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_old_pages_are_complete_before_the_inflight_step(
     family: str, ahead: bool, counts: dict[int, int]
 ) -> None:
@@ -352,7 +352,7 @@ def test_old_pages_are_complete_before_the_inflight_step(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_pages_evicted_after_growth_are_complete(family: str, counts: dict[int, int]) -> None:
     """Outputs of several blocks, whose pages are evicted in the step after their last token, or while they are written."""
     prompts = storm(family)[::2]
@@ -376,7 +376,7 @@ def test_pages_evicted_after_growth_are_complete(family: str, counts: dict[int, 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
 @pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_forks_and_beams_load_their_pages_again(family: str, width: int, counts: dict[int, int]) -> None:
     """Forks copy pages inside the pool while pages are evicted."""
     params = SamplingParams(max_tokens=8, temperature=0 if width > 1 else 1.0, seed=3, n=3, beam_width=width)
@@ -411,7 +411,7 @@ def stepped(engine: Engine) -> int:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["gemma3_text", "bamba", "jamba"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_failed_copies_inside_the_pool_are_retried_first(
     family: str, ahead: bool, counts: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

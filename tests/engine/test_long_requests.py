@@ -86,7 +86,7 @@ def closed(engine: Engine) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_request_four_times_the_pool_has_the_tokens_of_generate(family: str, ahead: bool) -> None:
     model, size = model_of(family), LENGTHS.get(family, 180)
     prompts = drawn(family, size, size - 7, 20)
@@ -108,7 +108,7 @@ def test_request_four_times_the_pool_has_the_tokens_of_generate(family: str, ahe
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "gemma2"])
-@pytest.mark.few(2)
+@pytest.mark.slow
 def test_request_becomes_long_while_it_decodes(family: str) -> None:
     model = model_of(family)
     prompts, new = drawn("grows", 20, 33), 600 if family == "qwen3_next" else 150
@@ -186,7 +186,7 @@ def test_quantised_pages_can_be_cold(kv_dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next", "bamba"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_drafts_of_long_requests_are_verified(family: str) -> None:
     model, size = model_of(family), LENGTHS.get(family, 180)
     repeated = drawn("drafts", 12)[0] * (size // 12)
@@ -214,6 +214,7 @@ def test_larger_blocks_can_be_cold(block_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.few(1)
 def test_samples_and_beams_of_a_long_request_share_its_cold_pages(family: str) -> None:
     model = model_of(family)
     (prompt,) = drawn("samples", LENGTHS.get(family, 180))
@@ -322,6 +323,7 @@ def test_pages_of_a_request_that_stores_nothing_leave_host_memory(control: Cache
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.few(1)
 def test_preempted_and_cancelled_requests_lose_nothing(family: str) -> None:
     model, size = model_of(family), LENGTHS.get(family, 180)
     prompts = drawn("preempt", size, size, 30)
@@ -433,7 +435,7 @@ def test_quota_smaller_than_the_request_makes_it_long() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_random_traffic_on_random_pools_has_the_same_tokens(seed: int) -> None:
     rng = random.Random(f"traffic {seed}")
     family = rng.choice(["llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_next"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvloom.core import CacheControl
-from kvloom.engine import Engine, Request
+from kvloom.engine import Engine, Request, calibrate
 from kvloom.tiers import DiskTier, open_tier
 from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
@@ -101,15 +101,75 @@ def test_lossy_without_a_lossy_tier_changes_nothing(tmp_path: Path) -> None:
     closed(engine)
 
 
-def test_quantised_pages_are_not_re_encoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_pages_without_their_scales_are_not_re_encoded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, scales = tiny("llama"), tmp_path / "scales.safetensors"
+    calibrate(model, drawn("scales", 9)).save(scales)
+    text = f"fp8:disk:{tmp_path}:64MiB"
     with caplog.at_level(logging.WARNING, "kvloom.tiers"):
-        engine = make_engine(tiny("llama"), POOL, "int8", tiers=[f"fp8:disk:{tmp_path}:64MiB?optional=1"])
+        engine = make_engine(model, POOL, "fp8", kv_scales=scales, tiers=[f"{text}?optional=1"])
     assert "left out" in caplog.text
-    assert "cannot re-encode pages" in caplog.text
+    assert "field 'k' has dtype fp8 without scales in its page" in caplog.text
     assert not offload_of(engine).transfers.queues
     closed(engine)
     with pytest.raises(ValueError, match="cannot re-encode pages"):
-        make_engine(tiny("llama"), POOL, "int8", tiers=[f"fp8:disk:{tmp_path}:64MiB"])
+        make_engine(model, POOL, "fp8", kv_scales=scales, tiers=[text])
+
+
+KINDS = ["llama", "deepseek_v3", "gemma3_text", "bamba"]
+
+
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.few(2)
+def test_servers_with_other_kv_dtypes_share_lossy_pages(family: str, tmp_path: Path) -> None:
+    """Each engine loads what the first one stored, whatever the KV dtype and block size. Exact requests do not."""
+    prompts = drawn(family, 70, 50)
+    wanted = expected(tiny(family), prompts, 4)
+    text = f"int8:disk:{tmp_path}:64MiB"
+    dtypes: list[tuple[str | None, int]] = [("int8", 16), (None, 16), ("fp8", 16), ("bf16", 32)]
+    for number, (kv_dtype, block_tokens) in enumerate(dtypes):
+        engine = make_engine(
+            tiny(family), POOL, kv_dtype, tiers=[text], offload=PATIENT, block_tokens=block_tokens
+        )
+        near, exact = said(engine, prompts, NEAR), said(engine, prompts)
+        has_states = bool(engine.layout.of("state"))
+        found = [69, 49] if has_states else [64, 48 // block_tokens * block_tokens]
+        assert [one.cached_tokens for one in near] == (found if number else [0, 0])
+        assert not any(one.loads for one in exact)
+        if kv_dtype is None:
+            assert [one.tokens for one in exact] == wanted
+        closed(engine)
+
+
+@pytest.mark.parametrize("stored", ["int8", "fp8"])
+def test_pages_of_another_kv_dtype_are_close_to_computed_ones(stored: str, tmp_path: Path) -> None:
+    (prompt,) = drawn("near", 65)
+    text = f"int8:disk:{tmp_path}:64MiB"
+
+    def pages(engine: Engine) -> np.ndarray:
+        group = engine.layout.groups[0]
+        match = engine.cache.match([*prompt], NEAR)
+        assert match.resume == 64
+        bytes_, size = engine.buffer.numpy().reshape(-1), group.page_stride
+        found = [bytes_[p * size : (p + 1) * size] for p in match.rows[:, 0].tolist()]
+        return np.concatenate(found).view(np.float32).copy()
+
+    first = make_engine(tiny("llama"), POOL, stored, tiers=[text], offload=PATIENT)
+    said(first, [prompt], NEAR)
+    closed(first)
+    plain = opened(text)
+    (request,) = said(plain, [prompt], NEAR)
+    assert request.cached_tokens == 64
+    after = pages(plain)
+    closed(plain)
+    alone = opened("int8:host:16MiB")
+    said(alone, [prompt], NEAR)
+    before = pages(alone)
+    closed(alone)
+    assert not np.array_equal(before, after)
+    most = np.abs(before).max() * (1 / 16 if stored == "int8" else 1 / 4)  # later layers read quantised pages
+    assert np.abs(before - after).max() <= most
 
 
 @pytest.mark.parametrize("family", ["bamba", "qwen3_next", "mamba"])

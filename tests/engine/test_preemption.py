@@ -100,6 +100,7 @@ def test_failed_step_is_discarded_and_recomputed(family: str, ahead: bool) -> No
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "bamba"])
+@pytest.mark.few(1)
 def test_interrupt_while_waiting_for_tokens_loses_none(
     family: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +314,7 @@ def test_half_shared_page_does_not_finish_a_request_of_pool_size() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.few(1)
 def test_request_beyond_its_quota_preempts_only_its_own_tenant(ahead: bool) -> None:
     model = tiny("llama")
     model.set_attn_implementation("eager")

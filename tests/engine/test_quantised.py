@@ -101,7 +101,7 @@ def calibrated(model: Any, folder: Path, prompts: list[list[int]]) -> str:
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_quantised_tokens_do_not_depend_on_cache_preemption_or_batch(
     family: str, dtype: str, static: bool, tmp_path: Path
 ) -> None:
@@ -199,7 +199,7 @@ CHUNKS = 5e-4
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_quantised_logits_are_close_to_float32_for_any_chunks(family: str, tmp_path: Path) -> None:
     model = tiny(family)
     prompts = drawn(family, 4, 90)
@@ -308,6 +308,7 @@ def test_scales_from_a_checkpoint_or_a_file(tmp_path: Path) -> None:
     assert [r.outputs[0].token_ids for r in first] == [r.outputs[0].token_ids for r in second]
 
 
+@pytest.mark.slow
 def test_calibrate_and_generate_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, scales = str(tmp_path / "model"), str(tmp_path / "scales.safetensors")
     tiny("llama").save_pretrained(folder)

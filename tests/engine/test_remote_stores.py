@@ -19,7 +19,7 @@ from kvloom.tiers.remote.store_tier import PREFIX
 from kvloom.tiers.transfers import CircuitBreakerConfig, TierQueueConfig
 from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
-from tests.tiers.servers import mooncake_master, redis_server
+from tests.tiers.servers import mooncake_master, redis_server, s3_bucket
 
 from .test_offload import PATIENT, POOL, QUICK, closed, drawn, served
 
@@ -65,8 +65,13 @@ def mooncake_text(folder: Path) -> Iterator[str]:
         storage.close()
 
 
-@pytest.mark.parametrize("text_of", [redis_text, peer_text, nixl_text, mooncake_text])
+def s3_text(folder: Path) -> contextlib.AbstractContextManager[str]:
+    return s3_bucket(folder, 64 * MIB)
+
+
+@pytest.mark.parametrize("text_of", [redis_text, peer_text, nixl_text, mooncake_text, s3_text])
 @pytest.mark.parametrize("family", ["gemma3_text", "bamba"])
+@pytest.mark.few(3)
 def test_restart_loads_pages_from_the_store(family: str, text_of: object, tmp_path: Path) -> None:
     prompts = drawn(family, 70, 50, 90)
     wanted = expected(tiny(family), prompts, 8)

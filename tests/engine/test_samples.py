@@ -42,7 +42,7 @@ def idle(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_samples_match_separate_requests(family: str, ahead: bool) -> None:
     model = tiny(family)
     model.set_attn_implementation("eager")
@@ -81,7 +81,7 @@ def test_samples_share_one_prompt_computation() -> None:
 @pytest.mark.parametrize(
     ("family", "slabs"), [("llama", 0), ("gemma3_text", 0), ("qwen3_next", 4), ("bamba", 8)]
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_forks_in_a_small_pool_survive_preemption(family: str, slabs: int, ahead: bool) -> None:
     rng = random.Random(family)
     model = tiny(family)

@@ -75,12 +75,14 @@ def test_half_precision(dtype: torch.dtype) -> None:
     ids=lambda span: f"{span}",
 )
 @pytest.mark.parametrize("queries", [[1, 1, 1], [3, 1, 8]], ids=["one", "several"])
+@pytest.mark.few(1)
 def test_windows_and_chunks(span: Visibility, queries: list[int]) -> None:
     shape = Shape(4, 2, 64, 64, dtype=torch.float32)
     check(Batch(shape, [100, 1, 51], queries, span), queries=max(queries))
 
 
 @pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.few(1)
 def test_softcap_sinks_and_scale_together(queries: int) -> None:
     shape = Shape(6, 2, 64, 64, dtype=torch.float32)
     batch = Batch(shape, [70, 9, 33], [queries] * 3)
@@ -179,7 +181,7 @@ def test_empty_rows_and_padding() -> None:
 
 
 @pytest.mark.parametrize("heads", [(3, 3), (7, 1), (10, 2), (32, 1), (40, 1)], ids=str)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_groups_of_any_size(heads: tuple[int, int]) -> None:
     shape = Shape(*heads, 64, 64, dtype=torch.float32)
     check(Batch(shape, [50, 20], [2, 1]), queries=2)

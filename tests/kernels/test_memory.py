@@ -24,7 +24,7 @@ from kvloom.kernels.memory import (
     load_cuda_driver,
 )
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 STEP = granularity(DEVICE)
@@ -36,6 +36,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads 
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.few(2)
 def test_slabs_keep_their_bytes_while_others_are_mapped_and_unmapped(seed: int) -> None:
     rng = random.Random(seed)
     slabs = 24

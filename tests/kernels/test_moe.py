@@ -56,7 +56,7 @@ def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
     ("tokens", "count", "picked", "dim", "inner"),
     [(1, 4, 2, 32, 16), (7, 5, 2, 48, 24), (40, 3, 1, 33, 20), (30, 24, 8, 64, 32)],
 )
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_tokens_go_through_the_experts_they_chose(
     tokens: int, count: int, picked: int, dim: int, inner: int, dtype: torch.dtype
 ) -> None:

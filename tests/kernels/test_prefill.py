@@ -166,6 +166,7 @@ def test_quantised_pages_under_windows(dtype: torch.dtype, window: int, static: 
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "int8 window", "sinks"])
+@pytest.mark.few(1)
 def test_leading_single_queries_run_on_decode_kernels(kind: str) -> None:
     span = Visibility("sliding", 21) if "window" in kind else FULL
     dtype = torch.int8 if "int8" in kind else HALF

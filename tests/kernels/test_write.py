@@ -178,7 +178,7 @@ STORED = [None, torch.int8, FP8]
 @pytest.mark.parametrize(
     ("shape", "stored", "seed"), [(*c, i) for i, c in enumerate(itertools.product(SHAPES, STORED))]
 )
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 def test_kernel_stores_what_the_reference_stores(
     shape: tuple[int, int | None, int], stored: torch.dtype | None, seed: int
 ) -> None:

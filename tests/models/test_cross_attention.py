@@ -150,6 +150,7 @@ def test_prompts_that_begin_with_images_give_generates_tokens() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.few(1)
 def test_images_and_text_in_a_pool_far_too_small(ahead: bool) -> None:
     rng = random.Random(3)
     model = causal(crossing())
@@ -226,6 +227,7 @@ def test_answers_share_the_image() -> None:
 
 
 @pytest.mark.parametrize(("kv_dtype", "error"), [("int8", 0.01), ("fp8", 0.05)])
+@pytest.mark.few(1)
 def test_quantised_pages_of_images_are_read_by_their_scales(kv_dtype: str, error: float) -> None:
     prompt, pictures = [IMAGE, *words(2, 20)], [picture(2)]
     plain, engine = engine_of(), engine_of(kv_dtype=kv_dtype)

@@ -21,6 +21,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("name", ["llama", "hybrid", "draft"])
+@pytest.mark.few(1)
 def test_tokens_are_those_of_generate_whole_and_in_chunks(name: str) -> None:
     folder = FOLDER / name
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -36,6 +36,7 @@ def saved(model: Any, folder: Path, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "bamba", "gpt2"])
+@pytest.mark.few(2)
 def test_a_sharded_folder_gives_the_tokens_it_was_saved_with(family: str, tmp_path: Path) -> None:
     model = tiny(family)
     name = saved(model, tmp_path, max_shard_size="20KB")
@@ -60,6 +61,7 @@ def test_weights_have_the_requested_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "family", ["llama", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba2", "jamba", "qwen3_next"]
 )
+@pytest.mark.few(3)
 def test_random_weights_are_sane_and_the_same_for_a_seed(family: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**SIZES, **TINY[family]}))
@@ -108,7 +110,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 def test_a_shipped_config_is_as_large_as_the_model_and_runs(name: str) -> None:
     config = transformers_config(name, "random")
     with torch.device("meta"):

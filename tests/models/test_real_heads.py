@@ -42,6 +42,7 @@ SINGLES = 3
 
 
 @pytest.mark.parametrize("name", HEADS)
+@pytest.mark.few(2)
 def test_logits_are_those_of_hugging_faces_own_attention(name: str) -> None:
     options = dict(HEADS[name])
     torch.manual_seed(0)

@@ -62,7 +62,7 @@ def mixed(family: str, rng: random.Random) -> tuple[list[int], list[Picture]]:
 @pytest.mark.parametrize(
     ("family", "ahead"), [*((name, False) for name in TINY), *((name, True) for name in MAIN)]
 )
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_images_and_text_in_a_pool_far_too_small_give_generates_tokens(family: str, ahead: bool) -> None:
     rng = random.Random(family)
     model = vision_model(family)
@@ -86,6 +86,7 @@ def test_images_and_text_in_a_pool_far_too_small_give_generates_tokens(family: s
 
 
 @pytest.mark.parametrize("family", MAIN)
+@pytest.mark.few(2)
 def test_equal_image_and_text_hit_and_another_image_misses(family: str) -> None:
     model, image, other = vision_model(family), image_of(family, 0), image_of(family, 3)
     assert tokens_of(family, image) == tokens_of(family, other)
@@ -411,6 +412,7 @@ def test_an_image_that_no_step_or_window_can_hold_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", TINY)
+@pytest.mark.few(4)
 def test_a_sample_is_an_image_that_the_tower_takes(family: str) -> None:
     vision = Vision(vision_model(family))
     made = vision.embed(vision.sample())
@@ -490,6 +492,7 @@ def test_prompts_of_text_and_pictures_go_through_the_models_processor(tmp_path: 
 
 
 @pytest.mark.parametrize("family", MAIN)
+@pytest.mark.few(1)
 def test_a_prompt_with_an_image_hits_a_disk_tier_after_a_restart(family: str, tmp_path: Path) -> None:
     model, image, other = vision_model(family), image_of(family, 1), image_of(family, 2)
     prompt, beside = (prompt_of(family, words(1, 15), one, words(2, 40)) for one in (image, other))
@@ -514,6 +517,7 @@ def test_a_prompt_with_an_image_hits_a_disk_tier_after_a_restart(family: str, tm
 
 
 @pytest.mark.parametrize("family", MAIN)
+@pytest.mark.few(1)
 def test_embeddings_are_loaded_for_another_prompt_and_damaged_ones_encoded_again(
     family: str, tmp_path: Path
 ) -> None:

@@ -135,6 +135,7 @@ def conversation() -> Traffic:
         ("min", 10_000, 36.64),
     ],
 )
+@pytest.mark.few(2)
 def test_known_hit_rates_of_the_conversation_trace(
     conversation: Traffic, policy: str, capacity: int, percent: float
 ) -> None:
@@ -154,6 +155,7 @@ def test_known_hit_rates_of_the_first_thousand_requests_of_the_arxiv_trace(
 
 
 @needs_traces
+@pytest.mark.slow
 def test_the_learning_policy_beats_lru_in_small_caches(conversation: Traffic) -> None:
     lru, adaptive = (replay(conversation, 5484, policy).hit_rate for policy in ("lru", "adaptive"))
     assert adaptive > lru + 0.03
@@ -161,6 +163,7 @@ def test_the_learning_policy_beats_lru_in_small_caches(conversation: Traffic) ->
 
 @needs_traces
 @pytest.mark.parametrize(("policy", "times"), [("lru", 45), ("adaptive", 70)])
+@pytest.mark.slow
 def test_a_learning_request_costs_a_bounded_multiple(conversation: Traffic, policy: str, times: int) -> None:
     """The core against a loop over one dictionary, in turns: what a machine's speed cannot decide.
     On a machine where that loop takes half a second for a million blocks, the aim of ten seconds is 20 times it."""

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.engine.made_tokenizers import byte_level
 
-__all__ = ["DEVICE", "LONGEST", "MODEL", "Running", "model_folder", "running"]
+__all__ = ["DEVICE", "LONGEST", "MODEL", "Running", "model_folder", "running", "serve_command"]
 
 MODEL = "tiny"
 LONGEST = 4096
@@ -117,23 +117,17 @@ class Running:
         )
 
 
+def serve_command(folder: Path | str, *arguments: str) -> list[str]:
+    """The command line of `kvloom serve` on a free port."""
+    command = [sys.executable, "-m", "kvloom.cli", "serve", str(folder)]
+    return [*command, "--port", "0", "--device", DEVICE, *arguments]
+
+
 @contextmanager
-def running(folder: Path, *arguments: str, seconds: float = 300) -> Iterator[Running]:
+def running(folder: Path | str, *arguments: str, seconds: float = 300) -> Iterator[Running]:
     """Start `kvloom serve` and wait until it is ready; at the end it must stop by itself on SIGTERM."""
-    command = [
-        sys.executable,
-        "-m",
-        "kvloom.cli",
-        "serve",
-        str(folder),
-        "--port",
-        "0",
-        "--device",
-        DEVICE,
-        *arguments,
-    ]
     process = subprocess.Popen(
-        command,
+        serve_command(folder, *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

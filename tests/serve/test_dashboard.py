@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.serve.dashboard.routes import page_files
+from kvloom.serve.dashboard import page_files
 from tests.serve.running import MODEL, Running, running
 
 

@@ -123,6 +123,7 @@ def number(text: str) -> float:
     return float(found[0].replace(",", "")) if found else 0.0
 
 
+@pytest.mark.slow
 def test_the_page_updates_under_traffic_without_errors(browser: Browser, server: Running) -> None:
     one = Seen(browser)
     one.page.goto(f"{server.url}/dashboard")
@@ -290,6 +291,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("width", [390, 800, 1280, 1600])
+@pytest.mark.few(1)
 def test_no_table_is_cut(width: int, browser: Browser, server: Running) -> None:
     server.complete(prompt="for the table of tenants", max_tokens=2, tenant="a-tenant-with-a-name")
     one = Seen(browser, viewport={"width": width, "height": 900})

@@ -20,6 +20,7 @@ pool = "1MiB"
 """
 
 
+@pytest.mark.slow
 def test_policy_and_block_size_of_a_configuration_file_are_used(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "kvloom.toml"
     file.write_text(FILE)

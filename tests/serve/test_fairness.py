@@ -36,6 +36,7 @@ def begun(server: Running, open_: ExitStack, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("attack", [{}, {"priority": 10**9}, {"n": 8}], ids=["streams", "priority", "n"])
+@pytest.mark.slow
 def test_a_flood_of_one_tenant_neither_stops_nor_refuses_another(
     shared: Running, attack: dict[str, Any]
 ) -> None:

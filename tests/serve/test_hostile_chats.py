@@ -50,6 +50,7 @@ HOSTILE: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_hostile_requests_are_refused_and_block_no_others(hostile: tuple[Running, Path]) -> None:
     """Whole, the first of them would be a text of a gigabyte."""
     server, _ = hostile

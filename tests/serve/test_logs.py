@@ -18,6 +18,8 @@ from kvloom.serve.access_log import RequestLog, _log_request as log_request
 from kvloom.serve.errors import ApiError
 from tests.serve.running import MODEL, Running, running
 
+pytestmark = pytest.mark.slow  # servers of its own
+
 SECRET = "a very private prompt"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 

@@ -33,6 +33,7 @@ def wanted(folder: Path) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 def test_server_runs_long_and_short_requests_together(folder: Path, wanted: list[list[int]]) -> None:
     asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     with running(folder, "--pool", str(POOL), "--tier", "host:8MiB") as server:

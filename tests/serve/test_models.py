@@ -207,6 +207,7 @@ def test_the_size_of_one_pool_cannot_be_set(both: Running) -> None:
     assert "--memory" in found["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_and_unloaded(both: Running, expected: Expected) -> None:
     status, _, found = both.send("POST", "/admin/models", {"model": THIRD})
     assert status == 202, found
@@ -224,6 +225,7 @@ def test_a_model_is_loaded_and_unloaded(both: Running, expected: Expected) -> No
     assert answer(both, MODEL, 4) == expected[MODEL, 4]
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_to_load_is_listed_with_the_reason(both: Running, shelf: Path) -> None:
     shutil.copytree(shelf / THIRD, shelf / "broken")
     weights = shelf / "broken" / "model.safetensors"

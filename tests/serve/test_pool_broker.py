@@ -7,6 +7,8 @@ from dataclasses import replace
 from hypothesis import given, strategies as st
 
 from kvloom.serve.worker import PoolLoad, plan_pools
+from kvloom.serve.worker.messages import EngineStats
+from kvloom.serve.worker.pool_broker import _Activity
 
 IDLE = PoolLoad(500, 500, 50, 1000, 1, is_busy=False, is_full=False)
 FULL = replace(IDLE, free_bytes=0, is_busy=True, is_full=True)
@@ -19,6 +21,13 @@ def test_without_pressure_nothing_changes() -> None:
 
 def test_an_idle_model_gives_to_a_full_one() -> None:
     assert plan_pools({"a": FULL, "b": IDLE}, 1000) == {"a": 750, "b": 250}
+
+
+def test_a_request_larger_than_the_pool_makes_it_full_at_once() -> None:
+    stats = EngineStats(running=1, free_slabs=5)
+    assert _Activity().observe(stats, True, 0.0) == (True, False)
+    needs = EngineStats(running=1, free_slabs=5, needs_growth=True)
+    assert _Activity().observe(needs, True, 0.0) == (True, True)
 
 
 def test_unassigned_bytes_are_taken_first() -> None:

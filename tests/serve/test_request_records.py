@@ -29,7 +29,8 @@ RED, BLUE, ADMIN = "key-of-red-1", "key-of-blue-1", "key-of-admin-1"
 FIELDS = {
     "id", "request_id",
     "model", "tenant", "state", "arrived", "queue_s", "ttft_s", "total_s", "prompts", "answers", "prompt_tokens", "output_tokens",
-    "cached_tokens", "computed_tokens", "hits", "stopped", "preemptions", "finish_reason",
+    "cached_tokens", "computed_tokens", "hits", "stopped", "preemptions", "draft_tokens", "accepted_tokens",
+    "finish_reason", "slo",
 }  # fmt: skip
 
 Observed = tuple[Running, Receiver]
@@ -277,6 +278,15 @@ def test_preemptions_are_described() -> None:
     lines = describe(record.to_dict(operator=False))
     assert "48 were in the pool, 16 were loaded from host and 36 were computed" in lines[1]
     assert lines[-1] == "It was preempted 2 times."
+
+
+def test_drafts_are_described() -> None:
+    record = made("r")
+    record.progress[1] = RequestProgress(
+        1, 51.0, 51.0, 52.0, 64, {"device": 64}, 64, "not cached", draft_tokens=40, accepted_tokens=30
+    )
+    record.finished, record.finish_reasons = 60.0, ["stop"]
+    assert describe(record.to_dict(operator=False))[-1] == "Of its 40 draft tokens, 30 were accepted (75%)."
 
 
 def test_a_request_without_answer_counts_as_failed() -> None:

@@ -120,6 +120,7 @@ def test_sigterm_drains_running_requests_and_refuses_new_ones(mortal: Running) -
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_second_signal_exits_at_once_with_the_engine(folder: Path) -> None:
     with running(folder, "--pool", "16MiB") as found:
         stream = found.client().completions.create(stream=True, **LONG)

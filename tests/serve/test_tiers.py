@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from kvloom.cli import main
 from kvloom.serve.worker import Start
 from kvloom.serve.worker.engine_client import _restart
 
-from .running import Running, running
+from .running import Running, running, serve_command
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it sleeps; " * 3
 ASKED = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
@@ -64,6 +63,19 @@ def test_a_restarted_server_does_not_load_expired_pages(folder: Path, tmp_path: 
 
 
 @pytest.mark.slow
+def test_servers_with_other_kv_dtypes_share_lossy_pages(folder: Path, tmp_path: Path) -> None:
+    tiers = ("--pool", "16MiB", "--load", "always", "--tier", f"int8:disk:{tmp_path}:256MiB")
+    cached = []
+    for kv_dtype in ("int8", "fp32", "fp8"):
+        with running(folder, *tiers, "--kv-dtype", kv_dtype) as server:
+            near, exact = server.complete(**ASKED, lossy=True), server.complete(**ASKED)
+            found = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (near, exact)]
+            cached.append(found)
+    assert [exact for _, exact in cached] == [0, 0, 0]
+    assert [near for near, _ in cached] == [0, len(PROMPT) // 16 * 16, len(PROMPT) // 16 * 16]
+
+
+@pytest.mark.slow
 def test_a_partial_hit_from_a_tier_is_explained_with_one_account(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,19 +118,7 @@ def test_an_unusable_tier_ends_the_start_before_loading(folder: Path, tmp_path: 
     (tmp_path / "file").touch()
     for tier in ("peer://me:secret@127.0.0.1:1", f"disk:{tmp_path}/file:256MiB"):
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "kvloom.cli",
-                "serve",
-                str(folder),
-                "--port",
-                "0",
-                "--device",
-                "cpu",
-                "--tier",
-                tier,
-            ],
+            serve_command(folder, "--tier", tier),
             capture_output=True,
             text=True,
             timeout=120,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from kvloom.serve.api.answers import TOOL_CALL_PARSERS, AnswerFormats, Piece, last_marker
+from kvloom.serve.api.answers import ANSWER, TOOL_CALL_PARSERS, AnswerFormats, Piece, last_marker
 from kvloom.serve.api.answers.reasoning import DeepSeekReasoning, QwenReasoning, ReasoningParser
 from kvloom.serve.api.answers.tool_calls import ForcedCalls, ToolCallParser, detect_parser
 from tests.engine.made_tokenizers import byte_level
@@ -73,7 +73,27 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("pythonic", "[f(a=1", "[f(a=1", []),
     ("pythonic", "plain", "plain", []),
     ("pythonic", "[" * 3000, "[" * 3000, []),
+    ("qwen3_coder", "a <tool_call>b", "a <tool_call>b", []),
+    ("qwen3_coder", "So.\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n", "So.", [("f", '{"a": "1"}')]),
+    ("qwen3_coder", "<tool_call>\n<function=typed>\n<parameter=n>\n1\n</parameter>\n<parameter=s>\n 1\n\n</parameter>\n<parameter=o>\n{\"x\": [1]}\n</parameter>\n<parameter=b>\nTrue\n</parameter>\n<parameter=m>\nnull\n</parameter>\n</function>\n</tool_call>", "", [("typed", '{"n": 1, "s": " 1\\n", "o": {"x": [1]}, "b": true, "m": null}')]),
+    ("qwen3_coder", "<function=f>\n</function>\n</tool_call><tool_call><function=g-2><parameter=q>a < b</parameter></function></tool_call>", "", [("f", "{}"), ("g-2", '{"q": "a < b"}')]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2", "", [("f", '{"a": "1"')]),  # cut
+    ("qwen3_coder", "<tool_call>\n<function=f", "<tool_call><function=f", []),
+    ("qwen3_coder", "x <function=f\n> y", "x <function=f\n> y", []),
 ]  # fmt: skip
+
+
+SCHEMAS: dict[str, Any] = {
+    "typed": {
+        "properties": {
+            "n": {"type": "integer"},
+            "s": {"type": "string"},
+            "o": {"type": "object"},
+            "b": {"type": "boolean"},
+            "m": {"type": ["string", "null"]},
+        }
+    }
+}
 
 
 def parts(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
@@ -94,7 +114,7 @@ def test_a_text_has_the_same_parts_whole_and_in_pieces(
     name: str, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     for size in (len(text), 1, 2, 3, 7):
-        parser = TOOL_CALL_PARSERS[name]()
+        parser = TOOL_CALL_PARSERS[name](SCHEMAS)
         pieces = [p for i in range(0, len(text), size) for p in parser.feed(text[i : i + size])]
         assert parts([*pieces, *parser.finish()]) == (content, calls), size
 
@@ -117,6 +137,7 @@ def test_a_long_answer_costs_in_proportion_to_its_length() -> None:
         ("llama3_json", ""),
         ("mistral", "[TOOL_CALLS]["),
         ("pythonic", "["),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>"),
     ):
         for text in (begin + endless, begin + "[" * 40_000, "<" * 40_000, "word " * 10_000):
             parser = TOOL_CALL_PARSERS[name]()
@@ -135,16 +156,61 @@ def test_forced_calls_are_read_and_a_cut_one_has_no_content() -> None:
         assert parts([*pieces, *parser.finish()]) == ("", wanted)
 
 
+CALL = '{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}'
+BAD = '{"name": "weather", "arguments": {"city": "Rome", "days": 1}}'
+FREE = '{"name": "clock", "arguments": {"any": [1]}}'
+STRICT_CASES = [
+    ("hermes", "hello <tool_", True),
+    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", True),
+    ("hermes", f"So.\n<tool_call>{CALL}</tool_call>\n<tool_call>{FREE}</tool_call> bye", True),
+    ("hermes", f"<tool_call>\n{BAD}\n</tool_call>", False),
+    ("hermes", "a <tool_call> b", False),
+    ("llama3_json", "hello {", True),
+    ("llama3_json", CALL.replace("arguments", "parameters"), True),
+    ("llama3_json", "; ".join([CALL, FREE]).replace("arguments", "parameters"), True),
+    ("llama3_json", BAD.replace("arguments", "parameters"), False),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "allowed"), STRICT_CASES)
+def test_strict_functions_follow_their_schemas_and_text_is_free(name: str, text: str, allowed: bool) -> None:
+    llguidance = pytest.importorskip("llguidance")
+    strict = {**WEATHER["function"], "strict": True}  # type: ignore[dict-item]
+    formats = AnswerFormats(TOOL_CALL_PARSERS[name])
+    rules = formats.strict_grammar([strict, CLOCK["function"]])
+    assert rules is not None
+    matcher = llguidance.LLMatcher(
+        llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(ANSWER + rules)
+    )
+    tokens = list(text.encode())
+    assert not matcher.is_error(), matcher.get_error()
+    found = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    assert found == allowed
+
+
+def test_strict_without_effect_is_a_warning() -> None:
+    strict = [{"name": "f", "strict": True}]
+    hermes = AnswerFormats(TOOL_CALL_PARSERS["hermes"], shows_tools=True)
+    assert hermes.tools_warning(False, strict) is None
+    assert hermes.strict_grammar([{"name": "f"}]) is None
+    for formats in (
+        AnswerFormats(TOOL_CALL_PARSERS["pythonic"], shows_tools=True),
+        AnswerFormats(TOOL_CALL_PARSERS["hermes"], shows_tools=True, special=True),
+    ):
+        assert "strict has no effect" in (formats.tools_warning(False, strict) or "")
+        assert formats.tools_warning(True, strict) is None
+
+
 def test_the_format_is_detected_from_the_template() -> None:
     def name(template: str) -> str | None:
         found = detect_parser(template)
         return None if found is None else found.__name__
 
     assert name(HERMES) == "HermesParser"
+    assert name("<tool_call>\n<function={{ f.name }}>") == "Qwen3CoderParser"
     assert name("{{ '[TOOL_CALLS]' }}") == "MistralParser"
     assert name('<|start_header_id|> {"name": …, "parameters": …}') == "Llama3JsonParser"
     assert name("<|python_start|>") == "PythonicParser"
-    assert name("<tool_call>\n<function=f>") is None  # another format
     assert name("{{ messages }}") is None
     assert AnswerFormats.of(None) == AnswerFormats()
     assert isinstance(TOOL_CALL_PARSERS["mistral"](), ToolCallParser)
@@ -158,7 +224,7 @@ def hermes(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     options = ("--chat-template", str(template), "--reasoning-parser", "qwen3")
     thinks = tmp_path_factory.mktemp("models") / MODEL
     shutil.copytree(folder, thinks)
-    byte_level("<think>", "</think>").save_pretrained(thinks)
+    byte_level("<think>", "</think>", "<tool_call>").save_pretrained(thinks)
     with running(thinks, "--pool", "64MiB", *options) as found:
         yield found
 
@@ -273,6 +339,46 @@ def test_a_forced_call_follows_the_schema(client: OpenAI, choice: Any) -> None:
         model=MODEL, messages=USER, tools=tools, tool_choice=choice, parallel_tool_calls=False, max_tokens=300
     ) as stream:
         check_forced(stream.get_final_completion().choices[0].message.tool_calls, names)
+
+
+def test_a_strict_call_follows_the_schema(client: OpenAI) -> None:
+    """A bias makes the model begin a call. Only the grammar makes it a valid one."""
+    begin = byte_level("<think>", "</think>", "<tool_call>").convert_tokens_to_ids("<tool_call>")
+    tools: Any = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]  # type: ignore[dict-item]
+    fields: Any = {"messages": USER, "max_tokens": 200, "parallel_tool_calls": False}
+    answer = client.chat.completions.create(
+        model=MODEL, tools=tools, logit_bias={str(begin): 100}, extra_body={"ignore_eos": True}, **fields
+    )
+    check_forced(answer.choices[0].message.tool_calls, {"weather"})
+    text = client.chat.completions.create(model=MODEL, tools=tools, logit_bias={str(begin): -100}, **fields)
+    assert text.choices[0].message.content
+    assert not text.choices[0].message.tool_calls
+
+
+def test_strict_reaches_the_grammar_from_every_api(hermes: Running) -> None:
+    begin = byte_level("<think>", "</think>", "<tool_call>").convert_tokens_to_ids("<tool_call>")
+    function: Any = WEATHER["function"]
+    more = {"model": MODEL, "logit_bias": {str(begin): 100}, "ignore_eos": True}
+    messages = {
+        "messages": USER,
+        "max_tokens": 200,
+        "tools": [{"name": "weather", "input_schema": function["parameters"], "strict": True}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    }
+    status, _, found = hermes.send("POST", "/v1/messages", {**more, **messages})
+    assert status == 200, found
+    (call,) = [block for block in found["content"] if block["type"] == "tool_use"]
+    assert (call["input"]["city"] in ("Oslo", "Ulm"), call["input"]["days"] in (1, 2)) == (True, True)
+    responses = {
+        "input": "hi",
+        "max_output_tokens": 200,
+        "tools": [{"type": "function", **function, "strict": True}],
+        "parallel_tool_calls": False,
+    }
+    status, _, found = hermes.send("POST", "/v1/responses", {**more, **responses})
+    assert status == 200, found
+    (item,) = [item for item in found["output"] if item["type"] == "function_call"]
+    assert json.loads(item["arguments"])["city"] in ("Oslo", "Ulm")
 
 
 def test_a_cut_call_ends_by_its_length(client: OpenAI) -> None:

@@ -27,6 +27,7 @@ def recording(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield found, path
 
 
+@pytest.mark.slow
 def test_a_replayed_recording_hits_like_the_server(recording: tuple[Running, Path]) -> None:
     """Three conversations take turns, and begin again now and then."""
     server, path = recording
@@ -62,7 +63,7 @@ def test_a_replayed_recording_hits_like_the_server(recording: tuple[Running, Pat
 
 def test_a_recording_contains_hashes_lengths_and_times_only(recording: tuple[Running, Path]) -> None:
     server, path = recording
-    before = len(path.read_text().splitlines())
+    before = max(1, len(path.read_text().splitlines()))  # the first line is the head
     word = "unmistakable words"
     server.complete(prompt=word, max_tokens=3, session_id="my session", tenant="my tenant")
     server.complete(prompt=word, max_tokens=3, cache={"store": False})

@@ -20,6 +20,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.serve.running import MODEL, Running, running
 
+pytestmark = pytest.mark.slow  # servers of its own
+
 PAGE = "https://page.example:8443"
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from kvloom.core import MISS_REASONS
-from kvloom.serve.dashboard.routes import page_files
+from kvloom.serve.dashboard import page_files
 from kvloom.serve.words import OUTCOMES, fault_text, tier_word
 from kvloom.serve.worker.cache_snapshot import _faults
 from kvloom.serve.worker.messages import TierUsage

@@ -129,6 +129,22 @@ def s3_server(folder: Path, port: int = 0) -> Iterator[tuple[int, subprocess.Pop
 
 
 @contextlib.contextmanager
+def s3_bucket(folder: Path, capacity: int) -> Iterator[str]:
+    """The URL of a tier in an empty bucket, with credentials in the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "someone")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        with s3_server(folder) as (port, _):
+            import boto3
+
+            endpoint = f"http://127.0.0.1:{port}"
+            client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+            client.create_bucket(Bucket="kvpages")
+            yield f"s3://kvpages/ours?capacity={capacity}&endpoint={endpoint}&timeout=20"
+
+
+@contextlib.contextmanager
 def slow_gets(port: int, seconds: dict[str, list[float]]) -> Iterator[int]:
     """A proxy of an HTTP server that delays GETs of paths with a word in them by the given seconds, in order."""
 

@@ -23,6 +23,7 @@ FITS = 250  # of pages, well within the tier's capacity: none of the latest has 
 @pytest.mark.parametrize(
     ("compression", "durable"), [("none", "power"), ("none", "process"), ("lz4", "process")]
 )
+@pytest.mark.few(1)
 def test_after_kill_9_every_acknowledged_page_is_served(
     tmp_path: Path, compression: str, durable: str
 ) -> None:

@@ -113,6 +113,7 @@ def test_many_leased_pages_do_not_prevent_eviction_of_others(monkeypatch: pytest
     assert put(tier, range(200, 264)).ok.all()
 
 
+@pytest.mark.slow
 def test_pages_used_in_one_batch_are_evicted_one_by_one() -> None:
     tier = plain(1000)
     put(tier, range(1000))
@@ -137,6 +138,7 @@ def test_a_batch_evicts_only_pages_without_a_lease() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.few(2)
 def test_batches_are_evicted_in_the_order_of_their_last_use(seed: int) -> None:
     rng, tier, model = np.random.default_rng(seed), plain(20), OrderedDict[int, None]()
     for _ in range(200):

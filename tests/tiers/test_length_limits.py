@@ -201,6 +201,7 @@ def test_tombstones_are_read_in_parts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("framing", [b"", b"Transfer-Encoding: chunked\r\n"])
 @pytest.mark.parametrize("body", [b"x" * 65536, b"10000\r\n" + b"x" * 65536 + b"\r\n"])
+@pytest.mark.few(1)
 def test_a_reply_of_s3_without_end_is_refused(
     framing: bytes, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

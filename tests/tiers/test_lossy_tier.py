@@ -28,7 +28,7 @@ from kvloom.tiers import (
     wrapped_tier as wrapped,
 )
 from kvloom.tiers.encoding import decode, encode
-from kvloom.tiers.encoding.quantisation import _fp8_values, _to_fp8
+from kvloom.tiers.encoding.quantisation import fp8_values, to_fp8
 from kvloom.tiers.testing import Faults, FaultyFiles, FaultyTier
 from kvloom.tiers.testing.conformance import block_hash
 
@@ -68,9 +68,9 @@ def test_fp8_equals_that_of_torch() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     theirs = codes.view(torch.float8_e4m3fn).float().numpy()
     finite = ~np.isnan(theirs)
-    assert np.array_equal(_fp8_values()[finite], theirs[finite])
+    assert np.array_equal(fp8_values()[finite], theirs[finite])
     drawn = (torch.randn(20000, generator=torch.Generator().manual_seed(1)) * 100).clamp(-448, 448)
-    ours = _fp8_values()[_to_fp8(drawn.numpy())]
+    ours = fp8_values()[to_fp8(drawn.numpy())]
     assert (
         np.abs(ours - drawn.numpy())
         <= np.abs(drawn.to(torch.float8_e4m3fn).float().numpy() - drawn.numpy()) + 1e-9

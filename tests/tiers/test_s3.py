@@ -69,6 +69,7 @@ class S3Harness(Harness):
         self.replace(b, one)
 
 
+@pytest.mark.slow  # other tiers run these tests in `make test`
 class TestS3(TierConformance):
     @pytest.fixture(autouse=True)
     def bucket(self, server: Any) -> None:

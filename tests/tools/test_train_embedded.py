@@ -70,6 +70,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_text_is_split_by_file_and_asks_questions(data: Path) -> None:
     about = json.loads((data / "corpus.json").read_text())
     assert about["sources"] == ["Python 3.99", "manual documentation"]
@@ -215,6 +216,7 @@ def test_a_training_told_to_stop_saves_what_it_has(data: Path, tmp_path: Path) -
         (["train", "--data", "OUT", "--out", "OUT", "--epochs", "0"], "'0': give a positive number"),
     ],
 )
+@pytest.mark.slow
 def test_a_wrong_option_says_what_is_right(arguments: list[str], message: str, tmp_path: Path) -> None:
     given = [str(tmp_path) if part == "OUT" else part for part in arguments]
     done = run(*given)

@@ -233,7 +233,8 @@ def shared_rows(rounds: int) -> Iterator[Row]:
 
 
 def shared_floor(batch: int, prefix: int, own: int) -> float:
-    """Return the lower bound: the sum over both parts of the memory time or the compute time, whichever is longer."""
+    """Return the lower bound of the time. The shared prefix and the own tokens each take their memory time or their
+    compute time, whichever is longer. The result is the sum of both."""
 
     def part(tokens_read: int, pairs: int) -> float:
         return max(tokens_read * KV_HEADS * DIM * 4 / READ_RATE, pairs * HEADS * DIM * 4 / FLOP_RATE) * 1e6
@@ -276,7 +277,8 @@ def prefill_rows(rounds: int) -> Iterator[Row]:
 
 
 def latent_rows(rounds: int) -> Iterator[Row]:
-    """Yield rows of absorbed MLA latents. Many heads read few bytes, so FLOPs limit the speed as much as memory."""
+    """Yield rows for absorbed MLA latents. Many heads read the same few bytes, so FLOPs limit the speed as much as
+    memory."""
     from kvloom.kernels.attention import DecodePlan, Shape
 
     shape = Shape(LATENT_HEADS, 1, LATENT_DIM, LATENT_VALUES, BLOCK)

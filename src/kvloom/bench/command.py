@@ -17,11 +17,14 @@ BENCHMARKS = {
     "kernels": "attention, writes, copies (GPU)",
     "engine": "whole workloads, compared with Hugging Face and vLLM (both)",
     "serve": "many concurrent streams on a server (both)",
+    "admission": "requests per second within their objective under overload (CPU)",
     "metrics": "cost of the server's metrics (both)",
+    "memory": "how soon a busy model uses the memory of an idle one (CPU)",
     "quality": "perplexity under quantised KV (both)",
     "tiers": "throughput of tiers and their media, compared with LMCache (CPU)",
     "router": "cost of the router: events, scoring, added latency (CPU)",
     "routing": "hits and time to first token of agent sessions over four workers, by router (CPU)",
+    "kills": "kill -9 of workers, engines and routers under load: wrong and lost answers (CPU)",
     "offload": "an engine with tiers: time to first token, hits, cost (both)",
     "speculation": "tokens per second with and without drafts (both)",
 }
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _current_name(text: str) -> str:
-    """Return the current name of a benchmark. If `name` is a former name, report the current one on stderr."""
+    """Return the current name of a benchmark. If `text` is a former name, report the current name on stderr."""
     name = RENAMED.get(text, text)
     if name != text:
         print(f"kvloom bench {text} is now `kvloom bench {name}`", file=sys.stderr)
@@ -66,5 +69,5 @@ def _current_name(text: str) -> str:
 
 
 def _end(*_: object) -> None:
-    """Exit on SIGTERM as on Ctrl-C, so that child processes end, too."""
+    """Exit on SIGTERM in the same way as on Ctrl-C, so that child processes also end."""
     raise SystemExit(TERMINATED)

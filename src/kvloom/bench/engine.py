@@ -64,10 +64,9 @@ def measure(
     seed: int,
     results: dict[str, WorkloadResult],
 ) -> Iterator[None]:
-    """Warm up every workload, then run each `rounds` times and add the measurements to `results`.
-
-    Yields after each warm-up and after each workload of a round, so that several engines can take turns. Rounds
-    share no tokens, so a round cannot hit cached pages of another."""
+    """Warm up every workload, then run each workload `rounds` times and add the measurements to `results`. Yields
+    after each warm-up and after each workload of a round, so that several engines can alternate. Rounds share no
+    tokens, so a round cannot hit cached pages of another round."""
     for work in works:
         short = work.short()
         runner.run(short.draw(vocabulary, seed), short.output)
@@ -134,7 +133,7 @@ def run_one(
 
 
 def take_turns(runs: Sequence[Iterator[None]]) -> None:
-    """Run all iterators to their ends, one item of each at a time."""
+    """Run all iterators to their ends. In each round, every iterator advances by one item."""
     left = list(runs)
     while left:
         left = [run for run in left if next(run, END) is not END]

@@ -32,10 +32,8 @@ SAVED_WEIGHTS = 1 << 30
 
 
 class HuggingFace:
-    """generate() with its faster cache: static on a GPU, dynamic on a CPU.
-
-    Batches are padded on the left, and as large as memory allows. All conversations of a batch advance turn by turn
-    together."""
+    """Hugging Face's generate() with the faster of its caches: static on a GPU, dynamic on a CPU. Batches are
+    padded on the left, and as large as memory allows. All conversations of a batch advance together, turn by turn."""
 
     name = "Hugging Face"
     CPU_BYTES = 4 << 30
@@ -163,12 +161,12 @@ def _check_vllm(python: str) -> None:
 
 
 def _plain_environment() -> dict[str, str]:
-    """Return the environment without PYTHONPATH, which could hide packages of the other interpreter."""
+    """Return the environment without PYTHONPATH. Its paths could replace packages of the other interpreter."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 class NotInstalledError(RuntimeError):
-    """A peer is not installed. The message states what to do."""
+    """Raised if a peer is not installed. The message states the remedy."""
 
 
 class Vllm:

@@ -1,6 +1,6 @@
 """The report of `kvloom bench engine`: rows of plain data, ratios, and three tables of at most 120 columns.
 
-This module measures nothing. It has quoted figures, which are from other runs and are labelled as quoted in the report.
+This module measures nothing. It contains figures of other runs, which the report labels as quoted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ QUOTED: dict[str, dict[str, float]] = {
 """Seconds that vLLM 0.24.0 took for each workload on an H200 in an earlier measurement, and its seconds from start to
 ready with cold compile caches.
 
-vLLM ran with its defaults, prefix caching, bf16 and random weights. Each figure is the better of one process and two.
+vLLM ran with its defaults, prefix caching, bf16 and random weights. Each figure is the better of two runs, one with one
+process and one with two processes.
 """
 GOAL_WASTE = 0.04
 """Goal for the wasted share of workloads of full size. In scaled workloads the last block wastes a larger share."""
@@ -39,9 +40,9 @@ GOAL_WASTE = 0.04
 
 @dataclass(slots=True)
 class WorkloadResult:
-    """One workload on one runner. `best` is the best round, and `rounds` are the seconds of each round. `prompts` are
-    the seconds of the prompts alone, if they were measured. `processor` is the least CPU time of a round in seconds,
-    on a CPU only."""
+    """Result of one workload on one runner. `best` is the best round, and `rounds` are the seconds of each round.
+    `prompts` are the seconds of the prompts alone, if they were measured. `processor` is the smallest CPU time of a
+    round in seconds, and is set on a CPU only."""
 
     work: Workload
     best: Measurement
@@ -72,7 +73,8 @@ class WorkloadResult:
 
 @dataclass(slots=True)
 class RunnerResult:
-    """Results of one runner by workload, and its error, if any."""
+    """What one runner (kvloom or another engine) achieved. `results` has one entry per workload. `error` is the error
+    that ended the runner, or None."""
 
     name: str
     version: str = ""
@@ -94,8 +96,8 @@ def rows_of(
     quoted: dict[str, float],
     exact: bool,
 ) -> list[dict[str, Any]]:
-    """Return one row per workload as plain data. `exact` states that rounding cannot change answers, so they are
-    compared."""
+    """Return one row per workload as plain data. `exact` states that rounding cannot change answers. Only then are
+    answers compared."""
     rows = []
     own = next((each.results for each in ran if each.name == "kvloom"), {})
     for work in works:

@@ -68,8 +68,8 @@ class Measurement:
 
 
 class Runner(Protocol):
-    """A runner. `start_s` is the time in seconds to build or load the model and get ready, without Python imports. The
-    report contains `version` and `notes`."""
+    """Runs conversations on one system. `start_s` is the time in seconds until the model is ready, without Python
+    imports. The report contains `version` and `notes`."""
 
     name: str
     version: str
@@ -81,7 +81,7 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None:
-        """Release its memory."""
+        """Release the memory of the runner."""
         ...
 
 
@@ -99,7 +99,7 @@ def release_memory(device: str) -> None:
 
 
 class Kvloom:
-    """kvloom's engine, step by step."""
+    """kvloom's engine, run step by step."""
 
     name = "kvloom"
     batch_invariant = False
@@ -187,7 +187,7 @@ class Kvloom:
         return Measurement(seconds, answers, figures | peak.figures(), computed)
 
     def _drain(self, offload: OffloadManager) -> float:
-        """Wait for pending copies to host memory, and return the seconds that this took."""
+        """Wait until all pending copies to host memory are done. Return the seconds of the wait."""
         began = time.perf_counter()
         offload.flush()
         while offload.is_retaining_pages:

@@ -24,7 +24,8 @@ TOKENS = (1, 16, 64, 256, 512, 2048, 8192)
 
 @dataclass(frozen=True, slots=True)
 class ExpertWork:
-    """A call, the weight bytes it must read, and its FLOPs."""
+    """One case of the benchmark of expert layers. `calls` has the function of each compared implementation. `moved` is
+    the number of weight bytes that a call must read, and `flops` is its number of operations."""
 
     what: str
     calls: dict[str, Call]
@@ -58,7 +59,8 @@ def expert_work() -> Iterator[ExpertWork]:
 def by_torch(
     x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the same with torch's grouped matrix multiplication: sort by expert, gather, scatter."""
+    """Compute the same result with torch's grouped matrix multiplication: sort by expert, gather, multiply,
+    scatter."""
     chosen, order = index.reshape(-1).sort()
     ends = torch.searchsorted(chosen, torch.arange(len(gate_up), device=x.device), right=True).int()
     both = torch._grouped_mm(x[order // index.shape[1]], gate_up.transpose(1, 2), offs=ends)

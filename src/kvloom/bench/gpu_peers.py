@@ -1,7 +1,7 @@
-"""Attention libraries that `kvloom bench kernels` is compared with, if installed.
+"""Attention libraries as peers of `kvloom bench kernels`, if they are installed.
 
-Each function returns calls that compute one layer over our pages. Plans are made before the calls and are not timed.
-If a library is missing or rejects a shape, the reason is reported.
+Each function returns calls that compute one layer over kvloom's pages. Plans are made before the calls and are not
+timed. If a library is missing or rejects a shape, the reason is reported.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def decode_peers(
 def shared_peers(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: torch.Tensor, own: torch.Tensor
 ) -> dict[str, Call]:
-    """Return FlashInfer's two-level cascade: `prefix` pages shared by all rows, and `own` pages ([rows, pages]), all
-    full.
+    """Return calls of FlashInfer's two-level cascade. All rows share the pages `prefix`, and each row has its own
+    pages `own` ([rows, pages]). All pages are full.
 
     Returns one call with its default kernels, and one with its older kernels, which split long prefixes."""
     flashinfer = _library("flashinfer")

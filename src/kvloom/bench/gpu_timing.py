@@ -82,7 +82,8 @@ def timed(calls: dict[str, Call], rounds: int = 5, times: int = 7) -> dict[str, 
 
 
 def agreement(calls: dict[str, Call]) -> str:
-    """Return the difference between our result and the first peer's, to check that both did the same work."""
+    """Return the difference between kvloom's result and the first peer's result, to check that both did the same
+    work."""
     results = []
     for call in list(calls.values())[:2]:
         out = call()

@@ -1,6 +1,6 @@
-"""`kvloom bench index`: cost of the cache's bookkeeping, compared with vLLM's and SGLang's in the same run.
+"""`kvloom bench index`: cost of the cache's bookkeeping, compared with vLLM and SGLang in the same run.
 
-Peers run in a separate process, in this interpreter or that of `--peer-python`. `index_work` has kvloom's part; this
+Peers run in a separate process, in this interpreter or that of `--peer-python`. `index_work` measures kvloom. This
 module compares and prints.
 """
 
@@ -39,7 +39,7 @@ def run_peers(python: str, sglang_path: str | None) -> dict[str, Any]:
 
 
 def run_own(quick: bool = False) -> dict[str, Any]:
-    """Return all of kvloom's figures, keyed like the peers'."""
+    """Return all figures of kvloom, with the same keys as the peers' figures."""
     repeats = 12 if quick else 40
 
     def log(what: str) -> None:
@@ -68,7 +68,7 @@ def run_own(quick: bool = False) -> dict[str, Any]:
 
 
 def best(rounds: Sequence[Any]) -> Any:
-    """Return the smallest of each figure over several rounds."""
+    """Return the smallest value of each figure over several rounds."""
     first = rounds[0]
     if isinstance(first, dict):
         return {key: best([r[key] for r in rounds if isinstance(r, dict) and key in r]) for key in first}
@@ -116,7 +116,7 @@ def _get(figures: dict[str, Any], *keys: str) -> float | None:
 
 
 def scale_rows(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the growth of each operation's time from the small pool to the large one."""
+    """Return the growth of each operation's time from the small pool to the large pool."""
     small, large = own["pool"].values()
     phases = ("match", "allocate", "publish", "release", "total")
     return [

@@ -1,6 +1,7 @@
-"""kvloom's part of `kvloom bench index`: the calls of a scheduler, on a CPU, without a model and without bytes.
+"""kvloom's part of `kvloom bench index`. It makes the same calls as a scheduler, on a CPU, without a model and
+without page bytes.
 
-Figures are microseconds by phase, the lower decile of their repeats.
+Figures are microseconds by phase. Each figure is the lower decile over the repeats.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Tokens = npt.NDArray[np.int32]
 
 
 def layout_of(name: str) -> PoolLayout:
-    """Return a layout: one full group of an 8B Llama; Gemma-3-12B; Qwen3-Next-80B."""
+    """Return the layout with this name. There are three: an 8B Llama with one full group, Gemma-3-12B, and
+    Qwen3-Next-80B."""
     if name == "full":
         return PoolLayout.build(
             {f"{i}": LayerSpec("token", attention_fields(8, 128, "bf16")) for i in range(32)}
@@ -86,9 +88,8 @@ def _live(cache: KVCache, prompt: Tokens) -> Figures:
 def decode_step(
     layout: str = "full", batch: int = 256, context: int = 1024, crossing: int = 16, steps: int = 64
 ) -> Figures:
-    """Return the microseconds of one decode step of `batch` sequences. It reserves a slot and commits a token for each.
-
-    In each step one sequence in `crossing` fills a block."""
+    """Return the microseconds of one decode step of `batch` sequences. The step reserves a slot and commits a token
+    for each sequence. In each step one sequence in `crossing` fills a block."""
     shape = layout_of(layout)
     cache = KVCache(shape, _slabs(shape, context + 256, 2 * batch), max_sequences=batch)
     draw = _drawer()
@@ -117,9 +118,9 @@ def decode_step(
 
 
 def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
-    """Return microseconds to match a prompt, to insert its new blocks, and to evict as many.
+    """Return the microseconds to match a prompt, to insert its new blocks, and to evict the same number of blocks.
 
-    The cache has 256 other prompts over 8 prefixes."""
+    The cache has 256 other prompts with 8 different prefixes."""
     shape = layout_of("full")
     block = shape.block_tokens
     # Exactly full: a prompt's own blocks are evicted for another's, as in the peers' measurement.
@@ -150,8 +151,8 @@ def tree(tokens: int = 8192, shared: int = 4096, repeats: int = 60) -> Figures:
 
 
 def pool_scale(blocks: int, tokens: int = 8192, repeats: int = 40) -> Figures:
-    """Return the phases of an evicting request with `blocks` cached blocks, and the bookkeeping bytes per cached
-    block."""
+    """Return the microseconds of each phase of a request in a full cache of `blocks` blocks. The request evicts old
+    blocks to get its own. Also return the bookkeeping bytes per cached block."""
     shape = layout_of("full")
     draw = _drawer()
     prompts = (draw(tokens) for _ in range(blocks // (tokens // shape.block_tokens) + 2))
@@ -170,7 +171,7 @@ def pool_scale(blocks: int, tokens: int = 8192, repeats: int = 40) -> Figures:
 
 
 def _slabs(shape: PoolLayout, tokens: int, requests: int) -> int:
-    """Return the slabs for all pages of `requests` requests and two snapshots each."""
+    """Return the number of slabs for all pages of `requests` requests, with two snapshots per request."""
     per_request = sum(
         -(-(tokens // shape.block_tokens + 2 if g.spec.unit == "token" else 3) * g.runs // g.pages_per_slab)
         + 1

@@ -1,7 +1,8 @@
-"""`kvloom bench kernels`: our kernels on this GPU, the roofline of bytes and FLOPs, and each installed peer.
+"""`kvloom bench kernels` compares kvloom's kernels on this GPU with the roofline of bytes and FLOPs, and with each
+installed peer.
 
-The calls are in `attention_work`, `state_work`, `expert_work` and here (writes and copies). Our calls and the peers'
-alternate, so that a disturbance affects all.
+The calls are in `attention_work`, `state_work` and `expert_work`. Writes and copies are in this module. Calls of
+kvloom and of the peers alternate, so that a disturbance affects all.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def expert_rows(rounds: int) -> Iterator[Row]:
 
 
 def _wall(call: Call) -> float:
-    """Return microseconds from the call to the end of its copies."""
+    """Return the microseconds from the start of the call to the end of its copies."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     call().synchronize()

@@ -1,7 +1,7 @@
-"""Copies and reads of pages, whole and layer by layer: the cost of loading in the order of computation.
+"""Copies and reads of pages, whole and layer by layer. Measures the cost of loading in the order of computation.
 
 A page has all layers of its tokens in one run of bytes. To load the first layer of many pages first, each page is
-copied or read in as many pieces as it has layers. Uses tiers, without an engine.
+copied or read in one piece per layer. The benchmark uses tiers without an engine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["measure_layerwise_copy"]
 def measure_layerwise_copy(
     folder: str, layers: int = 32, run: int = 64 << 10, pages: int = 96, rounds: int = 5
 ) -> dict[str, Any]:
-    """Return median seconds to copy and to read `pages` pages of `layers` runs: whole, layer by layer, the first layer
-    only.
+    """Return the median seconds to copy and to read `pages` pages of `layers` runs in three ways: whole, layer by
+    layer, and the first layer only.
 
     Pages are in random order in source and target, as in a used pool."""
     size = layers * run

@@ -28,7 +28,8 @@ TOKENS = 16
 
 
 class _World:
-    """One backend of LMCache with its memory; `put` and `get` move all pages and return when the bytes have arrived."""
+    """One backend of LMCache with its memory. `put` and `get` move all pages and return when the bytes have
+    arrived."""
 
     def __init__(self, page: int, total: int) -> None:
         import torch
@@ -71,7 +72,8 @@ class _World:
         self.keys = [self._make_key("bench", 1, 0, base + i, self.dtype) for i in range(self.count)]
 
     def filled(self, number: int) -> Any:
-        """Return a page of LMCache's memory filled with our bytes, as its connector does with a layer's pages."""
+        """Return a page of LMCache's memory filled with kvloom's bytes, as LMCache's connector fills it with a
+        layer's pages."""
         page = self.cpu.allocate(self.shape, self.dtype, self.format)
         page.tensor.view(self.torch.uint8).reshape(-1).copy_(self.source[number])
         return page
@@ -187,11 +189,10 @@ def _remote(world: _World) -> tuple[Callable[[], None], Callable[[], None], Call
 
 
 def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    """LMCache's multi-process server, used like by its worker in an engine without a GPU.
-
-    It stores blocks of a KV cache, 32 MiB per request, and looks them up before it retrieves them. The lookup counts
-    as part of the store, because it shows when the store has ended. `mode` selects the side that copies: the server,
-    which maps the cache, or the worker, which copies into the server's shared memory."""
+    """Return calls to LMCache's multi-process server. LMCache's worker in an engine without a GPU makes the same
+    calls. The server stores blocks of a KV cache, 32 MiB per request, and looks them up before it retrieves them.
+    The lookup counts as part of the store, because it shows when the store has ended. `mode` selects who copies:
+    the server maps the cache, or the worker copies into the server's shared memory."""
     from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
     from lmcache.v1.multiprocess.transfer_context import create_transfer_context
     from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
@@ -241,8 +242,8 @@ def _processes(world: _World, mode: str) -> tuple[Callable[[], None], Callable[[
             wait_for(len(pages), key)
 
     def wait_for(pages: int, key: Any) -> None:
-        """Wait until a lookup finds the pages, because a store replies before it has ended. The lookup takes their read
-        locks."""
+        """Wait until a lookup finds the pages. A store replies before it has ended. The lookup takes the read locks
+        of the pages."""
         deadline = time.monotonic() + seconds
         while True:
             client.lookup(replace(key, worker_id=None), 1).result(timeout=seconds)

@@ -1,11 +1,11 @@
-"""Measures the decision to load or recompute a long prompt, for disks of any speed. Needs neither a GPU nor such disks.
+"""Measures the decision to load or recompute a long prompt, for disks of any speed. Needs no GPU.
 
     computing   a tiny model runs; the engine then sleeps until the step has taken as long as on a simulated GPU
     loading     a disk tier sleeps in each read, so that it has the simulated throughput
     result      time to first token if the engine decides, divided by the time to compute the whole prompt
 
-The engine runs with its own scheduler, tiers, threads and clocks. An overloaded machine sleeps too long and falsifies
-the result.
+The engine runs with its own scheduler, tiers, threads and clocks. On an overloaded machine, sleeps take too
+long, and the result is wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SCENARIOS = {
     "slower": "the disk was three times faster before",
     "cached": "the first quarter loads at once (page cache)",
 }
-"""Scenarios differ in what the engine has measured before."""
+"""Scenarios differ in the measurements that the engine has at the start."""
 PROMPT, BUDGET, SECONDS = 2048, 1024, 0.48
 PIECE, PIECES = 1 << 12, 16
 """Bytes of a read (two pages), and the number of concurrent reads. A prompt has as many reads as 16,384 tokens of an 8B
@@ -53,7 +53,7 @@ FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 
 class SimulatedDevice:
-    """Simulates a device: an engine launches a step at once, and its result is ready after the simulated time."""
+    """Simulates a device. A launch returns at once, and the result is ready after the simulated time."""
 
     def __init__(self, engine: Engine) -> None:
         self._step_ends: deque[float] = deque()
@@ -64,8 +64,8 @@ class SimulatedDevice:
 
     @staticmethod
     def seconds(tokens: int, position: int) -> float:
-        """Return the seconds of a step of `tokens` tokens at a position. A prompt of PROMPT tokens in full steps takes
-        SECONDS."""
+        """Return the seconds of a step that computes `tokens` tokens from a position on. With full steps, a prompt
+        of PROMPT tokens takes SECONDS in total."""
         steps = PROMPT // BUDGET
         each = (SECONDS - steps * BASE) / PROMPT
         middle = (position + tokens / 2) / PROMPT - 0.5
@@ -86,7 +86,7 @@ class SimulatedDevice:
 
 
 class PacedEngine:
-    """An engine with a paced disk."""
+    """An engine whose disk tier is slowed down to a given speed, for measurements of load or recompute."""
 
     def __init__(self, model: Any, folder: Path, seed: int) -> None:
         self.faults = Faults()
@@ -106,7 +106,8 @@ class PacedEngine:
         return [int(token) for token in self._rng.integers(3, 60, PROMPT)]
 
     def first_token(self, tokens: list[int], read: bool) -> tuple[float, int, list[int]]:
-        """Return the seconds to a prompt's first token, its cached tokens, and the tokens of its steps."""
+        """Run a prompt. Return the seconds to its first token, its number of cached tokens, and the number of tokens
+        that each step computed."""
         self.device.tokens = []
         began = time.perf_counter()
         request = self.engine.add(tokens, FIRST, CacheControl(read=read))
@@ -137,10 +138,9 @@ class PacedEngine:
 def measure_load_or_recompute(
     ratios: Sequence[float] = RATIOS, scenarios: Sequence[str] = tuple(SCENARIOS), rounds: int = 3
 ) -> list[dict[str, Any]]:
-    """Return one row per ratio and scenario, with median times to first token in seconds. `computed_s` is the time to
-    compute the whole prompt, and `auto_s` the time if the engine decides.
-
-    `relative` is their ratio. `ideal` is the ratio if computing and loading overlap perfectly."""
+    """Return one row per ratio and scenario, with median times to first token in seconds. `computed_s` is the time
+    to compute the whole prompt, and `auto_s` is the time if the engine decides. `relative` is `auto_s` divided by
+    `computed_s`. `ideal` is the value of `relative` if computing and loading overlap perfectly."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -1,4 +1,5 @@
-"""Cost of cold pages: one request runs in a pool that fits it, and in a quarter of that pool with a host tier."""
+"""Cost of cold pages. The same request runs in a pool that is large enough for it, and in a quarter of that pool
+with a host tier."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ OUTPUT = 32
 
 
 def measure_long_request(shape: str, device: str, host: int, prompt: int, rounds: int) -> dict[str, Any]:
-    """Return the seconds to the first token and for each further token in both pools, as medians, and whether tokens
-    agree."""
+    """Return the median seconds to the first token and per further token in both pools, and whether the tokens are
+    the same."""
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
     vocabulary = hf_config(shape).vocab_size
     layout = Engine(model, EngineConfig(pool_bytes=64 << 20)).layout
@@ -47,7 +48,7 @@ def measure_long_request(shape: str, device: str, host: int, prompt: int, rounds
 
 
 def _run(engine: Engine, tokens: list[int]) -> tuple[float, float, list[int]]:
-    """Return the seconds to the first token, the seconds for each further token, and the output."""
+    """Return the seconds to the first token, the seconds per further token, and the output."""
     began = time.perf_counter()
     request = engine.add(tokens, SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True))
     while not request.output_count and engine.busy:

@@ -2,7 +2,7 @@
 
 The benchmark has two results. For the first, each part is timed alone and multiplied by its rate under a load. For the
 second, the same load runs on a server with metrics, which are scraped every second, and on a server without
-(`--no-metrics`). On a busy machine the second result has an error of several percent, so use the first.
+metrics (`--no-metrics`). On a busy machine the second result has an error of several percent, so use the first.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ PROGRESS_REPORTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Microseconds of each part: a token of a stream, a request with its progress messages, one stats message, one
-    scrape."""
+    """The CPU time that metrics cost, in microseconds: for a token of a stream, for a request with its progress
+    messages, for one stats message, and for one scrape."""
 
     token: float
     request: float
@@ -45,21 +45,22 @@ class Parts:
     scrape: float
 
     def share(self, cpu_us_a_token: float, tokens_a_request: float, tokens_per_second: float) -> float:
-        """Return the share of a load's CPU time that metrics take, with one scrape per second."""
+        """Return the share of a load's CPU time that metrics use, with one scrape per second."""
         periodic = (STATS_A_SECOND * self.stats + self.scrape) / tokens_per_second
         return (self.token + self.request / tokens_a_request + periodic) / cpu_us_a_token
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of load on one server: tokens per second, and CPU microseconds per token of both processes."""
+    """The result of one round of load on a server. `cpu_us_a_token` is the CPU time of the server process and the
+    engine process together, in microseconds per token."""
 
     tokens_per_second: float
     cpu_us_a_token: float
 
 
 def time_parts(engine: Any) -> Parts:
-    """Time each part, with the counters of a used engine. Takes seconds."""
+    """Time each part, with the counters of a used engine. Takes a few seconds."""
     import msgspec
 
     from kvloom.engine import SamplingParams
@@ -118,7 +119,7 @@ def time_parts(engine: Any) -> Parts:
 
 
 def _timed(what: Callable[[], object], times: int) -> float:
-    """Return CPU microseconds per call: the least of several rounds."""
+    """Return CPU microseconds per call, as the least of several rounds."""
     rounds = []
     for _ in range(5):
         began = time.thread_time()
@@ -197,7 +198,8 @@ def _turns(options: argparse.Namespace) -> list[tuple[Turn, Turn]]:
 
 
 def _summary(turns: list[tuple[Turn, Turn]], parts: Parts, tokens_a_request: float) -> dict[str, Any]:
-    """Return medians of the turns and of their ratios (above 1: metrics cost time), and the result by parts."""
+    """Return medians of the measurements and of their ratios, and the estimate from single parts. A ratio above 1
+    means that metrics cost time."""
     speed = sorted(off.tokens_per_second / on.tokens_per_second for on, off in turns)
     cpu = sorted(on.cpu_us_a_token / off.cpu_us_a_token for on, off in turns)
     middle = {

@@ -10,7 +10,7 @@
 | offload-cost      | CPU time of the engine thread to offload the pages of many finished sequences                  |
 | load-or-recompute | a prompt computed while it loads from a disk of any speed, on a simulated device               |
 
-Pages are evicted from the pool by removing its slabs and adding them again.
+To evict pages from the pool, the benchmark removes its slabs and adds them again.
 """
 
 from __future__ import annotations
@@ -164,9 +164,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 def ttft(
     shape: str, device: str, pool: int, host: str, disk: str, prompt: int, rounds: int
 ) -> dict[str, Any]:
-    """Return times to first token of prompts that are computed, in host memory, or on disk: medians of `rounds`.
-
-    Each round has its own prompt."""
+    """Return times to first token of prompts, as medians of `rounds`. Prompts are computed, loaded from host
+    memory, or loaded from disk. Each round has its own prompt."""
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
     vocabulary = hf_config(shape).vocab_size
     engine = Engine(
@@ -221,9 +220,8 @@ def _auto(
     prompt: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Return times to first token of prompts that are on disk, and of prompts that are computed. The two alternate.
-
-    For prompts on disk the engine decides whether to load or to recompute."""
+    """Return times to first token of prompts on disk and of prompts that are computed. The two kinds alternate. For
+    prompts on disk the engine decides whether to load or to recompute."""
     offload.config = OffloadConfig()
     times: dict[str, list[float]] = {"computed": [], "auto": []}
     cached = []
@@ -265,8 +263,7 @@ def workloads(
 ) -> list[dict[str, Any]]:
     """Run each workload with and without the host tier, alternating. The ratio is the median of the rounds' ratios.
 
-    Seconds end with the last token. Copies to host memory after it (`drained_s`) are waited for and reported
-    separately."""
+    The measured seconds end with the last token. Later copies to host memory (`drained_s`) are reported separately."""
     vocabulary = hf_config(shape).vocab_size
     options = Options(device=device, pool=pool)
     runners = {
@@ -310,10 +307,9 @@ def workloads(
 
 
 def hits(shape: str, device: str, host: int, work: Workload) -> dict[str, Any]:
-    """Return the hit rates of conversations in a pool for all pages, and in a tenth of it without and with the host
-    tier.
-
-    Conversations alternate, so the small pool evicts each before its next turn."""
+    """Return the hit rates of conversations in three cases: a pool that is large enough for all pages, a tenth of
+    this pool, and a tenth of this pool with the host tier. Conversations alternate, so the small pool evicts the
+    pages of each conversation before its next turn."""
     vocabulary = hf_config(shape).vocab_size
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
     layout = Engine(model, EngineConfig(pool_bytes=64 << 20)).layout

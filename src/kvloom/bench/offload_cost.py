@@ -1,7 +1,8 @@
-"""Cost of offloading for the engine thread: many sequences finish at the same time, and all their pages are offloaded.
+"""Cost of offloading for the engine thread. Many sequences finish at the same time, and all their pages are
+offloaded.
 
-Uses a cache, a pool and a host tier with a shape's pages, without its model. Pages are really copied; the time to
-start the copies is reported separately.
+The benchmark uses a cache, a pool and a host tier with the pages of a shape, without the model. Pages are really
+copied. The time to start the copies is reported separately.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ class _TimedHostPages(HostPages):
 def measure_offload_cost(
     shape: str, device: str, scale: float, rounds: int, pool: int, host: int
 ) -> list[dict[str, Any]]:
-    """Return microseconds per page, medians of `rounds`, with free space in the host tier and with a full one.
+    """Return microseconds per page as medians of `rounds`, with free space in the host tier and with a full host
+    tier.
 
     `close` is the time to close the sequences, which hashes and queues their pages. `offload` is the time to place
-    the pages in host memory and publish them. `copy` is the time to start the copies. Uses 256 sequences times
-    `scale`, or as many as fit `pool` and `host`."""
+    the pages in host memory and publish them. `copy` is the time to start the copies. There are 256 sequences times
+    `scale`, or as many as fit into `pool` and `host`."""
     dtype = str(SHAPES[shape].dtype).removeprefix("torch.")
     layout = PoolLayout.build(model_spec({**hf_config(shape).to_dict(), "dtype": dtype}).layers)
     each = layout.slab_bytes_for(TOKENS)
@@ -105,7 +107,7 @@ def _measure(layout: PoolLayout, device: str, sequences: int, rounds: int, full:
 
 
 def _finish(store: PageOffloader) -> float:
-    """Wait for pending copies, and return the seconds spent polling."""
+    """Wait for pending copies, and return the seconds spent in polls."""
     spent = 0.0
     while store.busy:
         time.sleep(0.0002)

@@ -1,4 +1,5 @@
-"""Moves pages to where a benchmark needs them: all stored, evicted from the pool, evicted from host memory."""
+"""Moves pages to the locations that a benchmark needs. Pages can be stored in all tiers, evicted from the pool, or
+evicted from host memory."""
 
 from __future__ import annotations
 

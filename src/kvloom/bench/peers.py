@@ -1,8 +1,8 @@
 """Cost of the peers' cache bookkeeping on this CPU: vLLM's KVCacheManager and SGLang's prefix trees.
 
-Makes the calls of their own schedulers and returns microseconds (lower deciles). Needs only numpy and the peer, so it
-also runs in another interpreter: `python -m kvloom.bench.peers --json`, or this file by its path (so it is one file),
-prints one JSON object.
+This module makes the same calls as the schedulers of the peers and returns microseconds (lower deciles). It needs
+only numpy and the peer, so it also runs in another interpreter. `python -m kvloom.bench.peers --json` prints one
+JSON object. The module is a single file, so it can also be started by its path.
 """
 
 from __future__ import annotations
@@ -70,23 +70,24 @@ def vllm_life(
     repeats: int = 40,
     layout: str = "full",
 ) -> Figures:
-    """Microseconds of a request in vLLM's KVCacheManager, with its default hash (sha256).
+    """Return the microseconds of a request in vLLM's KVCacheManager, with its default hash (sha256).
 
-    Returns `hash`, `match` (get_computed_blocks), `allocate` (allocate_slots, which also publishes: `publish` is 0),
-    `release` (free) and `total`; `hit` is the tokens found, `note` a remark about the layout. The first `cached` of a
-    request's `tokens` are cached. With `evicting`, the pool is full of other requests' blocks instead: nothing hits,
-    and allocating evicts. The scheduler's own work and its admission check are not counted.
+    The phases are `hash`, `match` (get_computed_blocks), `allocate` (allocate_slots), `release` (free) and `total`.
+    allocate_slots also publishes, so `publish` is 0. `hit` is the number of tokens found, and `note` is a remark
+    about the layout. The first `cached` of a request's `tokens` are cached. With `evicting`, the pool is full of
+    other requests' blocks. Then no token hits, and allocation evicts. The scheduler's own work and its admission
+    check are not counted.
 
-    Layouts, grouped by vLLM's own code:
+    vLLM's own code groups the layers of these layouts:
 
     - `full`: 32 layers of full attention, one group.
-    - `gemma3`: 40 layers of window 1024 and 8 full, six groups. The windowed groups keep only a prompt's last window
-    cached, so `evicting` finds many blocks unused.
-    - `qwen3next`: 36 layers with a state and 12 full, four groups. vLLM has one page size for all groups, so blocks
-    cannot have 16 tokens: they have the smallest multiple of `block` that fits a state (544). A prefill step ends
-    where a state is stored. Hits end on multiples of 544.
-    - `qwen3next-fine`: the same, with vLLM's `prefix_match_unit` set to `block`. It hashes every `block` tokens, and
-    a hit may end on a prompt's last such boundary."""
+    - `gemma3`: 40 layers of window 1024 and 8 full layers, six groups. The windowed groups keep only a prompt's
+      last window cached, so `evicting` finds many blocks unused.
+    - `qwen3next`: 36 layers with a state and 12 full layers, four groups. vLLM has one page size for all groups, so
+      blocks cannot have 16 tokens. They have the smallest multiple of `block` that fits a state (544). A prefill
+      step ends where a state is stored. Hits end on multiples of 544.
+    - `qwen3next-fine`: the same, with vLLM's `prefix_match_unit` set to `block`. It hashes every `block` tokens,
+      and a hit may end on a prompt's last such boundary."""
     cached = 0 if evicting else cached
     lives = 4 if evicting else repeats + WARM_UP + 2
     peer, draw = _vllm(layout, block, cached + lives * (tokens - cached), lives), _drawer()
@@ -105,11 +106,11 @@ def vllm_life(
 def vllm_pool(
     blocks: int = 10_000, tokens: int = 8192, cached: int = 4096, block: int = 16, repeats: int = 20
 ) -> Figures:
-    """Return `vllm_life` of the full layout while `blocks` blocks are cached, without evictions, and the bytes per
-    block.
+    """Return `vllm_life` of the full layout while `blocks` blocks are cached, without evictions. Also return the
+    bytes per block.
 
-    `bytes_per_block` is tracemalloc's count from before the pool exists until all its blocks are cached: objects,
-    keys and table entries, for a pool of `blocks`, at most 50,000."""
+    `bytes_per_block` is measured by tracemalloc, from before the pool exists until all its blocks are cached. It
+    includes objects, keys and table entries, for a pool of `blocks`, at most 50,000."""
     draw = _drawer()
     _vllm("full", block, 0)  # vLLM's imports do not count as memory of the pool
     traced = min(blocks, TRACED_BLOCKS)
@@ -135,12 +136,12 @@ def vllm_pool(
 def vllm_decode_step(
     batch: int = 256, context: int = 1024, block: int = 16, steps: int = 64, layout: str = "full"
 ) -> Figures:
-    """Microseconds of one decode step over `batch` running requests in vLLM's KVCacheManager.
+    """Return the microseconds of one decode step over `batch` running requests in vLLM's KVCacheManager.
 
     `allocate` is the time of allocate_slots for one token of each request. `append` is the time of
-    append_output_token_ids for each request, which hashes the blocks that become full. `total` is their sum. Lengths
-    start at `context` and are spread over one block, so that in each step one request in `block` begins a new
-    block."""
+    append_output_token_ids for each request, which hashes the blocks that become full. `total` is their sum.
+    Lengths start at `context` and are spread over one block, so that in each step one request in `block` begins a
+    new block."""
     peer, draw = _vllm(layout, block, batch * (context + steps), batch), _drawer()
     requests = [peer.request(draw(context + i * peer.block // batch)) for i in range(batch)]
     for request in requests:
@@ -171,14 +172,14 @@ def vllm_decode_step(
 def sglang_tree(
     tokens: int = 8192, shared: int = 4096, page: int = 16, core: str = "python", repeats: int = 100
 ) -> Figures:
-    """Microseconds of `match`, `insert` and `evict` on one of SGLang's prefix trees, and their `total`.
+    """Return the microseconds of `match`, `insert` and `evict` on one of SGLang's prefix trees, and their `total`.
 
-    `core` is `python` for its RadixCache, `rust` for the UnifiedRadixCache over the compiled core, the server's
-    default. Both take token ids as array('q'), their fastest form, and slots as an int64 tensor. The tree has 256
-    prompts of `tokens` tokens over 8 prefixes of `shared`. Each round matches a new prompt that continues a prefix,
-    inserts it, and evicts as many tokens as it added: the oldest leaf. Freed slots are discarded: only the tree is
-    timed. Leaves SGLang's trees and stubs of its other modules in sys.modules, so do not call it in a process that
-    serves with SGLang."""
+    `core` is `python` for its RadixCache, or `rust` for the UnifiedRadixCache over the compiled core, which is the
+    server's default. Both take token ids as array('q'), their fastest form, and slots as an int64 tensor. The tree
+    has 256 prompts of `tokens` tokens with 8 different prefixes of `shared` tokens. Each round matches a new prompt
+    that continues a prefix and inserts it. Then it evicts the same number of tokens from the oldest leaf. Freed
+    slots are discarded, so only the tree is timed. The call leaves SGLang's trees and stubs of its other modules in
+    sys.modules. Do not call it in a process that serves with SGLang."""
     if tokens % page or shared % page or not shared < tokens:
         raise ValueError(
             f"{shared} shared of {tokens} tokens: give whole pages of {page}, some of them not shared"
@@ -218,7 +219,7 @@ def sglang_tree(
 
 @dataclass(frozen=True)
 class _Vllm:
-    """A KVCacheManager over one layout, called like by vLLM's scheduler."""
+    """A KVCacheManager over one layout. It is called in the same way as by vLLM's scheduler."""
 
     manager: Any
     request: Callable[[list[int]], Any]  # requests whose blocks are not hashed yet
@@ -228,7 +229,7 @@ class _Vllm:
     note: Figures
 
     def live(self, prompt: list[int]) -> dict[str, float]:
-        """Run one request from hashing to release; return the seconds of each phase and the hit tokens."""
+        """Run one request from hashing to release. Return the seconds of each phase and the hit tokens."""
         request = self.request(prompt)
         clock = time.perf_counter
         times = [clock()]
@@ -260,8 +261,8 @@ class _Vllm:
     def chunk_ends(self, start: int, tokens: int) -> list[int]:
         """Return the positions where the scheduler ends the prefill steps of a prompt that fits in one step.
 
-        States are cached only at the end of a step, so vLLM also stops at the next block boundary after a hit, and at
-        the last block boundary and the last hash boundary of the prompt."""
+        States are cached only at the end of a step. vLLM therefore also stops at the next block boundary after a
+        hit, and at the last block boundary and the last hash boundary of the prompt."""
         if not self.stateful:
             return [tokens]
         ends = {(tokens - 1) // self.block * self.block, (tokens - 1) // self.unit * self.unit, tokens}
@@ -270,7 +271,7 @@ class _Vllm:
         return sorted(end for end in ends if start < end <= tokens)
 
     def end_step(self) -> None:
-        """Collect the results of a step as the scheduler does, and release blocks retained for copies."""
+        """Collect the results of a step like the scheduler, and release blocks that were retained for copies."""
         self.manager.take_boundary_state_offloads()
         copied = self.manager.take_kv_cache_block_copies()[1]
         if copied:
@@ -279,7 +280,7 @@ class _Vllm:
 
 
 def _vllm(layout: str, block: int, tokens: int, requests: int = 0) -> _Vllm:
-    """Build the manager as the engine does, with a pool for `tokens` tokens of `requests` requests."""
+    """Build the manager in the same way as vLLM's engine, with a pool for `tokens` tokens of `requests` requests."""
     utils, specs = _load("vllm.v1.core.kv_cache_utils"), _load("vllm.v1.kv_cache_interface")
     layers, size, note = _vllm_layers(specs, layout, block)
     config = _load("vllm.config").VllmConfig()
@@ -374,7 +375,7 @@ def _sglang_cache(core: str, page: int) -> Any:
 
 
 def _stub(name: str) -> Any:
-    """Return a stub for any name: a class if capitalised, else a function that returns 0."""
+    """Return a stub for any name. It is a class if the name is capitalised, else a function that returns 0."""
     if name.startswith("__"):
         raise AttributeError(name)
     if name[0].isupper():
@@ -383,7 +384,7 @@ def _stub(name: str) -> Any:
 
 
 class _SglangFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds SGLang's modules: trees in their files, parents as bare packages, others as stubs."""
+    """Finds SGLang's modules. Trees are loaded from their files, parents are bare packages, and others are stubs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -434,8 +435,8 @@ def _drawer() -> Callable[[int], list[int]]:
 
 
 def _typical(times: dict[str, list[float]]) -> Figures:
-    """Return microseconds of each phase and of their sum, without the warm-up: the lower decile, which tolerates
-    disturbances."""
+    """Return the microseconds of each phase and of their sum, without the warm-up. They are lower deciles, which
+    tolerate disturbances."""
     rows = times | {"total": [sum(phases) for phases in zip(*times.values(), strict=True)]}
     return {
         name: round(sorted(row[WARM_UP:])[len(row[WARM_UP:]) // 10] * 1e6, 1) for name, row in rows.items()
@@ -467,7 +468,7 @@ def _parts(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], Fi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the selected parts and print one JSON object; `errors` lists failed parts with reasons."""
+    """Run the selected parts and print one JSON object. `errors` lists failed parts with reasons."""
     parser = argparse.ArgumentParser(description="time the peers' cache bookkeeping")
     parser.add_argument("--json", action="store_true", help="print on one line")
     parser.add_argument("--sglang-path", metavar="DIR", help="folder of an unpacked sglang wheel")

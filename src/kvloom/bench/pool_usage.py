@@ -1,4 +1,4 @@
-"""Waste of pages in use, and the capacity of a pool in requests. Needs no model and no bytes.
+"""Waste of pages in use, and the capacity of a pool in requests. Needs no model and no page bytes.
 
 waste     share of the bytes in use that running sequences do not need: ends of last blocks, tokens outside of a
           window in its first block, padding
@@ -24,7 +24,7 @@ Ids = npt.NDArray[np.int32]
 
 
 def waste(cache: KVCache) -> tuple[int, float]:
-    """Return the bytes in use by running sequences, and the wasted share (see the module).
+    """Return the bytes in use by running sequences, and the wasted share (defined in the module docstring).
 
     Shared pages count once. Free pages in occupied slabs do not count. O(rows and their blocks)."""
     rows = np.flatnonzero(cache.reserved_blocks)
@@ -55,7 +55,8 @@ def waste(cache: KVCache) -> tuple[int, float]:
 def _unneeded_tokens(
     table: Ids, rows: npt.NDArray[np.intp], lengths: npt.NDArray[np.int64], span: Visibility, block: int
 ) -> int:
-    """Return the token slots in the pages of some rows of `table` ([rows, blocks]) that no row's next query can read."""
+    """Return the number of token slots that no row's next query can read, in the pages of some rows of `table`
+    ([rows, blocks])."""
     last = np.maximum(lengths - 1, 0)
     first = np.where(lengths > 0, span.first_visible_each(last), 0)
     low, high = first // block, -(-lengths // block)  # blocks [low, high) are needed
@@ -72,7 +73,8 @@ def _unneeded_tokens(
 
 
 def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
-    """Return the sum of `tokens` over pages. A page shared by several rows counts once, with the least tokens."""
+    """Return the sum of `tokens` over pages. A page shared by several rows counts once, with the smallest number of
+    tokens."""
     unique, place = np.unique(pages, return_inverse=True)
     least = np.full(unique.size, np.iinfo(np.int64).max)
     np.minimum.at(least, place, tokens)
@@ -80,8 +82,8 @@ def _sum_once(pages: Ids, tokens: npt.NDArray[np.int64]) -> int:
 
 
 class PeakUsage:
-    """Waste at the peak of pages in use: the mean over samples near the peak, because many blocks may fill in the same
-    step."""
+    """Waste at the peak of pages in use. It is the mean over samples near the peak, because many blocks may fill in
+    the same step."""
 
     SHARE = 0.01
     """Largest share of the time spent on samples."""
@@ -94,7 +96,7 @@ class PeakUsage:
         self._next = 0.0
 
     def sample(self) -> None:
-        """Take a sample, unless the last one was too recent for its cost."""
+        """Take a sample. Skips the sample if the last one was too recent for its cost."""
         begin = time.perf_counter()
         if begin < self._next:
             return
@@ -119,9 +121,10 @@ class PeakUsage:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Requests of `tokens` tokens that fit a pool together: measured, and planned by `kvloom plan`.
+    """The number of requests of `tokens` tokens that fit into a pool together, measured and planned by `kvloom
+    plan`.
 
-    Measured with each layer's visibility, and with full visibility (uniform paging)."""
+    It is measured with each layer's visibility, and with full visibility (uniform paging)."""
 
     model: str
     tokens: int
@@ -144,9 +147,10 @@ class Capacity:
 
 
 def measure_capacity(layers: Mapping[str, LayerSpec], tokens: int, pool_bytes: int, chunk: int = 2048) -> int:
-    """Return how many distinct sequences of `tokens` tokens fit a pool together.
+    """Return how many distinct sequences of `tokens` tokens fit into a pool together.
 
-    Each is extended in chunks as an engine does, so that windows free pages. Chunks shrink when pages are short."""
+    Each sequence is extended in chunks, as in an engine, so that windows free pages. Chunks shrink when pages are
+    short."""
     layout = PoolLayout.build(layers)
     most = pool_bytes // layout.slab_bytes_for(tokens) + 2
     # Slab 0 is reserved for the engine.

@@ -33,7 +33,8 @@ DEFAULT = ("fp32", "bf16", "int8", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Prediction of a text: the nats of each token, and the most likely token at each position."""
+    """How well a model predicts a text with one cache format. `nats` has the loss of each token, and `choices` has the
+    most likely token at each position."""
 
     nats: torch.Tensor
     choices: torch.Tensor
@@ -45,13 +46,15 @@ class Quality:
         return math.exp(float(self.nats.double().mean()))
 
     def against(self, other: Quality) -> dict[str, float]:
-        """Compare with another result on the same tokens: difference in nats per token, and the share of equal choices."""
+        """Compare with another result on the same tokens. Returns the difference in nats per token, and the share
+        of equal choices."""
         more = float((self.nats.double() - other.nats.double()).mean())
         return {"more_nats": more, "same_choice": float((self.choices == other.choices).double().mean())}
 
 
 def measure(engine: Engine, windows: Sequence[Sequence[int]], chunk: int = 256) -> Quality:
-    """Run every window (teacher-forced, nothing cached) in chunks; return the prediction of each token but the first."""
+    """Run every window in chunks, teacher-forced and without cache hits. Return the prediction of each token except
+    the first."""
     began = time.monotonic()
     nats, choices = [], []
     for window in windows:

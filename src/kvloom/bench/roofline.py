@@ -1,4 +1,5 @@
-"""Lower bound of a workload's time on an H200: the sum over its operations of bytes or FLOPs, whichever takes longer.
+"""Lower bound of a workload's time on an H200. Each operation takes the time for its bytes or for its FLOPs,
+whichever is longer. The bound is the sum over operations.
 
     pass     counted                                                    bytes                    FLOPs
     dense    every matrix but embeddings and head, over all tokens      weights, once a pass     2 a weight and token
@@ -7,8 +8,8 @@
     attend   by each layer's visibility                                 K and V read             4 a head, dimension and pair
 
 The bound assumes that one pass computes all prompts, and that all requests then decode together. A shared prefix is
-computed once, and read once per pass. All conversations are in the same turn. Norms, rotations, activations, sampling,
-launches and the host take no time.
+computed once, and read once per pass. All conversations are in the same turn. Norms, rotations, activations,
+sampling, launches and the host take no time.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class LowerBound:
 
 
 class Roofline:
-    """Lower bounds of one model's workloads. Builds the model on the meta device: takes a second and no memory."""
+    """Lower bounds of one model's workloads. The model is built on the meta device, which takes a second and no
+    memory."""
 
     def __init__(self, config: Any, dtype: torch.dtype, kv_dtype: str | None = None) -> None:
         model = build(config, dtype, "meta")
@@ -136,7 +138,8 @@ class Roofline:
 
 
 def tokens_read(span: Visibility, step: ForwardPass) -> tuple[int, int]:
-    """Return the tokens of K and V that a layer reads in a pass, each once, and its query-key pairs."""
+    """Return the number of K and V tokens that a layer reads in a pass, and the number of its query-key pairs. A
+    token that several rows read counts once."""
     positions = np.arange(step.cached, step.cached + step.new)
     pairs = int((positions + 1 - span.first_visible_each(positions)).sum()) * step.rows
     first, end = span.first_visible(step.cached), step.cached + step.new

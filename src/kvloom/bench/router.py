@@ -2,8 +2,8 @@
 
 events    blocks per second that one process reads from encoded batches into its index
 score     time to find the cached prefix of a prompt on all workers, and to choose one
-latency   time that the router adds to a request, at a fixed rate. The same load runs directly on a worker and through the
-          router. The worker answers at once, so that its own time does not count
+latency   time that the router adds to a request, at a fixed rate. The same load runs directly on a worker and
+          through the router. The worker answers at once, so that its own time does not count
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""`kvloom bench routing`: agent sessions over several real workers on loopback, by router.
+"""`kvloom bench routing`: agent sessions over several real workers on loopback, for each router.
 
-Every session sends turns that repeat all tokens before and add some. The routers serve the same workers one after the other, with sessions
-of their own, so that no router finds pages of another. Hit rate: cached prompt tokens that the workers report. With prefill workers it
-includes the pages that a decode worker pulled from them.
+Every turn of a session repeats all earlier tokens and adds some. The routers use the same workers one after the
+other. Each router has different sessions, so that it does not hit pages of another router. The hit rate is the
+share of cached prompt tokens that the workers report. With prefill workers it includes the pages that a decode
+worker pulled from them.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ async def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _role_flags(number: int, shared: list[int]) -> list[str]:
-    """Return the flags of a worker's role: the first workers prefill and share their pages at the ports `shared`."""
+    """Return the flags for a worker's role. The first workers are prefill workers and share their pages at the
+    ports `shared`."""
     if not shared:
         return []
     if number < len(shared):
@@ -119,7 +121,7 @@ def _role_flags(number: int, shared: list[int]) -> list[str]:
 
 
 async def _hand_overs(session: Any, url: str, router: str) -> int:
-    """Return how many prompts a router gave to prefill workers. Other routers than ours give none."""
+    """Return how many prompts a router gave to prefill workers. For routers other than kvloom's, it is 0."""
     if router == "smg":
         return 0
     async with session.get(f"{url}/metrics") as answer:
@@ -156,7 +158,7 @@ def _start(stack: ExitStack, router: str, urls: list[str], smg: str | None, fold
 async def _sessions(
     session: Any, url: str, model: str, number: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run all sessions, `concurrency` at once, in a fixed order."""
+    """Run all sessions in a fixed order, `concurrency` of them at once."""
     rng = np.random.default_rng(1000 + number)
     places = asyncio.Semaphore(args.concurrency)
     times: list[float] = []

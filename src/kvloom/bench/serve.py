@@ -1,7 +1,8 @@
-"""`kvloom bench serve` puts a load on a server: many concurrent streams, each restarted when it ends.
+"""`kvloom bench serve` puts a load on a server. The load is many concurrent streams, and each stream is restarted
+when it ends.
 
-Without --url a server is started on the embedded model, and the memory of its processes is sampled. The client parses
-little, because it shares the cores with the server. Works with any server with OpenAI's /v1/completions.
+Without --url, a server is started with the embedded model, and the memory of its processes is sampled. The client
+parses little, because it shares the cores with the server. Any server with OpenAI's /v1/completions can be tested.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ PERCENTS = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`streams` concurrent streams for `seconds`. Prompts are random token ids below `vocabulary`; all share the first
-    `shared`.
+    """A load of `streams` concurrent streams for `seconds`. Prompts are random token ids below `vocabulary`. All
+    prompts share the first `shared` tokens.
 
-    Answers have between half of `tokens` and `tokens` tokens. `key` is an API key."""
+    Answers have between half of `tokens` and `tokens` tokens. `key` is an API key. Loads with different values of
+    `seed` have different prompts."""
 
     url: str
     model: str
@@ -57,6 +59,7 @@ class Load:
     tokens: int = 32
     vocabulary: int = 256
     key: str | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         place = urlsplit(self.url)
@@ -84,7 +87,7 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """Results of all streams. `arrivals` are the times of first tokens since the start."""
+    """Results of all streams. `arrivals` are the seconds from the start to each first token."""
 
     requests: int = 0
     pieces: int = 0
@@ -114,7 +117,7 @@ class Seen:
         }
 
     def _growth(self) -> dict[str, float]:
-        """Return the memory growth of each process from the middle to the end.
+        """Return the memory growth of each process from the middle to the end of the run.
 
         Pool memory is allocated at its first use, so a pool that is still filling counts as growth."""
         if len(self.memory) < 4:
@@ -132,8 +135,8 @@ class Seen:
 async def offer(
     load: Load, processes: list[int] | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Seen:
-    """Run a load on a server, and sample the memory of `processes`. Calls `progress` with the seconds done and the
-    total."""
+    """Run a load on a server, and sample the memory of `processes`. Calls `progress` with the elapsed seconds and
+    the total."""
     seen = Seen()
     began = time.monotonic()
     end = began + load.seconds
@@ -154,7 +157,7 @@ async def _show_progress(progress: Callable[[int, int], None], seconds: float) -
 
 
 async def _stream(load: Load, number: int, began: float, end: float, seen: Seen) -> None:
-    numbers = random.Random(number)
+    numbers = random.Random(load.seed << 32 | number)
     place = urlsplit(load.url)
     writer = None
     while time.monotonic() < end:
@@ -183,7 +186,7 @@ def _request(load: Load, host: str, body: bytes) -> bytes:
 
 
 async def _answer(reader: asyncio.StreamReader, began: float, seen: Seen) -> None:
-    """Read one answer. Raises ValueError with the server's error."""
+    """Read one answer. If the server returns an error, raises ValueError with its message."""
     asked = last = time.monotonic()
     head = await reader.readuntil(b"\r\n\r\n")
     status = head.split(b"\r\n", 1)[0].decode(errors="replace")
@@ -241,7 +244,8 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 
 def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]:
-    """Start a server, and return its process, address, model name and engine process."""
+    """Start a server. Return its process, its address, the name of its first model, and the id of an engine
+    process."""
     command = [
         sys.executable,
         "-m",
@@ -260,8 +264,8 @@ def started(arguments: list[str]) -> tuple[subprocess.Popen[str], str, str, int]
         for line in process.stdout:
             if found := re.search(r"\(process (\d+)\)", line):
                 engine = int(found[1])
-            if found := re.search(r"kvloom serves (\S+) at (http://\S+);", line):
-                return process, found[2], found[1], engine
+            if found := re.search(r"kvloom serves (.+) at (http://\S+);", line):
+                return process, found[2], found[1].split()[0], engine
             if time.monotonic() > end:
                 break
     except BaseException:  # Ctrl-C: end the server

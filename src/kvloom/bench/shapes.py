@@ -1,6 +1,7 @@
-"""The models of `kvloom bench engine`: real and tiny shapes with random weights, and the embedded Llama with its own.
+"""The models of `kvloom bench engine`: real and tiny shapes with random weights, and the embedded Llama with its
+trained weights.
 
-Real shapes are shipped configs, by name.
+Real shapes are configs that are part of the package, by name.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ TINY = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model shape. `config` defaults to the shipped config of the same name.
+    """A model shape. `config` defaults to the config of the same name in the package.
 
-    `small` shapes run on a CPU in float32, with scaled workloads. `embedded` names an embedded model."""
+    `small` shapes run on a CPU in float32, with scaled workloads. `embedded` is the name of an embedded model."""
 
     what: str
     config: dict[str, Any] = field(default_factory=dict)

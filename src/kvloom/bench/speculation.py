@@ -1,19 +1,19 @@
 """`kvloom bench speculation`: tokens per second with and without drafts, as ratios of one run.
 
-Engines with and without speculation take turns, so that a disturbance affects both. Outputs are compared: greedy tokens
-must be the same. The prompts are made from Python's standard library:
+Engines with and without speculation alternate, so that a disturbance affects both. Outputs are compared, because
+greedy tokens must be the same. The prompts are made from Python's standard library:
 
 | case      | prompt                                                        | output                         |
 |-----------|---------------------------------------------------------------|--------------------------------|
 | continue  | the beginning of a module                                     | what the model writes          |
 | edit      | a part of a module                                            | the same with renamed names    |
 
-The embedded models are too small to edit a text. In the case "edit", the sampler's choice is replaced by the edited
-text; model and drafts do the same work as for a model that edits.
+The embedded models are too small to edit a text. In the case "edit", the edited text replaces the sampler's choice.
+Model and drafts do the same work as for a model that edits.
 
-With `--shape`, a large model with random weights generates fixed random tokens. Drafts have `--draft-tokens` tokens,
-each correct with the chance `--acceptance`, and take no time to propose. This measures verification alone, with drafts
-in every step ("always") and with the controller.
+With `--shape`, a large model with random weights generates fixed random tokens. Drafts have `--draft-tokens`
+tokens. Each draft token is correct with the probability `--acceptance`, and takes no time to propose. This measures
+verification alone, with drafts in every step ("always") and with the controller.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Row:
 
 
 def prompts(case: str, count: int, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Return prompts and forced outputs as token ids, each from another module. An empty output is not forced."""
+    """Return prompts and forced outputs as token ids, each from another module. If the output is empty, it is not
+    forced."""
     found = []
     for name in MODULES[:count]:
         text = inspect.getsource(import_module(name))
@@ -112,8 +113,8 @@ def force(engine: Any, outputs: dict[tuple[int, ...], list[int]]) -> None:
 def generate(
     engine: Any, asked: Sequence[Sequence[int]], tokens: int, together: bool
 ) -> tuple[float, list[Any]]:
-    """Run prompts one after the other, or together. Return the decoded tokens per second, without the time of
-    prompts, and the requests."""
+    """Run prompts one after the other, or together. Return the decoded tokens per second and the requests. The time
+    of prompts does not count."""
     from kvloom.core import CacheControl
     from kvloom.engine import SamplingParams
 
@@ -134,7 +135,7 @@ def generate(
 
 
 def measure(args: Any, case: str, streams: int, speculate: str) -> Row:
-    """Compare engines with and without drafts on one case, in turns."""
+    """Compare engines with and without drafts on one case, alternating."""
     from kvloom.engine import LLM
 
     settings: dict[str, Any] = {"pool_bytes": 1 << 28, "threads": args.threads, "device": args.device}
@@ -173,7 +174,7 @@ def measure(args: Any, case: str, streams: int, speculate: str) -> Row:
 
 
 class Oracle:
-    """Proposes the tokens of known outputs, each with the chance `chance`, else other tokens."""
+    """Proposes the tokens of known outputs. Each token is correct with the probability `chance`."""
 
     name = "oracle"
 
@@ -190,7 +191,7 @@ class Oracle:
     def request_finished(self, request: Any) -> None:
         pass
 
-    def step_computed(self, work: Any) -> None:
+    def step_computed(self, work: Any, own: Any) -> None:
         pass
 
     def draft_verified(self, request: Any, drafted: int, accepted: int, own: bool) -> None:
@@ -198,7 +199,7 @@ class Oracle:
 
 
 def measure_shape(args: Any) -> list[Row]:
-    """Compare plain decoding of a large model with drafts in every step, and with the controller."""
+    """Compare three engines with a large model: without drafts, with drafts in every step, and with the controller."""
     import torch
 
     from kvloom.bench.shapes import SHAPES, build, hf_config

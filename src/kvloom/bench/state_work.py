@@ -33,7 +33,8 @@ Run = Callable[[torch.Tensor, StateRows], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """One layer: its inputs, the shape and dtype of its state, and its call."""
+    """One recurrent layer to be timed. `inputs` are its tensors, `shape` and `dtype` describe its state, and `run`
+    calls it."""
 
     inputs: tuple[torch.Tensor, ...]
     shape: tuple[int, ...]

@@ -42,8 +42,8 @@ PEER_GOALS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """GB/s of one operation. Ratios are kvloom's GB/s divided by those of the other side. `backend` is the backend of
-    LMCache, or "" if none ran."""
+    """GB/s of one operation. A ratio is kvloom's GB/s divided by the GB/s of the other side. `backend` is the
+    backend of LMCache, or "" if none ran."""
 
     tier: str
     page_bytes: int
@@ -122,7 +122,8 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def measure(work: Work, memory: Memory, rounds: int, lmcache: LMCache | None) -> list[Row]:
-    """Return a row per operation and per backend of LMCache. Every side's bytes are verified in every round."""
+    """Return one row per operation and per backend of LMCache. In every round, the bytes of every side are
+    verified."""
     beside = work.lmcache if lmcache is not None else ()
     return [row for backend in beside or ("",) for row in _beside(work, memory, rounds, backend, lmcache)]
 

@@ -65,7 +65,7 @@ class Side:
 
 
 class Memory:
-    """Aligned pages to write and memory to read them into, and the objects of this round."""
+    """Aligned pages to write, memory to read them into, and the objects of this round."""
 
     def __init__(self, page: int, total: int) -> None:
         self.page, self.total, self.count = page, total, total // page
@@ -106,7 +106,7 @@ def memcpy(memory: Memory) -> Side:
 
 
 def raw(memory: Memory, path: Path, sync: bool, files: Files | None = None) -> Side:
-    """Return a side that writes plain files of `FILE_ROUNDS` rounds each; `files` replaces the system's calls."""
+    """Return a side that writes plain files of `FILE_ROUNDS` rounds each. `files` replaces the system calls."""
     files = files or Files(-1)
     source, target, total = memory.source.data, memory.target.data, memory.total
     pool = ThreadPoolExecutor(_READ_THREADS)

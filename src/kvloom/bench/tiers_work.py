@@ -1,7 +1,7 @@
 """The measurements of `kvloom bench tiers`: a tier and its medium with the same bytes, alternating.
 
-A Work has two sides with `write` and `read`, which return when the bytes are in place. The medium alone is
-memcpy, raw O_DIRECT or the store's own client, without the tier.
+A Work has two sides with `write` and `read`, which return when the bytes have arrived. The medium alone is memcpy,
+raw O_DIRECT or the store's own client, without the tier.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def redis(memory: Memory, folder: Path) -> Iterator[list[Work]]:
 
 @contextlib.contextmanager
 def _mooncake_storage(size: int, master: str) -> Iterator[None]:
-    """Start another process that owns the memory, as in a cluster."""
+    """Start another process that owns the memory of Mooncake, as in a cluster."""
     environment = {**os.environ, "MC_TCP_BIND_ADDRESS": "127.0.0.1", "GLOG_minloglevel": "2"}
     with subprocess.Popen(
         [sys.executable, "-c", _STORAGE, str(size), master],
@@ -315,5 +315,5 @@ WORKS: dict[str, Callable[[Memory, Path], contextlib.AbstractContextManager[list
 
 
 def folder_in(place: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder, deleted at the end."""
+    """Return a temporary folder. It is deleted at the end."""
     return tempfile.TemporaryDirectory(prefix="kvloom-bench-", dir=place, ignore_cleanup_errors=True)

@@ -39,7 +39,7 @@ def _serve(llm: Any, conversations: list[dict[str, Any]], output: int) -> dict[s
 
 
 def _processor() -> float | None:
-    """Return the CPU seconds of this process and its children, without a GPU."""
+    """Return the CPU seconds of this process and its children. Return None on a GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -53,7 +53,7 @@ def _processor() -> float | None:
 def _turns(
     engine: Any, params: Any, conversations: list[dict[str, Any]]
 ) -> tuple[list[list[list[int]]], int, int]:
-    """Run conversations independently: a turn is submitted as soon as the previous one ends."""
+    """Run conversations independently. A turn is submitted as soon as the previous turn ends."""
     answers: list[list[list[int]]] = [[] for _ in conversations]
     prompts = [list(each["prompt"]) for each in conversations]
     asked = cached = 0
@@ -90,7 +90,7 @@ def _start(how: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _answered(out: Any, work: Callable[[], Any]) -> Any:
-    """Return the result of `work`, or its error as a reply."""
+    """Return the result of `work` as a reply. If it raises, return the error as a reply."""
     try:
         return work()
     except Exception as error:  # noqa: BLE001 - whatever it is, the other side must hear of it

@@ -10,7 +10,7 @@
 | W6   | conversations: a turn is the whole history and 448 new tokens            | 64 x 6 turns of 1024 first, 64   |
 | W7   | longest: a full context of 131072; runs only if selected                 | 1 x (130816, 256)                |
 
-All workloads are lists of conversations; all but W6 have one turn. The same seed and round give the same tokens.
+All workloads are lists of conversations. Only conversations of W6 have more than one turn. The same seed and round give the same tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FIRST_TOKEN = 3
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A first prompt, and the new tokens of each later turn, which follow the history."""
+    """A first prompt, and the new tokens of each later turn. A later prompt is the history followed by these
+    tokens."""
 
     prompt: list[int]
     later: list[list[int]]
@@ -37,11 +38,10 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`requests` conversations of `turns` turns, each answered by exactly `output` greedy tokens.
-
-    A prompt is one of `prefixes` prefixes of `prefix` tokens (round robin) and `prompt` tokens of its own. A later turn
-    adds `more` tokens. `warm` states that the prefixes of the same round were served before. A workload with
-    `on_request` runs only if it is selected by name.
+    """`requests` conversations of `turns` turns. Each turn is answered by exactly `output` greedy tokens. A prompt
+    is a prefix of `prefix` tokens, followed by `prompt` tokens of its own. There are `prefixes` prefixes, used in
+    turn. A later turn adds `more` tokens. `warm` states that the prefixes of the same round were served before. A
+    workload with `on_request` runs only if it is selected by name.
     """
 
     name: str
@@ -74,12 +74,12 @@ class Workload:
 
     @property
     def separable(self) -> bool:
-        """Whether a run of the prompts alone measures prefill. True if no prompt hits the cache."""
+        """Whether a run of the prompts alone measures prefill. This is true if no prompt hits the cache."""
         return self.turns == 1 and not self.prefixes
 
     def scaled(self, scale: float) -> Workload:
-        """Return the workload with requests, prefixes and lengths multiplied by `scale`, with minimums. The number of
-        turns is unchanged."""
+        """Return the workload with requests, prefixes and lengths multiplied by `scale`, with minimums. The number
+        of turns does not change."""
         if not 0 < scale <= 1:
             raise ValueError(f"scale {scale} must be above 0 and at most 1")
 
@@ -103,7 +103,7 @@ class Workload:
         return self if requests is None else replace(self, requests=min(self.requests, requests))
 
     def short(self) -> Workload:
-        """Return a warm-up: the same prompt sizes, at most 8 output tokens and two turns."""
+        """Return a warm-up workload. It has the same prompt sizes, at most 8 output tokens and two turns."""
         return replace(self, output=min(self.output, 8), turns=min(self.turns, 2))
 
     def prompts_alone(self) -> Workload:

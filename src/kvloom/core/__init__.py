@@ -10,6 +10,7 @@
     eviction/    policies, eviction queues, tenants
     pool/        slabs, pages, block tables, compaction
     layout/      layer specs, page groups, slab size
+    slo          SLO admission: predicts TTFT and TBT, and admits, defers or refuses
     events, control, clock, histogram, sizes
 
 Other packages import only the names below, and only from this package.
@@ -60,6 +61,19 @@ from .prefix import (
 )
 from .sequences import ColdRun, Sequence
 from .sizes import format_bytes, parse_size
+from .slo import (
+    RATIOS,
+    Backlog,
+    Decision,
+    Decoding,
+    Objective,
+    Prediction,
+    PromptWork,
+    SloAdmission,
+    StepSize,
+    StepTimes,
+    Verdict,
+)
 
 __all__ = [
     "DTYPE_BYTES",
@@ -71,9 +85,11 @@ __all__ = [
     "POLICIES",
     "PROMPT",
     "QUANTISED",
+    "RATIOS",
     "SECONDS",
     "TOKEN_BYTES",
     "Account",
+    "Backlog",
     "BlockHash",
     "BlockRemoved",
     "BlockStored",
@@ -83,6 +99,8 @@ __all__ = [
     "ColdRun",
     "CopyBatch",
     "Cost",
+    "Decision",
+    "Decoding",
     "Entry",
     "Event",
     "EventBus",
@@ -98,6 +116,7 @@ __all__ = [
     "Media",
     "Miss",
     "MissingPages",
+    "Objective",
     "OffloadBatch",
     "Order",
     "PageGroup",
@@ -106,12 +125,18 @@ __all__ = [
     "Policy",
     "PoolLayout",
     "PoolMap",
+    "Prediction",
+    "PromptWork",
     "QueuedPrefix",
     "Reservation",
     "RetainRange",
     "Sequence",
+    "SloAdmission",
+    "StepSize",
+    "StepTimes",
     "Tenant",
     "TierQuery",
+    "Verdict",
     "VirtualClock",
     "Visibility",
     "WallClock",

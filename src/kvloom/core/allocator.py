@@ -1,7 +1,7 @@
-"""Allocator: evicts cached entries and compacts slabs until enough pages are free.
+"""The allocator evicts cached entries and compacts slabs until enough pages are free.
 
-One policy orders all cached entries: tails of leaves, checkpoints and media runs. Unneeded window pages are evicted
-first. The allocator chooses an entry; the tree, the media cache or the pool evicts it.
+One policy orders all cached entries: ends of leaves, checkpoints and media runs. Unneeded window pages are evicted
+first. The allocator chooses an entry. The tree, the media cache or the pool then evicts it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Allocator:
         self.evicted: Counter[str] = Counter()
         """Evictions by kind: blocks, window (unneeded window pages), snapshot, media."""
         self.idle_seconds = Histogram()
-        """Seconds since the last use of evicted entries."""
+        """Seconds between the last use of an entry and its eviction."""
         self.evicted_bytes = 0
         self._page_bytes = [slab_bytes // c.per_slab for c in pool.classes]
 
@@ -74,11 +74,11 @@ class Allocator:
         return size
 
     def free_pages(self, account: Account, needs: Sequence[int]) -> int:
-        """Evict and compact until `account` can allocate `needs[c]` pages of each size class. Returns the number of
-        missing pages.
+        """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number
+        of missing pages.
 
-        If pages are missing, nothing was evicted, with one exception. Guaranteed shares are counted in bytes, so with
-        several pages per slab another tenant's share may stop the eviction half way.
+        If pages are missing, usually nothing was evicted. There is one exception: guaranteed shares are counted in
+        bytes, so with several pages per slab another tenant's share may stop the eviction half way.
         """
         slabs = self._pool.slabs_short(needs)
         limited, several = account.tenant.quota is not None, len(self._accounts.accounts) > 1
@@ -113,8 +113,9 @@ class Allocator:
 
     def evict_ahead(self) -> bool:
         """Evict a few pages ahead of time, so that offloading them does not delay a later step. Returns whether a
-        page was evicted. Stops when 1 / AHEAD of the pool is free. Does not compact; free pages in partly used slabs
-        count as free.
+        page was evicted.
+
+        Stops when 1 / AHEAD of the pool is free. Does not compact. Free pages in partly used slabs count as free.
         """
         pages = self._tree.pages
         size, part = pages.row_bytes, (self._pool.slabs - 1) * self._slab_bytes // AHEAD
@@ -155,8 +156,8 @@ class Allocator:
         return max(0, slabs - self._pool.free_slabs)
 
     def _free_slabs(self, account: Account | None, slabs: int, missing: Callable[[], int], now: float) -> int:
-        """Evict and compact for `account` (None: for the pool) until `missing()` is 0 or nothing can be evicted.
-        Returns the number of slabs that are still missing.
+        """Evict and compact for `account` until `missing()` is 0 or nothing can be evicted. An `account` of None
+        stands for the pool itself. Returns the number of slabs that are still missing.
         """
         only = account if len(self._accounts.accounts) == 1 else None
         can_compact = self._compaction.is_possible
@@ -176,10 +177,12 @@ class Allocator:
         return True
 
     def _with_stuck(self, needs: Sequence[int]) -> list[int]:
-        """Return `needs` plus the cached pages that cannot be evicted. Called only when the pool is nearly full.
+        """Return `needs` plus, for each size class, the number of cached pages that cannot be evicted now. Called only
+        when the pool is nearly full.
 
-        If a node in use diverges inside a block, the nodes above it also have pages of that block. These pages cannot
-        be evicted while the node is in use.
+        If a node ends inside a block, each child has its own copy of this block's pages. While a child is in use, its
+        sequence reads only the child's copy. The pages of the parent are then cached, but they cannot be evicted,
+        because a node with a child in use stays in the tree.
         """
         stuck: set[tuple[int, int]] = set()
         seen: set[int] = set()
@@ -201,8 +204,8 @@ class Allocator:
         return total
 
     def reachable(self, account: Account) -> int:
-        """Return the bytes that are free or that `account` may evict: its own, and those of accounts above their
-        shares.
+        """Return the number of bytes that are free or that `account` may evict. It may evict its own pages and
+        those of accounts above their shares.
         """
         others = (a for a in self._accounts.accounts.values() if a is not account)
         evictable = sum(self._accounts.evictable(a, account) for a in others)
@@ -214,20 +217,20 @@ class Allocator:
         return self._pool.free_slabs * self._slab_bytes + self.bytes_of(pages)
 
     def _fair(self, requester: Account | None, victim: Account, slabs: int) -> int:
-        """Return how many of `slabs` the victim can lose and still keep its share."""
+        """Return how many of `slabs` slabs the victim can lose without falling below its share."""
         if victim is requester or not victim.guaranteed:
             return slabs
         return max(1, min(slabs, int((victim.used - victim.guaranteed) // self._slab_bytes)))
 
     def _pages(self, size: int, needs: Sequence[int]) -> int:
-        """Return the number of pages of the most requested size class in `size` bytes."""
+        """Return how many pages of the most requested size class fit into `size` bytes."""
         cls = max(range(len(needs)), key=lambda c: needs[c])
         return max(1, -(-size * self._pool.classes[cls].per_slab // self._slab_bytes))
 
     # -- evicting -------------------------------------------------------------------------------
 
     def _evict_from(self, account: Account, slabs: int, now: float) -> bool:
-        """Evict about `slabs` slabs of the account's next entry. Returns False if it has no entry."""
+        """Evict about `slabs` slabs of the account's next entry. Returns False if the account has no entry."""
         queue, before = account.queue, account.used
         size = self._tree.pages.row_bytes
         rows = (
@@ -268,8 +271,8 @@ class Allocator:
         return sum(self.evicted.values())
 
     def _evict_tail(self, node: Node, rows: int, now: float, reason: str) -> None:
-        """Evict `rows` blocks at the end of a leaf, or the whole part that cannot be resumed. Queues the parent if it
-        becomes a leaf.
+        """Evict the last `rows` blocks of a leaf, or all blocks after its last resumable position. Queues the
+        parent if it becomes a leaf.
         """
         tree, start, end = self._tree, node.start, node.end
         resume = tree.last_resume(node) if tree.needs_checkpoints else end

@@ -9,8 +9,8 @@ __all__ = ["CacheControl", "CheckpointPolicy", "RetainRange"]
 
 @dataclass(frozen=True, slots=True)
 class RetainRange:
-    """Eviction priority of tokens [start, stop) for `ttl` seconds. A positive priority evicts them later, a negative
-    one earlier.
+    """The eviction priority of tokens [start, stop) for `ttl` seconds. Tokens with a positive priority are evicted
+    later than others, and tokens with a negative priority earlier.
     """
 
     start: int = 0
@@ -31,8 +31,9 @@ class RetainRange:
 class CacheControl:
     """Caching options of one request.
 
-    `tenant`, `adapter` and `salt` are part of the root of the block hashes. `store` publishes computed blocks; `read` looks up cached blocks.
-    `lossy` accepts pages that a tier re-encoded to int8 or fp8. Lossy requests share blocks only with lossy requests.
+    `tenant`, `adapter` and `salt` are part of the root of the block hashes. With `store`, computed blocks are
+    published. With `read`, cached blocks are looked up. `lossy` accepts pages that a tier re-encoded to int8 or
+    fp8. Lossy requests share blocks only with lossy requests.
     """
 
     tenant: str = ""
@@ -47,9 +48,10 @@ class CacheControl:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """The positions at which sequences of models with windows or states take checkpoints. `before_last` takes the
-    checkpoint of a prompt one token before its end, so that an identical prompt can resume there. In models with
-    states, this costs each prompt longer than a block one more step of one token.
+    """The positions at which sequences of models with windows or states take checkpoints.
+
+    `before_last` takes the checkpoint of a prompt one token before its end, so that an identical prompt can resume
+    there. In models with states, each prompt that is longer than a block then needs one more step, of one token.
     """
 
     prompt_end: bool = True

@@ -1,4 +1,4 @@
-"""Events: which blocks were stored and removed, by block hash, for tiers, routers and dashboards.
+"""Events report which blocks were stored and removed, by block hash. Tiers, routers and dashboards use them.
 
 Events are frozen data. Without a listener no hash is computed and no event is built. Compaction publishes no event,
 because pages stay in the same medium.
@@ -14,11 +14,11 @@ __all__ = ["BlockRemoved", "BlockStored", "Event", "EventBus"]
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Pages of `groups` were stored in `medium` for each of `hashes`, a chain below `parent`.
+    """Pages of `groups` were stored in `medium` for each of `hashes`. The hashes form a chain after `parent`.
 
-    Without `tail_tokens` each hash covers HASH_TOKENS tokens. With it there is one hash, of a partial tail of
-    `tail_tokens` tokens after `parent`. `tokens` are the token bytes of all hashes; a media token has an id that depends on
-    its content. Tiers publish no tokens.
+    Without `tail_tokens` each hash covers HASH_TOKENS tokens. With `tail_tokens` there is one hash, which covers a
+    partial last block of `tail_tokens` tokens. `tokens` are the token bytes of all hashes. The id of a media token
+    depends on the content of the image. Tiers publish no tokens.
     """
 
     parent: bytes
@@ -31,7 +31,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Pages of `groups` were removed from `medium` under each of `hashes`. `reason` states why."""
+    """The pages of `groups` for each of `hashes` were removed from `medium`. `reason` states why."""
 
     hashes: tuple[bytes, ...]
     groups: tuple[int, ...]
@@ -51,7 +51,7 @@ class EventBus:
         """Whether there is a listener. It is checked before any hash is computed."""
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Add a listener and return a function that removes it."""
+        """Add a listener. Return a function that removes it."""
         self._listeners.append(listener)
         self.listening = True
 

@@ -12,10 +12,10 @@ SECONDS = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400
 
 
 class Histogram:
-    """`counts[i]` is the number of values above `bounds[i - 1]` and up to `bounds[i]`. The last count is for larger
-    values.
+    """`counts[i]` is the number of values above `bounds[i - 1]` and up to `bounds[i]`. The last count is the number
+    of values above all bounds.
 
-    `total` is the sum of all values. Adding costs O(log bounds).
+    `total` is the sum of all values. Adding a value costs O(log bounds).
     """
 
     __slots__ = ("_edges", "bounds", "counts", "total")
@@ -46,7 +46,7 @@ class Histogram:
         return low if self.count else None
 
     def since(self, counts: Sequence[int]) -> Histogram:
-        """Return the histogram of the values added after its counts were `counts`. Does not set `total`."""
+        """Return the histogram of the values that were added since its counts were `counts`. Does not set `total`."""
         found = Histogram(self.bounds)
         found.counts = [now - before for now, before in zip(self.counts, counts, strict=True)]
         return found

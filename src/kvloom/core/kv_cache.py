@@ -61,9 +61,9 @@ _MOST_ROOT_HASHES = 4096
 class KVCache:
     """The KV cache of one engine. Not thread-safe: one scheduler calls it.
 
-    The pool has `slabs` slabs and can grow to `reserved`. Slab 0 counts, but is never used. At most `max_sequences`
-    sequences of `max_tokens` tokens each can be open at the same time. The block tables reserve address space for all
-    of them, but use memory only for open sequences.
+    The pool has `slabs` slabs and can grow to `reserved`. Slab 0 is included in both numbers, but is never used. At
+    most `max_sequences` sequences of `max_tokens` tokens each can be open at the same time. The block tables
+    reserve address space for all of them, but use memory only for open sequences.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class KVCache:
     # -- lookup ---------------------------------------------------------------------------------
 
     def root_hash(self, control: CacheControl) -> bytes:
-        """Return the root of a request's block hashes. It depends on model, tenant, adapter and salt. Lossy
-        requests have a root of their own.
+        """Return the root of a request's block hashes. The root depends on model, tenant, adapter and salt. Lossy
+        requests have a separate root.
         """
         key = (control.tenant, control.adapter, control.salt, control.lossy)
         found = self._root_hashes.get(key)
@@ -140,8 +140,9 @@ class KVCache:
     def match(
         self, tokens: npt.ArrayLike, control: CacheControl | None = None, media: Many[Media] = ()
     ) -> Match:
-        """Return the longest resumable prefix of a prompt. It never contains the last token, which must be computed.
-        Does not modify the cache and computes no hash. The cost grows with the nodes passed and the bytes compared.
+        """Return the longest resumable prefix of a prompt. The prefix never contains the last token, which must be
+        computed. Does not modify the cache and computes no hash. The cost grows with the nodes passed and the bytes
+        compared.
         """
         return self._match(tokens, control or _DEFAULT, media, leave_last=True)
 
@@ -158,8 +159,8 @@ class KVCache:
         return self.state.lookup.find(self.root_hash(control), data, control, media, limit)
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
-        """Return the reason why the hit is not longer. O(roots). Does not modify the cache. `across_tenants` also
-        searches the prefixes of other tenants, which only operators may see.
+        """Return the reason why the hit is not longer. Does not modify the cache. O(roots). `across_tenants` also
+        searches the prefixes of other tenants. Show that result only to operators.
         """
         return self.state.lookup.explain(match, across_tenants)
 
@@ -180,8 +181,9 @@ class KVCache:
     # -- sequences ------------------------------------------------------------------------------
 
     def open(self, match: Match) -> Sequence:
-        """Open a sequence that starts with the matched pages, and retain these pages. Repeats the lookup if the cache
-        has changed. Raises RuntimeError if `max_sequences` are open. Allocates no pages; call `extend` next.
+        """Open a sequence that starts with the matched pages, and retain these pages. Repeats the lookup if the
+        cache has changed. Raises RuntimeError if `max_sequences` sequences are open. Allocates no pages, so call
+        `extend` next.
         """
         state = self.state
         match = state.lookup.refreshed(match)
@@ -197,37 +199,37 @@ class KVCache:
         return extend(self.state, seq, n)
 
     def extend_many(self, rows: Rows, n: int = 1) -> int:
-        """Reserve pages for `n` more tokens of every row. Returns the number of missing pages; if it is not 0, no row
-        was extended. The cost grows with the number of rows that need a new block.
+        """Reserve pages for `n` more tokens of every row. Returns the number of missing pages. If it is not 0, no
+        row was extended. The cost grows with the number of rows that need a new block.
         """
         return extend_many(self.state, rows, n)
 
     def exceeds_quota(self, seq: Sequence, n: int) -> bool:
-        """Return whether `n` more tokens exceed the tenant's quota even if all its cached pages were evicted. If so,
-        a sequence of the tenant must be closed first.
+        """Return whether `n` more tokens would exceed the tenant's quota even if all its cached pages were evicted.
+        In this case a sequence of the tenant must be closed first.
         """
         return exceeds_quota(self.state, seq, n)
 
     def commit(self, seq: Sequence, tokens: npt.ArrayLike, state_length: int | None = None) -> None:
-        """Append computed tokens. Their pages must be written. Full blocks are published, so other prompts can hit
+        """Append computed tokens, whose pages must be written. Full blocks are published, so other prompts can hit
         them.
 
-        The live states cover all tokens, or the first `state_length` tokens. A step that verifies a draft keeps the
-        states from before the draft and commits the accepted tokens. The recurrent layers compute these tokens again
-        in the next step.
+        The live states cover all tokens, or the first `state_length` tokens. A step that verifies a draft does not
+        change the states. It commits the accepted tokens, and in the next step the recurrent layers compute these
+        tokens again.
         """
         commit(self.state, seq, tokens, state_length)
 
     def commit_many(self, rows: Rows, tokens: npt.ArrayLike) -> None:
-        """Commit one token for each of many rows. A row may be listed once. The cost grows with the number of rows
-        that fill a block.
+        """Commit one token for each of many rows. Each row may be listed only once. The cost grows with the number
+        of rows that fill a block.
         """
         commit_many(self.state, rows, tokens)
 
     def checkpoint(self, seq: Sequence, position: int | None = None) -> bool:
-        """Take a checkpoint at the current position or, in models without states, at an earlier `position`. A
-        checkpoint at a later `position` is taken when the sequence reaches it. Returns False if the pool has no pages
-        for the states, or if the checkpoint would be useless.
+        """Take a checkpoint at the current position or, in models without states, at an earlier `position`. If
+        `position` is later, the checkpoint is taken when the sequence reaches it. Returns False if the pool has no
+        pages for the states, or if the checkpoint would be useless.
         """
         return take_checkpoint(self.state, seq, position)
 
@@ -252,24 +254,26 @@ class KVCache:
     # -- cold blocks ----------------------------------------------------------------------------
 
     def coldable_pages(self, seq: Sequence, most: int) -> Ids:
-        """Return the page ids of up to `most` next blocks that can become cold, [blocks, columns]; 0 in columns of
-        windows.
+        """Return the page ids of the next blocks that can become cold, at most `most` blocks: [blocks, columns].
+        Columns of windows contain 0.
 
-        These are its oldest blocks in the pool that are full and computed. Make pending copies before reading them."""
+        These blocks are the oldest of the sequence in the pool, and are full and computed. Make pending copies
+        before you read the pages."""
         return coldable_pages(self.state, seq, most)
 
     def add_cold_run(self, seq: Sequence, run: ColdRun) -> None:
-        """Make the next blocks of a sequence cold, and release their pages: host memory has the bytes.
+        """Make the next blocks of a sequence cold, and release their pages in the pool. Host memory must already
+        contain their bytes.
 
         From now on the sequence publishes no blocks, and attention must read the cold blocks from host memory."""
         add_cold_run(self.state, seq, run)
 
     def open_cold(self, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:
-        """Start an empty sequence at `position`, behind cold blocks. `run` has all full blocks before it; `tail` are
-        the tokens after them.
+        """Start an empty sequence at `position`, after cold blocks. `run` contains all full blocks before
+        `position`, and `tail` the tokens after these blocks.
 
-        Allocates the other pages that are visible there, and the live states: fill those of the block table and the
-        states before the next step. Returns False, and changes nothing, if the pool lacks pages."""
+        Allocates the live states, and the other pages that are visible at `position`. The caller must fill both
+        before the next step. If the pool lacks pages, returns False and changes nothing."""
         return open_cold(self.state, seq, run, position, tail)
 
     def block_hashes(
@@ -284,8 +288,8 @@ class KVCache:
         """Return the hashes of the blocks of a prompt, from block `first` to token `end`. The last block may be
         partial.
 
-        The first hash continues the hash `parent`. None means the root hash, which is right for block 0 only.
-        The last returned hash is also the hash of a state at `end`. O(tokens)."""
+        `parent` is the hash before block `first`. None means the root hash, which is correct only for block 0. The
+        last returned hash is also the hash of a state at `end`. O(tokens)."""
         ids = self.state.media_ids.place(np.frombuffer(token_bytes(tokens), np.int32), media)
         data, resolve = ids[first * self.block_tokens : end].tobytes(), self.state.media_ids.digest_of
         parent = parent or self.root_hash(control)
@@ -298,7 +302,7 @@ class KVCache:
 
     @property
     def full_columns(self) -> npt.NDArray[np.intp]:
-        """Columns of the token groups with full attention: only their pages can become cold."""
+        """The columns of token groups with full attention. Only pages of these columns can become cold."""
         return self.state.full_columns
 
     # -- retention ------------------------------------------------------------------------------
@@ -326,8 +330,8 @@ class KVCache:
         self.state.pins.release_expired()
 
     def protect_queued(self, match: Match, turn: tuple[int, int]) -> QueuedPrefix:
-        """Protect the cached prefix of a waiting request until `unprotect`: it is evicted after all unprotected
-        entries. Of several protected prefixes, the one with the latest turn is evicted first.
+        """Protect the cached prefix of a waiting request until `unprotect`. A protected prefix is evicted after all
+        unprotected entries. Among protected prefixes, the one with the latest turn is evicted first.
         """
         return self.state.pins.protect_queued(match, turn)
 
@@ -336,23 +340,24 @@ class KVCache:
         self.state.pins.unprotect(queued)
 
     def end_session(self, session: str) -> int:
-        """Make the blocks that only this session used the first to be evicted, because the session will not return.
-        Returns their number of tokens.
+        """Mark the blocks that only this session used, so that they are evicted first. Call this method when the
+        session has ended. Returns the number of their tokens.
         """
         return self.state.pins.end_session(session)
 
     # -- pages ----------------------------------------------------------------------------------
 
     def table(self, group: int) -> Ids:
-        """Return the block tables of one token group: [runs, rows, blocks]. The result is a view that stays valid."""
+        """Return the block tables of one token group: [runs, rows, blocks]. The result is a view, which stays
+        valid."""
         groups = self.layout.groups
         if not 0 <= group < len(groups) or groups[group] not in self.layout.of("token"):
             raise KeyError(f"{group} is not a token group; the layout has {[g.name for g in groups]}")
         return self.block_tables.tables[groups[group].columns]
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return, for each row, the first block whose page ids changed since the last call, or the row's end if none
-        changed.
+        """Return, for each row, the first block whose page ids changed since the last call. If none changed, return
+        the end of the row.
         """
         return self.block_tables.take_changed(rows)
 
@@ -373,7 +378,7 @@ class KVCache:
 
     @property
     def free_slabs(self) -> int:
-        """Number of slabs without a page in use or cached."""
+        """Number of slabs that have neither pages in use nor cached pages."""
         return self.state.pool.free_slabs
 
     def account(self, tenant: str) -> Account:
@@ -385,23 +390,23 @@ class KVCache:
         return self.state.allocator.reachable(account)
 
     def unbacked_slabs(self, n: int) -> Ids:
-        """Return `n` slabs without memory. The caller allocates their memory, then calls `grow`. Does not modify the
-        cache. O(reserved).
+        """Return `n` slabs without memory. The caller allocates memory for them, then calls `grow`. Does not modify
+        the cache. O(reserved).
         """
         return self.state.pool.unbacked_slabs(n)
 
     def grow(self, slabs: Iterable[int]) -> None:
-        """Add slabs whose memory is now allocated, with any content. Computes the shares of tenants again."""
+        """Add slabs whose memory is now allocated. The memory may have any content. Recomputes the shares of
+        tenants."""
         state = self.state
         state.pool.grow(slabs)
         state.accounts.set_pool_bytes(self.usable_slabs * self.layout.slab_bytes)
 
     def shrink(self, n: int) -> Ids:
-        """Remove up to `n` slabs and return them. Evicts and compacts as needed. Computes the shares of tenants
-        again.
+        """Remove up to `n` slabs and return them. Evicts and compacts as needed. Recomputes the shares of tenants.
 
-        Returns fewer slabs if pages are in use or copies are pending. A slab with a pending copy can be removed after
-        `take_copies`. The caller may free the memory only after every earlier copy and step is done.
+        Returns fewer slabs if pages are in use or copies are pending. A slab with a pending copy can be removed
+        after `take_copies`. The caller may free the memory only after every earlier copy and step is done.
         """
         return self.state.allocator.shrink(n)
 

@@ -1,4 +1,4 @@
-"""Sizes in bytes: parse and format."""
+"""Parses and formats sizes in bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of "80GiB", "80G" (the same), "80GB" (decimal), "1.5TiB" or "1000000". Raises ValueError for
-    other text.
+    """Return the number of bytes in a text such as "80GiB", "80G" (the same), "80GB" (decimal), "1.5TiB" or
+    "1000000". Raises ValueError for other text.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
     unit, suffix = ("", "") if match is None else (match[2].lower(), (match[3] or "").lower())

@@ -43,7 +43,8 @@ __all__ = ["CacheState"]
 
 
 class CacheState:
-    """The components of one cache. `KVCache` owns it. The functions of `sequences` and `loading` change it."""
+    """The components of one cache. `KVCache` owns this object. The functions of `sequences` and `loading` modify
+    it."""
 
     __slots__ = (
         "accounts",
@@ -154,8 +155,8 @@ class CacheState:
     # -- pages ----------------------------------------------------------------------------------
 
     def needs(self, rows: int, states: int, media: int) -> list[int]:
-        """Return the number of pages of each size class in `rows` blocks, `states` states and `media` blocks of
-        images.
+        """Return how many pages of each size class `rows` blocks, `states` states and `media` blocks of images
+        need.
         """
         needs = self.pages.needs(rows)
         if states:
@@ -165,8 +166,8 @@ class CacheState:
         return needs
 
     def take(self, account: Account, needs: list[int]) -> int:
-        """Free the pages of `needs` and charge them to `account`. Returns the number of missing pages; if it is not
-        0, nothing is charged.
+        """Make the pages of `needs` free, and charge them to `account`. Returns the number of missing pages. If it
+        is not 0, nothing is charged.
         """
         missing = self.allocator.free_pages(account, needs)
         if not missing:
@@ -175,11 +176,11 @@ class CacheState:
 
     @staticmethod
     def release(account: Account, columns: BlockPages, rows: Ids) -> None:
-        """Drop one use of every page in `rows`, which are charged to `account`."""
+        """Drop one use of every page in `rows`. The pages are charged to `account`."""
         account.release(*columns.release(rows))
 
     def copy_rows(self, account: Account, columns: BlockPages, source: Ids, target: Ids) -> None:
-        """Queue the copy of `source` to `target`. Takes over the caller's use of `source`."""
+        """Queue the copy of `source` to `target`. The caller's use of `source` passes to the pending copy."""
         self.copies.add_rows(columns, source, target)
         self.copies.retain_sources(columns, source, account)
 

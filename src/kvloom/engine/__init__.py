@@ -8,14 +8,14 @@
     scheduling/           which requests run, and which tokens each step computes
     execution/            a step on the device
     sampling/             from logits to tokens, text and beams
-    speculation/          draft tokens: proposers, verification, how many pay
+    speculation/          draft tokens: proposers, verification, the number of draft tokens
     offload/              pages between the pool and the tiers
     image_prompts.py      prompts of text and images, by the model's processor
     preflight.py          check_engine: refuses settings before anything is loaded
     calibration.py        calibrate: static scales for int8 and fp8
     *_command.py          `kvloom generate`, `kvloom calibrate`
 
-Names are imported on first use: the API process uses some of them without loading torch.
+Names are imported on first use, because the API process uses some of them without loading torch.
 """
 
 from __future__ import annotations

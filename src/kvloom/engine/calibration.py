@@ -34,7 +34,8 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The scales for `dtype`, measured on `tokens` tokens. `sizes` are the largest values by layer, field and head."""
+    """Scales for storing K and V as `dtype` (int8 or fp8), measured on `tokens` tokens. `sizes` are the measured
+    largest values by layer, field and head, from which `scales` are computed."""
 
     model: str
     dtype: str
@@ -67,10 +68,10 @@ class Calibration:
 
 
 class _Recorder(Pages):
-    """Pages that record the largest value of every written token and head.
+    """Pages that record the largest absolute value of every written token and head.
 
-    A percentile needs the values of all tokens: 4 bytes for K and V of every head and layer. Without a percentile,
-    only the maximum is stored.
+    For a percentile, the values of all tokens are stored: 4 bytes each for K and V, per token, head and layer.
+    Otherwise only the maximum is stored.
     """
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, every: bool) -> None:
@@ -111,7 +112,7 @@ class _Recorder(Pages):
         return super().attend(layer_idx, query, key, value, *how, **named)
 
     def singles(self, layer_idx: int) -> None:
-        """Return None, so that every step calls `attend` and is recorded."""
+        """Return None. Every step then calls `attend`, which records the values."""
 
     @property
     def tokens(self) -> int:
@@ -119,7 +120,7 @@ class _Recorder(Pages):
         return max(self._counted.values(), default=0)
 
     def sizes(self, percentile: float) -> Scales:
-        """Return one size per head: the largest value, or the percentile of all values."""
+        """Return one size per head. It is the largest value, or the percentile of all values."""
         return {
             layer: {name: self._size(f"{layer}: {name}", seen, percentile) for name, seen in fields.items()}
             for layer, fields in self._seen.items()
@@ -148,9 +149,9 @@ def calibrate(
 ) -> Calibration:
     """Run `prompts` and compute scales for `dtype` that cover the largest value of each layer and head.
 
-    With a `percentile` below 100, values above it are clamped. Long prompts run in pieces of `context` tokens. Calls
-    `progress(done, total)`. Afterwards the model can be used by an engine. Raises ValueError for invalid arguments,
-    before anything runs.
+    With a `percentile` below 100, values above the percentile are clamped. Long prompts run in pieces of `context`
+    tokens. Calls `progress(done, total)`. Afterwards an engine can use the model. Raises ValueError for invalid
+    arguments before anything runs.
     """
     if dtype not in QUANTISED:
         raise ValueError(f"scales need dtype int8 or fp8, not {dtype!r}")
@@ -185,7 +186,8 @@ def calibrate(
 
 def texts_of(arguments: Iterable[str]) -> Iterator[Prompt]:
     """Yield prompts from command-line arguments. A .jsonl file yields one prompt per line: a text, token ids, or an
-    object with "prompt" or "text". Any other file yields its whole text. An argument that is not a file is a prompt.
+    object with "prompt" or "text". Any other file yields its whole text as one prompt. An argument that is not a
+    file is itself a prompt.
     """
     for argument in arguments:
         path = Path(argument)

@@ -1,8 +1,8 @@
-"""The settings of an engine, which `LLM`, the CLI and the server pass to it. Contains only values; does not import
-torch.
+"""The settings of an engine, which `LLM`, the CLI and the server pass to it. This module contains only values and
+does not import torch.
 
-A new setting is one field here and, for the command line, one argument in `engine/options.py`. `engine_config` builds
-an `EngineConfig` from a flat list of settings, which `LLM(...)`, flags and configuration files use.
+To add a setting, add one field here and, for the command line, one argument in `engine/options.py`. `engine_config`
+builds an `EngineConfig` from a flat list of settings. `LLM(...)`, flags and configuration files use this function.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-from kvloom.core import Tenant
+from kvloom.combinations import refused
+from kvloom.core import Objective, Tenant
 from kvloom.events_wire import EventSettings
 from kvloom.models.specs import KVDtype
 from kvloom.tiers import OpenTier
@@ -30,15 +31,15 @@ Role = Literal["both", "prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """How pages are loaded from tiers."""
+    """Settings for loading pages from tiers."""
 
     load: LoadRule = "auto"
     """"auto" loads or recomputes pages, whichever is faster. "always" waits for every page that a tier has. "never"
     only stores pages.
     """
     deadline_seconds: tuple[float, float] = (0.1, 5.0)
-    """Shortest and longest deadline of a load, in seconds. Between these limits, it is twice the time to compute the
-    same tokens.
+    """Shortest and longest deadline of a load, in seconds. Between these limits, the deadline is twice the time
+    to compute the same tokens.
     """
     wait_share: float = 0.04
     """Longest time that a request may lose by waiting for pages, as a fraction of the time to compute its prompt."""
@@ -53,7 +54,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine. The defaults suit a model on its own device."""
+    """Settings of one engine. The defaults suit one model on one device."""
 
     pool_bytes: int | None = None
     """Bytes of the page pool. None uses the memory that `memory_fraction` leaves."""
@@ -94,12 +95,13 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Replay steps from CUDA graphs, on a GPU."""
     speculate: str = "off"
-    """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), or several
-    ("suffix,draft=MODEL").
+    """Proposers of draft tokens: "ngram", "suffix", "draft=MODEL" (a folder or name), "mtp" (heads of the
+    checkpoint), "eagle=FOLDER" (an EAGLE-3 head), or several ("suffix,mtp").
 
     "auto" is "suffix". The controller decides whether and how far they are used."""
     draft_tokens: int | None = None
-    """Most draft tokens of a request in one step. None means 4 for a draft model, and 16 for other proposers."""
+    """Most draft tokens of a request in one step. None means 4 for a draft model or an EAGLE head, 3 for
+    heads of the checkpoint, and 16 for lookup."""
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
@@ -108,23 +110,37 @@ class EngineConfig:
     """Tiers, fastest first: `host:64GiB`, `disk:/path:1TiB`."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """How pages are loaded from the tiers."""
+    slo_ttft: float | None = None
+    """Default objective for the time to first token, in milliseconds. None means no objective."""
+    slo_tbt: float | None = None
+    """Default objective for the time between tokens, in milliseconds. None means no objective."""
     role: Role = "both"
-    """What a worker does: "prefill" offers the pages of every prompt, "decode" computes prompts in short steps."""
+    """Role of a worker. "prefill" offers the pages of every prompt. "decode" computes prompts in short steps."""
     kv_events: str | None = None
     """ZMQ address on which block events are published, such as `tcp://127.0.0.1:5557`. None means no events."""
     kv_events_replay: str | None = None
     """ZMQ address that replays past events and sends snapshots. None means that routers cannot fill gaps."""
     kv_events_hashes: Literal["int64", "bytes"] = "int64"
-    """How block hashes travel: signed 64-bit integers, or all bytes."""
+    """Form of block hashes in events: signed 64-bit integers, or all bytes."""
+
+    @property
+    def objective(self) -> Objective:
+        """The objective of requests that set none."""
+        return Objective(self.slo_ttft, self.slo_tbt)
 
     @property
     def draft_model(self) -> str:
-        """Folder or name of the draft model; empty without one."""
+        """Folder or name of the draft model. Empty if there is none."""
         return next((part.removeprefix("draft=") for part in self.proposers if part.startswith("draft=")), "")
 
     @property
+    def head(self) -> str:
+        """The proposer with a head: "mtp" or "eagle=FOLDER". Empty if there is none."""
+        return next((part for part in self.proposers if part == "mtp" or part.startswith("eagle=")), "")
+
+    @property
     def proposers(self) -> list[str]:
-        """The proposers in the order in which they are asked."""
+        """The proposers, in the order in which they are tried."""
         if self.speculate == "off":
             return []
         return ["suffix"] if self.speculate == "auto" else self.speculate.split(",")
@@ -141,25 +157,31 @@ class EngineConfig:
             )
         if self.role not in get_args(Role):
             raise ValueError(f"role {self.role!r} is not one of {', '.join(get_args(Role))}")
-        parts = self.proposers
-        if not all(part in ("ngram", "suffix") or part.startswith("draft=") for part in parts) or len(
-            {part.partition("=")[0] for part in parts}
-        ) < len(parts):
-            raise ValueError(
-                f"speculate {self.speculate!r} is not off, auto, ngram, suffix, draft=MODEL or several of them, such as "
-                "suffix,draft=MODEL"
-            )
+        self._check_proposers()
         if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens {self.draft_tokens} must be from 1 to {MOST_DRAFT_TOKENS}")
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every {self.checkpoint_every} is negative: give tokens, or 0")
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ValueError("kv_events_replay needs kv_events: give the address of the events, too")
-        _ = self.event_settings  # raises for invalid addresses
+        _ = self.event_settings, self.objective  # raise for invalid values
+
+    def _check_proposers(self) -> None:
+        parts = self.proposers
+        lookups, weights = ("ngram", "suffix", "mtp"), ("draft=", "eagle=")
+        known = all(part in lookups or (part.startswith(weights) and part[6:]) for part in parts)
+        if not known or len({part.partition("=")[0] for part in parts}) < len(parts):
+            raise ValueError(
+                f"speculate {self.speculate!r} is not off, auto, ngram, suffix, mtp, draft=MODEL, eagle=FOLDER or several "
+                "of them, such as suffix,draft=MODEL"
+            )
+        kinds = {part.partition("=")[0] for part in parts} & {"draft", "mtp", "eagle"}
+        if len(kinds) > 1:
+            raise ValueError(refused("draft model, head", kinds=" and ".join(sorted(kinds))))
 
     @property
     def event_settings(self) -> EventSettings | None:
-        """Where events are published, or None if they are not published."""
+        """The addresses and format of published events, or None if no events are published."""
         if self.kv_events is None:
             return None
         return EventSettings(self.kv_events, self.kv_events_replay, self.kv_events_hashes)

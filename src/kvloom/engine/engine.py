@@ -1,11 +1,11 @@
-"""The engine: one Hugging Face model, its page pool, prefix cache and scheduler, run one step at a time.
+"""The engine: one Hugging Face model, its page pool, prefix cache and scheduler. It runs one step at a time.
 
     add(prompt) → Request      step() → requests with a new token or a finish      run() → until no request is left
 
 On a GPU a step is launched before the tokens of the previous step have arrived on the host (`EngineConfig.ahead`).
 The tokens stay on the device as input of the next step. If a request has already finished, the step computes one
-token too many for it, which is dropped. Prompts are token ids. Only one thread at a time may call the engine. The
-model must be on its device.
+token too many for it, and this token is dropped. Prompts are token ids. Only one thread at a time may call the
+engine. The model must be on its device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from kvloom.combinations import refused
-from kvloom.core import CacheControl, CopyBatch
+from kvloom.core import CacheControl, CopyBatch, Objective
 from kvloom.kernels.copy import copy_pages
 from kvloom.models.paged import ImageInputs
 from kvloom.models.vision import Vision
@@ -30,6 +30,7 @@ from .config import EngineConfig, Role
 from .execution import (
     MAX_RUNNING,
     TOKEN_BUDGET,
+    HeadRunner,
     InflightStep,
     ModelRunner,
     OutputProcessor,
@@ -42,7 +43,7 @@ from .execution import (
     prompt_logprobs,
 )
 from .offload import OffloadManager, SessionHistory, open_offload
-from .request import Request, token_ids
+from .request import Request, SloState, token_ids
 from .sampling import (
     BeamSearch,
     Grammar,
@@ -59,12 +60,14 @@ from .speculation import (
     NO_DRAFT,
     Draft,
     DraftModelProposer,
+    HeadProposer,
     NGramProposer,
     Proposer,
     Speculation,
     SuffixProposer,
     draft_positions,
     load_draft,
+    load_head,
     longest_draft,
 )
 
@@ -74,11 +77,13 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 STRONG_MATCH = 6
-"""Tokens that lookup must match if another proposer follows it: a draft model knows better after a short match."""
+"""Smallest match of lookup if another proposer follows. After a shorter match, a draft model is more accurate."""
 MIN_DRAFT_ROWS = 64
-"""Positions at which a step with drafts may sample at least; otherwise as many as there are running requests."""
+"""A step with drafts may sample at this many positions, or at one per running request if these are more."""
 DECODE_PROMPT_TOKENS = 256
 """Largest number of prompt tokens in a step of a decode worker."""
+HELD_SECONDS = 0.002
+"""Sleep, in seconds, of a step without work while requests wait for their objective."""
 MASK_WAIT_SECONDS = 0.01
 """Longest sleep, in seconds, of a step in which all requests wait for grammar masks."""
 
@@ -101,7 +106,9 @@ class Engine:
         """The settings, with `token_budget` and `max_running` filled in."""
         assert config.token_budget is not None
         assert config.max_running is not None
-        draft = load_draft(config.draft_model, model) if config.draft_model else None
+        draft = None
+        if config.draft_model or config.head:
+            draft = load_head(config.head, model) if config.head else load_draft(config.draft_model, model)
         memory = allocate_kv_memory(model, config, draft)
         self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache
         self.vision, self.limit = memory.vision, memory.limit
@@ -137,9 +144,15 @@ class Engine:
         self.events: WirePublisher | None = None
         """Publishes block events to routers. None if events are not configured."""
         if config.event_settings is not None:
-            from kvloom.events_wire import WirePublisher
+            from kvloom.events_wire import TierBlocks, WirePublisher
 
             self.events = WirePublisher(self.cache, config.event_settings)
+            for tier in self.offload.watch_tiers() if self.offload is not None else ():
+                fingerprints = {
+                    group: [form.fingerprint for form in forms] for group, forms in tier.forms.items()
+                }
+                states = {group.index for group in self.layout.of("state")}
+                self.events.add_tier(TierBlocks(tier.medium, tier.changes.take, fingerprints, states))
         self.pool_size: PoolSize | None = None
         """Grows and shrinks an elastic pool. None if the pool keeps its size."""
         self._pool_rule: PoolRule | None = None
@@ -150,7 +163,7 @@ class Engine:
             self._pool_rule = PoolRule(pool, config.keep_free, config.idle_seconds)
         self.scheduler = Scheduler(self.cache, config.token_budget, config.max_running, self.offload)
         self.role: Role = "both"
-        """What this worker does; see `set_role`."""
+        """Role of this worker. See `set_role`."""
         self.set_role(config.role)
         self.eos = eos_tokens(model)
         self.sampler = Sampler(self.eos)
@@ -174,31 +187,36 @@ class Engine:
         names = self.config.proposers
         for place, name in enumerate(names):
             min_match = STRONG_MATCH if place + 1 < len(names) else 0
-            if name.startswith("draft="):
+            if name.startswith("draft=") or name == self.config.head:
                 proposers.append(self._draft_proposer(draft))
             else:
                 proposers.append((SuffixProposer if name == "suffix" else NGramProposer)(min_match))
         return proposers
 
     def _draft_proposer(self, draft: Any) -> DraftModelProposer:
-        """Return the proposer of a draft model, which shares the pool and the batches' buffers."""
-        config = self.config
+        """Return the proposer of a draft model or head. It shares the pool and the buffers of batches with the target
+        model."""
+        config, complete = self.config, self.offload is not None
         assert config.token_budget is not None
         assert config.max_running is not None
+        sizes, beside = (config.token_budget, config.max_running), (Sampler(self.eos), self._apply_copies)
+        sampled = self.runner.chosen
+        if config.head:
+            if self.runner.decoder is None:
+                raise ValueError(refused("head, model", head=config.head, model=type(self.model).__name__))
+            head = HeadRunner(draft, self.cache, self.buffer, *sizes, target=self.runner)
+            return HeadProposer(config.head.partition("=")[0], head, *beside, sampled, complete)
         runner = self._draft_runner = ModelRunner(
             draft.eval(),
             self.cache,
             self.buffer,
-            config.token_budget,
-            config.max_running,
+            *sizes,
             config.cuda_graphs,
             invariant=self.runner.pages.is_invariant,
             target=self.runner,
             draft_length=longest_draft(config.proposers, config.draft_tokens),
         )
-        return DraftModelProposer(
-            runner, Sampler(self.eos), self._apply_copies, complete=self.offload is not None
-        )
+        return DraftModelProposer(runner, *beside, sampled, complete)
 
     def prepare(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile kernels and capture graphs, so that no request waits for them. Does nothing on a CPU.
@@ -225,6 +243,8 @@ class Engine:
         resume: Many[int] = (),
         offers_pages: bool = False,
         awaits_peer: str | None = None,
+        slo: Objective | None = None,
+        arrived: float | None = None,
     ) -> Request:
         """Queue a request and return it. Raises ValueError for a request that can never run.
 
@@ -236,8 +256,12 @@ class Engine:
         | `resume`       | output tokens that another engine generated; the request continues after them                |
         | `offers_pages` | offloads the pages of each computed chunk at once, so that another worker can load them      |
         | `awaits_peer`  | host:port of the peer tier whose worker computes the prompt; the request waits for its pages |
+        | `slo`          | objective of the request, over those of its tenant and of the engine                          |
+        | `arrived`      | when the request arrived, on the monotonic clock; now if it is missing                        |
 
-        The output of the processor is a mapping of tensors, or pixels."""
+        A request that cannot meet its objective has the finish reason "slo", at once or after it was deferred.
+
+        An image is the output of the model's processor (a mapping of tensors), or pixels."""
         params = params or SamplingParams()
         tokens, ids = token_ids(prompt)
         self._validate(ids, params, text)
@@ -263,6 +287,10 @@ class Engine:
             offers_pages=offers_pages or self.role == "prefill",
             awaits_peer=awaits_peer,
         )
+        objective = self._objective(request, slo)
+        if objective and not resume:
+            now = self.cache.clock.now()
+            request.slo = SloState(objective, now if arrived is None else min(arrived, now))
         request.children = [
             Request(
                 self._request_count + i,
@@ -276,20 +304,7 @@ class Engine:
             )
             for i in range(1, params.samples)
         ]
-        structure = params.structure
-        if structure is not None and grammar is None:
-            grammar = self._open_grammars().compile(*structure)
-        for sample in request.family:
-            if structure is not None and grammar is not None:
-                sample.structure = grammar.start()
-            if text or params.stops:
-                sample.text = TextStream(
-                    self.tokenizer,
-                    tokens,
-                    params.stops,
-                    params.include_stop_str_in_output,
-                    params.skip_special_tokens,
-                )
+        self._prepare_samples(request, grammar, text)
         if params.beam_width > 1:
             self._start_beam_search(request)
         self.scheduler.add(request)
@@ -298,9 +313,38 @@ class Engine:
         self._request_count += params.samples
         return request
 
+    def _prepare_samples(self, request: Request, grammar: Grammar | None, text: bool) -> None:
+        """Give each sample of a request its grammar state and its text stream. Waits for the compilation if `grammar`
+        is missing."""
+        params, structure = request.params, request.params.structure
+        if structure is not None and grammar is None:
+            grammar = self._open_grammars().compile(*structure)
+        for sample in request.family:
+            if structure is not None and grammar is not None:
+                sample.structure = grammar.start()
+            if text or params.stops:
+                sample.text = TextStream(
+                    self.tokenizer,
+                    request.prompt,
+                    params.stops,
+                    params.include_stop_str_in_output,
+                    params.skip_special_tokens,
+                )
+
+    def _objective(self, request: Request, given: Objective | None) -> Objective:
+        """Return the objective of a request. Values come from the request first, then from its tenant, then from
+        the engine. Prompts that other workers decode have no objective. Embeddings use only their own values."""
+        if request.offers_pages:
+            return Objective()
+        own = given or Objective()
+        if request.params.pooling is not None:
+            return own
+        tenant = self.cache.account(request.control.tenant).tenant.objective
+        return own.over(tenant).over(self.config.objective)
+
     def begin_grammar(self, params: SamplingParams, tenant: str = "") -> Grammar | None:
-        """Start to compile the grammar of `params` and return it, or None if there is none. Does not wait; poll until
-        the grammar is ready. Raises ValueError for a grammar that is refused at once.
+        """Start to compile the grammar of `params` and return it. Return None if there is no grammar. Does not
+        wait. Poll until the grammar is ready. Raises ValueError for a grammar that is refused at once.
         """
         structure = params.structure
         if structure is None or self.tokenizer is None:
@@ -319,12 +363,12 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step has work."""
+        """Whether there is work for a step."""
         is_prefetching = self.offload is not None and self.offload.is_prefetching
         return self.scheduler.busy or self._inflight is not None or is_prefetching or bool(self._updated)
 
     def expect_session(self, session: str) -> bool:
-        """Start to prefetch the pages of a session into host memory during the next steps.
+        """Start to prefetch the pages of a session into host memory. The next steps continue the prefetch.
 
         Returns whether a lookup started. Returns False for an unknown session, or without tiers.
         """
@@ -336,15 +380,14 @@ class Engine:
         return self.offload.prefetch_session(likely, self.cache.match(tokens, control))
 
     def end_session(self, session: str) -> int:
-        """Make the pages that only this session used the first to be evicted. Return how many of its pages are
-        cached.
-        """
+        """Mark the pages that only this session used, so that they are evicted first. Return how many of its pages
+        are cached."""
         self._sessions.forget(session)
         return self.cache.end_session(session)
 
     def set_role(self, role: Role) -> None:
-        """Change the role. "prefill" offers the pages of every later request. "decode" limits prompt tokens per step,
-        so that a prompt that must be computed here does not delay decoding requests. Raises ValueError for "prefill"
+        """Change the role. "prefill" offers the pages of every later request to other workers. "decode" limits
+        prompt tokens per step, so that a prompt does not delay decoding requests. Raises ValueError for "prefill"
         without shared host memory.
         """
         if role == "prefill" and self.peer_address is None:
@@ -367,10 +410,11 @@ class Engine:
         """Launch one step and process the tokens of the previous step. Return the requests that got a token or
         finished.
 
-        If the call raises (device out of memory, interrupt), the step is discarded, and its requests wait and are
+        If the call raises (device out of memory, interrupt), the step is discarded. Its requests wait and are
         recomputed. The next call returns the requests that got a token before the failure.
         """
-        started = time.perf_counter()
+        started, clock = time.perf_counter(), self.cache.clock
+        began = clock.now()
         self.adjust_pool()
         if self._output_processor.awaiting_masks:
             self._output_processor.settle_masks()
@@ -391,6 +435,11 @@ class Engine:
             is_waiting = bool(self.scheduler.loading_count)
             self.offload.after_step(started, finished, self._inflight, is_waiting)
             self._sessions.record_requests(self._updated)
+        if finished is not None:
+            self.scheduler.slo.observe_step(finished.size, clock.now() - began)
+        elif self._inflight is None and self.scheduler.slo.held:
+            time.sleep(HELD_SECONDS)
+        self.scheduler.slo.record_tokens()
         if finished is not None and self.speculation is not None:
             self.speculation.observe_step(finished.work, time.perf_counter() - started)
         if finished is not None and self.scheduler.step_limit is not None:
@@ -403,11 +452,11 @@ class Engine:
         return updated
 
     def resize_pool(self, pool_bytes: int) -> int:
-        """Grow or shrink an elastic pool towards `pool_bytes`. Return its current size in bytes. Call it between
-        steps.
+        """Grow or shrink an elastic pool towards `pool_bytes`. Return its current size in bytes. Call this method
+        between steps.
 
-        Pages in use delay shrinking; the following steps continue it. Afterwards the pool keeps this size. Raises
-        ValueError if the pool is not elastic.
+        If pages in use delay shrinking, the following steps continue it. Afterwards the pool keeps this size.
+        Raises ValueError if the pool is not elastic.
         """
         if self.pool_size is None:
             raise ValueError(refused("fixed pool, resize"))
@@ -417,7 +466,8 @@ class Engine:
         return self.pool_size.pool_bytes
 
     def adjust_pool(self) -> None:
-        """Move the size of the pool towards its target. Every step calls it; call it regularly while idle."""
+        """Move the size of the pool towards its target. Every step calls this method. Also call it regularly while
+        idle."""
         if self.pool_size is None:
             return
         if self._pool_rule is not None:
@@ -440,7 +490,7 @@ class Engine:
             self.step()
 
     def close(self, seconds: float = 10.0) -> None:
-        """Cancel all requests, store the queued offloads in the tiers, and close the tiers. Takes at most `seconds`."""
+        """Cancel all requests, store queued pages in the tiers, and close the tiers. Takes at most `seconds`."""
         for request in list(self.scheduler.open):
             self.scheduler.cancel(request)
         self.scheduler.close_unsettled()
@@ -459,15 +509,15 @@ class Engine:
             self.events = None
 
     def _needs_tokens(self, previous: InflightStep) -> bool:
-        """Whether the tokens of a step must be on the host before the next is scheduled: for grammars, penalties,
-        drafts."""
+        """Return whether the tokens of a step must be on the host before the next step is scheduled. Grammars,
+        penalties and drafts need them."""
         if self.speculation is not None and self.speculation.waits_for(previous.requests):
             return True
         return bool(previous.drafts) or any(request.needs_last_token for request in previous.requests)
 
     def _finish_step(self, step: InflightStep, launched_since: list[Scheduled]) -> None:
-        """Process the tokens of a step. If that fails, discard the step that was launched after it, which depends on
-        these tokens.
+        """Process the tokens of a step. If this fails, discard the step that was launched after it, because that
+        step depends on these tokens.
         """
         try:
             if self.offload is not None:
@@ -482,7 +532,7 @@ class Engine:
             raise
 
     def _launch(self, previous: InflightStep | None) -> InflightStep | None:
-        """Schedule and launch a step. Return None if there is no work. A step that fails is discarded."""
+        """Schedule and launch a step. Return None if there is no work. If the step fails, it is discarded."""
         places = {} if previous is None else {id(request): i for i, request in enumerate(previous.requests)}
         try:
             return self._execute(places)
@@ -561,7 +611,7 @@ class Engine:
         )
 
     def _apply_copies(self) -> None:
-        """Start queued offloads, then make the pending copies inside the pool."""
+        """Start queued offloads, then run the pending copies inside the pool."""
         self._make_copies()  # copies that a failed step left pending
         if self.offload is not None:
             self.offload.flush()
@@ -569,7 +619,7 @@ class Engine:
         self._make_copies()
 
     def _make_copies(self) -> None:
-        """Make the pending copies inside the pool. A copy that fails stays pending, and may be made twice."""
+        """Run the pending copies inside the pool. A copy that fails stays pending, and may run twice."""
         if not self._copies:
             return
         try:
@@ -587,8 +637,9 @@ class Engine:
             self.sampler.choose(logits, [dummy] * len(logits), [0] * len(logits))
 
     def _fork_samples(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
-        """Fork the other samples of requests whose prompt is computed. Returns the requests to sample, and their rows
-        of logits. Running requests come first, then forks that could not start because rows or pages are missing.
+        """Fork the other samples of requests whose prompt is computed. Return the requests to sample, and their
+        rows of logits. Running requests come first. Forks that could not start, because rows or pages are missing,
+        come last.
         """
         children: list[tuple[Request, int]] = []
         for row, request in enumerate(requests):
@@ -604,7 +655,7 @@ class Engine:
         return [*requests, *(child for child, _ in children)], rows
 
     def _start_beam_search(self, request: Request) -> None:
-        """Start a beam search. Its slots are the request and its children."""
+        """Start a beam search. The request and its children are the slots of the beams."""
         params = request.params
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         beams = BeamSearch(request.family, ends)

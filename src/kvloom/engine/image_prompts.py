@@ -1,5 +1,5 @@
-"""Reads prompts of text and images with the model's processor: token ids with expanded placeholders, and tensors of
-each image.
+"""Reads prompts of text and images with the model's processor. The result is token ids with expanded placeholders,
+and the tensors of each image.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["encode_image_prompt", "load_processor"]
 
 
 def load_processor(model: str) -> Any:
-    """Load the processor of a folder or hub id. Raises ValueError if it has none. Takes seconds."""
+    """Load the processor of a folder or hub id. Raises ValueError if there is no processor. Takes seconds."""
     from transformers import AutoProcessor
 
     try:
@@ -28,7 +28,8 @@ def encode_image_prompt(
 ) -> tuple[list[int], list[Any]]:
     """Return the token ids of a text with placeholders, and its images in the form that the engine accepts.
 
-    `options` are passed to the processor. Runs on the CPU and uses no state of the engine, so any thread may call it.
+    `options` are passed to the processor. Runs on the CPU and uses no state of the engine, so any thread may call
+    this function.
     """
     made = processor(text=text, images=list(images), return_tensors="pt", **options)
     return made["input_ids"][0].tolist(), vision.split(made)

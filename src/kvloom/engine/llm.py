@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from kvloom.combinations import refused
-from kvloom.core import CacheControl, Pin
+from kvloom.core import CacheControl, Objective, Pin
 from kvloom.models.loading import LoadFormat, choose_device, load
 from kvloom.models.specs import folder_of
 
@@ -57,8 +57,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All samples of a prompt. `num_cached_tokens` is the number of prompt tokens that were cached. `prompt_logprobs`
-    has an entry for each prompt token; the first entry is None. It is None unless requested.
+    """All samples of a prompt. `num_cached_tokens` is the number of prompt tokens that were cached.
+    `prompt_logprobs` is None unless requested. It has one entry per prompt token, and the first entry is None.
     """
 
     prompt: str | None
@@ -66,13 +66,16 @@ class Result:
     outputs: list[Completion]
     num_cached_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    slo: dict[str, Any] | None = None
+    """Objective, prediction and outcome in milliseconds. A refused prompt has the finish reason "slo", and `refusal` is
+    set here. None without an objective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """New tokens and text of one sample, identified by the numbers of prompt and sample. `finish_reason` is set in
-    the last delta. Text may lag behind tokens: only whole characters are returned, and text that may begin a stop
-    text is held back.
+    the last delta. Text may lag behind tokens, because only whole characters are returned. Text that may begin a
+    stop text is also held back.
     """
 
     prompt: int
@@ -153,12 +156,18 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
         control: CacheControl | Sequence[CacheControl] | None = None,
+        slo: Objective | None = None,
     ) -> list[Result]:
-        """Return results in the order of the prompts. `params` and `control` are one object for all prompts, or a
-        list with one per prompt. `control` contains the caching options: tenant, session, `store`, `read`, priorities
-        of token ranges. All requests run together. If one of them can never run, raises ValueError and runs none.
+        """Return results in the order of the prompts. All requests run together. If one of them can never run,
+        raises ValueError and runs none.
+
+        `params` and `control` are one object for all prompts, or a list with one per prompt. `control` contains the
+        caching options: tenant, session, `store`, `read`, priorities of token ranges.
+
+        With `slo`, a prompt that cannot meet the objective is not run. Its answers are empty and have the finish
+        reason "slo", and `Result.slo` has the reason. Earlier prompts of the list are scheduled first.
         """
-        many, requests = self._add(prompts, params, control)
+        many, requests = self._add(prompts, params, control, slo=slo)
         try:
             self._run(requests, progress)
         except BaseException:
@@ -173,7 +182,8 @@ class LLM:
         progress: bool = False,
         **template: Any,
     ) -> list[Result]:
-        """Return the answers to one conversation or several. A message has `role` and `content`; see `chat_prompt`."""
+        """Return the answers to one or several conversations. A message has `role` and `content`. See
+        `chat_prompt`."""
         one = not messages or isinstance(messages[0], Mapping)
         many = [messages] if one else list(messages)
         return self.generate([self.chat_prompt(each, **template) for each in many], params, progress)
@@ -201,8 +211,9 @@ class LLM:
     ) -> npt.NDArray[np.float32]:
         """Return the embeddings of the prompts: [prompts, hidden], each of unit length.
 
-        An embedding is the mean of the final norm's output over all tokens, or its output at the last token. "mean"
-        reads no cached pages, because cached tokens have no hidden states. Both kinds store pages.
+        With "mean", an embedding is the mean of the final norm's output over all tokens. With "last", it is the
+        output at the last token. "mean" reads no cached pages, because cached tokens have no hidden states. Both
+        store pages.
         """
         params = SamplingParams(max_tokens=1, temperature=0, pooling=pooling)
         _, requests = self._add(prompts, params)
@@ -219,9 +230,9 @@ class LLM:
         return np.stack([one for one in found if one is not None])
 
     def pin(self, prompt: str | Sequence[int], seconds: float, control: CacheControl | None = None) -> Pin:
-        """Keep the cached prefix of a prompt in the pool for `seconds`, or until `unpin`. `Pin.length` is the length
-        of this prefix in tokens. Computes nothing, so generate with the prompt first. Pinned pages count as in use,
-        so a large pin leaves fewer pages for requests.
+        """Keep the cached prefix of a prompt in the pool for `seconds`, or until `unpin`. `Pin.length` is the
+        length of this prefix in tokens. Nothing is computed, so run the prompt with `generate` first. Pinned pages
+        count as in use, so a large pin leaves fewer pages for requests.
         """
         return self.engine.cache.pin(self._ids(prompt), seconds, control)
 
@@ -234,12 +245,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         control: CacheControl | Sequence[CacheControl] | None = None,
+        slo: Objective | None = None,
     ) -> Iterator[Delta]:
         """Yield deltas as tokens arrive. Deltas of one sample are in order. Deltas of several samples are
         interleaved. The requests start at the first iteration. Leaving the loop cancels them. Raises ValueError for
-        `best_of` and beams: use `generate`.
+        `best_of` and beams, which need `generate`. A prompt that cannot meet `slo` ends with the finish reason "slo".
         """
-        _, requests = self._add(prompts, params, control, text=True)
+        _, requests = self._add(prompts, params, control, text=True, slo=slo)
         open_ = [one for request in requests for one in request.family]
         places = {
             id(one): (i, j) for i, request in enumerate(requests) for j, one in enumerate(request.family)
@@ -269,6 +281,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         control: CacheControl | Sequence[CacheControl] | None = None,
         text: bool = False,
+        slo: Objective | None = None,
     ) -> tuple[list[Any], list[Request]]:
         """Return the prompts as a list, and their requests. If one prompt is refused, raises ValueError and adds
         none.
@@ -291,7 +304,7 @@ class LLM:
             for prompt, mine, cached in zip(many, each, controls, strict=True):
                 with_text = text and self.tokenizer is not None
                 ids, images = self._read_prompt(prompt)
-                requests.append(self.engine.add(ids, mine, cached, text=with_text, images=images))
+                requests.append(self.engine.add(ids, mine, cached, text=with_text, images=images, slo=slo))
         except BaseException:
             self._cancel(requests)
             raise
@@ -355,7 +368,8 @@ class LLM:
                 None,
                 *self._with_texts([one for one in request.prompt_logprobs if one is not None]),
             ]
-        return Result(text, list(request.prompt), outputs, request.cached_tokens or 0, prompt_logprobs)
+        slo = None if request.slo is None else request.slo.report(request.output_count)
+        return Result(text, list(request.prompt), outputs, request.cached_tokens or 0, prompt_logprobs, slo)
 
     def _completion(self, index: int, one: Request) -> Completion:
         assert one.finish_reason is not None

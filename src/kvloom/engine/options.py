@@ -43,9 +43,12 @@ LOAD = "pages in tiers: load or recompute, whichever is faster (auto); always lo
 INVARIANT = "same tokens for the same seed, independent of the batch, on a GPU, too; slower"
 SPECULATE = (
     "propose draft tokens and verify several in one step: ngram (from the prompt), suffix (also from past answers), "
-    "draft=MODEL (a small model with the same tokenizer), several in order (suffix,draft=MODEL), auto (suffix), "
-    "or off (default: off; docs/speculation.md)"
+    "draft=MODEL (a small model with the same tokenizer), mtp (multi-token-prediction heads of the checkpoint), "
+    "eagle=FOLDER (an EAGLE-3 head), "
+    "several in order (suffix,draft=MODEL), auto (suffix), or off (default: off; docs/speculation.md)"
 )
+SLO_TTFT = "milliseconds to the first token: a request that would take longer is refused at once (default: no objective)"
+SLO_TBT = "mean milliseconds between tokens: a request that would get them more slowly is refused at once (default: no objective)"
 _SETTINGS = {one.name for one in fields(EngineConfig)} | {
     "load",
     "hand_over_seconds",
@@ -97,6 +100,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --kv-events: block hashes as signed 64-bit integers, or all bytes (default: int64)")  # fmt: skip
     add("--load", choices=("auto", "always", "never"), default="auto", help=LOAD)
 
+    add = parser.add_argument_group("objectives (docs/admission.md)").add_argument
+    add("--slo-ttft", type=number(0, above=True), metavar="MS", help=SLO_TTFT)
+    add("--slo-tbt", type=number(0, above=True), metavar="MS", help=SLO_TBT)
+
     add = parser.add_argument_group("steps and limits").add_argument
     budget = "prompt tokens computed per step (default: depends on the device)"
     add("--token-budget", type=whole(1), metavar="N", help=budget)
@@ -109,7 +116,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--batch-invariant", action="store_true", help=INVARIANT)
     add("--speculate", default="off", metavar="HOW", help=SPECULATE)
-    drafts = "draft tokens of a request in one step at most (default: 4 of a draft model, else 16)"
+    drafts = "draft tokens of a request in one step at most (default: 4 of a draft model or EAGLE head, 3 of mtp, else 16)"
     add("--draft-tokens", type=whole(1, 64), metavar="N", help=drafts)
     seconds = "CPU seconds to compile one grammar, and again for each step (default: 2)"
     add("--grammar-seconds", type=number(0.01), default=2.0, metavar="S", help=seconds)

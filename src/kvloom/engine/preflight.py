@@ -1,8 +1,8 @@
-"""Checks the settings of an engine before anything is loaded. Refuses an unknown model or device, an invalid dtype or
-tier, and a pool that is too small.
+"""Checks the settings of an engine before anything is loaded. Refuses an unknown model or device, an invalid dtype
+or tier, and a pool that is too small.
 
-Reads at most the model's config. If a GPU is named, asks the driver for it. Imports no torch and opens nothing.
-Loading finds other errors.
+The checks read at most the model's config. If a GPU is named, they query the driver. They import no torch and open
+no tiers. Other errors occur only during loading.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def check_engine(
 
 
 def host_slab_bytes(slab_bytes: int, capacity: int) -> int:
-    """Return the smallest slab of a host tier that holds the slabs of a pool. Raises ValueError if the tier is
-    smaller.
+    """Return the smallest slab size of a host tier that fits the slabs of a pool. Raises ValueError if the tier is
+    smaller than a slab.
     """
     unit = math.lcm(slab_bytes, mmap.PAGESIZE)
     if capacity < unit:
@@ -108,7 +108,7 @@ def check_model(model: str, load_format: str = "auto") -> dict[str, Any] | None:
 
 
 def _check_gpu(device: str) -> None:
-    """Raise ValueError if the driver finds no such GPU. Loading checks whether torch can use it."""
+    """Raise ValueError if the driver does not list this GPU. Whether torch can use it is checked during loading."""
     index = device.partition(":")[2] or "0"
     if not (index.isascii() and index.isdigit()) or len(index) > 9:
         return

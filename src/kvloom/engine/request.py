@@ -1,4 +1,4 @@
-"""A request: its parameters, its state, and how it finished. Data only."""
+"""A request: its parameters, its state and its results. This module contains only data."""
 
 from __future__ import annotations
 
@@ -11,13 +11,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloom.core import CacheControl, Miss, QueuedPrefix, Sequence, plain_ids, unwatched
+from kvloom.core import (
+    CacheControl,
+    Decision,
+    Miss,
+    Objective,
+    Prediction,
+    QueuedPrefix,
+    Sequence,
+    plain_ids,
+    unwatched,
+)
 from kvloom.models.paged import ImageInputs
 
 from .sampling import BeamSearch, Finish, GrammarState, SamplingParams, TextStream, TokenCounts, TokenLogprobs
 from .speculation import TokenIndex
 
-__all__ = ["Request", "token_ids"]
+__all__ = ["Request", "SloState", "token_ids"]
 
 SEEDS = 1 << 64
 
@@ -33,6 +43,45 @@ def token_ids(given: Iterable[int]) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
     except (OverflowError, TypeError, ValueError):  # integers above 64 bits, or other types
         ids = np.array([int(token) for token in items], dtype=object)
     return tuple(ids.tolist()), ids
+
+
+@dataclass(slots=True, eq=False)
+class SloState:
+    """The objective of a request, its prediction at admission, its refusal, and its measured times. The predicted
+    TTFT counts from the arrival. Times are on the cache's clock, and 0 means "not yet"."""
+
+    objective: Objective
+    arrived: float
+    prediction: Prediction | None = None
+    is_deferred: bool = False
+    refusal: Decision | None = None
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+    def tbt(self, tokens: int) -> float | None:
+        """Return the mean seconds between `tokens` output tokens. Returns None for a single token, or before the
+        last token."""
+        if tokens < 2 or not self.last_token:
+            return None
+        return (self.last_token - self.first_token) / (tokens - 1)
+
+    def report(self, tokens: int) -> dict[str, Any]:
+        """Return plain data: the objective, the prediction, the result after `tokens` output tokens, and the
+        refusal. Times are in milliseconds."""
+        objective, predicted, refusal = self.objective, self.prediction, self.refusal
+        ttft = self.first_token - self.arrived if self.first_token else None
+        return {
+            "ttft_ms": objective.ttft_ms,
+            "tbt_ms": objective.tbt_ms,
+            "deadline_ms": objective.deadline_ms,
+            "predicted_ttft_ms": None if predicted is None else round(1e3 * predicted.ttft, 3),
+            "predicted_tbt_ms": None if predicted is None else round(1e3 * predicted.tbt, 3),
+            "actual_ttft_ms": None if ttft is None else round(1e3 * ttft, 3),
+            "actual_tbt_ms": None if (tbt := self.tbt(tokens)) is None else round(1e3 * tbt, 3),
+            "deferred": self.is_deferred,
+            "refusal": None if refusal is None else refusal.message,
+            "retry_after_s": None if refusal is None else refusal.retry_after,
+        }
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +104,7 @@ class Request:
     | times       | `looked_up`, `started`: the match and the first work, on the cache's clock                              |
     | drafts      | `draft_tokens` proposed, `accepted_tokens` of them; `token_index`: its tokens, indexed for lookup; `acceptance`: estimates by proposer; `draft_missing`: first token that the draft model has not computed |
     | hand-over   | `offers_pages`: its pages are offloaded after each chunk; `awaits_peer`: host:port of the worker that computes its prompt |
+    | SLO         | `slo`: its objective and prediction, or None; `missing_tokens`: without hits, as it was added          |
     | loads       | `loads`: (tier, start, end, tokens) on the monotonic clock; the `first_loads` of them before it started |"""
 
     order: int
@@ -108,6 +158,8 @@ class Request:
     token_index: TokenIndex | None = None
     offers_pages: bool = False
     awaits_peer: str | None = None
+    slo: SloState | None = None
+    missing_tokens: int | None = None
     needs_last_token: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)
     """Sort key. The request with the smallest rank runs first."""
@@ -138,7 +190,8 @@ class Request:
 
     @property
     def prompt_ids(self) -> npt.NDArray[np.int32]:
-        """The prompt as an array, which all samples share. Created at first use, while the device may be busy."""
+        """The prompt as an array, which all samples share. It is created at first use, while the device may be
+        busy."""
         first = self.parent or self
         if first.prompt_array is None:
             first.prompt_array = np.array(first.prompt, np.int32)
@@ -146,8 +199,8 @@ class Request:
 
     @property
     def match_control(self) -> CacheControl:
-        """The cache control for a match. It does not read if the request skips the cache or needs every prompt token
-        computed.
+        """The cache control for a match. Its `read` is off if the request skips the cache or must compute every
+        prompt token.
         """
         if self.uncached:
             return replace(self.control, read=False, store=False)
@@ -175,7 +228,7 @@ class Request:
 
     @property
     def computes_prompt_logprobs(self) -> bool:
-        """Whether its next tokens yield prompt log-probabilities."""
+        """Whether the next tokens of the request give prompt log-probabilities."""
         return self.computed < len(self.prompt) and self.wants_prompt_logprobs
 
     def add_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
@@ -210,7 +263,7 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Number of tokens whose computation is not yet launched."""
+        """Number of tokens that no launched step computes yet."""
         return len(self.tokens) + self.inflight_tokens - self.computed
 
     @property

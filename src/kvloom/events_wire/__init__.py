@@ -3,6 +3,7 @@
     settings.py      addresses
     messages.py      BlockStored, BlockRemoved, AllBlocksCleared in msgpack; reads both encodings of vLLM
     publisher.py     the worker's side: a PUB socket, a replay socket, a mirror for snapshots
+    tier_blocks.py   the blocks of host memory and of disk tiers
     subscriber.py    the router's side: applies batches in order, and fills gaps by replays or snapshots
 
 Frames of a batch: topic, sequence (8 bytes, big-endian), msgpack of [time, events, data-parallel rank]. The package
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     )
     from .publisher import WirePublisher
     from .subscriber import Followed, Subscriber
+    from .tier_blocks import TierBlocks
 
 __all__ = [
     "GPU",
@@ -46,6 +48,7 @@ __all__ = [
     "EventSettings",
     "Followed",
     "Subscriber",
+    "TierBlocks",
     "WireEvent",
     "WireHash",
     "WirePublisher",
@@ -56,7 +59,12 @@ __all__ = [
     "wire_hashes",
 ]
 
-_MODULE_OF = {"WirePublisher": "publisher", "Followed": "subscriber", "Subscriber": "subscriber"}
+_MODULE_OF = {
+    "WirePublisher": "publisher",
+    "Followed": "subscriber",
+    "Subscriber": "subscriber",
+    "TierBlocks": "tier_blocks",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Messages: events in msgpack, and block hashes in the form in which they are sent.
+"""Events in msgpack, and block hashes in the form in which they are sent.
 
-vLLM 0.32 writes an event as a map with the key `type`; earlier versions write an array with the name first. This module
-writes maps and reads both.
+vLLM 0.32 writes an event as a map with the key `type`. Earlier versions write an array with the name first. This
+module writes maps and reads both.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _NO_TOKENS = msgspec.Raw(msgspec.msgpack.encode([]))
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen=True):
     """Pages of layer group `group_idx` were stored for consecutive blocks with the hashes `block_hashes`.
 
-    `parent_block_hash` is the hash of the block before them. None means that the first of them starts the prompt.
+    `parent_block_hash` is the hash of the block before them. None means that the first block starts the prompt.
     `token_ids` has the tokens of all blocks in msgpack, with `block_size` tokens per hash. Readers that trust the
-    hashes do not decode the tokens. A partial last block has an event of its own, with a smaller `block_size`."""
+    hashes do not decode the tokens. A partial last block has a separate event, with a smaller `block_size`."""
 
     block_hashes: list[WireHash]
     parent_block_hash: WireHash | None
@@ -66,7 +66,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False, frozen=True):
-    """Pages of layer group `group_idx` were removed from `medium`. None means the pages of all groups."""
+    """Pages of layer group `group_idx` were removed from `medium`. A group of None means the pages of all groups."""
 
     block_hashes: list[WireHash]
     medium: str | None = None
@@ -150,7 +150,7 @@ def raw_tokens(tokens: bytes) -> msgspec.Raw:
 
 
 def wire_hash(block_hash: bytes) -> int:
-    """Return a block hash as a signed 64-bit integer: its first eight bytes."""
+    """Return the first eight bytes of a block hash as a signed 64-bit integer."""
     return int.from_bytes(block_hash[:8], "little", signed=True)
 
 

@@ -1,12 +1,16 @@
-"""Publishes the events of a cache: the worker's side.
+"""Publishes the events of a cache. This is the worker's side.
 
     cache emits an event ──▶ listener (engine thread) ──▶ flush: one batch per step ──▶ bounded queue
                                     │                                                     │
                                     ▼                                                     ▼ publisher thread
                               mirror of all hashes ──▶ snapshot, on request         PUB socket, replay buffer
 
-A step never waits. If the queue is full, the batch is dropped and counted. The sequence number of a dropped batch is
-not used again, so subscribers see the gap and ask for a snapshot. Pages of images are not published.
+A step never waits. If the queue is full, the batch is dropped and counted. The sequence number of a dropped batch
+is not used again, so subscribers notice the gap and request a snapshot. Pages of images are not published.
+
+Pages in host memory and in disk tiers are published with the medium CPU or DISK (`add_tier`). As in vLLM, these
+events have no parent and no tokens. If a block moves from the pool to host memory, there are two events: stored in
+CPU, then removed from GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from kvloom.core import (
@@ -40,6 +45,7 @@ from .messages import (
     wire_hashes,
 )
 from .settings import EventSettings
+from .tier_blocks import TierBlocks
 
 __all__ = ["END", "SNAPSHOT", "WirePublisher"]
 
@@ -51,7 +57,7 @@ SNAPSHOT = (-2).to_bytes(8, "big", signed=True)
 MAX_QUEUED_BATCHES = 20_000
 REPLAY_BATCHES = 10_000
 SNAPSHOT_BLOCKS = 4096
-"""A message of a snapshot ends when it has at least so many blocks."""
+"""A message of a snapshot ends when it has at least this many blocks."""
 POLL_SECONDS = 0.05
 MEDIUM_NAMES = {"device": "GPU", "host": "CPU", "disk": "DISK"}
 KIND_NAMES = {
@@ -82,6 +88,7 @@ class WirePublisher:
         self._has_states = any(group.spec.unit == "state" for group in self._groups.values())
         self._roots = cache.roots
         self._mirror: HashIndex[bytes] = HashIndex(list(self._groups.values()))
+        self._tiers: list[TierBlocks] = []
         self._pending: list[tuple[Event, bool]] = []  # with: its parent is a root
         self._lock = threading.Lock()  # guards the mirror, the sequence and the queue
         self._queue: deque[tuple[int, float, list[tuple[Event, bool]]]] = deque()
@@ -101,6 +108,10 @@ class WirePublisher:
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
+    def add_tier(self, blocks: TierBlocks) -> None:
+        """Also publish the blocks of this tier from now on."""
+        self._tiers.append(blocks)
+
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Stored):
             if event.tail_tokens and not self._has_states:
@@ -111,11 +122,15 @@ class WirePublisher:
 
     def flush(self) -> None:
         """Queue the events since the last call as one batch. Does not block."""
-        if not self._pending:
+        if not self._pending and not self._tiers:
             return
         events, self._pending = self._pending, []
         with self._lock:
             self._reflect(events)
+            for tier in self._tiers:
+                events += [(event, True) for event in tier.poll()]
+            if not events:
+                return
             sequence = self._sequence
             self._sequence += 1
             if len(self._queue) >= MAX_QUEUED_BATCHES:
@@ -172,8 +187,8 @@ class WirePublisher:
             self.published += 1
 
     def _answer(self, frames: list[bytes]) -> None:
-        """Answer a replay request, whose frames are client, an empty frame and start. The last message of the answer
-        has the sequence number END."""
+        """Answer a replay request. Its frames are the client, an empty frame and the start number. The last message
+        of the answer has the sequence number END."""
         if len(frames) != 3 or len(frames[2]) != 8 or self._replay is None:
             log.warning("a replay request with %d frames is invalid: send 8 bytes of sequence", len(frames))
             return
@@ -195,6 +210,7 @@ class WirePublisher:
         with self._lock:
             last = self._sequence - 1
             entries = self._mirror.entries()
+            in_tiers = [blocks for tier in self._tiers for blocks in tier.blocks()]
         if last < 0:
             return []
         now, parts = time.time(), []
@@ -209,6 +225,10 @@ class WirePublisher:
                 events, count = [], 0
         if events:
             parts.append(encode_batch(EventBatch(now, events, self.settings.rank)))
+        for blocks in in_tiers:
+            for start in range(0, len(blocks.hashes), SNAPSHOT_BLOCKS):
+                part = replace(blocks, hashes=blocks.hashes[start : start + SNAPSHOT_BLOCKS])
+                parts.append(encode_batch(EventBatch(now, self._wire_stored(part, True), self.settings.rank)))
         return [(last, payload) for payload in parts]
 
     def _wire_events(self, events: list[tuple[Event, bool]]) -> list[WireEvent]:

@@ -11,7 +11,8 @@ __all__ = ["EventSettings", "offset_port"]
 
 @dataclass(frozen=True, slots=True)
 class EventSettings:
-    """Where a worker publishes. `endpoint` and `replay` are ZMQ addresses to bind, such as tcp://127.0.0.1:5557.
+    """The addresses at which a worker publishes. `endpoint` and `replay` are ZMQ addresses to bind, such as
+    tcp://127.0.0.1:5557.
 
     `hashes` selects the form of block hashes. "int64" sends signed 64-bit integers, which Dynamo's indexer needs.
     "bytes" sends whole hashes."""
@@ -44,8 +45,8 @@ def _is_address(address: str) -> bool:
 
 
 def offset_port(address: str | None, offset: int) -> str | None:
-    """Return a TCP address with `offset` added to its port, or another address with `offset` as a suffix. vLLM derives
-    the addresses of its ranks in the same way."""
+    """Return a TCP address with `offset` added to its port. Any other address gets `offset` as a suffix. vLLM
+    derives the addresses of its ranks in the same way."""
     if address is None or not offset:
         return address
     if not address.startswith("tcp://"):

@@ -1,4 +1,4 @@
-"""Follows the events of one worker: the router's side.
+"""Follows the events of one worker. This is the router's side.
 
     received after batch n            action
     batch n+1                         apply it
@@ -7,8 +7,8 @@
     another earlier batch             a duplicate: ignore it
     first contact                     get a snapshot, because the worker may have pages already
 
-If there is no snapshot either, the index forgets the worker's pages. A wrong entry of the index makes a worker
-recompute a prefix. It never changes a token.
+If no snapshot is available, the pages of the worker are removed from the index. A wrong entry of the index makes a
+worker recompute a prefix. It never changes a token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Followed", "Subscriber"]
 log = logging.getLogger("kvloom.events")
 REPLAY_SECONDS = 5.0
 BATCHES_PER_TURN = 64
-"""After so many batches, other work of the event loop can run."""
+"""After this many batches, other work of the event loop can run."""
 
 
 @dataclass(slots=True)
@@ -46,11 +46,11 @@ class Followed:
 
 
 class Subscriber:
-    """Follows one worker: `await Subscriber(...).run()` runs until it is cancelled, and passes each batch to `apply`,
-    in order.
+    """Follows one worker. `await Subscriber(...).run()` runs until it is cancelled, and passes each batch to
+    `apply`, in order.
 
-    If a batch contains AllBlocksCleared, `apply` must forget the worker's pages. An invalid message is counted and does
-    not raise."""
+    If a batch contains AllBlocksCleared, `apply` must remove the worker's pages. An invalid message is counted and
+    does not raise."""
 
     def __init__(
         self, endpoint: str, replay: str | None, apply: Callable[[EventBatch], None], topic: str = ""
@@ -105,15 +105,15 @@ class Subscriber:
                 self._deliver(sequence, frames[2])
 
     def _is_newer(self, payload: bytes) -> bool:
-        """Return whether a batch is newer than the last one. If its sequence number is not larger, the worker has
-        restarted."""
+        """Return whether a batch is newer than the last batch. If a newer batch has a smaller sequence number, the
+        worker has restarted."""
         try:
             return self._decoder.decode(payload).ts > self._last_at
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
 
     async def _fill(self, context: Any, sequence: int) -> bool:
-        """Replay the batches before `sequence`. Returns False if some of them are gone."""
+        """Replay the batches before `sequence`. Returns False if some of them are no longer available."""
         if self._last is None:
             return False
         first = self._last + 1
@@ -127,8 +127,8 @@ class Subscriber:
         return self._last + 1 >= sequence
 
     async def _resync(self, context: Any) -> None:
-        """Replace the worker's pages in the index by a snapshot. vLLM offers no snapshots, so its past batches are
-        applied."""
+        """Replace the worker's pages in the index by a snapshot. vLLM offers no snapshots, so for vLLM the past
+        batches are applied."""
         self.counts.is_synced = False
         self._last = None
         self._apply(EventBatch(0.0, [AllBlocksCleared()]))

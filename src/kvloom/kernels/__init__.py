@@ -11,6 +11,6 @@
 | batch_invariant/ | torch operations whose results do not depend on the batch                                |
 | memory/          | elastic pool memory, the CUDA driver, views of layers over the pool                      |
 
-`cpu.py` calls the native loops of `_cpu.c`; `device.py` and `dtypes.py` are shared helpers. Interfaces import Triton only
+`cpu.py` calls the native loops of `_cpu.c`. `device.py` and `dtypes.py` are shared helpers. Interfaces import Triton only
 when a CUDA tensor needs it. Kernels do not depend on the cache, models or requests.
 """

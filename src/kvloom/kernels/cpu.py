@@ -1,9 +1,9 @@
 """Native CPU versions of small operations, one call each. They exist if the package was built with a compiler
 (`_cpu.c`).
 
-A small model spends most of a step in torch's call overhead. Each function here replaces five to ten torch calls, and
-attention reads pages in place. Only float32 is supported. Other tensors (see `supports`) run in torch, with results
-equal up to rounding.
+A small model spends most of a step in torch's call overhead. Each function here replaces five to ten torch calls,
+and attention reads pages in place. Only float32 is supported. Other tensors (see `supports`) run in torch, with
+results equal up to rounding.
 
 | function         | takes                                                   | returns                                  |
 |------------------|---------------------------------------------------------|------------------------------------------|
@@ -12,7 +12,7 @@ equal up to rounding.
 | `rotate_`        | x [tokens, heads, dim], cos, sin [tokens, dim]          | x, rotated in place                      |
 | `write_tokens`   | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: writes the tokens to pages   |
 | `decode`         | q [rows, heads, dim], pages, tables, visible tokens     | [rows, heads, dim of v]                  |
-| `attention_step` | q, k and v of one token a row, joined                   | the last three in one call               |
+| `attention_step` | q, k and v of one token a row, joined                   | `rotate_`, `write_tokens` and `decode` in one call |
 | `multiply`       | x [rows, dim], weight [columns, dim]                    | [rows, columns], or added to a tensor    |
 """
 
@@ -56,7 +56,8 @@ MIN_ROWS, MAX_ROWS = 2, 32
 
 
 def supports(*tensors: torch.Tensor) -> bool:
-    """Return whether native code supports these tensors: float32 on a CPU, dense in their last dimension."""
+    """Return whether native code supports these tensors. They must be float32, on a CPU, and dense in their last
+    dimension."""
     return IS_BUILT and all(x.is_cpu and x.dtype == torch.float32 and x.stride(-1) == 1 for x in tensors)
 
 
@@ -93,7 +94,8 @@ def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x [..., dim] times a weight [columns, dim]; with a dense `into`, add the product to it in place."""
+    """Return x [..., dim] times a weight [columns, dim]. If a dense `into` is given, add the product to `into` in
+    place."""
     columns, dim = weight.shape
     rows = x.numel() // dim
     out = x.new_empty((*x.shape[:-1], columns)) if into is None else into
@@ -108,7 +110,8 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None = 
 
 
 def _dense(ids: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the ids as contiguous `dtype`. Their shape is checked, because a wrong id would be a wrong address."""
+    """Return the ids as a contiguous tensor of `dtype`. Checks their shape, because native code would use a wrong
+    id as an address."""
     if ids.dtype != dtype or ids.shape != shape:
         raise ValueError(f"ids {tuple(ids.shape)} of {ids.dtype} must be {shape} of {dtype}")
     return ids if ids.is_contiguous() else ids.contiguous()
@@ -133,7 +136,7 @@ def write_tokens(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, pla
 
 
 class VisibleTokens:
-    """The tokens that each row's query sees: `firsts` to `lengths` - 1, at least one. Built once per step."""
+    """The tokens that the query of each row sees: `firsts` to `lengths` - 1, at least one. Built once per step."""
 
     def __init__(self, firsts: Ints, lengths: Ints) -> None:
         self.firsts, self.lengths = (np.ascontiguousarray(x, dtype=np.int64) for x in (firsts, lengths))
@@ -156,7 +159,7 @@ class VisibleTokens:
 def decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, seen: VisibleTokens, scale: float
 ) -> torch.Tensor:
-    """Attend one query per row over its visible tokens. `tables` (int32) must have a page for each visible block."""
+    """Attend one query per row to its visible tokens. `tables` (int32) must have a page for each visible block."""
     rows, heads, dim = q.shape
     kv_heads, v_dim = k.shape[2], v.shape[3]
     tables = _dense(tables[:rows], torch.int32, (len(seen.counts), tables.shape[1]))
@@ -177,9 +180,7 @@ def decode(
 
 
 class LayerPages:
-    """The K and V pages of a layer ([pages, block, heads, dim], float32), with addresses that stay constant over
-    steps.
-    """
+    """The K and V pages of a layer ([pages, block, heads, dim], float32). Their addresses stay constant over steps."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
         _, self.block, self.heads, self.dim = k.shape
@@ -196,10 +197,10 @@ class LayerPages:
 
 
 class SingleTokenRows:
-    """A step of one new token a row: each row's pages ([rows, blocks], int32) and visible tokens.
+    """A step with one new token per row: the pages of each row ([rows, blocks], int32) and its visible tokens.
 
-    `ordered` states that a row may follow another row of the same sequence, whose token it sees. Such rows run in
-    order, in one thread."""
+    `ordered` states that a row may see the token of an earlier row of the same sequence. Such rows run in order, in
+    one thread."""
 
     def __init__(self, tables: torch.Tensor, seen: VisibleTokens, ordered: bool = False) -> None:
         self.ordered = ordered

@@ -1,4 +1,4 @@
-"""Helpers of all kernels: uploads that do not wait, and launches that overlap."""
+"""Helpers for all kernels: uploads without waiting, and launches that overlap."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["pdl_options", "supports_pdl", "upload"]
 
 
 def upload(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy a small array to the device, ordered on the current stream. The host does not wait.
+    """Copy a small array to the device on the current stream. The host does not wait.
 
-    The array is copied to pinned memory first, because a copy from pageable memory would wait for all earlier work of
-    the stream.
+    The array is first copied to pinned memory, because a copy from pageable memory would wait for all earlier work
+    of the stream.
     """
     sent = torch.from_numpy(numbers)
     return sent.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else sent.to(device)
@@ -23,7 +23,8 @@ def upload(numbers: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a launch can start before the previous one ends (programmatic dependent launch, from sm_90)."""
+    """Whether a launch can start before the previous launch ends. This feature is programmatic dependent launch,
+    from sm_90 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -7,9 +7,10 @@
 | vision/   | images in prompts: encoder, embeddings in pages, cross attention                              |
 | fusion/   | fewer, larger operations that replace those of modules                                        |
 | loading/  | checkpoints and random weights, the check that a model can run, its fingerprint               |
+| heads/    | small modules that draft tokens from a target's hidden states                                 |
 | configs/  | config.json of models known by name                                                           |
 | embedded/ | small models that are installed with their weights                                            |
 
-Imports point one way: specs, paged, vision or fusion, loading. A new architecture is one row of
+Imports point one way: specs, paged, vision or fusion, loading, heads. A new architecture is one row of
 `specs/families_table.py`.
 """

@@ -6,7 +6,7 @@
 | uniform    | every text and image token in every layer, in whole blocks, and its states             |
 | kvloom     | the pages that its last query can read, group by group, and its states                 |
 
-Waste is memory that no layer can read at the last query. Reads no device; weights are not counted.
+Waste is memory that no layer can read at the last query. The planner uses no device, and does not count weights.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ _WIDE = 100
 
 
 class PlanError(ValueError):
-    """A load that does not suit the model. The message states the value and what to change."""
+    """Raised if a load does not suit the model. The message states the value and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`concurrency` requests, each of `context` text tokens and `image_tokens` tokens of images."""
+    """The load for which memory is planned: `concurrency` requests, each of `context` text tokens and `image_tokens`
+    tokens of images."""
 
     context: int
     image_tokens: int = 0
     concurrency: int = 1
     max_context: int | None = None
-    """Tokens per contiguous buffer; None: the model's limit."""
+    """Tokens per contiguous buffer. None means the model's limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Bytes for all requests, the wasted share, and how many requests fit."""
+    """The memory that one paging scheme needs for the load: bytes for all requests, the wasted share of these bytes,
+    and how many requests fit into the GPU's memory."""
 
     bytes: int
     waste: float
@@ -54,7 +56,8 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The result of planning, as the command prints it."""
+    """The result of `kvloom plan`: the pool layout of a model, the memory that a load needs, and the waste of each
+    paging scheme. The command prints it."""
 
     spec: ModelSpec
     layout: PoolLayout
@@ -67,12 +70,13 @@ class Plan:
 
     @property
     def kv_dtype(self) -> str | None:
-        """The dtype of K and V, per kind where they differ; None for a model with states only."""
+        """The dtype of K and V. If kinds differ, it lists the dtype of each kind. None for a model with states
+        only."""
         kept = (g.spec.fields[0].dtype for g in self.layout.groups if g.spec.unit == "token")
         return ", ".join(dict.fromkeys(kept)) or None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         rows = zip(self.layout.groups, self.layout.table(), strict=True)
         return {
             "model": self.spec.name,
@@ -148,13 +152,13 @@ def _notes(spec: ModelSpec, load: Load, length: int) -> tuple[str, ...]:
 
 
 def _stream_length(spec: ModelSpec, load: Load) -> int:
-    """Return the length of the text stream in tokens, including images for models that place them in it."""
+    """Return the length of the text stream in tokens. It includes images if the model places them in the stream."""
     in_stream = spec.media is not None and spec.media.place == "stream"
     return load.context + (load.image_tokens if in_stream else 0)
 
 
 def _needed(group: PageGroup, spec: ModelSpec, load: Load) -> int:
-    """Return the bytes of one request that the group's layers can read at the last query."""
+    """Return how many bytes of one request the group's layers can read at the last query."""
     if group.spec.unit == "state":
         return group.unit_bytes
     if group.spec.axis == "media":
@@ -176,7 +180,7 @@ def _uniform(layout: PoolLayout, load: Load) -> int:
 def _whole_slabs(layout: PoolLayout, memory: int) -> int:
     """Return the part of `memory` that requests can certainly fill.
 
-    This is the number of whole slabs, minus one per group, whose last slab may be partly empty."""
+    It is the number of whole slabs minus one slab per group, because the last slab of a group may be partly empty."""
     partial = sum(group.pages_per_slab > 1 for group in layout.groups)
     return max(0, layout.slabs_in(memory) - partial) * layout.slab_bytes
 
@@ -187,7 +191,7 @@ def _scheme(each: int, needed: int, load: Load, memory: int | None) -> Scheme:
 
 
 def render(plan: Plan, console: Console) -> None:
-    """Print the plan as tables. On terminals of less than 100 columns it shows less."""
+    """Print the plan as tables. On terminals of less than 100 columns, some columns are left out."""
     load = plan.load
     images = f" and {load.image_tokens:,} image" if load.image_tokens else ""
     requests = "request" if load.concurrency == 1 else "requests"

@@ -6,7 +6,8 @@ recording.py     reads recordings of `kvloom serve --record`
 traffic.py       Traffic: requests as block numbers and times
 simulator.py     replay: traffic through the core under a policy
 fleet.py         replay_fleet: traffic over several workers behind the router's own scoring
-routes.py        the names of the routes of replay_fleet
+fleet_plan.py    plan_fleet: how many workers a trace needs, and in which roles
+routes.py        the names of the routes and admissions of replay_fleet
 bounds.py        upper bounds: unlimited cache, and Belady's MIN
 sizing.py        size_cache: the capacity that a hit rate needs
 cost.py          estimate: waiting times on given hardware

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from kvloom.arguments import number, parse_size, whole
-from kvloom.core import PoolLayout, format_bytes
+from kvloom.arguments import number, parse_size, size, whole
+from kvloom.core import Objective, PoolLayout, format_bytes
 from kvloom.models.specs import folder_of, load_spec
 
 from .cost import CostModel, Load, estimate
-from .routes import ROUTES
+from .routes import ADMISSIONS, ROUTES
 from .simulator import NAMES, Outcome, Tier, TierUse, replay
 from .sizing import Sizing, size_cache, sizes_to_try
 from .traces import read_traces
-from .traffic import Traffic
+from .traffic import Traffic, repeat
+
+if TYPE_CHECKING:
+    from .fleet import FleetOutcome
 
 __all__ = ["arguments", "run"]
 
@@ -91,6 +95,28 @@ def arguments(parser: ArgumentParser) -> None:
     add("--route", action="append", default=[], choices=ROUTES, help=route)
     speed = "with --workers: divide the times between arrivals by this; repeatable (default: 1)"
     add("--speed", action="append", default=[], type=number(0, above=True), metavar="X", help=speed)
+    prefill = (
+        "with --workers: so many of them only compute prompts, the others only decode (default: 0, no roles)"
+    )
+    add("--prefill", type=whole(0), default=0, metavar="N", help=prefill)
+    link = "with --prefill or --plan: bytes per second from a prefill worker to decode workers (default: no limit)"
+    add("--link", type=size, metavar="SIZE", help=link)
+    ttft = "with --workers or --plan: objective of the time to first token, in milliseconds"
+    add("--slo-ttft", type=number(0, above=True), metavar="MS", help=ttft)
+    tbt = "with --workers or --plan: objective of the mean time between tokens, in milliseconds"
+    add("--slo-tbt", type=number(0, above=True), metavar="MS", help=tbt)
+    admission = "with --workers: refuse none, requests that miss their objective (slo), or those that find 16 waiting (queue)"
+    add("--admission", action="append", default=[], choices=ADMISSIONS, help=admission)
+    plan = "find the fewest workers, without roles and as prefill and decode workers, whose p99 meets the objectives"
+    add("--plan", action="store_true", help=plan)
+    most = "with --plan: workers at most (default: 256)"
+    add("--max-workers", type=whole(2), default=256, metavar="N", help=most)
+    windows = (
+        "with --plan: parts of the trace for which a switch of roles is considered (default: 4; 1: none)"
+    )
+    add("--windows", type=whole(1), default=4, metavar="N", help=windows)
+    add("--repeat", type=whole(1), default=1, metavar="N",
+        help="replay so many copies of the traces at once, as of other users (default: 1)")  # fmt: skip
     add(
         "--seed",
         type=int,
@@ -121,14 +147,18 @@ def run(args: Namespace) -> int:
     traffic = read_traces(args.traces, args.seed, args.spread)
     if not traffic.requests:
         raise ValueError("the traces contain no requests")
+    traffic = repeat(traffic, args.repeat, args.seed) if args.repeat > 1 else traffic
     per_token = _bytes_per_token(args, traffic)
     block = per_token * traffic.block_tokens
     blocks = _Capacities(traffic, block)
     tiers = [blocks.tier(text) for text in args.tier]
+    if args.plan:
+        return _plan(args, traffic, blocks, per_token)
     if args.workers is not None:
-        return _run_fleet(args, traffic, blocks)
-    if args.route or args.speed:
-        raise ValueError("--route and --speed need --workers N: they concern several workers")
+        return _run_fleet(args, traffic, blocks, per_token)
+    for name in ("route", "speed", "prefill", "link", "slo_ttft", "slo_tbt", "admission"):
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} needs --workers N: it concerns several workers")
     cost = _cost(args, per_token, tiers) if args.cost else None
     if args.size:
         return _size(args, traffic, block, policies, tiers, blocks)
@@ -154,41 +184,122 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _run_fleet(args: Namespace, traffic: Traffic, blocks: _Capacities) -> int:
-    """Replay over several workers, for every capacity, speed and route."""
+def _plan(args: Namespace, traffic: Traffic, blocks: _Capacities, per_token: int) -> int:
+    """Plan a fleet: workers, roles, and whether to switch roles."""
+    from .fleet_plan import plan_fleet
+
+    _exclude(args, "plan", ("policy", "tier", "size", "cost", "plot", "ended", "workers", "prefill", "route"))
+    found = plan_fleet(
+        traffic,
+        blocks.parse((args.capacity or ["10%"])[0]),
+        Objective(args.slo_ttft, args.slo_tbt),
+        speed=(args.speed or [1.0])[0],
+        link_tokens=_link_tokens(args, per_token),
+        limit=args.max_workers,
+        windows=args.windows,
+        progress=_say,
+    )
+    _say("")
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return 0
+    console = _console()
+    console.print(_about(traffic))
+    console.print(_fleet_table([one for one in (found.mixed, found.split) if one is not None]))
+    for one in found.windows:
+        console.print(
+            f"{one.start:,.0f} to {one.end:,.0f} s: {one.requests:,} requests, best with {one.prefill} prefill workers "
+            f"({one.excess:.2f} of the objectives; as planned {one.planned_excess:.2f})"
+        )
+    console.print(f"{found.answer}; {found.switches}")
+    return 0
+
+
+def _link_tokens(args: Namespace, per_token: int) -> float:
+    """Return the tokens per second of a link."""
+    return math.inf if args.link is None else args.link / per_token
+
+
+def _exclude(args: Namespace, option: str, names: Sequence[str]) -> None:
+    for name in names:
+        if getattr(args, name):
+            raise ValueError(f"--{name} and --{option} exclude each other: use one of them")
+
+
+def _run_fleet(args: Namespace, traffic: Traffic, blocks: _Capacities, per_token: int) -> int:
+    """Replay over several workers, for every capacity, speed, route and admission."""
     from .fleet import replay_fleet
 
-    for name in ("policy", "tier", "size", "cost", "plot", "ended"):
-        if getattr(args, name):
-            raise ValueError(f"--{name} and --workers exclude each other: use one of them")
+    _exclude(args, "workers", ("policy", "tier", "size", "cost", "plot", "ended"))
     found = []
+    objective = Objective(args.slo_ttft, args.slo_tbt)
     for text in args.capacity or ["10%"]:
         for speed in args.speed or [1.0]:
             for route in dict.fromkeys(args.route or ROUTES):
-                capacity = blocks.parse(text)
-                shown = _Progress(f"{route} at {capacity:,} blocks, speed {speed:g}", len(traffic.requests))
-                found.append(
-                    replay_fleet(traffic, args.workers, capacity, route, speed=speed, progress=shown)
-                )
+                for admission in dict.fromkeys(args.admission or ["none"]):
+                    capacity = blocks.parse(text)
+                    what = f"{route} at {capacity:,} blocks, speed {speed:g}"
+                    found.append(
+                        replay_fleet(
+                            traffic,
+                            args.workers,
+                            capacity,
+                            route,
+                            speed=speed,
+                            prefill=args.prefill,
+                            link_tokens=_link_tokens(args, per_token),
+                            admission=admission,
+                            objective=objective,
+                            progress=_Progress(what, len(traffic.requests)),
+                        )
+                    )
     _say("")
     if args.json:
         print(json.dumps([outcome.to_dict() for outcome in found], indent=2))
         return 0
     console = _console()
     console.print(_about(traffic))
-    table = Table("route", box=None)
-    for name in ("workers", "blocks each", "speed", "hit rate", "TTFT mean", "p50", "p99", "between tokens"):
-        table.add_column(name, justify="right")
-    for one in found:
-        times = (one.mean_ttft, one.p50_ttft, one.p99_ttft, one.mean_itl)
-        cells = [f"{one.workers}", f"{one.blocks:,}", f"{one.speed:g}", f"{one.hit_rate:.2%}"]
-        table.add_row(one.route, *cells, *(f"{1e3 * seconds:,.1f} ms" for seconds in times))
-    console.print(table)
+    console.print(_fleet_table(found, bool(objective)))
     return 0
 
 
+def _fleet_table(found: Sequence[FleetOutcome], has_objective: bool = False) -> Table:
+    table = Table("route", box=None)
+    names = ["workers", "blocks each", "speed", "hit rate", "TTFT mean", "p50", "p99", "TBT mean", "p99"]
+    if has_objective:
+        names = [
+            "workers",
+            "speed",
+            "hit rate",
+            "TTFT mean",
+            "p99",
+            "TBT p99",
+            "admission",
+            "refused",
+            "goodput",
+        ]
+    for name in names:
+        table.add_column(name, justify="right")
+    for one in found:
+        workers = f"{one.prefill} + {one.workers - one.prefill}" if one.prefill else f"{one.workers}"
+        cells = [
+            workers,
+            *([] if has_objective else [f"{one.blocks:,}"]),
+            f"{one.speed:g}",
+            f"{one.hit_rate:.2%}",
+        ]
+        times = [one.mean_ttft, one.p50_ttft, one.p99_ttft, one.mean_itl, one.p99_tbt]
+        if has_objective:
+            times = [one.mean_ttft, one.p99_ttft, one.p99_tbt]
+        cells += [f"{1e3 * seconds:,.1f} ms" for seconds in times]
+        if has_objective:
+            cells += [one.admission, f"{one.refused:,}", f"{one.goodput:.2f}/s"]
+        table.add_row(one.route, *cells)
+    return table
+
+
 def _bytes_per_token(args: Namespace, traffic: Traffic) -> int:
-    """Return the bytes per token of --model, else of the recording, else of an 8B Llama 3."""
+    """Return the bytes per token. They come from --model, else from the recording, else from an 8B Llama 3."""
     model = args.model or (traffic.model if args.kv_dtype or traffic.bytes_per_token is None else "")
     if not model:
         return traffic.bytes_per_token or DEFAULT_BYTES
@@ -215,7 +326,7 @@ def _policies(asked: Sequence[str]) -> list[str]:
 
 
 class _Capacities:
-    """Parses cache sizes: blocks, a share of all distinct blocks, or bytes."""
+    """Parses cache sizes, given as blocks, as a share of all distinct blocks, or as bytes."""
 
     def __init__(self, traffic: Traffic, block: int) -> None:
         self.traffic, self.block = traffic, block
@@ -270,7 +381,7 @@ def _size(
     tiers: Sequence[Tier],
     blocks: _Capacities,
 ) -> int:
-    """Report the capacity of each tier that a hit rate needs, for each policy."""
+    """Report, for each policy, the capacity of each tier that a hit rate needs."""
     named = args.capacity[-1:]
     device = blocks.bytes(named[0]) if named else None
     limits: list[tuple[str, int | None]] = [("device", device if tiers or named else None)]

@@ -1,8 +1,8 @@
 """Waiting times of a replay on given hardware.
 
-New prompt tokens are computed, cached ones are read from their tier, and requests queue for `devices` devices in
-order of arrival. Decode takes a fixed time per token. The model is a roofline: it can compare caches, but
-does not predict latency.
+New prompt tokens are computed, and cached tokens are read from their tier. Requests queue for `devices` devices in
+order of arrival. Decode takes a fixed time per token. The model is a roofline. It can compare caches, but does not
+predict latency.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _READ_RATES = {"host": 50e9, "disk": 3.2e9, "remote": 10e9}
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """A model with `parameters` active weights on devices of `flop_rate` FLOP/s.
+    """A model with `parameters` active weights on devices with `flop_rate` FLOP/s.
 
     Each new token costs `attention_flops` for each token before it. Tiers read `bytes_per_token` at `read_rates`
-    bytes per second, by tier name. `decode_seconds` is a token's share of a decode step with a full batch. Defaults:
-    a dense 8B model in bf16 on one H200."""
+    bytes per second, by tier name. `decode_seconds` is a token's share of a decode step with a full batch. The
+    defaults are a dense 8B model in bf16 on one H200."""
 
     parameters: float = 8e9
     flop_rate: float = 450e12
@@ -45,7 +45,7 @@ class CostModel:
             raise ValueError(f"devices {self.devices} must be at least 1")
 
     def prefill(self, new: float, before: float) -> float:
-        """Return the seconds to compute `new` tokens after `before` others."""
+        """Return the seconds to compute `new` tokens after `before` earlier tokens."""
         flops = new * (2 * self.parameters + self.attention_flops * (before + new / 2))
         return flops / self.flop_rate
 

@@ -19,7 +19,7 @@ def is_recording(head: dict[str, Any]) -> bool:
 
 
 def read_recording(lines: Iterator[dict[str, Any]], origin: str) -> Traffic:
-    """Return the traffic of a recording. A prompt's partial last block has no hash and is not looked up."""
+    """Return the traffic of a recording. The partial last block of a prompt has no hash and is not looked up."""
     head = next(lines)
     if head.get("version") != VERSION:
         raise ValueError(

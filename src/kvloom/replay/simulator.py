@@ -1,7 +1,8 @@
-"""Replays traffic through the real core: pool, prefix cache, policies, tenants, with a virtual clock.
+"""Replays traffic through the real core (pool, prefix cache, policies, tenants) with a virtual clock.
 
-Each request is looked up, opened, extended, committed and closed at its arrival time, one after the other. A block of
-the trace is one block of the cache: 16 equal tokens whose id is the block's number. So only whole blocks match.
+Each request is looked up, opened, extended, committed and closed at its arrival time, one after the other. A block
+of the trace is one block of the cache. It has 16 equal tokens whose id is the block's number, so only whole blocks
+match.
 
 A tier is another cache with its own size, which gets the same requests (write-through). A block is read from the
 first tier that has it.
@@ -62,8 +63,8 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """Usage of a tier: blocks that prompts hit there and in no faster tier, blocks written, blocks stored at the
-    end."""
+    """Usage of a tier: blocks that prompts hit there and in no faster tier, blocks written, and blocks stored at
+    the end."""
 
     name: str
     capacity_blocks: int
@@ -75,7 +76,7 @@ class TierUse:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a replay. `hits` is the number of leading blocks of each request that the device has. `tier_hits` is
+    """Result of a replay. `hits` is, for each request, how many of its first blocks the device has. `tier_hits` is
     the number of blocks that each tier adds.
 
     `evictions` counts blocks."""
@@ -116,9 +117,9 @@ def replay(
 ) -> Outcome:
     """Replay `traffic` through a cache of `capacity` blocks under `policy`, one of NAMES.
 
-    With `ended`, each session is ended after its last request. A block takes 16 bytes here, and tenants' quotas count
-    these bytes. Takes about 4 seconds per million blocks for requests of 24 blocks (8 to 9 with a learning policy).
-    If a request is longer than a cache, only its beginning is stored."""
+    With `ended`, each session is ended after its last request. A block has 16 bytes here, and tenants' quotas count
+    these bytes. If a request is longer than a cache, only its beginning is stored. Takes about 4 seconds per
+    million blocks for requests of 24 blocks, or 8 to 9 with a learning policy."""
     if capacity < 1:
         raise ValueError(f"capacity {capacity} must be at least 1 block")
     if policy not in NAMES:
@@ -144,7 +145,8 @@ def replay(
 
 
 def _beyond(per_tier: list[Hits]) -> list[Hits]:
-    """Return, for each request and tier, how many leading blocks the tier hits beyond those of the faster tiers."""
+    """Return, for each request and tier, the number of additional first blocks that this tier hits and the faster
+    tiers miss."""
     beyond = [per_tier[0]]
     best = per_tier[0]
     for hits in per_tier[1:]:
@@ -184,7 +186,7 @@ def _run(
 
 
 class _Cache:
-    """One cache under replay."""
+    """A real cache of `blocks` blocks, through which the simulator replays recorded requests."""
 
     def __init__(self, traffic: Traffic, blocks: int, policy: str, tenants: Iterable[Tenant]) -> None:
         self.clock = VirtualClock()

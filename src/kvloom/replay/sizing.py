@@ -1,6 +1,6 @@
 """Cache sizing: the capacity of each tier that a hit rate needs, and the gain of one more gigabyte.
 
-The traffic is replayed at several sizes. No formula of the hit rate is assumed.
+The traffic is replayed at several sizes. The hit rate is measured, not computed by a formula.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ GIGABYTE = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The hit rate at one size, and the hit rate that one more gigabyte adds, at most up to the ideal hit rate."""
+    """One point of the sizing curve: the hit rate at one cache size, and how much one more gigabyte would add to it.
+    Both together are at most the ideal hit rate."""
 
     capacity_blocks: int
     bytes: int
@@ -28,7 +29,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class TierSize:
-    """The bytes needed in one tier. `limit` is the largest size of the tier in bytes, or None without a limit."""
+    """The recommended size of one tier, in bytes. `limit` is the largest size that the tier may have, or None for no
+    limit."""
 
     name: str
     bytes: int
@@ -77,7 +79,8 @@ class Sizing:
 
 
 def sizes_to_try(traffic: Traffic, points: int = 8) -> list[int]:
-    """Return sizes from a hundredth of the distinct blocks to all of them, in equal ratios."""
+    """Return sizes from a hundredth of the distinct blocks to all of them. The ratio of neighbouring sizes is
+    constant."""
     least, most = max(1, traffic.distinct // 100), max(1, traffic.distinct)
     steps = max(1, points - 1)
     return sorted({round(least * (most / least) ** (i / steps)) for i in range(steps + 1)})
@@ -93,12 +96,12 @@ def size_cache(
     precision: float = 0.03,
     progress: Callable[[int], None] = lambda blocks: None,
 ) -> Sizing:
-    """Find the smallest capacity at which `policy` reaches the hit rate `target`, to within `precision`. The default
-    target is 0.9 of the ideal hit rate.
+    """Find the smallest capacity at which `policy` reaches the hit rate `target`, to within `precision`. The
+    default target is 0.9 of the ideal hit rate.
 
-    `limits` lists the tiers, fastest first, with their maximum bytes. A slower tier also stores copies of the pages in
-    the faster tiers, so the slowest tier in use needs the whole capacity. A slower tier is used only if the limits of
-    the faster tiers are too small. Takes about 15 replays."""
+    `limits` lists the tiers, fastest first, with their maximum bytes. A slower tier also stores copies of the pages
+    in the faster tiers, so the slowest tier in use needs the whole capacity. A slower tier is used only if the
+    limits of the faster tiers are too small. Takes about 15 replays."""
     if block_bytes < 1:
         raise ValueError(f"block_bytes {block_bytes} must be positive: use a model, or bytes per token")
     if not limits:

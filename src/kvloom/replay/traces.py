@@ -36,10 +36,10 @@ Lines = list[dict[str, Any]]
 
 
 def read_traces(paths: Iterable[str | Path], seed: int = 0, spread: float = 3600.0) -> Traffic:
-    """Return the traffic of all files (and of the files in folders) together.
+    """Return the traffic of all files together. For a folder, all its files are read.
 
-    Agent sessions have no common clock: each starts at a random time in the first `spread` seconds, drawn with
-    `seed`. The other formats keep times relative to their first request. Raises ValueError with file and line."""
+    Agent sessions have no common clock. Each starts at a random time in the first `spread` seconds, drawn with
+    `seed`. In other formats, times are relative to the first request. Raises ValueError with file and line."""
     if spread < 0:
         raise ValueError(f"spread {spread} is negative; it is the seconds over which sessions start")
     files = [file for path in paths for file in _files(Path(path))]
@@ -115,7 +115,7 @@ def _lines(text: str, path: Path) -> Iterator[dict[str, Any]]:
 def _traffic(
     path: Path, block: int, rows: Sequence[Sequence[int]], about: Sequence[dict[str, Any]]
 ) -> Traffic:
-    """Return requests from block ids and other fields, in order of time."""
+    """Return requests from block ids and other fields, ordered by time."""
     try:
         blocks, distinct = number_blocks(rows)
     except ValueError as error:
@@ -148,7 +148,7 @@ def _mooncake(lines: Lines, path: Path) -> Traffic:
 
 
 def _agent(session: dict[str, Any], path: Path, start: float) -> Traffic:
-    """Return one session. Requests of a subagent are nested in the request that started it; they become a separate
+    """Return one session. Requests of a subagent are nested in the request that started it. They become a separate
     session."""
     rows, about = [], []
 
@@ -199,7 +199,7 @@ def _dynamo(lines: Lines, path: Path) -> Traffic:
 
 
 def _azure(text: str, path: Path) -> Traffic:
-    """Return requests of given lengths, each with distinct blocks."""
+    """Return the requests of an Azure trace. The trace has only lengths, so no two requests share a block."""
     rows: list[list[int]] = []
     about: list[dict[str, Any]] = []
     start: datetime | None = None

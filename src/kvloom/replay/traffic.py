@@ -1,18 +1,19 @@
 """Traffic for the simulator: arrival times, and the blocks of each request as numbers.
 
-Two requests have the same block number exactly if all their tokens up to the end of that block are equal. Traffic
-contains no tokens and no text.
+Two requests have the same block number if and only if all their tokens up to the end of that block are equal.
+Traffic contains no tokens and no text.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Blocks", "Request", "Traffic", "number_blocks"]
+__all__ = ["Blocks", "Request", "Traffic", "number_blocks", "repeat"]
 
 Blocks = npt.NDArray[np.int32]
 
@@ -52,7 +53,7 @@ class Traffic:
 
     @property
     def asked(self) -> int:
-        """Blocks looked up by all requests."""
+        """Number of blocks that all requests look up."""
         return self._asked
 
     @property
@@ -61,7 +62,7 @@ class Traffic:
 
     @property
     def longest(self) -> int:
-        """Blocks of the longest request."""
+        """Number of blocks of the longest request."""
         return max((len(r.blocks) for r in self.requests), default=0)
 
     @classmethod
@@ -101,11 +102,25 @@ class Traffic:
         return cls(tuple(requests), sizes.pop(), distinct, origins, model, per_token)
 
 
+def repeat(traffic: Traffic, times: int, seed: int = 0, seconds: float = 60.0) -> Traffic:
+    """Return `times` copies of traffic at once, as of other users: they share no blocks, and each starts up to `seconds`
+    later, drawn with `seed`."""
+    draw = random.Random(seed)
+    parts = [traffic]
+    for _ in range(times - 1):
+        later = draw.uniform(0.0, seconds)
+        parts.append(
+            replace(traffic, requests=tuple(replace(one, at=one.at + later) for one in traffic.requests))
+        )
+    return Traffic.merged(parts)
+
+
 def number_blocks(rows: Iterable[Sequence[int] | npt.NDArray[np.integer]]) -> tuple[list[Blocks], int]:
     """Replace the block ids of each row by numbers from 0. Return the rows, and how many distinct numbers they have.
 
-    If an id follows different blocks in two rows, the prefixes differ, so it gets two numbers. Raises ValueError for
-    an invalid id. O(n log n), in array operations if ids are hashes of whole prefixes."""
+    If an id follows different blocks in two rows, the prefixes differ, so the id gets two numbers. Raises ValueError
+    for an invalid id. If every id always follows the same block, as hashes of whole prefixes do, array operations
+    number the rows in O(n log n). Otherwise a slower Python loop does it."""
     arrays = [_ids(row) for row in rows]
     ends = np.cumsum([len(a) for a in arrays])
     if not arrays or not ends[-1]:

@@ -29,7 +29,7 @@ access = logging.getLogger("kvloom.access")
 
 @dataclass(slots=True)
 class RequestLog:
-    """The values that endpoints report about a request for its line in the log."""
+    """The values of a request for its line in the log. Endpoints set them."""
 
     id: str = ""
     tenant: str | None = None
@@ -108,7 +108,7 @@ def _log_request(method: str, path: str, status: int, seconds: float, log: Reque
 
 
 def log_rejected(error: ApiError) -> None:
-    """Log the error response to a connection that has no parsed request."""
+    """Log the error response to a connection without a parsed request."""
     access.warning("connection refused", extra={"fields": {"status": error.status, **_error_fields(error)}})
 
 

@@ -1,7 +1,7 @@
 """The HTTP application: routes, error responses, and counts of responses.
 
-It has OpenAI's endpoints, endpoints that clients of other servers expect (/tokenize, /version, /ping), /health,
-/metrics and the dashboard.
+It has OpenAI's endpoints, /health, /metrics and the dashboard. It also has endpoints that clients of other servers
+expect (/tokenize, /version, /ping).
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ MAX_RECORDS = 1000
 def application(
     context: ServerContext, dashboards: Dashboards | None = None, more: Sequence[Route] = ()
 ) -> ASGIApp:
-    """Return the ASGI application of a server. `dashboards` provide /kvloom/state. `more` are additional routes."""
+    """Return the ASGI application of a server. `dashboards` are the data of /kvloom/state. `more` are additional
+    routes."""
 
     routes = [
         Route("/", _root),
@@ -124,7 +125,7 @@ def _model_list_routes(context: ServerContext) -> list[Route]:
 
 
 def _session_routes(context: ServerContext) -> list[Route]:
-    """Return the routes that announce and end sessions."""
+    """Return the routes that prefetch and end sessions."""
 
     def named_session(request: Request) -> tuple[EngineClient, str, str]:
         tenant = context.authenticate(request)

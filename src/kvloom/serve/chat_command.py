@@ -1,6 +1,6 @@
 """`kvloom chat`: a conversation in the terminal, with a model in this process or with a server.
 
-Each line of standard input is one message. In a pipe, only the answers are printed.
+Each line of standard input is one message. If standard input is a pipe, only the answers are printed.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def _print_answer(answer: Answer, messages: Messages, interactive: bool) -> str:
 
 
 def _server_answer(args: argparse.Namespace) -> Answer:
-    """Return a function that asks a server. Raises ValueError or OSError if there is no server, or if it serves
-    another model.
+    """Return a function that sends messages to a server and yields its answer. Raises ValueError or OSError if
+    there is no server, or if it serves another model.
     """
     key = args.api_key or os.environ.get(KEY)
     model = args.model or str(fetch(args.server, "/v1/models", key)["data"][0]["id"])

@@ -1,6 +1,6 @@
 """Error responses in OpenAI's format: a status, and a body with message, type, param and code.
 
-Every folder of the server raises ApiError; this module imports none of them.
+All folders of the server raise ApiError. This module imports none of them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ __all__ = [
     "not_found",
     "pool_full",
     "queue_full",
+    "slo_not_met",
     "slow_reader",
     "unknown_model",
     "unknown_request",
@@ -47,11 +48,13 @@ _TYPES = {
 }
 
 RETRY_SECONDS = 1
+SLO_FIELDS = ("ttft_ms", "tbt_ms", "deadline_ms", "predicted_ttft_ms", "predicted_tbt_ms", "retry_after_s")
+"""Fields of the error of a request that cannot meet its objective."""
 
 
 class ApiError(Exception):
-    """An error response. `retry_after` is sent as a header, in seconds. `logged` replaces the message in the log, if
-    the message may contain text of the request.
+    """An error response. `retry_after` is sent as a header, in seconds. `slo` (objective and prediction) is added
+    to the body. If the message may contain text of the request, `logged` replaces the message in the log.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
         logged: str | None = None,
+        slo: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
+        self.slo = slo
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after = retry_after
         self._logged = logged
@@ -81,6 +86,8 @@ class ApiError(Exception):
             "param": self.param,
             "code": self.code,
         }
+        if self.slo is not None:
+            body["slo"] = self.slo
         return msgspec.json.encode({"error": body})
 
     @property
@@ -138,7 +145,7 @@ def body_too_large(limit: int) -> ApiError:
 
 
 def context_too_long(prompt: int, new: int, longest: int, param: str, at_least: bool = False) -> ApiError:
-    """Return the error of a prompt that exceeds the context limit. `at_least` states that counting stopped at
+    """Return the error for a prompt that exceeds the context limit. `at_least` states that counting stopped at
     `prompt` tokens.
     """
     count = f"{prompt:,} or more" if at_least else f"{prompt:,}"
@@ -189,6 +196,12 @@ def grammars_busy(why: str, param: str | None) -> ApiError:
     )
 
 
+def slo_not_met(why: str, slo: dict[str, Any]) -> ApiError:
+    """Return the error of a request that cannot meet its objective. `slo` has objective and prediction."""
+    shown = {name: slo[name] for name in SLO_FIELDS}
+    return ApiError(429, why, "slo", "slo_not_met", slo["retry_after_s"], slo=shown)
+
+
 def draining() -> ApiError:
     return ApiError(
         503, "the server is shutting down and accepts no requests", code="draining", retry_after=10
@@ -206,8 +219,8 @@ def engine_loading() -> ApiError:
 
 
 def engine_died(hung: str = "") -> ApiError:
-    """Return the error of a lost engine process. `hung` is the reason why the watchdog killed it, or "" if the
-    process exited.
+    """Return the error for a lost engine process. `hung` is the reason why the watchdog killed the process, or ""
+    if it exited.
     """
     how = f"{hung} and was killed" if hung else "died"
     return ApiError(

@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a request's record. Raises ValueError for an unknown request, OSError without a server."""
+    """Print the record of a request. Raises ValueError for an unknown request, and OSError without a server."""
     key = args.api_key or os.environ.get(KEY)
     if args.request is None:
         found = fetch(args.url, "/kvloom/requests?limit=20", key)
@@ -66,11 +66,36 @@ def describe(record: Mapping[str, Any]) -> list[str]:
     if record["preemptions"]:
         times_ = "once" if record["preemptions"] == 1 else f"{record['preemptions']} times"
         lines.append(f"It was preempted {times_}.")
+    if drafted := record["draft_tokens"]:
+        accepted = record["accepted_tokens"]
+        lines.append(
+            f"Of its {drafted:,} draft tokens, {accepted:,} were accepted ({accepted / drafted:.0%})."
+        )
+    if record.get("slo") is not None:
+        lines += _objective(record["slo"])
+    return lines
+
+
+def _objective(slo: Mapping[str, Any]) -> list[str]:
+    """Return sentences about the objective of a request: predicted and actual times."""
+    lines = []
+    for word, key in (("first token", "ttft_ms"), ("time between tokens", "tbt_ms")):
+        wanted, predicted, actual = slo[key], slo[f"predicted_{key}"], slo.get(f"actual_{key}")
+        if wanted is not None or predicted is not None:
+            parts = [
+                f"{verb} {value:,.1f} ms"
+                for verb, value in (("objective", wanted), ("predicted", predicted), ("actual", actual))
+                if value is not None
+            ]
+            lines.append(f"Its {word}: {', '.join(parts)}.")
+    if slo.get("deferred"):
+        lines.append("It was deferred until its objective could be met, or its deadline was near.")
     return lines
 
 
 def _account(record: Mapping[str, Any]) -> str:
-    """Return a sentence about the sources of the prompt tokens. Their numbers add up to the prompt."""
+    """Return a sentence about the sources of the prompt tokens. The numbers in it add up to the number of prompt
+    tokens."""
     found = [
         f"{hit['tokens']:,} were in the pool"
         if hit["tier"] == POOL

@@ -18,7 +18,8 @@ KEY = "KVLOOM_API_KEY"
 
 
 def fetch(url: str, path: str, key: str | None = None) -> dict[str, Any]:
-    """Return the JSON of a server's endpoint. Raises ValueError with its error message, OSError if it is unreachable."""
+    """Return the JSON of a server's endpoint. Raises ValueError with the server's error message, and OSError if the
+    server is unreachable."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         with open_url(Request(url + path, headers=headers)) as answer:
@@ -43,7 +44,7 @@ def fetch(url: str, path: str, key: str | None = None) -> dict[str, Any]:
 
 
 def open_url(request: Request, seconds: float = SECONDS) -> Any:
-    """Send a request. Requests to this machine bypass the proxy."""
+    """Send a request and return the response. Requests to this machine bypass the proxy."""
     host = urlsplit(request.full_url).hostname
     if host in ("localhost", "127.0.0.1", "::1"):
         return build_opener(ProxyHandler({})).open(request, timeout=seconds)

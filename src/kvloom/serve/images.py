@@ -1,4 +1,4 @@
-"""Opens encoded images. The API process checks their headers, the engine process decodes them."""
+"""Opens encoded images. The API process checks their headers, and the engine process decodes them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Read the header of an image, but not its pixels. Raises ValueError for bytes that are no image, or for far too
-    many pixels.
+    """Read the header of an image, but not its pixels. Raises ValueError if the bytes are not an image, or if the
+    image has far too many pixels.
     """
     from PIL import Image
 
@@ -29,10 +29,9 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def decode_image(data: bytes) -> Image.Image:
-    """Return the pixels of an image as RGB, upright. Of an animation, return the first frame.
+    """Return the pixels of an image as RGB, upright. For an animation, return the first frame.
 
-    Raises ValueError for damaged bytes. Memory and time are proportional to the number of pixels, so check the header
-    first.
+    Raises ValueError for damaged bytes. Memory and time grow with the number of pixels, so check the header first.
     """
     from PIL import ImageOps
 

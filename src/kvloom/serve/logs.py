@@ -3,7 +3,8 @@
     2026-01-31 12:00:00,000 INFO kvloom.access request method=POST path=/v1/completions status=200 seconds=0.078 …
     {"time": "2026-01-31T12:00:00.000+00:00", "level": "INFO", "logger": "kvloom.access", "message": "request", …}
 
-Loggers: `kvloom.serve` (life cycle), `kvloom.access` (requests), `kvloom.tiers` (tiers; of the engine process).
+The loggers are `kvloom.serve` (life cycle), `kvloom.access` (requests) and `kvloom.tiers` (tiers, in the engine
+process).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def configure_logging(level: str, form: LogFormat) -> None:
-    """Log to stderr: kvloom's messages from `level` on, and messages of other packages from warning on. Does not
-    replace handlers that the program has set.
+    """Log to stderr. Messages of kvloom are logged from `level` on, and messages of other packages from warning on.
+    Does not replace handlers that the program has set.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())

@@ -17,7 +17,7 @@ __all__ = ["model_routes"]
 
 
 class LoadFields(msgspec.Struct, frozen=True):
-    """Body of POST /admin/models: a folder below those of --model-dir, and the model's name in requests."""
+    """Body of POST /admin/models: a folder inside a folder of --model-dir, and the model's name in requests."""
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
     name: Annotated[str, msgspec.Meta(pattern=r"^[\w.:@/+-]{1,200}$")] | None = None

@@ -1,10 +1,10 @@
-"""ModelSet: starts, watches and unloads the models of a server. Each has its own engine process.
+"""ModelSet: starts, watches and unloads the models of a server. Each model has its own engine process.
 
     add ──▶ engine process and tokenizer load ──▶ ready, `on_ready` is called
     unload ──▶ no new requests; open ones may finish within `drain_seconds` ──▶ the engine process ends
 
-If a model of the command line cannot be loaded, the server ends. If a model of the API cannot be loaded, it is listed
-as failed, with the reason.
+If a model of the command line cannot be loaded, the server ends. If a model of the API cannot be loaded, the server
+lists it as failed, with the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvloom.engine import check_engine, engine_config
 from .api import AnswerFormats, PromptEncoder, ServedModel, ServerContext, engine_error, load_tokenizer
 from .errors import ApiError, bad_request, cut_off, unloading
 from .metrics import Metrics, Recorder, RequestObserver
-from .server_options import ModelOptions, ServerOptions, shared_start
+from .server_options import ChatOptions, ModelOptions, ServerOptions, shared_start
 from .worker import EngineClient, PoolBroker, Ready, Start, StartError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ RESERVE_SECONDS = 30.0
 
 
 class ModelSet:
-    """The models of one server. `context.models` contains them by name. `fault` is set when a model of the command
+    """The models of one server. `context.models` contains them by name. `fault` is set if a model of the command
     line fails.
     """
 
@@ -60,7 +60,7 @@ class ModelSet:
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def add(self, model: ModelOptions, is_added: bool = False) -> ServedModel:
-        """Start to load a model and return it. `is_added` states that the API loads it."""
+        """Start to load a model and return it. `is_added` states that the model was requested through the API."""
         options, name = self._options, model.served_name
         prefix = f"{name}: " if options.has_many else ""
         engine = EngineClient(
@@ -86,12 +86,14 @@ class ModelSet:
         served = ServedModel(name, model.start.model, created, engine, observer, is_added=is_added)
         self._context.models[name] = served
         self._loaded[served] = asyncio.Event()
-        self._tasks[served] = task = asyncio.create_task(self._run(served, Path(served.path).exists()))
+        chat = model.chat or options.chat
+        self._tasks[served] = task = asyncio.create_task(self._run(served, chat, Path(served.path).exists()))
         task.add_done_callback(partial(self._ended, served))
         return served
 
     async def load(self, asked: str, name: str | None) -> ServedModel:
-        """Start to load a model from a folder of --model-dir, in addition to the served models. Raises ApiError."""
+        """Start to load a model from a folder of --model-dir, in addition to the served models. Raises ApiError if
+        the model is refused."""
         options = self._options
         if self.broker is None or not options.model_folders:
             raise ApiError(
@@ -128,12 +130,12 @@ class ModelSet:
                 self.broker.release()
 
     def _engines(self) -> dict[str, EngineClient]:
-        """Return the engines that have a pool, or will have one."""
+        """Return the engines that have a pool now or will have one."""
         models = self._context.models
         return {name: served.engine for name, served in models.items() if not served.error}
 
     def unload(self, served: ServedModel) -> None:
-        """Accept no more requests for a model, wait for open ones, then end its engine process."""
+        """Refuse new requests for a model, wait for open requests, then end its engine process."""
         if not served.is_unloading:
             served.is_unloading = True
             task = asyncio.create_task(self._unload(served))
@@ -141,7 +143,7 @@ class ModelSet:
             task.add_done_callback(self._unloads.discard)
 
     async def close(self) -> None:
-        """End all engine processes. Open requests must have failed before."""
+        """End all engine processes. Call `fail_all` first."""
         for served in self._context.models.values():
             served.engine.close()
         await asyncio.gather(*self._tasks.values(), *self._unloads, return_exceptions=True)
@@ -153,16 +155,16 @@ class ModelSet:
         for served in self._context.models.values():
             served.engine.fail_all(cut_off())
 
-    async def _run(self, served: ServedModel, is_local: bool) -> None:
-        await asyncio.gather(served.engine.run(), self._load_tokenizer(served, is_local))
+    async def _run(self, served: ServedModel, chat: ChatOptions, is_local: bool) -> None:
+        await asyncio.gather(served.engine.run(), self._load_tokenizer(served, chat, is_local))
 
-    async def _load_tokenizer(self, served: ServedModel, is_local: bool) -> None:
+    async def _load_tokenizer(self, served: ServedModel, chat: ChatOptions, is_local: bool) -> None:
         options = self._options
         if not is_local:  # the engine downloads it, or reports the error
             await self._loaded[served].wait()
         async with self._tokenizers:
-            found = await asyncio.to_thread(load_tokenizer, served.path, options.chat_template)
-            served.answers = AnswerFormats.of(found, options.tool_call_parser, options.reasoning_parser)
+            found = await asyncio.to_thread(load_tokenizer, served.path, chat.template)
+            served.answers = AnswerFormats.of(found, chat.tool_call_parser, chat.reasoning_parser)
             served.encoder = await asyncio.to_thread(
                 PromptEncoder, found, options.limits.template_seconds, options.allow_chat_template
             )

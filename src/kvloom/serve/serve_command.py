@@ -6,24 +6,27 @@ import argparse
 import logging
 import os
 import sys
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvloom.arguments import MAX_NUMBER, MODEL, number, size, whole
+from kvloom.arguments import MAX_NUMBER, MODEL, Parser, number, size, whole
 from kvloom.combinations import refused
+from kvloom.config_file import configured_models
 from kvloom.engine import add_engine_arguments, engine_settings
 
 from .http_client import KEY
 
 if TYPE_CHECKING:
     from kvloom.serve.auth import Caps
-    from kvloom.serve.server import ModelOptions
+    from kvloom.serve.server import ChatOptions, ModelOptions
     from kvloom.serve.worker import TenantConfig
 
 __all__ = ["arguments", "run"]
 
-TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen", "llama3_json", "mistral", "pythonic")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
+DEFAULT_MODEL = "kvloom-llama"
 MAX_TTL_SECONDS = 86400.0
 """Default of --max-ttl if the server has API keys."""
 
@@ -46,7 +49,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_models(group: argparse.ArgumentParser) -> None:
     add = group.add_argument
-    add("model", nargs="?", default="kvloom-llama", metavar="MODEL", help=f"{MODEL} (default: kvloom-llama)")
+    add("model", nargs="?", metavar="MODEL", help=f"{MODEL} (default: {DEFAULT_MODEL})")
     more = "further models of the same server; requests choose by name (needs --memory or --pool)"
     add("more_models", nargs="*", metavar="MODEL", help=more)
     name = "name of the model in requests; repeatable, in the order of models (default: its folder's name)"
@@ -79,7 +82,7 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
 def _add_access(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     keys = (
-        "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [max_…=N] [admin]`; "
+        "file of API keys: JSON, or lines of `KEY tenant [quota [weight]] [slo_…=MS] [max_…=N] [admin]`; "
         "an admin key sees all tenants and the dashboard"
     )
     add("--api-keys", metavar="FILE", help=keys)
@@ -142,11 +145,16 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 def _add_chat(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--chat-template", metavar="FILE", help="Jinja chat template to use instead of the model's")
+    _add_chat_format(group)
     own = "accept chat_template in requests: templates are code of clients; each renders in a process with limits"
     add("--allow-chat-template", action="store_true", help=own)
     template = "CPU seconds of the chat template per request at most (default: 2)"
     add("--template-seconds", type=number(0, above=True), default=2.0, metavar="S", help=template)
+
+
+def _add_chat_format(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--chat-template", metavar="FILE", help="Jinja chat template to use instead of the model's")
     calls = "format of the model's tool calls (default: auto: detected from the chat template; none: calls stay text)"
     add("--tool-call-parser", choices=TOOL_CALL_PARSERS, default="auto", help=calls)
     reasoning = "format of the model's reasoning (default: none: reasoning stays text)"
@@ -198,13 +206,12 @@ def run(args: argparse.Namespace) -> int:
         own = [os.environ[KEY]]
         logging.getLogger("kvloom.serve").info("requests need the API key of $%s; --no-auth ignores it", KEY)
     has_keys = bool(own) or args.api_keys is not None
-    settings = engine_settings(args)
-    engine_config(**settings)
+    engine_config(**engine_settings(args))
     caps = _default_caps(args, has_keys)
     keys = read_keys(args.api_keys, caps, own) if has_keys else ApiKeys({}, default=caps)
     if args.api_keys is not None and (warning := permission_warning(args.api_keys)) is not None:
         logging.getLogger("kvloom.serve").warning("%s", warning)
-    models = _models(args, settings, keys.tenants, level)
+    models = _models(args, keys.tenants, level)
     limits = Limits(
         body_bytes=args.max_body,
         connections=args.max_connections,
@@ -218,7 +225,6 @@ def run(args: argparse.Namespace) -> int:
         image_pixels=args.max_image_pixels,
         image_folders=tuple(_image_folder(folder) for folder in args.image_dir),
     )
-    template = args.chat_template
     if args.record is not None and args.no_metrics:
         raise ValueError(refused("record, no metrics"))
     return serve(
@@ -233,10 +239,8 @@ def run(args: argparse.Namespace) -> int:
             limits=limits,
             drain_seconds=args.drain_seconds,
             watchdog=WatchdogLimits(args.silent_seconds, args.step_seconds),
-            chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
+            chat=_chat_options(args),
             allow_chat_template=args.allow_chat_template,
-            tool_call_parser=args.tool_call_parser,
-            reasoning_parser=args.reasoning_parser,
             record=args.record,
             otlp=args.otlp,
             metrics_auth=args.metrics_auth,
@@ -250,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _aliases(given: list[str], first: str) -> dict[str, str]:
-    """Return the aliases of `NAME=MODEL` texts; without `=MODEL` an alias names the first model."""
+    """Return the aliases in texts of the form `NAME=MODEL`. Without `=MODEL`, NAME is an alias of the first model."""
     found = {}
     for one in given:
         alias, _, model = one.partition("=")
@@ -261,63 +265,97 @@ def _aliases(given: list[str], first: str) -> dict[str, str]:
 
 
 def _image_folder(given: str) -> Path:
-    """Return a folder with its links resolved. Raises ValueError for any other path."""
+    """Return the folder with its links resolved. Raises ValueError if the path is not a folder."""
     folder = Path(given).resolve()
     if not folder.is_dir():
         raise ValueError(f"--image-dir {given} is not a folder: give an existing one")
     return folder
 
 
+def _chat_options(args: argparse.Namespace) -> ChatOptions:
+    from kvloom.serve.server import ChatOptions
+
+    template = args.chat_template
+    text = None if template is None else Path(template).read_text(encoding="utf-8")
+    return ChatOptions(text, args.tool_call_parser, args.reasoning_parser)
+
+
+def _given_models(args: argparse.Namespace) -> list[tuple[str, str | None, argparse.Namespace]]:
+    """Return the path, the name and the arguments of each model: those of the command line, then those that only the
+    configuration file has. Raises ValueError for a table of a model that is not served.
+    """
+    from kvloom.models.specs import folder_of
+
+    parser = Parser(prog="kvloom serve")
+    parser.add_argument("--model", metavar="MODEL")
+    _add_chat_format(parser.add_argument_group("chats"))
+    add_engine_arguments(parser)
+    own = configured_models(args.config, parser, args)
+    given = [] if args.model is None else [args.model, *args.more_models]
+    if len(args.name) > max(1, len(given)):
+        raise ValueError(f"--name is given {len(args.name)} times for {len(given)} model(s)")
+    if not given and not any(each.model for each in own.values()):
+        given = [DEFAULT_MODEL]
+    found: list[tuple[str, str | None, argparse.Namespace]] = []
+    for model, name in zip_longest(given, args.name[: len(given)]):
+        served = name or (Path(model).name if folder_of(model) == model else model)
+        found.append((model, name, own.pop(served, args)))
+    for name, each in own.items():
+        if each.model is None:
+            raise ValueError(
+                f"[models.{name}] has no model: add model = …, or serve a model with --name {name}"
+            )
+        found.append((each.model, name, each))
+    return found
+
+
 def _models(
-    args: argparse.Namespace, settings: dict[str, Any], tenants: tuple[TenantConfig, ...], level: str
+    args: argparse.Namespace, tenants: tuple[TenantConfig, ...], level: str
 ) -> tuple[ModelOptions, ...]:
     """Return the models to serve. Raises ValueError for several models without a pool size."""
     from kvloom.models.specs import folder_of
     from kvloom.serve.server import ModelOptions, shared_start, with_own_events
     from kvloom.serve.worker import Start
 
-    given = [args.model, *args.more_models]
-    if len(args.name) > len(given):
-        raise ValueError(f"--name is given {len(args.name)} times for {len(given)} model(s)")
-    memory = args.memory
-    if len(given) > 1 and memory is None and args.pool_bytes is None:
+    given, memory = _given_models(args), args.memory
+    if len(given) > 1 and memory is None and any(own.pool_bytes is None for _, _, own in given):
         raise ValueError(
             f"{len(given)} models need --memory SIZE, which their pools share, or --pool SIZE for each pool"
         )
     if memory is None and args.model_dir:
         raise ValueError("--model-dir needs --memory SIZE: the pools of loaded models share it")
     for option in ("pool", "max_pool"):
-        if memory is not None and getattr(args, f"{option}_bytes") is not None:
+        if memory is not None and any(getattr(own, f"{option}_bytes") is not None for _, _, own in given):
             raise ValueError(refused("memory, pool", option=option.replace("_", "-")))
     if memory is not None and args.no_metrics:
         raise ValueError(refused("memory, no metrics"))
-    names = [*args.name, *[None] * (len(given) - len(args.name))]
     models: list[ModelOptions] = []
-    for model, name in zip(given, names, strict=True):
+    for model, name, own in given:
         folder = folder_of(model)
         start = Start(
             model=folder,
-            dtype=args.dtype,
+            dtype=own.dtype,
             cpu_dtype="auto" if folder == model else "float32",
-            device=args.device,
-            load_format=args.load_format,
-            threads=args.threads,
+            device=own.device,
+            load_format=own.load_format,
+            threads=own.threads,
             tenants=tenants,
             progress=sys.stderr.isatty() and not args.quiet and len(given) == 1,
             observe=not args.no_metrics,
-            settings=with_own_events(settings, len(models)),
+            settings=with_own_events(engine_settings(own), len(models)),
             log_level=level,
             log_format=args.log_format,
         )
         if memory is not None:
             start = shared_start(start, memory, memory // len(given))
         named = name or (None if folder == model else model)
-        models.append(ModelOptions(start, named, completes_code=folder != model))
+        models.append(ModelOptions(start, named, folder != model, _chat_options(own)))
     return tuple(models)
 
 
 def _default_caps(args: argparse.Namespace, has_keys: bool) -> Caps:
-    """Return the limits of tenants whose keys set none. Without keys, only the given options are limits."""
+    """Return the limits of tenants whose keys set no limits. Without keys, only limits that were given as options
+    apply."""
     from kvloom.serve.auth import PRESSURE, Caps
 
     answers, ttl = args.max_answers, args.max_ttl

@@ -3,8 +3,8 @@
     SIGTERM or SIGINT   no new requests (503); running ones may finish within `drain_seconds`; then exit 0
     a second one        exit at once
 
-Each model's engine runs in a separate process (worker/engine_client.py). This process never loads a model: it tokenises
-and serves HTTP.
+Each model's engine runs in a separate process (worker/engine_client.py). This process never loads a model. It
+tokenises and serves HTTP.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .dashboard import Dashboards
 from .metrics import ServerMetrics
 from .model_routes import model_routes
 from .model_set import ModelSet
-from .server_options import ModelOptions, ServerOptions, resolve, shared_start, with_own_events
+from .server_options import ChatOptions, ModelOptions, ServerOptions, resolve, shared_start, with_own_events
 from .worker import StartError
 
-__all__ = ["ModelOptions", "ServerOptions", "serve", "shared_start", "with_own_events"]
+__all__ = ["ChatOptions", "ModelOptions", "ServerOptions", "serve", "shared_start", "with_own_events"]
 
 log = logging.getLogger("kvloom.serve")
 
@@ -57,9 +57,9 @@ class _Server(uvicorn.Server):
 
 
 def serve(options: ServerOptions) -> int:
-    """Serve until a signal arrives; return the exit code.
+    """Serve until a signal arrives. Return the exit code.
 
-    Raises ValueError for options that cannot be loaded, OSError if the port is unavailable."""
+    Raises ValueError for options that cannot be loaded, and OSError if the port is unavailable."""
     for model in options.models:
         start = model.start
         check_engine(
@@ -148,7 +148,7 @@ class _Lifecycle:
             await self.models.close()
 
     async def _report_loading(self) -> None:
-        """Log the time since the start until the models of the command line are ready."""
+        """Log the loading time regularly, until the models of the command line are ready."""
         while self._awaited:
             await asyncio.sleep(LOADING_SECONDS)
             for model in self.options.models:
@@ -187,7 +187,7 @@ class _Lifecycle:
         (self._stop_now if self._stop.is_set() else self._stop).set()
 
     async def _drain(self) -> None:
-        """Wait for running requests, and admit no new ones."""
+        """Refuse new requests and wait for running requests."""
         limiter, seconds = self.context.limiter, self.options.drain_seconds
         limiter.is_draining = True
         if limiter.requests:
@@ -246,10 +246,10 @@ def _listen(host: str, port: int, read_seconds: float) -> socket.socket:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files to the maximum of this user, because each connection is one file."""
+    """Raise the limit of open files to the maximum for this user, because each connection is one file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _placeholder(*_: object) -> None:
-    """Stands in for the application until it is set."""
+    """A stand-in for the application until it is set."""

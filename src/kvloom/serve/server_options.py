@@ -20,7 +20,7 @@ from .api import is_loopback
 from .auth import ApiKeys, Limits
 from .worker import Start, WatchdogLimits
 
-__all__ = ["ModelOptions", "ServerOptions", "resolve", "shared_start", "with_own_events"]
+__all__ = ["ChatOptions", "ModelOptions", "ServerOptions", "resolve", "shared_start", "with_own_events"]
 
 SMALLEST_PART = 8
 """An idle model keeps at least 1 / SMALLEST_PART of its share."""
@@ -28,13 +28,26 @@ METRICS_AUTH = ("auto", "key", "open")
 
 
 @dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """The chat template of a model, and the parsers of its answers. Without `template`, the model's own template is
+    used."""
+
+    template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """One model: the start options of its engine, and its name in requests (None: the name of its folder)."""
+    """One model: the start options of its engine, its name in requests, and its chat options. Without a name, the
+    model has the name of its folder. Without `chat`, the options of the server apply.
+    """
 
     start: Start
     name: str | None = None
     completes_code: bool = False
     """Whether the model completes code instead of chats. The printed example request depends on it."""
+    chat: ChatOptions | None = None
 
     @property
     def served_name(self) -> str:
@@ -43,8 +56,8 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The options of a server. `record` is the file of a traffic recording, and `otlp` a receiver of traces. Raises
-    ValueError for a public host without keys.
+    """The options of a server. `record` is the file of a traffic recording, and `otlp` is the URL of a receiver of
+    traces. Raises ValueError for a public host without keys.
     """
 
     models: tuple[ModelOptions, ...]
@@ -54,10 +67,8 @@ class ServerOptions:
     limits: Limits = field(default_factory=Limits)
     drain_seconds: float = 30.0
     watchdog: WatchdogLimits = field(default_factory=WatchdogLimits)
-    chat_template: str | None = None
+    chat: ChatOptions = field(default_factory=ChatOptions)
     allow_chat_template: bool = False
-    tool_call_parser: str = "auto"
-    reasoning_parser: str | None = None
     record: str | None = None
     otlp: str | None = None
     cors_origins: tuple[str, ...] = ()
@@ -65,7 +76,9 @@ class ServerOptions:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None
-    """Serve HTTPS with this certificate and key. With `ssl_ca_certs`, clients must present a certificate of it."""
+    """Serve HTTPS with this certificate and key. With `ssl_ca_certs`, clients must present a certificate of one of
+    these authorities.
+    """
     quiet: bool = False
     """Print no start-up message."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -117,7 +130,7 @@ class ServerOptions:
 
     @property
     def has_many(self) -> bool:
-        """Whether the server may have several models. If so, metrics and health state the model."""
+        """Whether the server may have several models. If so, metrics and health contain the model name."""
         return len(self.models) > 1 or self.memory is not None
 
     def record_file(self, model: str) -> str | None:
@@ -131,8 +144,8 @@ class ServerOptions:
 
 
 def shared_start(start: Start, memory: int, share: int) -> Start:
-    """Return the start options of a model whose pool has `share` bytes of the shared `memory`, and may grow to all of
-    it.
+    """Return the start options of a model whose pool starts with `share` bytes of the shared `memory`. The pool may
+    grow to all of the memory.
     """
     least = start.settings.get("min_pool_bytes")
     least = share // SMALLEST_PART if least is None else min(least, share)
@@ -141,7 +154,7 @@ def shared_start(start: Start, memory: int, share: int) -> Start:
 
 
 def with_own_events(settings: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the settings of model `number`: it publishes its events on ports that are higher by its number."""
+    """Return the settings of model `number`. The ports for its events are increased by this number."""
     if settings.get("kv_events") is None:
         return settings
     ports = {name: offset_port(settings.get(name), number) for name in ("kv_events", "kv_events_replay")}
@@ -149,7 +162,7 @@ def with_own_events(settings: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def resolve(host: str, port: int) -> Any:
-    """Return the first address of a host. Raises ValueError if it has none."""
+    """Return the first address of a host. Raises ValueError if the host has no address."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

@@ -20,7 +20,8 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A model that is ready: its name, the Ready message and process of its engine, and whether it answers chats."""
+    """A model that is ready: its name, the Ready message and process id of its engine, and whether it supports
+    chats."""
 
     name: str
     facts: Ready

@@ -1,7 +1,7 @@
-"""Explanations of miss reasons, tier outcomes and tiers, for the dashboard, `kvloom top`, `kvloom explain` and the
-docs.
+"""Explanations of miss reasons, tier outcomes and tiers. The dashboard, `kvloom top`, `kvloom explain` and the docs
+use them.
 
-`/kvloom/state` contains the table. A test compares it with docs/observability.md.
+`/kvloom/state` contains the table. A test compares the table with docs/observability.md.
 """
 
 from __future__ import annotations

@@ -4,10 +4,12 @@
     transfer.py         transfers, outcomes and counts
     registry.py         tiers by URL; schemes of other packages by entry point
     options.py          options of a URL
+    page_changes.py     the pages that a tier stored and removed, for block events
     shares.py           tenants' shares of a tier
     lossy_tier.py       a tier that re-encodes pages inside another tier
     unit_tier.py        a tier that stores pages of HASH_TOKENS tokens inside another tier
-    wrapped_tier.py     the base of both
+    value_tier.py       a tier that stores the values of pages, for servers with different KV dtypes
+    wrapped_tier.py     the base of these
     stored_page.py      a tier's pages, for operators
     tiers_command.py    `kvloom tiers`
     workers.py          threads that run jobs in order
@@ -18,15 +20,16 @@
     testing/            the conformance suite and fault injection, for tests of tiers
 
 A new tier is one file with a `Tier` and a `parse_url`, and one row of `registry.SCHEMES` (or an entry point).
-See docs/tiers.md. Nothing here imports torch; the disk tier needs the package xxhash.
+See docs/tiers.md. This package does not import torch. The disk tier needs the package xxhash.
 """
 
 from .aligned_memory import aligned_bytes
 from .disk import DiskConfig, DiskTier
-from .encoding import CODINGS, Coding, Compression, PageFields, lossy_form
+from .encoding import CODINGS, Coding, Compression, PageFields, PageValues, lossy_form
 from .host import HostConfig, HostTier, Lease
 from .lossy_tier import LossyTier
 from .options import Options, redact_url, url_label
+from .page_changes import PageChange, PageChanges, SupportsChanges
 from .registry import (
     OpenTier,
     WritePolicy,
@@ -45,6 +48,7 @@ from .shares import Share, Shares, SupportsShares, tenant_shares
 from .tier import Form, Objects, Ranges, Tier, TierError, part_range
 from .transfer import Outcome, TierStats, Transfer, TransferCounts, failed_transfer
 from .unit_tier import UnitForm, UnitTier
+from .value_tier import ValueForm, ValueTier
 from .workers import Workers
 
 __all__ = [
@@ -62,10 +66,14 @@ __all__ = [
     "OpenTier",
     "Options",
     "Outcome",
+    "PageChange",
+    "PageChanges",
     "PageFields",
+    "PageValues",
     "Ranges",
     "Share",
     "Shares",
+    "SupportsChanges",
     "SupportsShares",
     "Tier",
     "TierError",
@@ -74,6 +82,8 @@ __all__ = [
     "TransferCounts",
     "UnitForm",
     "UnitTier",
+    "ValueForm",
+    "ValueTier",
     "Workers",
     "WritePolicy",
     "aligned_bytes",

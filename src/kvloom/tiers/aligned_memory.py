@@ -1,5 +1,4 @@
-"""Memory in whole blocks, which O_DIRECT and registered transfers need. This module does not depend on files or
-tiers."""
+"""Memory that starts and ends at block boundaries. O_DIRECT and registered transfers need such memory."""
 
 from __future__ import annotations
 

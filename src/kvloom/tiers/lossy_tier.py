@@ -47,8 +47,8 @@ class LossyTier(WrappedTier):
         return True
 
     def _encoded(self, objects: Objects) -> Objects:
-        """Returns the objects as the inner tier stores them. The exact and the lossy form of a page give the same
-        object.
+        """Returns the objects under which the inner tier stores re-encoded pages. The exact and the lossy form of a
+        page map to the same object.
         """
         if objects.group in self.exact_groups:
             form = replace(objects.form, exact=False)
@@ -95,8 +95,8 @@ class LossyTier(WrappedTier):
         return self._submit(transfer, work)
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Re-encodes and writes pages. A page that was read from this tier before loses up to half a quantisation
-        step more.
+        """Re-encodes pages and writes them. If a page was read from this tier before, re-encoding it adds an error
+        of up to half a quantisation step.
         """
         source.check(objects, writable=False)
         encoded = self._encoded(objects)
@@ -128,7 +128,8 @@ class LossyTier(WrappedTier):
 
 
 def parse_url(url: str) -> Opener:
-    """Parses `int8:` or `fp8:` before the URL of any other tier. Returns the function that opens the tier."""
+    """Parses a URL that consists of `int8:` or `fp8:` and the URL of another tier. Returns the function that opens
+    the tier."""
     coding, _, rest = url.partition(":")
     if scheme_of(rest) in CODINGS:
         raise ValueError(refused("lossy tier, lossy tier", url=url, coding=coding))

@@ -28,7 +28,7 @@ def url_label(url: str) -> str:
 
 
 class Options:
-    """The options of one URL. `url` has no password, and is used in messages."""
+    """The options of one URL. `url` is the URL without the password, for messages."""
 
     def __init__(self, url: str, query: str) -> None:
         self.url = redact_url(url)
@@ -55,7 +55,7 @@ class Options:
         return float(self._parse(name, default, float))
 
     def ttl(self) -> float:
-        """Returns the time to live of pages in seconds; 0 means that they never expire."""
+        """Returns the time to live of pages in seconds. 0 means that pages never expire."""
         ttl = self.seconds("ttl", 0)
         try:
             check_ttl(ttl)
@@ -78,7 +78,7 @@ class Options:
         raise ValueError(f"{self.url}: compression={value!r} is none of {', '.join(get_args(Compression))}")
 
     def reject_unknown(self) -> None:
-        """Raises ValueError if an option remains that no method has read."""
+        """Raises ValueError if the URL has an option that was not read."""
         if self._remaining:
             unknown, known = sorted(self._remaining), sorted([*self._known, "write"])
             raise ValueError(f"{self.url}: unknown options {', '.join(unknown)}; known: {', '.join(known)}")

@@ -67,8 +67,11 @@ SCHEMES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class OpenTier:
-    """A tier, and the time at which pages are written to it. "through": when the sequence that computed them ends.
-    "second-use": when a sequence that reused them ends. "back": when host memory is about to evict them.
+    """A tier and its write policy, which decides when pages are written to the tier.
+
+    - "through": when the sequence that computed the pages ends.
+    - "second-use": when a sequence that reused the pages ends.
+    - "back": when host memory is about to evict the pages.
     """
 
     tier: Tier
@@ -81,12 +84,13 @@ class OpenTier:
 
 
 def known_schemes() -> list[str]:
-    """Returns all URL schemes: those of this package, then those of entry points. Does not import tiers."""
+    """Returns all URL schemes. Schemes of this package come first, then schemes of entry points. Does not import
+    tiers."""
     return list(dict.fromkeys([*SCHEMES, *(point.name for point in entry_points(group=ENTRY_POINTS))]))
 
 
 def scheme_of(url: str) -> str:
-    """Returns the scheme before the first colon. Raises ValueError if no tier has it."""
+    """Returns the scheme before the first colon. Raises ValueError if no tier has this scheme."""
     scheme, colon, _ = url.partition(":")
     known = list(SCHEMES) if scheme in SCHEMES else known_schemes()
     if not colon or scheme not in known:
@@ -118,8 +122,8 @@ def find_parser(scheme: str) -> Parser:
 
 
 def parse_tier(url: str) -> Opener:
-    """Parses a URL. Returns the function that opens its tier. Raises ValueError; the message contains the URL without
-    its password.
+    """Parses a URL. Returns the function that opens its tier. Raises ValueError for an invalid URL. The message
+    contains the URL without its password.
     """
     parser = find_parser(scheme_of(url))
     try:
@@ -131,7 +135,7 @@ def parse_tier(url: str) -> Opener:
 
 
 def check_tiers(urls: Iterable[str]) -> None:
-    """Raises ValueError for a bad URL, or for URLs that cannot be combined. Opens nothing."""
+    """Raises ValueError for an invalid URL, or for URLs that cannot be combined. Opens no tier."""
     urls = list(urls)
     for url in urls:
         parse_tier(split_write_policy(url)[0])
@@ -141,21 +145,21 @@ def check_tiers(urls: Iterable[str]) -> None:
 
 
 def short_tier_names(names: Sequence[str]) -> list[str]:
-    """Returns the names of tiers without paths and addresses: disk, disk 2, redis."""
+    """Returns short names of tiers, without paths and addresses, for example disk, disk 2, redis."""
     kinds = [name.partition(":")[0] for name in names]
     before = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
     return [f"{kind} {count + 1}" if count else kind for kind, count in zip(kinds, before, strict=True)]
 
 
 def open_tier(url: str) -> Tier:
-    """Opens the tier of a URL. Raises ValueError for a bad URL, TierError if the tier cannot be opened."""
+    """Opens the tier of a URL. Raises ValueError for an invalid URL, and TierError if the tier cannot be opened."""
     return parse_tier(url)()
 
 
 def open_with_policy(url: str, shares: Shares | None = None) -> OpenTier:
-    """Opens a tier with its write policy: the option `write=through`, `second-use` or `back` of any URL.
+    """Opens a tier and reads its write policy from the URL option `write` (`through`, `second-use` or `back`).
 
-    If the tier supports shares, it enforces `shares`.
+    If the tier supports tenant shares, the tier enforces `shares`.
     """
     rest, policy = split_write_policy(url)
     tier = open_tier(rest)
@@ -169,8 +173,8 @@ def open_with_policy(url: str, shares: Shares | None = None) -> OpenTier:
 
 
 def split_write_policy(url: str) -> tuple[str, WritePolicy]:
-    """Returns the URL without its options `write` and `optional`, and the write policy. The default policy is `back`
-    for host memory that is not shared with other processes, else `through`.
+    """Returns the URL without its options `write` and `optional`, and the write policy. The default policy is
+    `back` for host memory that is not shared with other processes. For all other tiers it is `through`.
     """
     scheme = scheme_of(url)
     if url.count("?") > 1:

@@ -1,8 +1,8 @@
-"""Tenant shares of a tier: the fraction of the capacity that a tenant may use, and the fraction that others cannot
-evict.
+"""Tenant shares of a tier. A share sets how much of the capacity a tenant may use, and how much of it other tenants
+cannot evict.
 
-Shares are fractions, not bytes, so the same shares apply to every tier. All tenants without a share use one common
-account. The tier chooses the pages to evict.
+Shares are fractions of the capacity, so the same shares apply to every tier. All tenants without a share use one
+common account. The tier chooses the pages to evict.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHARED_OWNER = bytes(16)
 
 
 def tenant_owner(tenant: str) -> bytes:
-    """Returns the owner id of a tenant in stored data: a digest of its name."""
+    """Returns the id of a tenant in stored data, which is a digest of its name."""
     if not tenant:
         return SHARED_OWNER
     return blake2b(tenant.encode(), digest_size=len(SHARED_OWNER), person=b"kvloom.owner").digest()
@@ -29,8 +29,8 @@ def tenant_owner(tenant: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Fractions of a tier's capacity, from 0 to 1. A tenant may use `limit`. Others cannot evict the `guaranteed`
-    part.
+    """A tenant's fractions of the capacity of a tier, from 0 to 1. The tenant may use at most `limit`. Other
+    tenants cannot evict the `guaranteed` part.
     """
 
     limit: float = 1.0
@@ -69,12 +69,13 @@ class SupportsShares(Protocol):
         ...
 
     def used_by(self, tenant: str) -> int:
-        """Returns the bytes that a tenant uses. For a tenant without a share, returns those of the common account."""
+        """Returns the number of bytes that a tenant uses. For a tenant without a share, returns the bytes of the
+        common account."""
         ...
 
 
 def tenant_shares(tenants: Iterable[Tenant], pool_bytes: int) -> dict[str, Share]:
-    """Returns the shares of tenants as fractions of a pool. A quota of a tenth of the pool becomes a tenth of every
+    """Returns the shares of tenants. A quota becomes a fraction of the pool, and the same fraction applies to every
     tier.
 
     A tenant without quota and weight gets no share of its own.

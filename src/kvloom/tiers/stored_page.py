@@ -1,7 +1,7 @@
-"""The interface by which operators list, verify and drop the pages of a tier. It works without the block hashes of
-the pages.
+"""The interface through which operators list, verify and drop the pages of a tier. Callers do not need the block
+hashes of the pages.
 
-`disk/disk_pages.py` and `remote/redis_pages.py` implement it. `tiers_command.py` is the command.
+`disk/disk_pages.py` and `remote/redis_pages.py` implement this interface. `tiers_command.py` is the command.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _PROTECTS = {0: "none", 1: "encrypt", 2: "encrypt", 3: "authenticate"}
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """One stored page. `head` is None if it was not read. `tenant` is a digest of the tenant's name if the tier
-    separates tenants.
+    """One stored page. `head` is None if the head was not read. If the tier separates tenants, `tenant` is a digest
+    of the tenant's name.
 
-    `idle_seconds` is the time since the last use, or since the file was written. An expired page is older than the
-    TTL of the tier's URL.
+    `idle_seconds` is the time since the last use of the page, or since its file was written. A page is expired if
+    its age exceeds the TTL in the tier's URL.
     """
 
     key: bytes
@@ -37,7 +37,8 @@ class StoredPage:
 
     @property
     def format(self) -> str:
-        """The format in words: group and form (unless keys are derived), page size, compression, protection."""
+        """The format of the page in words: group, form, page size, compression and protection. If keys are derived,
+        group and form are unknown and left out."""
         if self.head is None:
             return "not read"
         size = self.head.runs * self.head.run_bytes
@@ -71,8 +72,8 @@ class StoredPages(Protocol):
         ...
 
     def owner_of(self, tenant: str) -> bytes:
-        """Returns the digest that `StoredPage.tenant` has for a tenant. Raises ValueError if the tier does not
-        separate tenants.
+        """Returns the digest in `StoredPage.tenant` for pages of this tenant. Raises ValueError if the tier does
+        not separate tenants.
         """
         ...
 

@@ -4,8 +4,8 @@ memory.
     object   block hash + group + form (byte layout)    one page, split into equal layer runs
     range    start of a page in the caller's buffer     a read may request some of the runs only
 
-A tier handles keys and bytes. It does not depend on layer kinds, tokens, devices or torch. It uses two properties of
-a tenant: its encryption key, and its share of the capacity.
+A tier handles keys and bytes. It does not depend on layer kinds, tokens, devices or torch. Of a tenant, a tier uses
+only the encryption key and the share of the capacity.
 """
 
 from __future__ import annotations
@@ -41,15 +41,17 @@ MAX_RUNS = 1 << 16
 
 
 class TierError(RuntimeError):
-    """A tier cannot be opened. The message states the remedy. Only opening a tier raises it."""
+    """Raised only when a tier cannot be opened. The message states the remedy."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """The byte layout of an object. Pages are shared only between equal forms, because the fingerprint covers every
-    field. `run_bytes` is the size of one layer's data. Checksums are per run, and a read requests whole runs. `shard`
-    and `layout` are free text (a parallel rank, the fingerprint of a page layout). `exact=False` marks re-encoded
-    (lossy) bytes.
+    """The byte layout of an object. Pages are shared only between equal forms, because the form's fingerprint
+    covers every field.
+
+    `run_bytes` is the size of one layer's data. Each run has a checksum, and a read requests whole runs. `shard`
+    and `layout` are free text, such as a parallel rank or the fingerprint of a page layout. `exact=False` marks
+    re-encoded (lossy) bytes.
     """
 
     dtype: str
@@ -90,8 +92,9 @@ class Form:
 @dataclass(frozen=True)
 class Objects:
     """A batch of objects of one group and form. Keys are computed once per batch, so reuse a batch if possible.
-    `tenant` selects the encryption key and the share (`shares.py`). Keys do not contain the tenant, because it
-    already salts the block hashes.
+
+    `tenant` selects the encryption key and the share (`shares.py`). Keys do not contain the tenant, because the
+    tenant already salts the block hashes.
     """
 
     block_hashes: Sequence[bytes]
@@ -124,7 +127,7 @@ class Objects:
 
 @dataclass(frozen=True)
 class Ranges:
-    """The start of each object's page in the caller's memory. Does not copy the buffer.
+    """The memory of a batch: a buffer, and the start of each object's page in the buffer. Does not copy the buffer.
 
     A disk tier reads directly into memory that is aligned to 4096 bytes.
     """
@@ -175,8 +178,8 @@ class Ranges:
 class Tier(Protocol):
     """A location for pages outside the device pool.
 
-    Every method is thread-safe and takes a batch. An invalid batch raises ValueError before any change. Faults of the
-    medium never raise; they are outcomes in the Transfer. The tier may access the ranges until the Transfer is
+    Every method is thread-safe and takes a batch. An invalid batch raises ValueError before any change. Faults of
+    the medium never raise. They are outcomes in the Transfer. The tier may access the ranges until the Transfer is
     `released`. If the outcome of a read is not OK, the bytes of its range are undefined. A tier may also support
     tenant shares (`SupportsShares`).
     """
@@ -208,14 +211,14 @@ class Tier(Protocol):
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
         """Reads bytes [start, stop) of every object into the same bytes of its range.
 
-        `part` must begin and end at run boundaries; None is the whole page. A tier serves reads in the order of the
-        calls, so the layers that are requested first arrive first.
+        `part` is (start, stop) and must begin and end at run boundaries. None means the whole page. A tier serves
+        reads in the order of the calls, so layers that are requested first arrive first.
         """
         ...
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Writes whole objects. OK means that the page is stored with the tier's guarantee (disk: durable). An object
-        that is already stored is OK.
+        """Writes whole objects. The outcome OK means that the page is stored. In a disk tier, it is then stored
+        durably. An object that is already stored also gets OK.
         """
         ...
 
@@ -226,15 +229,15 @@ class Tier(Protocol):
     def stats(self) -> TierStats: ...
 
     def close(self) -> None:
-        """Finishes or fails pending transfers in bounded time. Afterwards every lookup and read is a miss.
-        Idempotent.
+        """Finishes or fails pending transfers in bounded time. Afterwards every lookup and read is a miss. A second
+        call has no effect.
         """
         ...
 
 
 def part_range(form: Form, part: tuple[int, int] | None) -> tuple[int, int]:
-    """Returns the byte range of a part, or of the whole page for None. Raises ValueError if it is not on run
-    boundaries.
+    """Returns the byte range of `part`, or of the whole page if `part` is None. Raises ValueError if the range does
+    not begin and end at run boundaries.
     """
     if part is None:
         return 0, form.page_bytes

@@ -63,8 +63,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one subcommand. Returns 1 if `check` found a damaged page. Raises ValueError for a tier that cannot be
-    used.
+    """Runs one subcommand and returns the exit code. The code is 1 if `check` found a damaged page. Raises
+    ValueError if a tier cannot be used.
     """
     report = {"ls": _ls, "check": _check, "purge": _purge}[args.verb]
     found = []
@@ -96,7 +96,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _open_pages(url: str) -> StoredPages | None:
-    """Returns the pages of a tier, or None if its pages cannot be listed. A prefix such as `int8:` is ignored."""
+    """Returns the pages of a tier, or None if the tier cannot list its pages. A prefix such as `int8:` is ignored."""
     url, _ = split_write_policy(url)
     while scheme_of(url) in CODINGS:
         url = url.partition(":")[2]

@@ -1,7 +1,8 @@
 """A Transfer moves one batch of objects between two locations, with one outcome per object. `TransferCounts` counts
 outcomes.
 
-A failed, late or damaged object has an outcome and never raises; the caller recomputes it. Thread-safe.
+A failed, late or damaged object gets an outcome and does not raise. The caller recomputes such objects. All classes
+are thread-safe.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SHORT_LIST = 64
 
 
 class Outcome(IntEnum):
-    """The result of one object. Every value except OK is a miss, with its reason."""
+    """The result for one object. Every value except OK means a miss, and states its reason."""
 
     PENDING = 0
     OK = 1
@@ -51,7 +52,7 @@ _DESCRIPTIONS = {
 
 
 def describe_outcome(outcome: Outcome) -> str:
-    """Returns an outcome in words, for the reason of a Transfer."""
+    """Returns an outcome in words, for `Transfer.reason`."""
     return _DESCRIPTIONS.get(outcome, outcome.name.lower())
 
 
@@ -185,15 +186,15 @@ class Transfer:
             return self._changed.wait_for(lambda: self._pending == 0 and self._accesses == 0, timeout)
 
     def cancel(self) -> bool:
-        """Sets pending objects to LATE. Returns `released`. If it is False, the tier still uses the ranges."""
+        """Sets pending objects to LATE. Returns `released`. If the result is False, the tier still uses the ranges."""
         with self._changed:
             self._cancelled = True
         self.settle_pending(Outcome.LATE)
         return self.released
 
     def on_released(self, call: Callable[[], None]) -> None:
-        """Calls `call()` once when the transfer is released: at once, or later in a thread of the tier. `call` must
-        be short.
+        """Calls `call()` once when the transfer is released. If it is already released, calls at once, else later
+        in a thread of the tier. `call` must be short.
         """
         with self._changed:
             if self._pending or self._accesses:
@@ -212,8 +213,8 @@ class Transfer:
     # --- for the tier
 
     def begin_access(self) -> bool:
-        """Called by the tier before it accesses ranges. Returns False if the tier must not access them: the transfer
-        is cancelled or done.
+        """Returns whether the tier may access the ranges now. The tier calls this method before each access. The
+        result is False if the transfer is cancelled or done.
         """
         with self._changed:
             if self._cancelled or not self._pending:
@@ -245,7 +246,8 @@ class Transfer:
         self._notify()
 
     def _set_outcomes(self, which: npt.ArrayLike, outcome: int) -> int:
-        """Sets outcomes. Returns how many were pending. For a short list, a loop is faster than numpy calls."""
+        """Sets the outcome of those objects of `which` that are still pending, and returns their number. For a short
+        list, a loop is faster than numpy calls."""
         if isinstance(which, list) and len(which) <= _SHORT_LIST:
             results, count = self._view, 0
             for index in which:

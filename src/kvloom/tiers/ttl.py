@@ -23,13 +23,13 @@ def check_ttl(ttl: float) -> None:
 
 
 def expiry_cutoff(ttl: float) -> float:
-    """Returns the earliest time at which a page may have been stored. Earlier pages have expired."""
+    """Returns the cutoff time. Pages that were stored before this time have expired."""
     return now() - ttl if ttl else 0.0
 
 
 class Expiry:
-    """Decides which pages of a store have expired. A page of an earlier release has no time. It counts as stored when
-    this process opened the tier.
+    """Decides which pages of a store have expired. A page of an earlier release contains no write time. Its age
+    counts from the time when this process opened the tier.
     """
 
     def __init__(self, ttl: float = 0) -> None:

@@ -19,6 +19,7 @@ from kvloom.core import unit_hashes
 
 from .aligned_memory import aligned_bytes
 from .encoding import PageFields, join_units, split_units
+from .page_changes import PageChanges, SupportsChanges
 from .tier import Form, Objects, Ranges, Tier, part_range
 from .transfer import Outcome, Transfer
 from .wrapped_tier import WrappedTier
@@ -28,8 +29,8 @@ __all__ = ["UnitForm", "UnitTier"]
 
 @dataclass(frozen=True, slots=True)
 class UnitForm:
-    """How pages of one form are stored: each unit has the form `form` and the fields `unit`. `page` has the fields of
-    the whole page.
+    """How pages of one form are divided into smaller pages (units) for a tier. Each unit has the form `form` and the
+    fields `unit`. The whole page has the fields `page`.
     """
 
     form: Form
@@ -44,6 +45,15 @@ class UnitTier(WrappedTier):
         super().__init__(inner, threads)
         self._forms = dict(forms)
 
+    def watch(self) -> PageChanges | None:
+        """Records changes (see `SupportsChanges`). A change refers to a unit, not to a whole page."""
+        return self.inner.watch() if isinstance(self.inner, SupportsChanges) else None
+
+    def stored_form(self, form: Form) -> Form:
+        """Returns the form in which pages of `form` are stored."""
+        unit = self._unit_form(form)
+        return form if unit is None else unit.form
+
     def _unit_form(self, form: Form) -> UnitForm | None:
         found = self._forms.get(replace(form, exact=True))
         if found is None or form.exact:
@@ -52,7 +62,8 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _units(objects: Objects, unit: UnitForm) -> tuple[Objects, npt.NDArray[np.int64]]:
-        """Returns the units of all objects, and the index of each object's first unit, followed by the total."""
+        """Returns the units of all objects as one batch, and for each object the index of its first unit. The total
+        number of units follows as the last index."""
         hashes = [
             unit_hashes(block_hash) if unit.unit.tokens else (block_hash,)
             for block_hash in objects.block_hashes
@@ -127,7 +138,8 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _joined_outcomes(inner: Transfer, firsts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        """Returns the outcome of each object: OK if all its units are OK, else the outcome of a unit that is not."""
+        """Returns the outcome of each object. It is OK if all units of the object are OK. Otherwise it is the
+        outcome of a unit that is not OK."""
         return np.maximum.reduceat(inner.results, firsts[:-1]) if len(firsts) > 1 else inner.results
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Daemon threads that run jobs in order. They never keep the process from ending, even if a medium hangs.
+"""Daemon threads that run jobs in order. The process can exit even if a thread hangs in a call of a medium.
 
-Each thread gives its jobs scratch memory and a codec.
+Each thread passes its own scratch memory and codec to its jobs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ __all__ = ["Tools", "Workers"]
 
 
 class Tools:
-    """The scratch memory and codec of one thread, and the expiry of its tier."""
+    """What a worker thread of a tier needs to encode and decode pages: its scratch memory, its codec, and the expiry of
+    the tier's pages."""
 
     def __init__(self, codec: Codec, expiry: Expiry | None = None) -> None:
         self.codec, self.expiry = codec, expiry or Expiry()
@@ -37,7 +38,7 @@ Job = TypeVar("Job")
 
 
 class Workers(Generic[Job]):
-    """`count` threads that call `run(job)`. `run` must not raise."""
+    """`count` threads, each of which calls `run(job)` for one job after another. `run` must not raise."""
 
     def __init__(self, count: int, name: str, make_run: Callable[[], Callable[[Job], None]]) -> None:
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -57,7 +58,8 @@ class Workers(Generic[Job]):
         self._queue.put(job)
 
     def close(self, timeout: float) -> bool:
-        """Ends the threads after the submitted jobs. Returns False if some still run after `timeout` seconds."""
+        """Ends the threads after all submitted jobs have run. Returns False if some threads still run after
+        `timeout` seconds."""
         for _ in self._threads:
             self._queue.put(None)
         deadline = time.monotonic() + timeout

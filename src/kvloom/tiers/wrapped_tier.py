@@ -1,5 +1,5 @@
-"""The base of tiers that convert the pages of another tier. Conversions run in threads of their own, so a caller
-never waits for them.
+"""The base class of tiers that convert pages and store them in another tier. Separate threads do the conversion, so
+a caller never waits for it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _WAIT_SECONDS, _CLOSE_SECONDS = 60.0, 10.0
 
 
 class WrappedTier(Tier):
-    """Wraps the tier `inner`. `threads` threads convert its pages. A subclass implements lookup, read, write and
-    drop.
+    """Wraps the tier `inner`, and converts pages in `threads` threads. A subclass implements lookup, read, write
+    and drop.
     """
 
     def __init__(self, inner: Tier, threads: int = 2) -> None:
@@ -57,7 +57,7 @@ class WrappedTier(Tier):
         return self.inner.used_by(tenant) if isinstance(self.inner, SupportsShares) else 0
 
     def stats(self) -> TierStats:
-        """Returns the contents of the inner tier, with the transfer counts of this tier."""
+        """Returns the stats of the inner tier, but with the transfer counts of this tier."""
         inner = self.inner.stats()
         return self._transfer_counts.stats(
             inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes
@@ -96,7 +96,8 @@ class WrappedTier(Tier):
 
     @staticmethod
     def _wait(inner: Transfer) -> None:
-        """Waits for a transfer of the inner tier. Objects that are not done in time are late and not converted."""
+        """Waits for a transfer of the inner tier. Objects that are not done in time get the outcome LATE and are
+        not converted."""
         inner.wait(_WAIT_SECONDS)
         inner.cancel()
 

@@ -25,15 +25,17 @@ FATAL_TYPES = ("invalid_request_error", "authentication_error", "permission_erro
 
 
 class WorkerFailedError(Exception):
-    """The worker cannot finish the request. Another worker may be able to."""
+    """Raised if a worker cannot finish the request. Another worker may be able to."""
 
 
 class DivergedError(Exception):
-    """A continued answer differs from the text that the client has."""
+    """Raised if a continued answer differs from the text that the client has."""
 
 
 class AnswerStream:
-    """The events of a request. `hides_tokens` removes token ids, for a client that did not ask for them."""
+    """Forwards the events of one streamed answer from a worker to the client. Records the tokens sent so far, so that
+    another worker can continue the stream. With `hides_tokens`, token ids are removed, because the client did not ask
+    for them."""
 
     def __init__(self, hides_tokens: bool) -> None:
         self._tokens: list[int] = []
@@ -61,7 +63,7 @@ class AnswerStream:
     def feed(self, data: bytes) -> tuple[bytes, int]:
         """Return the bytes to send to the client after `data` of a worker, and the number of new tokens.
 
-        Raises WorkerFailedError for an error event of the worker, DivergedError for a different answer."""
+        Raises WorkerFailedError for an error event of the worker, and DivergedError for a different answer."""
         *events, self._buffer = (self._buffer + data).split(b"\n\n")
         out, count = [], 0
         for event in events:
@@ -136,7 +138,7 @@ class AnswerStream:
             self._sent[place] = self._sent.get(place, "") + owner[key]
 
     def _trim(self, choice: dict[str, Any]) -> bool:
-        """Remove the text that the client has from a choice. Returns whether something is left to send."""
+        """Remove the text that the client already has from a choice. Returns whether anything is left to send."""
         index = choice.get("index", 0)
         if index in self._finished:
             return False

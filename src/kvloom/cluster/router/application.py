@@ -1,8 +1,9 @@
 """The router's HTTP application.
 
-/v1/…                        forwarded to the best worker
-/v1/models, /health, /metrics, /workers
-/register, /unregister, /query     the indexer API of Mooncake's RFC 1403, so that other gateways can ask
+/v1/…                            forwarded to the best worker
+/v1/models, /health, /version, /metrics, /workers
+/dashboard, /kvloom/state        the fleet page, and its data
+/register, /unregister, /query   the indexer API of Mooncake's RFC 1403, for other gateways
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Iterator
+from importlib import metadata
 from typing import Any
 
 import msgspec
 
 from kvloom.serve.api import is_loopback
+from kvloom.serve.dashboard import HEADERS, file_type, page_files
 from kvloom.serve.errors import ApiError, bad_request, not_found
 
+from .call import Call
 from .fleet import Fleet, Offer
-from .proxy import Call, Proxy
+from .fleet_state import FleetState
+from .proxy import Proxy
 
 __all__ = ["RouterApplication"]
 
@@ -28,6 +33,7 @@ Send = Callable[[Any], Awaitable[None]]
 Receive = Callable[[], Awaitable[Any]]
 FORWARDED_PATHS = ("/v1/", "/tokenize", "/detokenize")
 DEAD_STATUS = 503
+PAGE_HEADERS = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
 
 class RouterApplication:
@@ -41,7 +47,8 @@ class RouterApplication:
         max_body: int = 64 << 20,
         is_public: bool = False,
     ) -> None:
-        self.fleet, self.proxy = fleet, proxy
+        self.fleet, self.proxy, self.state = fleet, proxy, FleetState(fleet, proxy)
+        self._files = page_files()
         self._admin_key, self._max_body, self._is_public = admin_key, max_body, is_public
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -75,7 +82,8 @@ class RouterApplication:
         self.proxy.counts.requests[key] = self.proxy.counts.requests.get(key, 0) + 1
 
     def _check_host(self, headers: dict[str, str]) -> None:
-        """On a loopback router, refuse foreign host names: a web page must not use it through a browser."""
+        """On a loopback router, refuse foreign host names, so that no web page can use the router through a
+        browser."""
         if self._is_public:
             return
         for name in (
@@ -129,6 +137,8 @@ class RouterApplication:
             alive = sum(worker.is_alive for worker in self.fleet.workers.values() if worker.url)
             status = 200 if alive else DEAD_STATUS
             await _json(send, {"status": "ok" if alive else "no worker", "workers": alive}, status)
+        elif method == "GET" and path == "/version":
+            await _json(send, {"version": metadata.version("kvloom")})
         elif method == "GET" and path == "/v1/models":
             await _json(send, {"object": "list", "data": self._models()})
         elif method == "GET" and path == "/metrics":
@@ -137,6 +147,16 @@ class RouterApplication:
         elif method == "GET" and path == "/workers":
             self._require_admin(headers)
             await _json(send, {"workers": [_worker(self.fleet, name) for name in self.fleet.workers]})
+        elif method == "GET" and path == "/kvloom/state":
+            self._require_admin(headers)
+            kept = [(b"content-type", b"application/json"), (b"cache-control", b"no-store"), *PAGE_HEADERS]
+            await _respond(send, 200, msgspec.json.encode(self.state.to_dict()), kept)
+        elif method == "GET" and path in ("/", "/dashboard/"):
+            await _respond(send, 307, b"", [(b"location", b"/dashboard"), *PAGE_HEADERS])
+        elif method == "GET" and (path == "/dashboard" or path.removeprefix("/dashboard/") in self._files):
+            name = "fleet.html" if path == "/dashboard" else path.removeprefix("/dashboard/")
+            kind = [(b"content-type", file_type(name).encode()), (b"cache-control", b"no-cache")]
+            await _respond(send, 200, self._files[name], [*kind, *PAGE_HEADERS])
         elif method == "POST" and path in ("/register", "/unregister", "/query"):
             self._require_admin(headers)
             asked = _json_object(await self._body(receive))
@@ -263,11 +283,21 @@ def _metrics(fleet: Fleet, proxy: Proxy) -> Iterator[str]:
         "prompt_tokens": counts.prompt_tokens,
         "expected_hit_tokens": counts.expected_hit_tokens,
         "hand_overs": counts.hand_overs,
+        "slo_refused": counts.slo_refused,
+        "copied_prefixes": proxy.replicator.copied,
+        "failed_copies": proxy.replicator.failed,
         "untokenised_prompts": proxy.reader.fallbacks,
         "worker_deaths": fleet.deaths,
     }
     for name, value in totals.items():
         yield f"# TYPE kvloom_router_{name}_total counter\nkvloom_router_{name}_total {value}\n"
+    for name, histogram in (("ttft", counts.ttft), ("overhead", counts.overhead)):
+        yield f"# TYPE kvloom_router_{name}_seconds histogram\n"
+        reached = 0
+        for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
+            reached += count
+            yield f'kvloom_router_{name}_seconds_bucket{{le="{bound}"}} {reached}\n'
+        yield f"kvloom_router_{name}_seconds_sum {histogram.total}\nkvloom_router_{name}_seconds_count {reached}\n"
     yield f"# TYPE kvloom_router_waiting gauge\nkvloom_router_waiting {proxy.queue.waiting}\n"
     yield f"# TYPE kvloom_router_running gauge\nkvloom_router_running {proxy.queue.running}\n"
     yield "# TYPE kvloom_router_worker_alive gauge\n"

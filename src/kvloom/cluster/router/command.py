@@ -24,6 +24,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     worker = "HTTP address of a worker (kvloom or vLLM), such as http://127.0.0.1:8001; repeatable; others may /register"
     add("--worker", action="append", default=[], type=server, metavar="URL", help=worker)
+    found = "URL whose host name has one address per worker, such as a headless service of Kubernetes; followed; repeatable"
+    add("--discover", action="append", default=[], type=server, metavar="URL", help=found)
+    worker_key = "API key with which the router checks its workers, where they require keys; clients send their own (default: $KVLOOM_WORKER_KEY)"
+    add("--worker-key", metavar="KEY", help=worker_key)
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add(
         "--port",
@@ -40,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="DIR", help=folder)
     text = "do not tokenise: route texts and chats by their string prefix"
     add("--no-tokenize", action="store_true", help=text)
-    key = f"key of /register, /unregister, /query and /workers; needed with a public --host (default: ${ADMIN_KEY})"
+    key = f"key of /register, /unregister, /query, /workers and the dashboard; needed with a public --host (default: ${ADMIN_KEY})"
     add("--admin-key", metavar="KEY", help=key)
     inflight = "requests of one worker at once; beyond that they wait, and tenants take turns (default: 256)"
     add("--inflight", type=whole(1), default=256, metavar="N", help=inflight)
@@ -60,6 +64,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     deadline = "seconds after which a request ends with an error (default: 600)"
     add("--deadline-seconds", type=number(0, above=True), default=600.0, metavar="S", help=deadline)
+    wait = "seconds that a request waits while no worker can take it, such as during a restart (default: 30; 0: refuse at once)"
+    add("--wait-seconds", type=number(0), default=30.0, metavar="S", help=wait)
     silent = "seconds without data after which a stream continues on another worker (default: 30)"
     add("--silent-seconds", type=number(0, above=True), default=30.0, metavar="S", help=silent)
     add(
@@ -73,6 +79,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="gain of a session's last worker in the score (default: 0.05)")  # fmt: skip
     add("--overload-seconds", type=number(0), default=2.0, metavar="S",
         help="backlog above the least one from which affinity yields (default: 2)")  # fmt: skip
+    copies = "workers that have a hot prefix: the router copies it from one to another, so that no death loses it (default: 1: no copies)"
+    add("--copies", type=whole(1), default=1, metavar="N", help=copies)
+    add(
+        "--hot-hits",
+        type=whole(1),
+        default=3,
+        metavar="N",
+        help="hits from which a prefix is hot (default: 3)",
+    )
     level = "least severe messages to log (default: info)"
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=level)
     add(
@@ -101,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
         args.deadline_seconds,
         args.silent_seconds,
         args.route,
+        args.wait_seconds,
     )
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     listener = socket.create_server((args.host, args.port), family=family, backlog=2048)
@@ -137,26 +153,36 @@ async def _serve(
     from .fleet import Fleet
     from .prompt_keys import PromptReader
     from .proxy import Proxy
+    from .replication import ReplicationOptions
     from .scoring import ScoringOptions
 
     scoring = ScoringOptions(affinity_seconds=args.affinity_seconds, overload_seconds=args.overload_seconds)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
-        fleet = Fleet(session, scoring)
-        proxy = Proxy(fleet, PromptReader(fleet, args.tokenizer, not args.no_tokenize), options)
+        fleet = Fleet(session, scoring, args.worker_key)
+        reader = PromptReader(fleet, args.tokenizer, not args.no_tokenize)
+        proxy = Proxy(fleet, reader, options, ReplicationOptions(args.copies, args.hot_hits))
         for url in args.worker:
-            fleet.add(url, is_static=True)
-        config.app = RouterApplication(fleet, proxy, key, args.max_body, is_public)
+            fleet.add(url)
+        for url in args.discover:
+            fleet.discover(url)
+        config.app = application = RouterApplication(fleet, proxy, key, args.max_body, is_public)
         host, port = listener.getsockname()[:2]
         logging.getLogger("kvloom.router").info(
-            "routing on http://%s:%d over %d workers", host, port, len(args.worker)
+            "routing on http://%s:%d over %d workers; the fleet is at /dashboard",
+            host,
+            port,
+            len(args.worker),
         )
+        samples = asyncio.create_task(application.state.run())
         try:
             await uvicorn.Server(config).serve(sockets=[listener])
         finally:
+            samples.cancel()
+            proxy.replicator.close()
             await fleet.close()
     return 0
 
 
 async def _placeholder(*_: object) -> None:
-    """The application until the real one is set."""
+    """A stand-in for the application until it is set."""

@@ -14,12 +14,12 @@ __all__ = ["FairQueue", "QueueFullError"]
 
 
 class QueueFullError(Exception):
-    """Too many requests wait."""
+    """Raised if too many requests wait."""
 
 
 class FairQueue:
-    """At most `places` requests run at once, and at most `limit` wait. The caller calls `resize` when workers come or
-    go."""
+    """Admits requests. At most `places` requests run at once, and at most `limit` wait. The caller calls `resize`
+    when workers come or go."""
 
     def __init__(self, places: int, limit: int = 10_000) -> None:
         self.places, self.limit = places, limit

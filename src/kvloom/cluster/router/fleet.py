@@ -1,42 +1,55 @@
-"""The workers of a router: membership, health, and what each serves.
+"""The workers of a router: membership, health, and the models of each worker.
 
-    --worker URL, /register ──▶ Worker ──▶ GET /kvloom/worker or /v1/models, every second: alive? models, hashes, load
-                                  └──────▶ Subscriber: its events into the index of its model
+    --worker, --discover, /register ──▶ Worker ──▶ GET /kvloom/worker or /v1/models, every second: alive? models, hashes, load
+                                          └──────▶ Subscriber: its events into the index of its model
 
-A worker that fails a request or two checks is dead until a check succeeds. Its streams continue on others. A dead worker's blocks are
-forgotten, because a restarted worker has none; its events bring back what it has.
+If a worker fails a request or two checks, it is dead until a check succeeds. Its streams continue on other workers.
+The blocks of a dead worker are removed from the index, because a restarted worker has none. Later events add its
+blocks again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
-from kvloom.core import HASH_TOKENS, root_hash
+from kvloom.core import HASH_TOKENS, Histogram, Objective, root_hash
 from kvloom.events_wire import EventBatch, Subscriber
 
 from .fleet_index import FleetIndex, Group
 from .scoring import Scorer, ScoringOptions, SpeedModel, WorkerLoad
 
-__all__ = ["Fleet", "ServedModel", "Worker"]
+__all__ = ["Fleet", "Offer", "ServedModel", "Worker"]
 
 log = logging.getLogger("kvloom.router")
+LATENCY_SECONDS = (0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08,
+                   0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)  # fmt: skip
+"""Bounds of the router's histograms. Its own time is below a millisecond, but a first token may take minutes."""
 CHECK_SECONDS = 1.0
 CHECK_TIMEOUT = 3.0
+DISCOVER_SECONDS = 2.0
+FAILED_RESOLUTIONS = 5
+"""Resolutions in a row without its address after which a dead worker is removed."""
 FAILED_CHECKS = 2
 """Failed checks in a row after which a worker is dead."""
 
 
 @dataclass(slots=True)
 class Offer:
-    """A model on one worker: the model's part of block hashes (None: a foreign worker), its layer groups, pool and events."""
+    """A model that one worker serves, as the worker reports it to the router.
+
+    `hash_model` is the model's name in block hashes. It is None if the worker is not kvloom (such as vLLM), or did not
+    state it. The router then hashes the published tokens itself. `capacity` is the size of the pool in tokens.
+    `events` and `replay` are the addresses of the event stream."""
 
     hash_model: str | None = None
     groups: tuple[Group, ...] = (Group(),)
@@ -44,18 +57,42 @@ class Offer:
     events: str | None = None
     replay: str | None = None
     role: str = "both"
-    """What the worker does: "prefill", "decode" or "both"."""
+    """Role of the worker: "prefill", "decode" or "both"."""
     peer: str | None = None
     """Address, `host:port`, at which other workers read its pages."""
+    reads: tuple[str, ...] = ()
+    """Addresses of the peers from which it reads pages."""
+    load: dict[str, Any] = field(default_factory=dict)
+    """Load, hits and tiers of the engine, from the last report of the worker."""
+    step_times: tuple[float, ...] = ()
+    """Coefficients of its step times; empty if it has not measured enough steps."""
+    token_budget: int = 0
+    objective: Objective = field(default_factory=Objective)
+    """Objective of requests that have none of their own."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """Counters of the requests that this router sent to one worker, and a histogram of their times to first token."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    expected_hit_tokens: int = 0
+    failures: int = 0
+    prefills: dict[str, int] = field(default_factory=dict)
+    """Prompts that the worker computed for others, by decode worker."""
+    ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
+    """Times to first token of streams, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker. `url` is "" for an instance that is only followed, not routed to."""
+    """One worker. `url` is "" for an instance that is followed but gets no requests."""
 
     name: str
     url: str
-    is_static: bool = False
+    origin: str = ""
+    """The URL whose host name led to the worker, if it was discovered."""
     is_alive: bool = False
     is_kvloom: bool = False
     models: dict[str, Offer] = field(default_factory=dict)
@@ -63,30 +100,40 @@ class Worker:
     """Models and events that a registration stated."""
     failed_checks: int = 0
     open_requests: int = 0
-    """Requests that the worker itself reports, those of other routers included."""
+    """Open requests that the worker itself reports, including requests of other routers."""
+    foreign_requests: int = 0
+    """Those of other routers, when the worker reported. The requests of this router change meanwhile."""
     streams: set[Callable[[], None]] = field(default_factory=set)
-    """Aborts the requests that are running on it."""
+    """Functions that abort the requests running on the worker."""
     subscribers: dict[str, tuple[Subscriber, asyncio.Task[None]]] = field(default_factory=dict)
     check: asyncio.Task[None] | None = None
+    sent: Sent = field(default_factory=Sent)
 
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """A model and the workers that serve it: its index, its scorer, and what text prompts say without a tokenizer."""
+    """What the router stores for one model: the index of cached blocks on all workers that serve it, and the scorer
+    that chooses among these workers."""
 
     name: str
     index: FleetIndex
     scorer: Scorer
     speed: SpeedModel = field(default_factory=SpeedModel)
     texts: FleetIndex = field(default_factory=FleetIndex)
-    """Prefixes of texts that were sent to workers: the fallback where prompts cannot be tokenised."""
+    """Prefixes of texts that were sent to workers. They are used if prompts cannot be tokenised."""
 
 
 class Fleet:
-    """All workers of a router. `run` checks them until cancelled. One event loop uses it."""
+    """Adds, checks and removes the workers of a router, and follows their events. `run` checks the workers until it is
+    cancelled. Must be used by one event loop."""
 
-    def __init__(self, session: aiohttp.ClientSession, options: ScoringOptions | None = None) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, options: ScoringOptions | None = None, key: str | None = None
+    ) -> None:
         self.session = session
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        """With the key of checks, where workers require one."""
+        self._discoveries: list[asyncio.Task[None]] = []
         self.workers: dict[str, Worker] = {}
         self.models: dict[str, ServedModel] = {}
         self.deaths = 0
@@ -94,18 +141,18 @@ class Fleet:
 
     # -- membership -------------------------------------------------------------------------------
 
-    def add(self, url: str, name: str | None = None, is_static: bool = False) -> Worker:
-        """Add a worker by its HTTP address; one that is known stays. Its checks begin."""
+    def add(self, url: str, name: str | None = None) -> Worker:
+        """Add a worker by its HTTP address, and start to check it. A known worker stays unchanged."""
         name = name or url
         worker = self.workers.get(name)
         if worker is None:
-            worker = self.workers[name] = Worker(name, url, is_static)
+            worker = self.workers[name] = Worker(name, url)
             if url:
                 worker.check = asyncio.create_task(self._keep_checking(worker))
         return worker
 
     async def remove(self, name: str) -> bool:
-        """Remove a worker. Its streams continue on others. Returns whether it was known."""
+        """Remove a worker. Its streams continue on other workers. Returns whether the worker was known."""
         worker = self.workers.pop(name, None)
         if worker is None:
             return False
@@ -118,18 +165,55 @@ class Fleet:
 
     async def close(self) -> None:
         """Stop all checks and subscriptions."""
+        for task in self._discoveries:
+            task.cancel()
         for worker in self.workers.values():
-            for task in (worker.check, *(task for _, task in worker.subscribers.values())):
-                if task is not None:
-                    task.cancel()
+            for one in (worker.check, *(task for _, task in worker.subscribers.values())):
+                if one is not None:
+                    one.cancel()
+
+    # -- discovery ----------------------------------------------------------------------------------
+
+    def discover(self, url: str) -> None:
+        """Add a worker for every address of the host name in `url`. Regularly look up the addresses again, to add
+        new workers and remove dead ones."""
+        self._discoveries.append(asyncio.create_task(self._keep_discovering(url)))
+
+    async def _keep_discovering(self, url: str) -> None:
+        missing: dict[str, int] = {}
+        while True:
+            try:
+                found = await self._resolve(url)
+            except OSError as error:  # a name without workers may have no address at all
+                log.debug("resolving %s failed: %s", url, error)
+                found = set()
+            for one in found - self.workers.keys():
+                self.add(one).origin = url
+            known = [name for name, worker in self.workers.items() if worker.origin == url]
+            missing = {name: missing.get(name, 0) + 1 for name in known if name not in found}
+            for name, count in missing.items():
+                # A name server may fail for a while: a worker that answers stays.
+                if count >= FAILED_RESOLUTIONS and not self.workers[name].is_alive:
+                    await self.remove(name)
+            await asyncio.sleep(DISCOVER_SECONDS)
+
+    @staticmethod
+    async def _resolve(url: str) -> set[str]:
+        """Return one URL per address of a URL's host name."""
+        parts = urlsplit(url)
+        loop = asyncio.get_running_loop()
+        infos = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
+        hosts = {f"[{info[4][0]}]" if ":" in str(info[4][0]) else info[4][0] for info in infos}
+        return {f"{parts.scheme}://{host}:{parts.port or 80}" for host in hosts}
 
     def candidates(self, model: str) -> list[str]:
-        """Return the names of living workers that answer requests for a model. Prefill workers do so only if there are no others."""
+        """Return the names of living workers that answer requests for a model. Prefill workers are included only if
+        there are no others."""
         alive = [w for w in self.workers.values() if w.is_alive and w.url and model in w.models]
         return [w.name for w in alive if w.models[model].role != "prefill"] or [w.name for w in alive]
 
     def prefill_workers(self, model: str) -> list[str]:
-        """Return the names of living prefill workers of a model whose pages others can read."""
+        """Return the names of living prefill workers of a model whose pages other workers can read."""
         alive = [w for w in self.workers.values() if w.is_alive and w.url and model in w.models]
         return [w.name for w in alive if w.models[model].role == "prefill" and w.models[model].peer]
 
@@ -144,7 +228,7 @@ class Fleet:
             await asyncio.sleep(CHECK_SECONDS)
 
     async def check(self, worker: Worker) -> None:
-        """Ask a worker for its state once."""
+        """Query the state of a worker once."""
         try:
             offers = await self._ask(worker)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError) as error:
@@ -162,24 +246,31 @@ class Fleet:
                     await self._withdraw(worker, model)
                 self._offer(worker, model, offer)
             else:
-                known.role, known.peer = offer.role, offer.peer  # the role may change while serving
+                # The role may change while serving.
+                known.role, known.peer, known.load = offer.role, offer.peer, offer.load
+                known.step_times, known.objective = offer.step_times, offer.objective
         if not worker.is_alive and offers:
             worker.is_alive = True
             log.info("worker %s is alive: %s", worker.name, ", ".join(offers))
 
     async def _ask(self, worker: Worker) -> dict[str, Offer]:
-        """Return the models that a worker offers. Raises if it is not healthy."""
+        """Return the models that a worker serves. Raises if the worker is not healthy."""
         timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT)
-        async with self.session.get(f"{worker.url}/kvloom/worker", timeout=timeout) as answer:
+        async with self.session.get(
+            f"{worker.url}/kvloom/worker", timeout=timeout, headers=self._headers
+        ) as answer:
             if answer.status == 200:
                 found = msgspec.json.decode(await answer.read())
                 worker.is_kvloom = True
                 worker.open_requests = int(found.get("open_requests", 0))
+                worker.foreign_requests = max(0, worker.open_requests - len(worker.streams))
                 return {one["id"]: _offer(one) for one in found["models"] if one["status"] == "ok"}
         async with self.session.get(f"{worker.url}/health", timeout=timeout) as answer:
             if answer.status != 200:
                 raise ValueError(f"/health returned {answer.status}")
-        async with self.session.get(f"{worker.url}/v1/models", timeout=timeout) as answer:
+        async with self.session.get(
+            f"{worker.url}/v1/models", timeout=timeout, headers=self._headers
+        ) as answer:
             found = msgspec.json.decode(await answer.read())
         return {one["id"]: worker.given.get(one["id"], Offer()) for one in found["data"]}
 
@@ -190,7 +281,7 @@ class Fleet:
 
     def _died(self, worker: Worker, why: str) -> None:
         worker.is_alive = False
-        worker.open_requests = 0
+        worker.open_requests = worker.foreign_requests = 0
         self.deaths += 1
         log.warning("worker %s is dead: %s", worker.name, why)
         for abort in list(worker.streams):
@@ -223,7 +314,7 @@ class Fleet:
             worker.subscribers[model] = subscriber, task
 
     async def _withdraw(self, worker: Worker, model: str) -> None:
-        """A worker serves a model no more: forget its blocks, in steps."""
+        """Remove the blocks of a worker that no longer serves a model, in steps."""
         worker.models.pop(model, None)
         following = worker.subscribers.pop(model, None)
         if following is not None:
@@ -237,7 +328,7 @@ class Fleet:
                 await asyncio.sleep(0)
 
     def register(self, name: str, url: str, model: str, offer: Offer) -> None:
-        """Add an instance by /register: routed to if it has a URL, only followed otherwise."""
+        """Add an instance by /register. With a URL it gets requests, otherwise it is only followed."""
         worker = self.add(url, name)
         worker.given[model] = offer
         if not url:
@@ -272,9 +363,14 @@ def _offer(found: dict[str, Any]) -> Offer:
         found["replay"],
         found.get("role", "both"),
         found.get("peer"),
+        tuple(found.get("reads") or ()),
+        found.get("load") or {},
+        tuple(float(one) for one in found.get("step_times") or ()),
+        int(found.get("token_budget") or 0),
+        Objective(found.get("slo_ttft"), found.get("slo_tbt")),
     )
 
 
 def now() -> float:
-    """Return the router's clock."""
+    """Return the router's time in seconds."""
     return time.monotonic()

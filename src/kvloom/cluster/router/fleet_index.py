@@ -60,10 +60,10 @@ class Group:
 
 @dataclass(slots=True)
 class WorkerBlocks:
-    """One worker's part of the index.
+    """What the index stores about one worker, in addition to its blocks.
 
-    `trusts_hashes` states that the worker's block hashes are those of `kvloom.core`. A worker with other hashes, such
-    as vLLM, is foreign: the router hashes the tokens of its events itself, starting from `root`. `names` maps a
+    `trusts_hashes` states that the worker's block hashes are those of `kvloom.core`. A worker with other hashes,
+    such as vLLM, is foreign. The router then hashes the tokens of its events, starting from `root`. `names` maps a
     foreign hash to the router's hashes of the same block."""
 
     number: int
@@ -95,6 +95,12 @@ class FleetIndex:
     @property
     def workers(self) -> Iterable[str]:
         return self._workers.keys()
+
+    def counts(self, worker: str) -> dict[str, int]:
+        """Return the number of blocks of a worker in each medium, from its events."""
+        blocks = self._workers.get(worker)
+        place = "" if blocks is None else str(blocks.number)
+        return {medium: index.count(place) for medium, index in self._media.items()}
 
     def add(self, worker: str, trusts_hashes: bool = True, root: bytes = bytes(HASH_BYTES)) -> None:
         """Add a worker without blocks. Does nothing if the index has the worker."""
@@ -154,8 +160,8 @@ class FleetIndex:
                     index.dropped(_integers(event.block_hashes), groups, place)
 
     def _group(self, index: int | None, kind: str | None, blocks: WorkerBlocks) -> int | None:
-        """Return the layer group of an event, or None if the index leaves it out. For foreign workers, the index has
-        only the groups with MAIN_KINDS, as group 0."""
+        """Return the layer group of an event, or None if the index leaves out the group. For a foreign worker, the
+        index has only groups with MAIN_KINDS, and numbers them as group 0."""
         if blocks.trusts_hashes:
             index = index or 0
             return index if index in self._known else None
@@ -177,7 +183,7 @@ class FleetIndex:
         index.stored(wire_hash(root), wire_hashes(chain), (0,), str(blocks.number))
 
     def clear(self, worker: str) -> None:
-        """Forget the blocks of a worker that restarted, or whose events were lost. O(blocks of all workers)."""
+        """Remove the blocks of a worker that restarted, or whose events were lost. O(blocks of all workers)."""
         blocks = self._workers[worker]
         blocks.names.clear()
         for index in self._media.values():
@@ -198,7 +204,7 @@ class FleetIndex:
             self._expected.dropped([order.popitem(last=False)[0]], (0,), place)
 
     def arrived(self, worker: str, hashes: Iterable[int]) -> None:
-        """Remove blocks from the expected ones, because events report them now. Does nothing for a worker without
+        """Remove blocks from the expected blocks, because events report them now. Does nothing for a worker without
         events."""
         blocks = self._workers.get(worker)
         if blocks is not None and blocks.has_events:
@@ -206,8 +212,8 @@ class FleetIndex:
             self._expected.dropped(gone, (0,), str(blocks.number))
 
     def lengths(self, hashes: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return, for each worker, the tokens of a prompt that it has, as one number per entry of MEDIA. Each number
-        counts the medium and all nearer media, so the numbers never decrease. For the cost see
+        """Return, for each worker, the number of prompt tokens that it has, as one number per entry of MEDIA. Each
+        number counts the medium and all nearer media, so the numbers never decrease. For the cost see
         `HashIndex.lengths`."""
         gpu = self._media[GPU]
         bits = gpu.bits(hashes)

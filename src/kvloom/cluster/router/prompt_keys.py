@@ -1,4 +1,4 @@
-"""Computes the block hashes of a prompt from the request's JSON. They equal those of the workers.
+"""Computes the block hashes of a prompt from the request's JSON. They equal the hashes of the workers.
 
 token ids in the request ──────────────────────────────▶ hashes of every root that workers use
 text or chat ──▶ local tokenizer, or a worker's /tokenize ──▶ "
@@ -44,8 +44,8 @@ class PromptKeys:
     """Number of tokens. It is an estimate if only the text is known."""
 
     def hashes(self, root: bytes) -> list[int]:
-        """Return the block hashes of the prompt for a root hash, or none if its tokens are unknown. About 0.2 µs per
-        block."""
+        """Return the block hashes of the prompt for a root hash. Returns an empty list if its tokens are unknown.
+        Takes about 0.2 µs per block."""
         return [] if self.tokens is None else wire_hashes(hash_chain(root, self.tokens))
 
 
@@ -67,7 +67,7 @@ class PromptReader:
         """Prompts that were not tokenised."""
 
     async def read(self, body: dict[str, Any], headers: dict[str, str]) -> PromptKeys:
-        """Return the prompt of a request. Does not raise: an invalid prompt has no tokens, and a worker rejects it."""
+        """Return the prompt of a request. Does not raise. An invalid prompt has no tokens, and a worker rejects it."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
             prompt = prompt[0]  # several prompts go to one worker; the first decides
@@ -109,7 +109,7 @@ class PromptReader:
         return PromptKeys(tokens, [], len(tokens) // TOKEN_BYTES)
 
     async def _tokenize(self, request: bytes, model: Any, headers: dict[str, str]) -> bytes | None:
-        """Ask the worker with the fewest requests for the tokens. Returns None if it does not answer in time."""
+        """Request the tokens from the worker with the fewest requests. Returns None if it does not answer in time."""
         able = [
             w
             for w in self._fleet.workers.values()

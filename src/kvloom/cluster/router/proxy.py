@@ -1,12 +1,15 @@
-"""Sends requests to workers: choose, forward, stream back; another worker if one fails.
+"""Sends requests to workers. Chooses a worker, forwards the request and streams the answer back. If the worker fails, chooses
+another one.
 
 | failure                                     | what happens                                                                        |
 |---------------------------------------------|-------------------------------------------------------------------------------------|
 | no connection, 502, 503, 429 of a worker    | the next best worker; the last answer if all refuse                                  |
+| no worker can meet the objective            | 429 with the best prediction, without asking workers                                 |
 | a prefill worker fails                      | the decode worker computes the tokens whose pages it has not got                      |
 | a worker dies before its answer             | the request goes to another worker                                                   |
 | a worker dies in a stream                   | another worker continues after the tokens so far; the client sees one stream          |
-| no worker left, too many attempts, deadline | an error with the reason: a status before the stream, an event in it                 |
+| no worker left                              | the request waits for one that comes back                                            |
+| too many attempts, deadline                 | an error with the reason: a status before the stream, an event in it                 |
 """
 
 from __future__ import annotations
@@ -15,30 +18,37 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from kvloom.core import SECONDS, Histogram
-from kvloom.serve.errors import ApiError
+from kvloom.core import Decision, Histogram, Objective, Prediction, Verdict
+from kvloom.serve.errors import ApiError, slo_not_met
 
 from .answer_stream import AnswerStream, DivergedError, WorkerFailedError
+from .call import FORWARDED, Call
 from .fair_queue import FairQueue, QueueFullError
-from .fleet import Fleet, ServedModel, Worker, now
-from .prompt_keys import PromptKeys, PromptReader, roots_of
+from .fleet import LATENCY_SECONDS, Fleet, ServedModel, Worker, now
+from .objectives import admissible, objective_of, predict
+from .prompt_keys import PromptReader, roots_of
+from .replication import ReplicationOptions, Replicator
 from .scoring import Choice
 
-__all__ = ["Call", "Proxy", "ProxyOptions"]
+__all__ = ["Proxy", "ProxyOptions"]
 
 log = logging.getLogger("kvloom.router")
 Send = Callable[[Any], Awaitable[None]]
 STREAMED = ("/v1/completions", "/v1/chat/completions")
 """Endpoints whose streams continue on another worker."""
 TRY_ANOTHER = (429, 502, 503)
+AWAY = ("engine_loading", "engine_died", "draining", "server_stopping", "unloading")
+"""Error codes of a worker that will be back, or that others replace."""
+WAIT_STEP = 0.1
+"""Seconds between two looks for a worker."""
 HAND_OVER_TOKENS = 256
-"""A decode worker computes fewer tokens than this itself: it takes one step."""
+"""A decode worker computes fewer tokens than this itself, because they take only one step."""
 LEFT_OUT = (
     "max_completion_tokens",
     "min_tokens",
@@ -47,26 +57,20 @@ LEFT_OUT = (
     "use_beam_search",
     "beam_width",
     "end_session",
+    "slo",
 )
-"""Fields that have no meaning for the prefill of a request."""
-FORWARDED = (
-    "authorization",
-    "x-api-key",
-    "content-type",
-    "accept",
-    "x-request-id",
-    "traceparent",
-    "anthropic-version",
-)
+"""Request fields that are not sent to the prefill worker."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
-    """Limits of a router. `inflight` requests per worker run at once; more wait, and tenants take turns.
+    """Limits of a router. At most `inflight` requests run on each worker at once. Further requests wait, and
+    tenants take turns.
 
-    A request ends after `deadline_seconds`, or after `attempts` workers. A worker is given up if it sends nothing for
-    `silent_seconds` in a stream that has begun."""
+    A request ends after `deadline_seconds`, or after `attempts` workers have failed. In a stream that has begun, the
+    router gives up a worker that sends nothing for `silent_seconds`. While no worker can take a request, the request
+    waits up to `wait_seconds` for a worker that returns."""
 
     inflight: int = 256
     queue: int = 10_000
@@ -74,41 +78,12 @@ class ProxyOptions:
     deadline_seconds: float = 600.0
     silent_seconds: float = 30.0
     route: str = "kv"
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One request of a client."""
-
-    path: str
-    headers: dict[str, str]
-    body: dict[str, Any]
-    raw: bytes
-    model: str = ""
-    tenant: str = ""
-    at: float = field(default_factory=now)
-    keys: PromptKeys | None = None
-    hashes: dict[str, list[int]] = field(default_factory=dict)
-    """Block hashes by worker."""
-    tried: set[str] = field(default_factory=set)
-    lossy: bool = False
-
-    @property
-    def is_stream(self) -> bool:
-        return self.body.get("stream") is True
-
-    @property
-    def session(self) -> str | None:
-        """What the client calls its session."""
-        for found in (self.body.get("session_id"), self.headers.get("x-session-id"), self.body.get("user")):
-            if isinstance(found, str) and found:
-                return f"{self.tenant}\0{found}"
-        return None
+    wait_seconds: float = 30.0
 
 
 @dataclass(slots=True)
 class Counts:
-    """What a router counts."""
+    """The counters of a router."""
 
     requests: dict[tuple[str, int], int] = field(default_factory=dict)
     failovers: int = 0
@@ -118,19 +93,32 @@ class Counts:
     expected_hit_tokens: int = 0
     hand_overs: int = 0
     """Requests whose prompt a prefill worker computes."""
-    overhead: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    ttft: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    slo_refused: int = 0
+    """Requests that no worker could serve within their objective."""
+    overhead: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
+    ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
 
 
 class _AbortedError(Exception):
-    """The worker of an attempt died."""
+    """Raised if the worker of an attempt died."""
+
+
+class _UnreachableError(_AbortedError):
+    """The worker of an attempt accepted no connection: the call cannot be the reason."""
 
 
 class Proxy:
-    """Serves calls over a fleet."""
+    """Forwards the calls of clients to the workers of a fleet."""
 
-    def __init__(self, fleet: Fleet, reader: PromptReader, options: ProxyOptions | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        reader: PromptReader,
+        options: ProxyOptions | None = None,
+        replication: ReplicationOptions | None = None,
+    ) -> None:
         self.fleet, self.reader, self.options = fleet, reader, options or ProxyOptions()
+        self.replicator = Replicator(fleet, replication)
         self.queue = FairQueue(self.options.inflight, self.options.queue)
         self.counts = Counts()
         self._tenants: dict[str, str] = {}
@@ -138,7 +126,7 @@ class Proxy:
 
     async def serve(self, call: Call, send: Send) -> None:
         """Answer a call. Raises ApiError before anything was sent."""
-        call.model = self._model(call)
+        call.model = await self._find_model(call)
         call.tenant = await self._tenant(call)
         call.keys = await self.reader.read(
             call.body, {n: v for n, v in call.headers.items() if n in FORWARDED}
@@ -162,6 +150,16 @@ class Proxy:
         finally:
             self.queue.leave()
 
+    async def _find_model(self, call: Call) -> str:
+        """Return the model of a call. Waits while no worker is alive: the router or the workers may have just started."""
+        limit = min(self.options.wait_seconds, self.options.deadline_seconds)
+        for _ in range(int(limit / WAIT_STEP)):
+            workers = self.fleet.workers.values()
+            if not workers or any(worker.is_alive for worker in workers):
+                break
+            await asyncio.sleep(WAIT_STEP)
+        return self._model(call)
+
     def _model(self, call: Call) -> str:
         asked = call.body.get("model")
         models = self.fleet.models
@@ -179,8 +177,10 @@ class Proxy:
         )
 
     async def _tenant(self, call: Call) -> str:
-        """Return the tenant that salts the hashes: that of the key, or the one that the request names."""
-        key = call.headers.get("authorization")
+        """Return the tenant that salts the hashes. It is the tenant of the key, or the tenant in the request."""
+        key, other = call.headers.get("authorization"), call.headers.get("x-api-key")
+        if key is None and other is not None:
+            key = f"Bearer {other}"
         named = call.body.get("tenant")
         if key is None:
             return named if isinstance(named, str) else ""
@@ -205,6 +205,25 @@ class Proxy:
 
     # -- the choice ---------------------------------------------------------------------------------
 
+    async def _next(self, call: Call) -> tuple[Worker, Choice]:
+        """Choose a worker. If all living workers were tried because they failed, wait until one is back: a worker
+        that restarts may be tried again. Raises ApiError if there is none in time."""
+        until = call.at + self.options.deadline_seconds
+        while True:
+            try:
+                return self.choose(call)
+            except ApiError as error:
+                if (
+                    error.code != "no_worker"
+                    or call.refused
+                    or call.waited >= self.options.wait_seconds
+                    or now() >= until
+                ):
+                    raise
+            await asyncio.sleep(WAIT_STEP)
+            call.waited += WAIT_STEP
+            call.tried.clear()
+
     def choose(self, call: Call) -> tuple[Worker, Choice]:
         """Choose the best worker that was not tried. Raises ApiError if there is none."""
         served = self.fleet.models[call.model]
@@ -219,17 +238,78 @@ class Proxy:
             self._turn += 1
             name = names[self._turn % len(names)]
             return self.fleet.workers[name], Choice(name, 0.0, 0, 0)
-        lengths = self._lengths(call, served, names)
+        call.lengths = lengths = self._lengths(call, served, names)
+        names = self._within_objective(call, served, names, lengths)
         for name in names:
             worker = self.fleet.workers[name]
             load = served.scorer.loads[name]
-            load.foreign = max(0, worker.open_requests - len(worker.streams))
+            load.foreign = worker.foreign_requests
         choice = served.scorer.choose(call.keys.length, lengths, names, now(), call.session)
         assert choice is not None
         return self.fleet.workers[choice.worker], choice
 
+    def _within_objective(
+        self, call: Call, served: ServedModel, names: list[str], lengths: dict[str, tuple[int, ...]]
+    ) -> list[str]:
+        """Return the workers that may meet the objective of a call. If there are none and no worker was tried,
+        raises ApiError 429 with the best prediction."""
+        assert call.keys is not None
+        found: list[str] = []
+        best: tuple[Decision, Prediction, Objective] | None = None
+        for name in names:
+            offer = self.fleet.workers[name].models[call.model]
+            objective = objective_of(call.body, offer.objective)
+            prediction = None
+            if objective:
+                cached = lengths.get(name, (0,))[-1]
+                prediction = self._prediction(call, served, name, cached)
+            decision = admissible(objective, prediction, now() - call.at)
+            if decision.verdict is not Verdict.REFUSE:
+                found.append(name)
+            elif prediction is not None and (best is None or prediction.ttft < best[1].ttft):
+                best = decision, prediction, objective
+        if found or best is None or call.tried:
+            return found or names
+        self.counts.slo_refused += 1
+        decision, prediction, objective = best
+        raise slo_not_met(
+            f"{decision.message} (the best of {len(names)} workers)",
+            {
+                "ttft_ms": objective.ttft_ms,
+                "tbt_ms": objective.tbt_ms,
+                "deadline_ms": None,
+                "predicted_ttft_ms": round(1e3 * prediction.ttft, 3),
+                "predicted_tbt_ms": round(1e3 * prediction.tbt, 3),
+                "retry_after_s": decision.retry_after,
+            },
+        )
+
+    def _prediction(self, call: Call, served: ServedModel, name: str, cached: int) -> Prediction | None:
+        """Predict the times of a call on a worker. If a prefill worker computes the prompt, the TTFT is predicted
+        for the prefill worker."""
+        assert call.keys is not None
+
+        def of(worker: str, known: int) -> Prediction | None:
+            offer = self.fleet.workers[worker].models[call.model]
+            return predict(
+                served.scorer.loads[worker], offer.step_times, offer.token_budget, length, known, now()
+            )
+
+        length = call.keys.length
+        names = self.fleet.prefill_workers(call.model)
+        is_handed_over = self.fleet.workers[name].models[call.model].role == "decode" and names
+        if not is_handed_over or length - cached < HAND_OVER_TOKENS:
+            return of(name, cached)
+        lengths = self._lengths(call, served, names)
+        firsts = [of(one, lengths.get(one, (0,))[-1]) for one in names]
+        decode = of(name, length - 1)
+        if decode is None or any(one is None for one in firsts):
+            return None
+        first = min((one for one in firsts if one is not None), key=lambda one: one.ttft)
+        return replace(decode, ttft=first.ttft, idle_ttft=first.idle_ttft)
+
     def _lengths(self, call: Call, served: ServedModel, names: list[str]) -> dict[str, tuple[int, ...]]:
-        """Return the tokens that each worker can resume."""
+        """Return for each worker the number of tokens at which the prompt can resume."""
         keys = call.keys
         assert keys is not None
         if keys.tokens is None:
@@ -249,7 +329,7 @@ class Proxy:
         return found
 
     def _begin(self, call: Call, worker: Worker, choice: Choice) -> None:
-        """Record that a call goes to a worker."""
+        """Record that a call is sent to a worker."""
         served, keys = self.fleet.models[call.model], call.keys
         assert keys is not None
         call.tried.add(worker.name)
@@ -258,8 +338,12 @@ class Proxy:
             load.sent(call, keys.length - choice.cached, keys.length, now())
         hashes = call.hashes.get(worker.name, [])
         (served.index if keys.tokens is not None else served.texts).expect(worker.name, hashes)
-        self.counts.prompt_tokens += keys.length
-        self.counts.expected_hit_tokens += choice.cached
+        if choice.cached and keys.tokens is not None:
+            self.replicator.observe(call, choice.cached, hashes, call.lengths)
+        for counts in (self.counts, worker.sent):
+            counts.prompt_tokens += keys.length
+            counts.expected_hit_tokens += choice.cached
+        worker.sent.requests += 1
 
     def _first_token(self, call: Call, worker: Worker) -> None:
         served = self.fleet.models[call.model]
@@ -268,6 +352,12 @@ class Proxy:
             load.first_token(call, now())
         if call.keys is not None and call.keys.tokens is not None:
             served.index.arrived(worker.name, call.hashes.get(worker.name, []))
+
+    def _failed(self, call: Call, worker: Worker, error: Exception) -> None:
+        """Count a failed attempt. A call that makes workers die must end; one that finds dead workers need not."""
+        self.counts.failovers += 1
+        worker.sent.failures += 1
+        call.failures += not isinstance(error, _UnreachableError)
 
     def _end(self, call: Call, worker: Worker) -> None:
         load = self.fleet.models[call.model].scorer.loads.get(worker.name)
@@ -279,8 +369,9 @@ class Proxy:
     def _hand_over(
         self, call: Call, worker: Worker, choice: Choice
     ) -> tuple[dict[str, Any], list[asyncio.Task[None]]]:
-        """Start the prefill of a call on a prefill worker, if its decode worker lacks many tokens. Return the fields that
-        make the decode worker pull the pages, and the task; both are empty if the decode worker computes alone.
+        """If the decode worker lacks many tokens, start the prefill of a call on a prefill worker. Return the
+        fields that make the decode worker pull the pages, and the task. Both are empty if the decode worker
+        computes alone.
         """
         keys, served = call.keys, self.fleet.models[call.model]
         assert keys is not None
@@ -299,12 +390,14 @@ class Proxy:
         prefill = self.fleet.workers[found.worker]
         host, _, port = (prefill.models[call.model].peer or "").rpartition(":")
         self.counts.hand_overs += 1
+        prefill.sent.prefills[worker.name] = prefill.sent.prefills.get(worker.name, 0) + 1
         task = asyncio.create_task(self._prefill(call, prefill, keys.length - found.cached))
         params = {"do_remote_prefill": True, "remote_host": host, "remote_port": int(port)}
         return {"kv_transfer_params": params}, [task]
 
     async def _prefill(self, call: Call, worker: Worker, compute: int) -> None:
-        """Compute the prompt of a call on a prefill worker. A failure costs time only: the decode worker computes the rest."""
+        """Compute the prompt of a call on a prefill worker. If this fails, the decode worker computes the missing
+        tokens."""
         assert call.keys is not None
         served, key = self.fleet.models[call.model], object()
         load, hashes = served.scorer.loads[worker.name], call.hashes.get(worker.name, [])
@@ -331,11 +424,11 @@ class Proxy:
     # -- whole answers --------------------------------------------------------------------------------
 
     async def _whole(self, call: Call, send: Send) -> None:
-        """Forward a call and its answer as they are. Retries until the answer has begun."""
+        """Forward a call, and return the answer unchanged. Retries until the answer has begun."""
         last: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
-        for _ in range(self.options.attempts):
+        while call.failures < self.options.attempts:
             try:
-                worker, choice = self.choose(call)
+                worker, choice = await self._next(call)
             except ApiError:
                 if last is not None:
                     break
@@ -348,6 +441,7 @@ class Proxy:
                 async with _Attempt(self, call, worker, data) as answer:
                     if answer.status in TRY_ANOTHER:
                         last = answer.status, _headers(answer), await answer.read()
+                        call.refused |= not _is_away(last[2])
                         continue
                     if not call.is_stream:
                         body = await answer.read()
@@ -364,7 +458,7 @@ class Proxy:
                     await send({"type": "http.response.body", "body": b""})
                     return
             except _AbortedError as error:
-                self.counts.failovers += 1
+                self._failed(call, worker, error)
                 if has_begun:  # this endpoint's streams cannot be continued
                     failed = ApiError(502, f"the worker failed in the answer: {error}", code="worker_failed")
                     await send(
@@ -388,7 +482,7 @@ class Proxy:
     # -- streams ------------------------------------------------------------------------------------------
 
     async def _stream(self, call: Call, send: Send) -> None:
-        """Stream an answer, across workers if they die."""
+        """Stream an answer. If a worker dies, another worker continues the stream."""
         body = dict(call.body)
         asked = body.get("return_token_ids") is True
         stream = AnswerStream(hides_tokens=not asked)
@@ -396,9 +490,9 @@ class Proxy:
             body["seed"] = secrets.randbits(62)  # so that another worker samples the same tokens
         until = call.at + self.options.deadline_seconds
         why = ""
-        for _ in range(self.options.attempts):
+        while call.failures < self.options.attempts:
             try:
-                worker, choice = self.choose(call)
+                worker, choice = await self._next(call)
             except ApiError as error:
                 if not stream.has_begun:
                     raise
@@ -410,12 +504,13 @@ class Proxy:
                 refused = await self._stream_from(call, worker, stream, {**body, **more}, send, until)
                 if refused is None:
                     return
+                call.refused |= not _is_away(refused[2])
                 why = f"the worker returned status {refused[0]}"
-                if not stream.has_begun and not self._others(call):
+                if not stream.has_begun and call.refused and not self._others(call):
                     await _respond(send, *refused)
                     return
             except (_AbortedError, WorkerFailedError) as error:
-                self.counts.failovers += 1
+                self._failed(call, worker, error)
                 why = str(error)
             except DivergedError as error:
                 self.counts.diverged_streams += 1
@@ -471,7 +566,8 @@ class Proxy:
                 if not passed:
                     continue
                 if not has_begun:
-                    self.counts.ttft.add(now() - call.at)
+                    for counts in (self.counts, worker.sent):
+                        counts.ttft.add(now() - call.at)
                     await send(
                         {
                             "type": "http.response.start",
@@ -542,11 +638,22 @@ class _Attempt:
             if self._task is not None:
                 self._task.uncancel()
             raise _AbortedError("the worker died") from None
+        if isinstance(error, aiohttp.ClientConnectorError):
+            self._proxy.fleet.failed(self._worker, f"{type(error).__name__}: {error}")
+            raise _UnreachableError("the worker accepts no connection") from None
         if isinstance(error, aiohttp.ClientError | OSError) and not isinstance(error, TimeoutError):
             self._proxy.fleet.failed(self._worker, f"{type(error).__name__}: {error}")
             raise _AbortedError(f"the connection to the worker broke ({type(error).__name__})") from None
         if isinstance(error, TimeoutError):
             raise _AbortedError("the worker did not answer in time") from None
+
+
+def _is_away(body: bytes) -> bool:
+    """Whether a refusal means that the worker loads, restarts or drains."""
+    try:
+        return msgspec.json.decode(body)["error"]["code"] in AWAY
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return False
 
 
 def _headers(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:

@@ -53,7 +53,8 @@ class ScoringOptions:
 
 
 class SpeedModel:
-    """Seconds of a prefill, learned from observed first tokens: a fixed part and a part per token."""
+    """Predicts the seconds of a prefill as a constant plus a part per token. Learns both from observed times to first
+    token."""
 
     def __init__(self, seconds: float = 0.02, per_token: float = 2e-5, weight: float = 0.05) -> None:
         self.seconds, self.per_token, self._weight = seconds, per_token, weight
@@ -62,7 +63,8 @@ class SpeedModel:
         return self.seconds + self.per_token * tokens
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from a request that computed `tokens` prompt tokens in `seconds`, without waiting."""
+        """Update the model with a request that computed `tokens` prompt tokens in `seconds`. The request must not
+        have waited."""
         if tokens < 64:
             self.seconds += self._weight * (min(seconds, 1.0) - self.seconds)
         else:
@@ -74,7 +76,8 @@ class SpeedModel:
 
 @dataclass(slots=True)
 class _Sent:
-    """A request on a worker: tokens to compute, all tokens, expected seconds of its prefill, and when it was sent."""
+    """One request that the router sent to a worker. `compute` of its `tokens` must be computed, which is expected to
+    take `seconds`. It was sent at time `at`."""
 
     compute: int
     tokens: int
@@ -113,7 +116,7 @@ class WorkerLoad:
         return max(0.0, self.busy_until - now)
 
     def sent(self, key: object, compute: int, tokens: int, now: float) -> None:
-        """Record a request of `tokens` tokens that was sent to the worker, which computes `compute` of them."""
+        """Record a request of `tokens` tokens that was sent to the worker. The worker computes `compute` of them."""
         seconds = self.speed.prefill(compute)
         self.requests[key] = _Sent(compute, tokens, seconds, now)
         self.tokens += tokens
@@ -124,7 +127,8 @@ class WorkerLoad:
         self.busy_share = min(1.0, self.busy_share + seconds / BUSY_SECONDS)
 
     def first_token(self, key: object, now: float) -> None:
-        """Record the first token of a request. Its time updates the speed model if the request waited for no other."""
+        """Record the first token of a request. Its time updates the speed model if the request did not wait for
+        another request."""
         one = self.requests.get(key)
         if one is None or one.has_first:
             return
@@ -246,7 +250,7 @@ class Scorer:
     def _cost(
         self, load: WorkerLoad, prompt_tokens: int, have: Sequence[int], now: float
     ) -> tuple[float, float, int, int]:
-        """Return a worker's cost without affinity and adapter, and the fields of its Choice."""
+        """Return the cost of a worker without affinity and adapter, and the fields of its Choice."""
         options, limit = self.options, prompt_tokens - 1
         on_gpu, cached = have[0], have[-1]
         if cached > limit:

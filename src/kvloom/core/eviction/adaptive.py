@@ -38,7 +38,7 @@ SWITCHES = 2.0
 
 
 class Visit(ReuseHistory):
-    """One request's use of a path in the tree, with its features. All entries of the path share one visit."""
+    """One request's use of a path in the tree, with its features. All entries of the path share this object."""
 
     __slots__ = (
         "again",
@@ -119,7 +119,7 @@ class Adaptive:
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many of the last tokens of `entry` have the same value as its last token, or a lower one."""
+        """Return how many of the last tokens of `entry` are at most as valuable as its last token."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open:
             return entry.tokens
@@ -127,7 +127,7 @@ class Adaptive:
         return min(more, entry.tokens) if more > 0 else entry.tokens
 
     def _place(self, entry: Entry, visit: Visit) -> tuple[int, float]:
-        """Return the stratum and the level of an entry for the model."""
+        """Return the stratum and the level of an entry, which are inputs of `ReuseModel.index`."""
         factors = self.model.factors
         uses = factors[0][_uses(entry.hits or visit.again)]
         if entry.value >= SWITCHES:
@@ -153,7 +153,7 @@ class Adaptive:
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> Visit:
         """Record that a request hits all tokens up to the end of `entry`. `ghost` is the history of evicted tokens
-        that would follow.
+        that the request would have hit next.
         """
         before: Visit | None = None
         if isinstance(ghost, Visit):
@@ -239,8 +239,9 @@ class Adaptive:
         visit.watched = tuple(rest)
 
     def _count_end(self, without: int, at_most: bool) -> None:
-        """Count a returning request that did not use the last `without` tokens of a visit. With `at_most` the number
-        may be smaller; it is then distributed like the known numbers.
+        """Count a returning request that did not use the last `without` tokens of a visit. With `at_most`, the
+        exact number is unknown but not larger. One count is then spread over the possible numbers, in proportion to
+        earlier counts.
         """
         end = min(max(0, without).bit_length(), _ENDS - 1)
         if not at_most:
@@ -263,7 +264,7 @@ class Adaptive:
 
 
 def _uses(hits: int) -> int:
-    """Return the number of uses as a feature value: exact up to 5, in powers of two above."""
+    """Return the number of uses as a feature value. It is exact up to 5, and a power of two above."""
     return hits if hits < 6 else min(VALUES - 1, 3 + hits.bit_length())
 
 

@@ -1,7 +1,8 @@
-"""Eviction policies. Each is one priority function; the entry with the smallest priority is evicted first.
+"""Eviction policies. Each policy is one priority function. The entry with the smallest priority is evicted first.
 
-An entry can be evicted on its own: it is the tail of a leaf, a checkpoint or a media run. A policy has no access to
-tokens or pages. The queue computes an entry's priority when the entry is queued, and again before it is evicted.
+An entry is a part of the cache that can be evicted alone: the end of a leaf, a checkpoint or a media run. A policy
+has no access to tokens or pages. The queue computes an entry's priority when the entry is queued, and again before
+it is evicted.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class ReuseHistory:
     __slots__ = ()
 
     def split(self) -> ReuseHistory:
-        """Return the history for the upper node after a node was split. It is this object, unless a policy keeps
-        counts.
+        """Return the history for the upper node after a node was split. Both nodes share this object, unless a
+        policy overrides this method.
         """
         return self
 
@@ -95,7 +96,8 @@ class Entry(ABC):
         """Number of bytes that an eviction frees."""
 
     def rank(self, now: float) -> int:
-        """Return the first part of the sort key: FIRST, or the priority of a request until it expires."""
+        """Return the first part of the sort key. It is FIRST for useless entries and for entries of ended sessions.
+        Otherwise it is the priority that a request set, or 0 after this priority has expired."""
         if self.useless or self.ended:
             return FIRST
         if self.expires is not None and now >= self.expires:
@@ -104,7 +106,7 @@ class Entry(ABC):
 
 
 class Policy(Protocol):
-    """An eviction policy. Entries with smaller priorities are evicted first. The hooks may do nothing. During
+    """An eviction policy. Entries with smaller priorities are evicted first. The hooks may be empty. During
     `on_hit`, `entry.last_used` is still the time of the previous use.
     """
 
@@ -130,8 +132,9 @@ class LearningPolicy(Policy, Protocol):
         ...
 
     def on_open(self, entry: Entry, ghost: ReuseHistory | None, resumed: int, now: float) -> ReuseHistory:
-        """Record that a request hit `resumed` tokens, which end in `entry` (a root if there was no hit). Returns the
-        history that `on_close` gets. `ghost` is the history of evicted tokens that would follow.
+        """Record that a request hit `resumed` tokens, which end in `entry`. Without a hit, `entry` is a root.
+        Returns the history that is passed to `on_close`. `ghost` is the history of evicted tokens that the request
+        would have hit next.
         """
         ...
 
@@ -173,7 +176,7 @@ class LRU(_Plain):
 
 
 class LFU(_Plain):
-    """Evicts the entry with the fewest hits first, and the least recently used of equal ones."""
+    """Evicts the entry with the fewest hits first. Among equal entries, evicts the least recently used first."""
 
     name = "lfu"
 
@@ -211,8 +214,8 @@ class SLRU(_Plain):
 
 
 class PriorityTTL(_Plain):
-    """Evicts entries with the lowest request priority first. Among equal priorities, the entry that expires first is
-    evicted first, and entries without an expiry by last use.
+    """Evicts entries with the lowest request priority first. Among equal priorities, the entry that expires first
+    is evicted first. Entries without an expiry are ordered by last use.
     """
 
     name = "priority"
@@ -224,7 +227,7 @@ class PriorityTTL(_Plain):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The seconds to compute a token again: a constant, plus a part that grows with the number of tokens before it."""
+    """The seconds to recompute a token: a constant, plus a part that grows with the number of tokens before it."""
 
     per_token: float = 1.0
     per_token_per_depth: float = 1.0 / 32768
@@ -235,8 +238,8 @@ class Cost:
 
 
 class CostAware:
-    """Evicts the entry with the smallest value first: recompute seconds per byte, times uses, plus the value of the
-    last evicted entry (GDSF).
+    """Evicts the entry with the smallest value first (GDSF). The value is the recompute seconds per byte, times the
+    number of uses, plus the value of the last evicted entry.
     """
 
     name = "cost"

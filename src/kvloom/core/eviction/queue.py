@@ -43,8 +43,10 @@ class EvictionQueue(Generic[E]):
         return self.live
 
     def push(self, entry: E, now: float) -> None:
-        """Queue `entry`, or move it if its key fell. If its key rose, it is moved when it reaches the top. If its key
-        falls with time, it is moved when its retention expires or at the policy's next review.
+        """Queue `entry`. If it is already queued and its key is now smaller, move it. If its key is now larger, it
+        is moved later, when it reaches the top.
+
+        If the key may fall with time, the entry is moved when its retention expires or at the policy's next review.
         """
         rank, priority = key = self._key(entry, now)
         queued = entry.queued
@@ -58,7 +60,7 @@ class EvictionQueue(Generic[E]):
             self._schedule_review(entry, now)
 
     def _key(self, entry: E, now: float) -> tuple[int, tuple[float, ...]]:
-        """Return the sort key. Entries that waiting requests will hit come last; among them, the entry with the
+        """Return the sort key. Entries that waiting requests will hit come last. Among these, the entry with the
         latest turn is evicted first.
         """
         if entry.wanted_by:

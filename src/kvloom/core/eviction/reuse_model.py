@@ -1,13 +1,13 @@
 """Reuse model: predicts when cached tokens will be used again. It is the survival model of the adaptive policy.
 
-The policy samples positions in prompts. A sample lasts from the end of one use to the next use. The model learns the
-hazard of a use from the last few thousand samples. The hazard is the probability of a use per second, given the age
-(seconds since the last use) and the features. The model has no access to entries or pages.
+The policy samples positions in prompts. A sample lasts from the end of one use to the next use. The model learns
+the hazard of a use from the last few thousand samples. The hazard is the probability of a use per second, given the
+age (seconds since the last use) and the features. The model has no access to entries or pages.
 
     hazard(age, features) = baseline of the stratum at that age times a factor for each feature value
 
-Each age bin is a quarter longer than the previous one, which is fine enough to show session timeouts. A sample
-without reuse is censored at the present time. This also holds after eviction, because ghosts report uses that missed.
+Each age bin is a quarter longer than the previous bin, so session timeouts are visible. A sample without reuse is
+censored at the present time. This also holds after eviction, because ghosts report uses that missed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _LEAST = 1e-12
 
 
 class ReuseModel:
-    """The survival model. It has `strata` baselines (the last is independent of the others), `features` factors, and
-    the newest `window` samples.
+    """A survival model that learns how likely cached tokens are to be used again, depending on their age. It has
+    `strata` baselines, `features` factors, and the newest `window` samples. The last baseline is independent of the
+    others.
 
         | call     | cost                                                                       |
         |----------|----------------------------------------------------------------------------|
@@ -76,8 +77,8 @@ class ReuseModel:
     # -- samples --------------------------------------------------------------------------------
 
     def start(self, stratum: int, values: bytes, weight: float, now: float) -> int:
-        """Start a sample when a use ends. Returns its number, or -1 if it is skipped, because under heavy traffic
-        only some samples are taken.
+        """Start a sample when a use ends. Returns the number of the sample, or -1 if it is skipped. Under heavy
+        traffic only some samples are taken.
         """
         self._seen += 1
         if self._seen >= self._due:
@@ -114,8 +115,8 @@ class ReuseModel:
     # -- index ----------------------------------------------------------------------------------
 
     def index(self, stratum: int, level: float, age: float) -> float:
-        """Return the value of keeping pages of this `age`. `level` is the sum of their feature factors. The value is
-        the logarithm of uses per second, for the keeping time that maximises this rate.
+        """Return the value of keeping pages of this `age`. `level` is the sum of their feature factors. The value
+        is the logarithm of the expected uses per second. It assumes the keeping time that maximises this rate.
         """
         row = self._index[stratum][_row(level)]
         if age < _FINE:
@@ -181,7 +182,7 @@ class ReuseModel:
 
     def _baseline(self, count: Floats, exposure: Floats) -> Floats:
         """Return the hazard of each bin and stratum. The observed rate is shrunk towards the common rate of all
-        strata, and the common rate towards the prior. The last stratum is shrunk only towards the prior.
+        strata. The common rate is shrunk towards the prior. The last stratum is shrunk only towards the prior.
         """
         common = self._shrunk(count[:-1].sum(0), exposure[:-1].sum(0), self._prior, PULL)
         rows = [
@@ -195,7 +196,8 @@ class ReuseModel:
         return found
 
     def _far(self, count: Floats, exposure: Floats) -> float:
-        """Return the age by which a share SEEN of all reuses has happened. Censored samples do not make it shorter."""
+        """Return the age by which the fraction SEEN of all reuses has happened. Censored samples do not reduce this
+        age."""
         hazard = self._shrunk(count, exposure, self._prior, PULL)
         come = 1 - np.exp(-np.cumsum(hazard * self._width))
         last = int(np.argmax(come >= SEEN * come[-1]))
@@ -203,7 +205,7 @@ class ReuseModel:
 
     def _tabulate(self, baseline: Floats) -> None:
         """Compute the index at the start of every bin, for each stratum and level. The index is an optimal stopping
-        value: keeping costs one per second, and a reuse earns one.
+        value. Keeping a page costs one per second, and a reuse earns one.
         """
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
         kinds, which = np.unique(

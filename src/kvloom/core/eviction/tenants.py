@@ -1,4 +1,4 @@
-"""Tenants: each has one account, with a quota and a guaranteed share of the pool.
+"""Tenants. Each tenant has one account, with a quota and a guaranteed share of the pool.
 
 Isolation does not depend on this module. The tenant's salt in the block hashes already makes its pages unreachable
 for other tenants.
@@ -7,8 +7,10 @@ for other tenants.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
+
+from kvloom.core.slo import Objective
 
 from .policies import Entry, Policy
 from .queue import EvictionQueue
@@ -21,25 +23,26 @@ SOFT_PART = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`quota` limits the bytes of the pool that the tenant may use. `weight` sets its guaranteed share.
+    """A tenant. `quota` limits the bytes of the pool that the tenant may use. `weight` sets its guaranteed share.
 
-    The share is weight / sum of weights. Pages of a tenant at or below its share are not evicted for other tenants. A
-    tenant with weight 0 has no share, and its pages are evicted first. If all weights are 0, only the policy decides.
-    Shares follow the size of the pool; quotas do not.
+    The share is weight / sum of weights. Pages of a tenant at or below its share are not evicted for other tenants.
+    A tenant with weight 0 has no share, and its pages are evicted first. If all weights are 0, only the policy
+    decides. Shares change with the size of the pool, but quotas do not.
 
-    A share that is not `firm` protects only half of the tenant's part. The other half is open to every tenant. A
-    tenant with at most one open sequence may evict all cached pages of such shares, so that one long request always
-    fits.
+    If a share is not `firm`, only half of it is protected. Every tenant may use the other half. A tenant with at
+    most one open sequence may evict all cached pages of such shares, so that one long request always fits.
     """
 
     name: str
     quota: int | None = None
     weight: float = 0.0
     firm: bool = True
+    objective: Objective = field(default_factory=Objective)
+    """Objective of its requests that have none of their own."""
 
     @property
     def claim(self) -> float:
-        """The protected part of the weight: the whole weight if the share is firm, else SOFT_PART of it."""
+        """The protected part of the weight. It is the whole weight if the share is firm, else SOFT_PART of it."""
         return self.weight if self.firm else self.weight * SOFT_PART
 
     def __post_init__(self) -> None:
@@ -52,8 +55,8 @@ class Tenant:
 
 
 class Account:
-    """The bytes of one tenant: `used` in total, and `in_use` by sequences, pins and transfers. `open` is its number
-    of open sequences.
+    """The bytes of one tenant: `used` in total, and `in_use` by sequences, pins and transfers. `open` is the number
+    of its open sequences.
 
     Also counts the tokens looked up, the tokens hit and the entries evicted.
     """
@@ -89,7 +92,7 @@ class Account:
         self.in_use += size
 
     def release(self, idle: int, freed: int) -> None:
-        """Subtract `idle` bytes from the bytes in use, and `freed` of them also from all bytes."""
+        """Subtract `idle` bytes from the bytes in use. Subtract `freed` of them also from the total."""
         self.in_use -= idle
         self.used -= freed
 
@@ -132,11 +135,18 @@ class Accounts:
         return self.accounts.get(tenant) or self.accounts[self.DEFAULT]
 
     def victim(self, requester: Account | None, now: float) -> Account | None:
-        """Return the account from which the next entry is evicted for `requester`. O(tenants).
+        """Return the account that loses its next entry, so that `requester` gets pages. Returns None if no account may
+        lose one. O(tenants).
 
-        Unneeded pages are evicted first. Then comes the entry with the smallest key, of the requester or of an
-        account above its share. If the requester is below its share, its own entries come after those of the others.
-        A requester of None is the pool itself, which may also evict from accounts below their share.
+        The candidates are tried in this order:
+
+        1. the accounts above their share, and the requester itself if it is not below its share;
+        2. the requester, if it is below its share;
+        3. all accounts, if `requester` is None. The pool then needs the memory itself, for example to shrink;
+        4. all accounts whose share is not firm, if the requester has at most one open sequence.
+
+        Among the candidates of one number, an account with unneeded window pages comes first. Otherwise the policy
+        compares the next entry of each account, and the account with the smallest `Policy.priority` is returned.
         """
         if len(self.accounts) == 1:
             only = requester or self.accounts[self.DEFAULT]
@@ -164,10 +174,11 @@ class Accounts:
 
     @staticmethod
     def _first(accounts: Iterable[Account], now: float) -> Account | None:
-        """Return the account whose next entry has the smallest key.
+        """Return the first account with unneeded window pages. Without such an account, return the account whose next
+        entry has the smallest `Policy.priority`.
 
-        A raised rank (TTL, priority) changes the order only inside one account. It gives no protection from other
-        tenants.
+        A TTL or a priority gives an entry a higher rank. The rank changes the order only inside one account. It does
+        not protect the entry from other tenants.
         """
         best = None
         for account in accounts:

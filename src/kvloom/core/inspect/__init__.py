@@ -1,7 +1,9 @@
-"""Inspection of a cache: counters, the integrity check and the pool map. Reads only.
+"""Inspection of a cache: counters, the integrity check and the pool map. Does not modify the cache.
 
-inspector      counters for metrics (`cache.inspect`) check          integrity check (`cache.check`) pool_map
-the state of the pool in a bounded number of cells hot_prefixes   the nodes with the most hits
+inspector      counters for metrics (`cache.inspect`)
+check          integrity check (`cache.check`)
+pool_map       the state of the pool in a bounded number of cells
+hot_prefixes   the nodes with the most hits
 """
 
 from .check import check_integrity

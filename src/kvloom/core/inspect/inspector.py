@@ -97,7 +97,7 @@ class Inspector:
 
     @property
     def idle_seconds(self) -> Histogram:
-        """Seconds since the last use of evicted entries."""
+        """Histogram of the seconds between the last use of an entry and its eviction."""
         return self._state.allocator.idle_seconds
 
     @property

@@ -96,18 +96,19 @@ class PoolMap:
     # -- owners of pages ------------------------------------------------------------------------
 
     def _tenant(self, name: str) -> int:
-        """Return the code of a tenant, declared or not. A new tenant gets the next free code."""
+        """Return the code of a tenant. A new tenant, declared or not, gets the next free code."""
         if name not in self._place and len(self._place) < UNSEEN:
             self._place[name] = len(self._place)
         return self._place.get(name, OTHERS)
 
     def _listed(self, name: str) -> int:
-        """Return the index of a tenant in the reported list. Tenants without a code get the index after its end."""
+        """Return the index of a tenant in the reported list. Tenants without a code get the index after the end of
+        the list."""
         return min(self._tenant(name), len(self._place))
 
     def _first_guess(self, cls: int) -> int:
-        """Return the code of unvisited pages of a size class. It contains the group, if only one group has pages of
-        this size.
+        """Return the code of pages of a size class that the walk has not visited yet. The code contains the group
+        if only one group has pages of this size.
         """
         groups = [
             g.index
@@ -169,7 +170,7 @@ class PoolMap:
     # -- the map --------------------------------------------------------------------------------
 
     def _cut(self) -> list[tuple[int, int]]:
-        """Return ranges of cells, each with about as many pages as one map may count."""
+        """Return ranges of cells. Each range has about as many pages as one map may count."""
         pages = sum(c.per_slab for c in self._state.pool.classes)
         slabs = max(1, PAGES_A_LOOK // pages)
         cells = max(1, slabs * self.cells // (self._state.pool.reserved - 1))
@@ -283,8 +284,8 @@ class PoolMap:
         ]
 
     def _usage(self, name: str, place: int, legend: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the bytes of a tenant from its account. Undeclared tenants share one account, so their bytes come
-        from the map.
+        """Return the bytes of a tenant from its account. Undeclared tenants share one account, so their bytes are
+        taken from the map.
         """
         account = self._state.accounts.accounts.get(name)
         if account is not None and name != Accounts.DEFAULT:

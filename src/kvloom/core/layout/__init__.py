@@ -1,4 +1,4 @@
-"""Layout: the fields that layers store per token, and how the pages of all layers fit into slabs.
+"""Layout: the fields that layers store per token, and the arrangement of the pages of all layers in slabs.
 
 layer_spec    LayerSpec: fields and visibility of one layer
 pool_layout   PoolLayout: groups of layers, page sizes, the slab

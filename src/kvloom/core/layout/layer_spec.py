@@ -1,12 +1,13 @@
 """Layer spec: the data that one layer stores (unit, fields), and the tokens that its queries see (visibility).
 
-A spec is plain data and does not depend on pages, pools or devices. Architectures differ only in fields: MLA latents,
-indexer keys, int8 K/V with scales, convolution and recurrent states.
+A spec is plain data and does not depend on pages, pools or devices. Architectures differ only in fields: MLA
+latents, indexer keys, int8 K/V with scales, convolution and recurrent states.
 
-A new visibility kind is one class in this file, registered in KINDS, and one mask rule in the attention kernels
-(`kvloom.kernels`). Trees, block tables and the resume rule use `first_visible` only: pages before it are released,
-all pages after it are kept. A kind with holes (a dilated window) sets `has_holes` and overrides `sees_each`. Attention
-on a CPU supports it; the GPU kernels show a query every token from `first_visible` on, and refuse kinds with holes.
+To add a visibility kind, add one class to this file and register it in KINDS. Also add one mask rule to the
+attention kernels (`kvloom.kernels`). Trees, block tables and the resume rule use only `first_visible`. Pages before
+this token are released, and all later pages are kept. A kind with holes, such as a dilated window, sets `has_holes`
+and overrides `sees_each`. Attention on a CPU supports holes. The GPU kernels refuse kinds with holes, because they
+show a query every token from `first_visible` on.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One array of a layer. `shape` is its shape per token, or per state. `shard_axis` is the axis that tensor
+    """One array of a layer. `shape` is the shape per token, or per state. `shard_axis` is the axis that tensor
     parallelism splits, or None if every rank has a copy (MLA).
     """
 
@@ -94,11 +95,11 @@ class Field:
 
 
 class VisibilityKind(ABC):
-    """A rule that states which earlier tokens a query sees. It has one parameter, `size`."""
+    """A rule for the earlier tokens that a query sees. The rule has one parameter, `size`."""
 
     has_size = True
     has_holes = False
-    """Whether a query may see a token and not see a later one before it (a dilated window). Then `sees_each` differs."""
+    """Whether the visible tokens of a query may have gaps (a dilated window). Then `sees_each` differs."""
 
     @abstractmethod
     def first_visible(self, position: int, size: int) -> int:
@@ -109,8 +110,8 @@ class VisibilityKind(ABC):
         """Return `first_visible` for many positions."""
 
     def visible_blocks(self, position: int, size: int, block: int) -> Sequence[int]:
-        """Return the blocks up to `position` that this query or a later one sees, in order. A kind with holes may leave
-        out blocks that no such query sees.
+        """Return the blocks up to `position` that this query or a later query sees, in order. A kind with holes may
+        leave out blocks that no such query sees.
         """
         return range(self.first_visible(position, size) // block, position // block + 1)
 
@@ -151,7 +152,8 @@ KINDS: dict[str, VisibilityKind] = {"full": _Full(), "sliding": _Sliding(), "chu
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """States which earlier tokens a query sees. The same rule decides masks, released pages, hits and loads.
+    """The rule for the earlier tokens that a query sees. Masks, released pages, hits and loads all follow this
+    rule.
 
     | kind    | tokens that the query at `position` sees             |
     |---------|------------------------------------------------------|
@@ -179,7 +181,7 @@ class Visibility:
         return KINDS[self.kind].first_visible_each(positions, self.size)
 
     def visible_blocks(self, position: int, block: int) -> Sequence[int]:
-        """Return the blocks up to `position` that this query or a later one sees, in order."""
+        """Return the blocks up to `position` that this query or a later query sees, in order."""
         return KINDS[self.kind].visible_blocks(position, self.size, block)
 
     def sees_each(self, positions: Positions, tokens: Positions) -> npt.NDArray[np.bool_]:
@@ -187,19 +189,19 @@ class Visibility:
         return KINDS[self.kind].sees_each(positions, tokens, self.size)
 
     def visible_tokens(self, length: int) -> int:
-        """Return the number of tokens from the last query's first visible token to the end of a sequence of `length`
-        tokens.
+        """Return the number of tokens that a sequence of `length` tokens must keep: from the first token that its
+        last query sees to the end.
         """
         return length - self.first_visible(length - 1) if length > 0 else 0
 
     @property
     def has_holes(self) -> bool:
-        """Whether a query may see a token and not see a later one before it."""
+        """Whether a query may see a token without seeing all later tokens before the query."""
         return KINDS[self.kind].has_holes
 
     @property
     def windowed(self) -> bool:
-        """Whether old tokens become invisible."""
+        """Whether tokens become invisible to later queries."""
         return KINDS[self.kind].has_size
 
     def __str__(self) -> str:
@@ -263,7 +265,7 @@ def attention_fields(
     kv_heads: int, head_dim: int, dtype: str, scales: bool | None = None
 ) -> tuple[Field, ...]:
     """Return the fields of one attention layer. int8 and fp8 values have one float32 scale per token and head. With
-    `scales=False` they have none, because static scales are weights of the model.
+    `scales=False` there are no such fields, because static scales are weights of the model.
     """
     fields: tuple[Field, ...] = (
         Field("k", (kv_heads, head_dim), dtype, shard_axis=0),

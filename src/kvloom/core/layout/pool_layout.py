@@ -4,9 +4,9 @@
     group A  |      page      |      page      |   pages_per_slab = 2
     group B  |            one page             |   pages_per_slab = 1
 
-A block of a token group has `runs` pages with `run_layers` layers each. So has a state. The layout chooses the runs
-so that all page sizes are equal, if possible. The slab size is a common multiple of the page sizes. If there is none,
-pages are padded, by at most MAX_WASTE of a slab.
+A block of a token group has `runs` pages with `run_layers` layers each, and so does a state. The layout chooses the
+runs so that all page sizes are equal, if possible. The slab size is a common multiple of the page sizes. If there
+is no suitable common multiple, pages are padded, by at most MAX_WASTE of a slab.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WASTE_COST = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """The layers that have equal specs: same fields, visibility and lifetime."""
+    """Layers with equal specs: the same fields, visibility and lifetime."""
 
     index: int
     spec: LayerSpec
@@ -97,8 +97,8 @@ class PoolLayout:
     ) -> PoolLayout:
         """Group `layers` (name → spec), and choose runs and the slab size.
 
-        The slab size is a multiple of `granularity` (2 MiB for elastic memory). Deterministic: equal specs give equal
-        layouts on every machine.
+        The slab size is a multiple of `granularity` (2 MiB for elastic memory). Equal specs give equal layouts on
+        every machine.
         """
         if block_tokens <= 0 or block_tokens % HASH_TOKENS:
             raise ValueError(f"block_tokens {block_tokens} is not a positive multiple of {HASH_TOKENS}")
@@ -123,7 +123,8 @@ class PoolLayout:
         return cls(tuple(groups), slab, block_tokens)
 
     def of(self, numbering: str) -> tuple[PageGroup, ...]:
-        """Return the groups that share rows of page ids: "token" (text), "state" or "media"."""
+        """Return the groups of one numbering: "token" (text), "state" or "media". The groups of a numbering share
+        rows of page ids."""
         return tuple(g for g in self.groups if _numbering(g.spec) == numbering)
 
     def width(self, numbering: str) -> int:
@@ -144,8 +145,8 @@ class PoolLayout:
         return sum(g.unit_bytes for g in self.of("token"))
 
     def slab_bytes_for(self, length: int, media: Iterable[int] = (), states: int = 1) -> int:
-        """Return the bytes of the pool that a sequence with `length` text tokens and `media` runs uses. They include
-        the pages that its last query sees, its states, and padding.
+        """Return the number of pool bytes that a sequence with `length` text tokens and `media` runs uses. It
+        includes the pages that its last query sees, its states, and padding.
         """
         block = self.block_tokens
         media = tuple(media)
@@ -190,11 +191,11 @@ def _layer_bytes(spec: LayerSpec, block_tokens: int) -> int:
 
 @lru_cache(maxsize=256)
 def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the slab size, and (runs, page stride) for each group, given as (layer bytes, layers).
+    """Return the slab size, and (runs, page stride) for each group. A group is given as (layer bytes, layers).
 
-    Tries every slab size that is a small multiple of a group's page, with the cheapest runs for each group. The cost
-    counts padding, page ids per block, and slabs of several pages. Such a slab is half empty per sequence on average,
-    and a single page in use keeps it from being freed.
+    Tries every slab size that is a small multiple of a group's page, with the cheapest runs for each group. The
+    cost counts padding, page ids per block, and slabs of several pages. Such a slab is half empty per sequence on
+    average, and cannot be freed while a single page is in use.
     """
     slabs = {
         _round_up(layer * run * k, granularity)

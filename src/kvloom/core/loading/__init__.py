@@ -1,7 +1,8 @@
 """Loading: which pages a prompt needs from tiers, and which pages are in transfer between pool and tiers.
 
-load_plan   which pages of a prompt to query, and how far it could resume with them reserve     allocate pages for a
-load job; publish or cancel them loading     Loading, the interface of the offload manager (`cache.loading`)
+load_plan   the pages of a prompt to query, and the position at which it could resume with them
+reserve     allocates pages for a load job; publishes or cancels them
+loading     Loading, the interface of the offload manager (`cache.loading`)
 """
 
 from .load_plan import LoadPlan, MissingPages, TierQuery

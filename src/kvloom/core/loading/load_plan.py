@@ -1,4 +1,5 @@
-"""Load plan: the length at which a prompt could resume with pages from tiers, and the pages that this needs.
+"""Load plan: the position at which a prompt could resume with pages from tiers, and the pages that it needs for
+this.
 
     plan = cache.loading.plan(match)
     while (queries := plan.next_queries()): plan.answer([found(q.group, q.hashes) for q in queries])
@@ -32,7 +33,8 @@ LAST_ROUND = 16
 
 @dataclass(frozen=True, slots=True)
 class TierQuery:
-    """A query to tiers: which of these hashes have a page of `group`?"""
+    """One question to the tiers: for which of `hashes` do they store a page of the layer group `group`? The caller
+    passes the answer to `LoadPlan.answer`."""
 
     group: int
     hashes: list[bytes]
@@ -40,8 +42,8 @@ class TierQuery:
 
 @dataclass(frozen=True, slots=True)
 class MissingPages:
-    """The pages of one group to load: block `blocks[i]` has hash `hashes[i]`. A state group has one page, with block
-    -1.
+    """The pages of one group to load. Block `blocks[i]` has the hash `hashes[i]`. A state group has one page, with
+    block -1.
     """
 
     group: PageGroup
@@ -50,9 +52,11 @@ class MissingPages:
 
 
 def deciding_group(layout: PoolLayout) -> PageGroup | None:
-    """Return a group with full attention. Every longer hit needs this group's page of the next block, so one query
-    can show that tiers do not help. Returns None if there is no such group, or if the model has states, whose
-    snapshots may lie inside the block.
+    """Return a group with full attention, or None. Every longer hit needs this group's page of the next block. A
+    single query for this page can therefore show that tiers do not help.
+
+    Returns None if there is no such group. Also returns None if the model has states, because a snapshot may be
+    inside the block.
     """
     if layout.of("state"):
         return None
@@ -60,8 +64,10 @@ def deciding_group(layout: PoolLayout) -> PageGroup | None:
 
 
 def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | None:
-    """Return the query for the next block of the deciding group. If it misses, tiers cannot extend the hit. Returns
-    None if window pages of matched tokens are missing, because then no single hash decides. Computes one hash.
+    """Return the query for the next block of the deciding group. If the tiers do not have this page, they cannot
+    extend the hit. Computes one hash.
+
+    Returns None if window pages of matched tokens are missing, because then no single page decides.
     """
     if match.resume < match.matched:
         return None
@@ -185,7 +191,7 @@ class LoadPlan:
     def _has_end(self, resume: int, tails: dict[int, set[int]]) -> bool:
         """Return whether all pages of the partial block at `resume` are in the pool, or all are in a tier.
 
-        In a model without states, a page with more tokens than `resume` is valid too.
+        In a model without states, a page with more tokens than `resume` also counts.
         """
         if self._is_cached(resume):
             return True
@@ -196,7 +202,7 @@ class LoadPlan:
 
     def _ask_snapshots(self) -> list[TierQuery]:
         """Return queries for snapshots, which may be at any position. The deepest positions come first, and each
-        round has more.
+        round queries more positions.
         """
         if not self._upper_bound:
             top = max(self._reach * self.block + self.block - 1, self.match.matched)
@@ -234,21 +240,22 @@ class LoadPlan:
 
     @property
     def miss(self) -> Miss | None:
-        """Return the miss if full groups have pages after `resume`, but a snapshot or a window page is missing.
+        """Return the miss if full groups have pages after `resume` but a snapshot or a window page is missing.
         Otherwise return None.
         """
         full = any(not group.spec.visibility.windowed for group in self._tokens)
         present = min(self.limit, self._reach * self.block) if full and self._round else 0
         if present < self.resume + self.block:
             return None
-        return Miss("snapshot missing" if self._states else "window page missing", self.resume)
+        reason = "snapshot missing" if self._states else "window page missing"
+        return Miss(reason, self.resume, matched=present // self.block * self.block)
 
     # -- missing pages --------------------------------------------------------------------------
 
     @property
     def end(self) -> int:
-        """The end of the tokens in the loaded pages. If the tier has a full page of the last block, it is the end of
-        that block.
+        """The end of the tokens in the loaded pages. If a tier has a full page of the last block, this is the end
+        of that block.
         """
         if self._tail_in_tier and not self._states:
             return -(-self.resume // self.block) * self.block
@@ -256,7 +263,7 @@ class LoadPlan:
 
     def missing_pages(self, first: int = 0) -> list[MissingPages]:
         """Return the pages that must be loaded to resume at `resume`. Unmatched tokens before `first` (a block
-        boundary) are skipped, because the request computes them while the other pages load.
+        boundary) are skipped. The request computes these tokens while the other pages load.
         """
         if self.resume <= self.match.resume:
             return []

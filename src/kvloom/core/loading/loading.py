@@ -1,4 +1,4 @@
-"""Loading: the part of the cache's interface that the offload manager calls."""
+"""Loading: the part of the cache's interface for the offload manager."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Loading:
         return LoadPlan(self._state.layout, lookup, lookup.refreshed(match))
 
     def first_query(self, match: Match) -> TierQuery | None:
-        """Return the query that decides whether a load plan is useful, or None if no single query decides. Computes
-        one hash.
+        """Return the query that decides whether a load plan is useful. Return None if no single query decides.
+        Computes one hash.
         """
         group, lookup = self._deciding_group, self._state.lookup
         return None if group is None else first_query(group, lookup, lookup.refreshed(match))
 
     def reserve(self, plan: LoadPlan) -> Reservation | None:
-        """Allocate the missing pages of a plan, so that a load job can fill them. Returns None if the pool has too
-        few. Evicts by policy.
+        """Allocate the missing pages of a plan, so that a load job can fill them. Evicts by policy. Returns None if
+        the pool has too few pages.
 
         Raises ValueError if the cache has changed since the plan was made.
         """
@@ -51,20 +51,21 @@ class Loading:
     def publish(
         self, reservation: Reservation, loaded: Mask | None = None, states_loaded: bool = True
     ) -> int:
-        """Publish the loaded pages like computed ones, and end the reservation. `loaded` marks them; None means all.
-        Returns the length at which the prompt can now resume, or 0. Pages that were not loaded become free.
+        """Publish the loaded pages like computed pages, and end the reservation. `loaded` marks the loaded pages.
+        None means all. Returns the length at which the prompt can now resume, or 0. Pages that were not loaded
+        become free.
         """
         return publish_loaded(self._state, reservation, loaded, states_loaded)
 
     def cancel(self, reservation: Reservation) -> None:
-        """End a reservation and free its pages. The caller must ensure that no transfer still writes to them."""
+        """End a reservation and free its pages. The caller must ensure that no transfer still writes to the pages."""
         cancel(self._state, reservation)
 
     # -- offloading -----------------------------------------------------------------------------
 
     def set_listener(self, listener: Callable[[OffloadBatch], None], on_close: bool) -> None:
-        """Call `listener` with an offload batch before pages are evicted and, with `on_close`, when a sequence
-        closes. The listener must not call the cache. Without a listener no page is hashed for offloading.
+        """Call `listener` with an offload batch before pages are evicted. With `on_close`, also call it when a
+        sequence closes. The listener must not call the cache. Without a listener no page is hashed for offloading.
         """
         state = self._state
 
@@ -78,8 +79,8 @@ class Loading:
         )
 
     def offload_published(self, seq: Sequence, again: bool = False) -> None:
-        """Pass the published pages of an open sequence to the listener, except pages that were passed before. `again`
-        passes those, too: tiers may have evicted them. The pages stay in use.
+        """Pass the published pages of an open sequence to the listener. The pages stay in use. Pages that were
+        passed before are skipped, unless `again` is set. Set `again` if tiers may have evicted these pages.
         """
         source = self._state.tree.offload_source
         if source is not None:
@@ -98,11 +99,11 @@ class Loading:
             source.mark_step(self._state.clock.now(), moved)
 
     def retain_batch(self, batch: OffloadBatch) -> None:
-        """Retain the pages of a batch, and forbid moving them, until `release_batch`, because a transfer reads them."""
+        """Retain the pages of a batch and forbid moving them until `release_batch`, because a transfer reads them."""
         self._state.in_transfer.retain_batch(batch)
 
     def release_batch(self, batch: OffloadBatch) -> None:
-        """End `retain_batch`."""
+        """Release the pages that `retain_batch` retained."""
         self._state.in_transfer.release_batch(batch)
 
     def evict_ahead(self) -> bool:
@@ -110,8 +111,8 @@ class Loading:
         return self._state.allocator.evict_ahead()
 
     def page_changes(self) -> tuple[int, int, int]:
-        """Return the numbers of evictions, of moved pages and of replaced partial blocks. While they are unchanged,
-        every page is where it was.
+        """Return the numbers of evictions, of moved pages and of replaced partial blocks. While these numbers are
+        unchanged, no page has moved.
         """
         state = self._state
         return state.allocator.evictions, state.compaction.moved_pages, state.tree.replaced

@@ -1,8 +1,8 @@
-"""Reserves pages for a load plan. Then publishes the loaded pages like computed ones, or cancels the load.
+"""Reserves pages for a load plan. Then publishes the loaded pages like computed pages, or cancels the load.
 
     reserve(plan) → Reservation      publish_loaded(reservation, loaded) → resumable tokens      cancel(reservation)
 
-Moves no bytes. The load job fills the pages and reports which were loaded.
+This module moves no bytes. The load job fills the pages and reports which pages were loaded.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["cancel", "publish_loaded", "reserve"]
 
 
 def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
-    """Reserve the missing pages of a plan whose match is fresh. Returns None if the pool lacks pages for them and one
-    more block.
+    """Reserve the missing pages of a plan whose match is fresh. Returns None if the pool has too few pages for the
+    plan and one more block.
     """
     match, tree = plan.match, state.tree
     account = state.accounts[match.control.tenant]
@@ -79,8 +79,8 @@ def reserve(state: CacheState, plan: LoadPlan) -> Reservation | None:
 def publish_loaded(
     state: CacheState, reservation: Reservation, loaded: Mask | None, states_loaded: bool = True
 ) -> int:
-    """Publish the loaded pages up to the length at which a prompt can resume. Returns that length. `loaded` None
-    means all pages.
+    """Publish the loaded pages up to the length at which a prompt can resume. Returns this length. If `loaded` is
+    None, all pages were loaded.
     """
     now, tree, to_load = state.clock.now(), state.tree, reservation.to_load
     loaded = to_load if loaded is None else to_load & loaded
@@ -106,7 +106,7 @@ def publish_loaded(
 
 
 def cancel(state: CacheState, reservation: Reservation) -> None:
-    """Free the pages of a reservation. The caller must ensure that no transfer still writes to them."""
+    """Free the pages of a reservation. The caller must ensure that no transfer still writes to the pages."""
     _release(state, reservation, state.clock.now())
 
 
@@ -120,8 +120,8 @@ def _needs(state: CacheState, to_load: Mask, states: int) -> list[int]:
 def _end(
     state: CacheState, reservation: Reservation, rows: Ids, loaded: Mask, states_loaded: bool
 ) -> tuple[int, int]:
-    """Return the end of the tokens that have all pages in `rows`, and the length at which a prompt can resume with
-    them.
+    """Return two positions after a load in which some pages may have failed. Before the first position, every token has
+    all its pages in `rows`. At the second position, a prompt can resume with these pages.
     """
     block, tree = state.block_tokens, state.tree
     lost = reservation.to_load & ~loaded
@@ -143,7 +143,7 @@ def _end(
 
 
 def _with_tree_rows(state: CacheState, reservation: Reservation, rows: Ids) -> Ids:
-    """Return `rows`, with missing pages filled in from the tree, which may have grown since the reservation."""
+    """Return `rows` with missing pages filled in from the tree. The tree may have grown since the reservation."""
     path, matched = state.tree.walk(reservation.root, reservation.data, reservation.end)
     known = state.tree.rows(path, matched)[: matched // state.block_tokens]
     part = rows[: len(known)]

@@ -1,10 +1,12 @@
 """Page pool: slabs, pages and their reference counts. Contains only page ids and counts, no tokens, hashes or page
 contents.
 
-page_pool        PagePool: slabs cut into pages of several sizes; uses and cached entries of each page block_pages
-BlockPages: rows of page ids, one row per block block_tables     BlockTables: page ids and lengths of all sequences
-compaction       move pages so that a partly used slab becomes free pending_copies   page copies that the engine makes
-before its next step loops, counts    the hot loops: native, or numpy where the extension is not built
+    page_pool        PagePool: slabs cut into pages of several sizes; uses and cached entries of each page
+    block_pages      BlockPages: rows of page ids, one row per block
+    block_tables     BlockTables: page ids and lengths of all sequences
+    compaction       moves pages so that a partly used slab becomes free
+    pending_copies   page copies that the engine makes before its next step
+    loops, counts    the hot loops: native, or numpy if the extension is not built
 """
 
 from .block_tables import BlockTables, Rows

@@ -1,8 +1,8 @@
 """Rows of page ids. A row has the pages of one block, one state or one block of an image, over all page sizes.
 
-Maps columns to size classes, and converts pages to bytes for the accounts. If a slab has several pages, it also
-records the owner of each cached page, because compaction moves such pages. This module does not depend on tokens or
-policies.
+This module maps columns to size classes, and converts pages to bytes for the accounts. If a slab has several pages,
+it also records the owner of each cached page, because compaction may move such pages. It does not depend on tokens
+or policies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class PageOwner(Protocol):
 
 
 class PageHolder(Protocol):
-    """An object that retains pages outside the block tables: a pin, load, pending copy or sequence."""
+    """The interface of an object that retains pages which no block table lists. Such objects are pins, loads, pending
+    copies and sequences."""
 
     def retained(self) -> Iterable[tuple[BlockPages, Ids]]:
         """Return every row of page ids that the object retains. Compaction may rewrite these arrays in place."""
@@ -42,8 +43,8 @@ def replace_page(rows: Ids, columns: Index, page: int, target: int) -> None:
 
 
 class BlockPages:
-    """Access to the pool by rows of page ids. A row has one column per page of a block; 0 means no page. Token, state
-    and media groups each have a `BlockPages` of their own.
+    """Access to the pool by rows of page ids. A row has one column per page of a block. The id 0 means no page.
+    Token, state and media groups each have a separate `BlockPages`.
     """
 
     def __init__(self, pool: PagePool, classes: Sequence[int], slab_bytes: int) -> None:
@@ -92,14 +93,14 @@ class BlockPages:
         return rows
 
     def retain(self, rows: Ids) -> int:
-        """Add one use of every page in `rows`. Returns the bytes that were not in use before."""
+        """Add one use of every page in `rows`. Returns the number of bytes that were not in use before."""
         if self._single_class is not None:
             return self.pool.retain(self._single_class, rows.ravel()) * self._strides[self._single_class]
         return sum(self.pool.retain(c, ids) * self._strides[c] for c, ids in self.by_class(rows))
 
     def release(self, rows: Ids) -> tuple[int, int]:
-        """Drop one use of every page. Returns the bytes that are no longer in use, and how many of them are now
-        free."""
+        """Drop one use of every page. Returns the number of bytes that are no longer in use, and how many of them
+        are now free."""
         if self._single_class is not None:
             stride = self._strides[self._single_class]
             idle, freed = self.pool.release(self._single_class, rows.ravel())
@@ -112,7 +113,7 @@ class BlockPages:
         return idle_bytes, freed_bytes
 
     def add_cached(self, rows: Ids, owner: PageOwner | None) -> None:
-        """Add one cached entry to the count of every page in `rows`, for `owner`."""
+        """Add one cached entry to the count of every page in `rows`. `owner` is the entry."""
         if self._single_class is not None and not self.owners:
             self.pool.add_cached(self._single_class, rows.ravel())
             return
@@ -132,7 +133,8 @@ class BlockPages:
         self.owners[cls][page] = owner
 
     def drop_cached(self, rows: Ids) -> int:
-        """Remove one cached entry from the count of every page in `rows`. Returns the bytes that are now free."""
+        """Remove one cached entry from the count of every page in `rows`. Returns the number of bytes that are now
+        free."""
         if self._single_class is not None and not self.owners:
             return self.pool.drop_cached(self._single_class, rows.ravel()) * self._strides[self._single_class]
         freed = 0
@@ -152,7 +154,7 @@ class BlockPages:
         ]
 
     def shared(self, rows: Ids) -> bool:
-        """Return whether a page of `rows` is cached or has more than one use."""
+        """Return whether any page of `rows` is cached or has more than one use."""
         classes = self.pool.classes
         return any(
             bool((classes[c].in_use[ids] > 1).any() or (classes[c].cached[ids] > 0).any())
@@ -164,6 +166,6 @@ class BlockPages:
         return self._columns[cls]
 
     def in_use(self, rows: Ids, column: int) -> npt.NDArray[np.bool_]:
-        """Return which rows are in use, judged by the pages of one column."""
+        """Return which rows are in use. Only the pages of one column are tested."""
         c = next(c for c in self.classes if column in self._columns[c])
         return self.pool.classes[c].in_use[rows[:, column]] > 0

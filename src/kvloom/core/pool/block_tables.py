@@ -1,7 +1,7 @@
 """The block tables of all sequences: page ids, lengths and flags, with one array row per sequence.
 
-A decode step of many sequences is a few numpy operations on these arrays. Tables are indexed [column, row, block]; a
-column is one page of a block. Entry 0 means no page: the block has none yet, or it is outside the window.
+A decode step of many sequences is a few numpy operations on these arrays. Tables are indexed [column, row, block].
+A column is one page of a block. Entry 0 means no page, because the block has no page yet or is outside the window.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class BlockTables:
         return at
 
     def mark_changed(self, row: int, block: int) -> None:
-        """Record that the page ids of a row changed from `block` on. Entries outside windows are never read and need
-        no mark.
+        """Record that the page ids of a row changed from `block` on. Entries outside windows are never read, so
+        they need no mark.
         """
         if block < self.first_changed.item(row):
             self.first_changed[row] = block
@@ -113,7 +113,7 @@ class BlockTables:
         np.minimum.at(self.first_changed, rows, blocks.astype(np.int32))
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return the first changed block of each row, or its end if none changed. Clears the marks."""
+        """Return the first changed block of each row. If none changed, return the end of the row. Clears the marks."""
         first = np.minimum(self.first_changed[rows], self.blocks[rows])
         self.first_changed[rows] = self.tables.shape[2]
         return first

@@ -1,7 +1,7 @@
-"""Compaction: moves pages out of a partly used slab, so that the slab becomes free for another page size.
+"""Compaction moves pages out of a partly used slab, so that the slab becomes free for another page size.
 
-Only slabs of several pages can be compacted. A moved page gets a new id. Compaction updates the id in its owners, the
-block tables and every page holder at once. The engine copies the bytes before its next step.
+Only slabs of several pages can be compacted. A moved page gets a new id. Compaction updates the id in the owners of
+the page, the block tables and every page holder at once. The engine copies the bytes before its next step.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Compaction:
         self.moved_pages = 0
 
     def compact_one_slab(self, cheaply: bool) -> bool:
-        """Empty one partly used slab. With `cheaply`, only a slab that is mostly free. Returns whether a slab was
-        emptied.
+        """Empty one partly used slab. Returns whether a slab was emptied. With `cheaply`, only a slab that is
+        mostly free is considered.
         """
         for c in self._pool.classes:
             if c.per_slab == 1 or not c.free_pages:

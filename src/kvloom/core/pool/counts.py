@@ -1,7 +1,7 @@
 """Page counts in numpy, used if the native loops are not built. The results are the same.
 
-All functions take `in_use` and `cached` (int32), one count per page, and int32 page ids; id 0 is skipped. A call that
-would make a count wrong raises ValueError with the page, and changes nothing.
+All functions take `in_use` and `cached` (int32), with one count per page, and int32 page ids. Id 0 is skipped. If a
+call would make a count wrong, it raises ValueError with the page and changes nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def allocate(in_use: Ids, cached: Ids, ids: Ids) -> None:
 
 
 def retain(in_use: Ids, cached: Ids, ids: Ids) -> int:
-    """Add one use of each page. Returns how many were not in use."""
+    """Add one use of each page. Returns how many pages were not in use."""
     at, once = _real(ids)
     idle = in_use[at] == 0
     _refuse(at, idle & (cached[at] == 0), "is free; only a cached page or a page in use can be retained")
@@ -51,8 +51,8 @@ def retain(in_use: Ids, cached: Ids, ids: Ids) -> int:
 
 
 def release(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> tuple[int, int]:
-    """Drop one use of each page. Returns how many are no longer in use, and how many of them are free. Writes the
-    free pages to `out`.
+    """Drop one use of each page. Returns how many pages are no longer in use, and how many of these are free.
+    Writes the free pages to `out`.
     """
     at, once = _real(ids)
     left = _less(in_use, at, once, "is released more often than it was retained")
@@ -102,7 +102,7 @@ def plain_ids(given: object) -> bytearray | None:
 
 def unwatched(numbers: Numbers) -> Numbers:
     """Return `numbers`, which must contain only plain numbers. The native version also removes the list from the
-    garbage collector, which would otherwise walk over long prompts.
+    garbage collector, so that a collection does not walk over long prompts.
     """
     return numbers
 
@@ -159,7 +159,7 @@ def _refuse(at: At, wrong: npt.NDArray[np.bool_], why: str) -> None:
 
 
 def leading(masks: list[int], places: int) -> list[int]:
-    """Return for each bit below `places` the number of leading masks that have it."""
+    """For each bit below `places`, return the number of masks at the start of the list that all have this bit set."""
     found = [len(masks)] * places
     alive = (1 << places) - 1
     for at, mask in enumerate(masks):

@@ -1,4 +1,4 @@
-"""The hot loops of the core: the native extension if it is built, else numpy (`counts`)."""
+"""The hot loops of the core. Uses the native extension if it is built, else numpy (`counts`)."""
 
 from __future__ import annotations
 

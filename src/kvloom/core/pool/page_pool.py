@@ -1,6 +1,6 @@
 """Page pool: slabs cut into pages of several sizes, with reference counts per page.
 
-A page is in one of three states. The pool keeps the number of pages in each state:
+A page is in one of three states. The pool counts the pages in each state:
 
 | state  | `in_use` (sequences, pins, transfers) | `cached` (entries of the prefix cache) |
 |--------|---------------------------------------|----------------------------------------|
@@ -9,8 +9,8 @@ A page is in one of three states. The pool keeps the number of pages in each sta
 | in use | > 0                                   | any                                    |
 
 Groups whose pages have the same stride share one size class, so they can use each other's slabs. Slab 0 is never
-used: page id 0 means "no page" in every table, and padding may refer to it. Unbacked slabs have reserved addresses
-but no memory; `grow` makes them usable. The pool does not depend on tokens, hashes or policies, and moves no bytes.
+used. Page id 0 means "no page" in every table, and padding may refer to it. Unbacked slabs have reserved addresses
+but no memory. `grow` makes them usable. The pool does not depend on tokens, hashes or policies, and moves no bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Index = npt.NDArray[np.intp]
 
 
 class SizeClass:
-    """All pages of one stride. A slab has `per_slab` of them."""
+    """All pages of one stride. A slab has `per_slab` pages of this class."""
 
     __slots__ = (
         "cached",
@@ -80,8 +80,8 @@ class SizeClass:
 
 
 class PagePool:
-    """A pool of `slabs` slabs, which can grow to `reserved`, with pages of several sizes. All calls take int32 arrays
-    of page ids; id 0 is skipped. A call that raises has changed nothing. Every call costs O(1) per page.
+    """A pool of `slabs` slabs, which can grow to `reserved`, with pages of several sizes. All calls take int32
+    arrays of page ids. Id 0 is skipped. If a call raises, it has changed nothing. Every call costs O(1) per page.
     """
 
     def __init__(self, pages_per_slab: Sequence[int], slabs: int, reserved: int | None = None) -> None:
@@ -109,14 +109,14 @@ class PagePool:
     # -- capacity ----------------------------------------------------------------------------
 
     def missing_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Return the number of slabs missing for `needs[c]` + `more` pages of each class c, or 0 if they fit.
-        O(classes). Assumes that all cached pages can be evicted and all slabs compacted.
+        """Return how many slabs are missing for `needs[c]` + `more` pages of each class c. Returns 0 if all pages
+        fit. Assumes that all cached pages can be evicted and all slabs compacted. O(classes).
         """
         return max(0, self.fewest_slabs(needs, more) - (self.slabs - 1))
 
     def fewest_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Return the number of slabs that the pages in use, plus `needs[c]` + `more` pages of each class, would fill
-        after compaction.
+        """Return the smallest number of slabs for the pages in use plus `needs[c]` + `more` pages of each class c.
+        Assumes compaction.
         """
         slabs = 0
         for c in self.classes:
@@ -124,8 +124,8 @@ class PagePool:
         return slabs
 
     def slabs_short(self, needs: Sequence[int]) -> int:
-        """Return the number of slabs that must become free before `allocate` can return `needs`. If it is 0, spare
-        slabs may be used to keep the pages of a sequence together.
+        """Return the number of slabs that must become free before `allocate` can return `needs`. If the result is
+        0, spare slabs may be used to keep the pages of a sequence together.
         """
         slack = self.free_slabs
         if self._plain:
@@ -141,10 +141,10 @@ class PagePool:
     # -- sequences ---------------------------------------------------------------------------
 
     def allocate(self, cls: int, n: int, near: int = 0) -> Ids | None:
-        """Return `n` free pages, each with reference count 1. If fewer are free, return None and change nothing.
+        """Return `n` free pages, each with one use. If fewer pages are free, return None and change nothing.
 
-        If a slab has several pages, free pages in the slab of page `near` come first. After that, whole free slabs
-        are used while many are free; otherwise partly used slabs are filled.
+        If a slab has several pages, free pages in the slab of page `near` are used first. After that, whole free
+        slabs are used while many slabs are free. Otherwise partly used slabs are filled.
         """
         if n < 0:
             raise ValueError(f"cannot allocate {n} pages; give 0 or more")
@@ -218,7 +218,7 @@ class PagePool:
         return len(taken)
 
     def retain(self, cls: int, ids: Ids) -> int:
-        """Add one use of each page. The pages must be cached or in use. Returns how many were not in use."""
+        """Add one use of each page. The pages must be cached or in use. Returns how many pages were not in use."""
         c = self.classes[cls]
         fresh = loops.retain(c.in_use, c.cached, ids)
         c.cached_pages -= fresh
@@ -226,7 +226,7 @@ class PagePool:
         return fresh
 
     def release(self, cls: int, ids: Ids) -> tuple[int, int]:
-        """Drop one use of each page. Returns how many are no longer in use, and how many of them are free."""
+        """Drop one use of each page. Returns how many pages are no longer in use, and how many of these are free."""
         c = self.classes[cls]
         idle, freed = loops.release(c.in_use, c.cached, ids, c.freed)
         c.in_use_pages -= idle
@@ -243,7 +243,7 @@ class PagePool:
         loops.add_cached(c.in_use, c.cached, ids)
 
     def drop_cached(self, cls: int, ids: Ids) -> int:
-        """Remove one cached entry from the count of each page. Returns how many became free."""
+        """Remove one cached entry from the count of each page. Returns how many pages became free."""
         c = self.classes[cls]
         freed = loops.drop_cached(c.in_use, c.cached, ids, c.freed)
         if freed:
@@ -276,7 +276,8 @@ class PagePool:
     # -- compaction ----------------------------------------------------------------------------
 
     def movable(self, cls: int) -> int | None:
-        """Return the partly used slab whose pages are cheapest to move to other slabs of its class, or None."""
+        """Return the partly used slab whose pages can be moved to other slabs of its class at the lowest cost, or
+        None."""
         c = self.classes[cls]
         for free in range(c.per_slab - 1, 0, -1):
             slab = next((slab for slab in c.partial[free] if slab not in c.fixed), None)
@@ -316,7 +317,7 @@ class PagePool:
     # -- growing and shrinking -----------------------------------------------------------------
 
     def unbacked_slabs(self, n: int) -> Ids:
-        """Return the `n` lowest slabs without memory. This, `grow` and `shrink` cost O(reserved)."""
+        """Return the `n` lowest slabs without memory. O(reserved), like `grow` and `shrink`."""
         unbacked = np.sort(self._free[self.slabs - 1 :])
         if not 0 <= n <= unbacked.size:
             raise ValueError(

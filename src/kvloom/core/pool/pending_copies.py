@@ -1,4 +1,4 @@
-"""Pending copies of pages inside the pool. The engine makes them before its next step. This module moves no bytes."""
+"""Pending copies of pages inside the pool. The engine runs them before its next step. This module moves no bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["CopyBatch", "PendingCopies"]
 
 @dataclass(frozen=True, slots=True)
 class CopyBatch:
-    """Copies of page `source[i]` to page `target[i]`, all of one page size. Batches must be copied in order, before
-    the next step writes. The copies of one batch may run in parallel, because no page is both source and target.
+    """Copies of page `source[i]` to page `target[i]`, all of one page size. Run batches in order, before the next
+    step writes. The copies of one batch may run in parallel, because no page is both source and target.
     """
 
     page_stride: int
@@ -26,8 +26,8 @@ class CopyBatch:
 
 
 class PendingCopies:
-    """The copies queued since the last `take`. Source pages do not change until `take`, except pages that compaction
-    moved. A slab that compaction emptied may be the target of a copy; that copy is in a later batch.
+    """The copies queued since the last `take`. Source pages do not change until `take`, except pages that
+    compaction moved. If a copy writes to a slab that compaction emptied, the copy is in a later batch.
     """
 
     def __init__(self, pool: PagePool, slab_bytes: int) -> None:
@@ -58,12 +58,12 @@ class PendingCopies:
             self.add(cls, source[:, at].ravel(), target[:, at].ravel())
 
     def add_move(self, cls: int, source: Ids, target: Ids) -> None:
-        """Queue copies out of slabs that may be reused at once."""
+        """Queue copies of pages out of slabs. These slabs may be reused at once."""
         self.add(cls, source, target)
         self._vacated.update((source // self._per_slab[cls]).tolist())
 
     def retain_sources(self, columns: BlockPages, rows: Ids, account: Account) -> None:
-        """Take over the caller's use of the source pages until `take`."""
+        """Retain the source pages until `take`. The caller's use of the pages passes to this object."""
         self._retained.append((columns, rows, account))
 
     def retained(self) -> list[tuple[BlockPages, Ids]]:
@@ -82,8 +82,8 @@ class PendingCopies:
         return slabs
 
     def current_pages(self, columns: BlockPages, rows: Ids) -> Ids:
-        """Return the pages that contain the bytes of `rows` before the pending copies are made, or 0 if unknown.
-        Valid until `take`.
+        """Return the pages that contain the bytes of `rows` while the copies are still pending. A page is 0 if it
+        is unknown. The result is valid until `take`.
         """
         if not self._batches and not any(self._pending):
             return rows

@@ -43,8 +43,8 @@ _HASH = blake2b(digest_size=HASH_BYTES)
 
 
 class BlockHash(bytes):
-    """The hash of a block that has several units of HASH_TOKENS tokens. Its value is the hash of the last unit;
-    `units` has the hashes of all units, for tiers that store pages of HASH_TOKENS tokens.
+    """The hash of a block that has several units of HASH_TOKENS tokens. Its value is the hash of the last unit.
+    `units` contains the hashes of all units, for tiers that store pages of HASH_TOKENS tokens.
     """
 
     units: tuple[bytes, ...]
@@ -65,7 +65,7 @@ def unit_hashes(block_hash: bytes) -> tuple[bytes, ...]:
 
 
 def token_bytes(tokens: npt.ArrayLike) -> bytes:
-    """Return token ids as little-endian int32 bytes, the form that hashes and the radix tree use."""
+    """Return token ids as little-endian int32 bytes. Hashes and the radix tree use this form."""
     array = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)
     if array.ndim != 1:
         raise ValueError(f"tokens must be a 1-D array of ids, got shape {array.shape}")
@@ -96,7 +96,8 @@ def media_hash(root: bytes, digest: bytes) -> bytes:
 
 def hash_chain(parent: bytes, data: bytes | memoryview, resolve: Resolve | None = None) -> list[bytes]:
     """Return the hash of every HASH_TOKENS tokens in `data`. `data` are token bytes that start at a multiple of
-    HASH_TOKENS. `resolve` maps a negative id (a media token) to its digest; without it there must be no media tokens.
+    HASH_TOKENS. `resolve` maps a negative id (a media token) to its digest. Without `resolve` there must be no
+    media tokens.
     """
     raw = bytes(data)
     whole = len(raw) // _UNIT_BYTES * _UNIT_BYTES
@@ -116,7 +117,7 @@ def hash_chain(parent: bytes, data: bytes | memoryview, resolve: Resolve | None 
 
 
 def tail_hash(parent: bytes, data: bytes | memoryview, resolve: Resolve | None = None) -> bytes:
-    """Return the hash of a partial tail, which has fewer than HASH_TOKENS tokens after `parent`."""
+    """Return the hash of a partial last block, which has fewer than HASH_TOKENS tokens after `parent`."""
     if not 0 < len(data) < _UNIT_BYTES:
         raise ValueError(f"a tail has 1 to {HASH_TOKENS - 1} tokens, got {len(data) / TOKEN_BYTES:g}")
     message = bytes(data) if resolve is None else _with_media(bytes(data), resolve)

@@ -78,7 +78,7 @@ class Checkpoints:
         return list(zip(self.windows, columns, strict=True))
 
     def visible_rows(self, rows: Ids, position: int) -> Ids:
-        """Return a copy of `rows` without the pages that a query at `position` does not see."""
+        """Return a copy of `rows` in which pages that a query at `position` does not see are 0."""
         rows = rows.copy()
         for visibility, columns in zip(self.windows, self.window_columns, strict=True):
             rows[: visibility.first_visible(position) // self.block, columns] = 0
@@ -87,7 +87,8 @@ class Checkpoints:
     def _window_rows(
         self, node: Node, position: int, window: int, query: int
     ) -> Iterator[tuple[Node, slice]]:
-        """Yield the parts of nodes whose pages `query` sees before `position`, from `node` upwards."""
+        """Yield the parts of nodes whose pages `query` sees before `position`. Starts at `node` and goes up to the
+        root."""
         first, last = self.windows[window].first_visible(query) // self.block, (position - 1) // self.block
         current: Node | None = node
         while current is not None and current.parent is not None and last >= first:
@@ -102,8 +103,8 @@ class Checkpoints:
             current = current.parent
 
     def complete(self, node: Node, position: int, query: int | None = None) -> bool:
-        """Return whether every window that ends at `position` in `node` has all pages that `query` sees. The default
-        query is at `position`. If several nodes share a block, the pages of the deepest node count.
+        """Return whether all window pages that the token at `query` sees are cached, up to `position` in `node`. The
+        default of `query` is `position`. If several nodes share a block, only the pages of the deepest node count.
         """
         for window, columns in enumerate(self.window_columns):
             covered = (position - 1) // self.block + 1
@@ -195,7 +196,7 @@ class Checkpoints:
             node.root.account.queue.unneeded.append((node, window))
 
     def queue_unneeded_range(self, node: Node, window: int, first: int, last: int) -> None:
-        """Call `queue_unneeded` for `node` and for the nodes above it that contain blocks `first` to `last`."""
+        """Call `queue_unneeded` for `node` and for all nodes above it that contain blocks `first` to `last`."""
         current: Node | None = node
         while current is not None and current.parent is not None:
             if current.start // self.block <= last:
@@ -205,7 +206,9 @@ class Checkpoints:
             current = current.parent
 
     def drop_unneeded(self, node: Node, window: int, most: int, reason: str) -> None:
-        """Evict unneeded pages of one window, in at most `most` blocks of a node."""
+        """Evict unneeded pages of a node, in at most `most` of its blocks. `window` is the index of the windowed layer
+        group in `self.windows`. `reason` is published with the event. If more pages are unneeded, the node is queued
+        again."""
         node.unneeded_windows &= ~(1 << window)
         if node.checkpoint_counts is None or node.parent is None:
             return
@@ -228,7 +231,8 @@ class Checkpoints:
         self._reassign_owner(node, gone[[0, -1]])
 
     def _reassign_owner(self, node: Node, rows: Ids) -> None:
-        """Give pages that `node` dropped to another node that shares the block and still refers to them."""
+        """Change the owner of pages that `node` dropped. The new owner is another node that shares the block and
+        still refers to the page."""
         if self.pages.owners:
             for cls, page in self.pages.orphans(rows):
                 columns = self.pages.columns_of(cls)

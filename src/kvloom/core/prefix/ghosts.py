@@ -1,4 +1,4 @@
-"""Ghosts: records of recently evicted tokens. They explain misses and train policies. They have no pages."""
+"""Ghosts: records of recently evicted tokens. They explain misses and train policies, and have no pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["Ghost", "Ghosts"]
 
 
 class Ghost(NamedTuple):
-    """A record of evicted tokens: the time, the policy, and the policy's history of the entry."""
+    """The record that remains of evicted tokens. `when` is the time of the eviction, `reason` names the policy, and
+    `history` is what the policy had learned about the entry."""
 
     when: float
     reason: str
@@ -21,8 +22,8 @@ class Ghost(NamedTuple):
 
 
 class Ghosts:
-    """Records of evicted tokens, found by the node before them and a hash of their first tokens. The number is
-    limited, and the oldest are dropped.
+    """Records of evicted tokens. A record is found by the node before the tokens and a hash of the first tokens.
+    The number of records is limited, and the oldest are dropped.
     """
 
     LIMIT = 1 << 16
@@ -35,14 +36,15 @@ class Ghosts:
 
     @staticmethod
     def place(node: Node) -> int | bytes:
-        """Return the key of a node's end. The key of a root is its hash, which stays valid when the root is removed."""
+        """Return the key of the end of a node. The key of a root is its hash, which stays valid when the root is
+        removed."""
         return node.root.hash if node.parent is None else node.serial
 
     def add(
         self, after: Node, text: bytes | bytearray, ghost: tuple[float, str, ReuseHistory | None]
     ) -> None:
-        """Record that the tokens after a node, which start with `text` (at most SEEN bytes), were evicted. `ghost` is
-        a tuple with the fields of `Ghost`. Creating a tuple is cheaper, and there are far more evictions than
+        """Record that the tokens after a node were evicted. They start with `text` (at most SEEN bytes). `ghost` is
+        a tuple with the fields of `Ghost`. A tuple is cheaper to create, and there are far more evictions than
         lookups.
         """
         seen = self._seen
@@ -51,6 +53,6 @@ class Ghosts:
             seen.popitem(last=False)
 
     def find(self, place: int | bytes, data: bytes, start: int) -> Ghost | None:
-        """Return the record of evicted tokens that `data` continues with at byte `start`, or None."""
+        """Return the record of evicted tokens that equal `data` from byte `start` on, or None."""
         ghost = self._seen.get((place, hash(data[start : start + self.SEEN])))
         return None if ghost is None else Ghost(*ghost)

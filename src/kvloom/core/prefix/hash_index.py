@@ -1,7 +1,8 @@
-"""Hash index: for each block hash, its parent hash and the groups stored under it, by medium. Only events fill it.
+"""Hash index: maps each block hash to its parent hash and to the groups stored under it, by medium. Only events
+fill it.
 
-Serves tiers, restarted servers, peers and routers. Does not see tokens or pages. A hash is bytes, or an integer where hashes
-travel as integers.
+Tiers, restarted servers, peers and routers use this index. It contains no tokens and no pages. A hash is bytes, or
+an integer if events contain integers.
 """
 
 from __future__ import annotations
@@ -25,11 +26,23 @@ HashKey = TypeVar("HashKey", bytes, int)
 
 
 class HashIndex(Generic[HashKey]):
-    """See the module. `match` applies the same resume rule as the radix tree. Not thread-safe.
+    """A map from block hashes to the places and groups of their pages. `match` applies the same resume rule as the
+    radix tree. Not thread-safe.
 
-    Without `keeps_parents` it has neither parents nor partial tails: it is smaller, and `stored` is faster."""
+    Without `keeps_parents` the index stores neither parents nor partial last blocks. It is then smaller, and
+    `stored` is faster."""
 
-    __slots__ = ("_bits", "_full", "_groups", "_parents", "_places", "_states", "_tails", "_windows")
+    __slots__ = (
+        "_bits",
+        "_counts",
+        "_full",
+        "_groups",
+        "_parents",
+        "_places",
+        "_states",
+        "_tails",
+        "_windows",
+    )
 
     def __init__(self, groups: Sequence[PageGroup], keeps_parents: bool = True) -> None:
         text = [g for g in groups if g.spec.axis == "text"]
@@ -47,6 +60,8 @@ class HashIndex(Generic[HashKey]):
         self._parents: dict[HashKey, HashKey] | None = {} if keeps_parents else None
         self._tails: dict[HashKey, dict[HashKey, int]] = {}
         self._places: dict[str, int] = {}
+        self._counts: list[int] = []
+        """Number of hashes of each place."""
 
     def __len__(self) -> int:
         return len(self._bits)
@@ -65,7 +80,16 @@ class HashIndex(Generic[HashKey]):
         mask = self._mask(groups)
         if mask >> self._groups:
             raise ValueError(f"unknown group in {tuple(groups)}; this index has {self._groups}")
-        return mask << self._places.setdefault(place, len(self._places)) * self._groups
+        return mask << self.add_place(place) * self._groups
+
+    def count(self, place: str) -> int:
+        """Return the number of hashes that have pages in `place`."""
+        number = self._places.get(place)
+        return 0 if number is None else self._counts[number]
+
+    def _every_group(self, place: str) -> int:
+        """Return the bits of all groups in `place`."""
+        return ((1 << self._groups) - 1) << self._places[place] * self._groups
 
     def stored(
         self,
@@ -75,15 +99,21 @@ class HashIndex(Generic[HashKey]):
         place: str,
         tail_tokens: int = 0,
     ) -> None:
-        """Record that `hashes`, a chain below `parent`, have pages of `groups` in `place`."""
+        """Record that `place` has pages of `groups` for each of `hashes`. The hashes form a chain after `parent`."""
         bits = self._bits_of(tuple(groups), place)
         known, parents = self._bits, self._parents
+        number, here, new = self._places[place], self._every_group(place), 0
         if parents is None:
             if known.keys().isdisjoint(hashes):  # the usual case
+                before = len(known)
                 known.update(dict.fromkeys(hashes, bits))
+                new = len(known) - before
             else:
                 for hash_ in hashes:
-                    known[hash_] = known.get(hash_, 0) | bits
+                    mask = known.get(hash_, 0)
+                    new += not mask & here
+                    known[hash_] = mask | bits
+            self._counts[number] += new if bits else 0
             return
         if tail_tokens:
             if not 0 < tail_tokens < HASH_TOKENS or len(hashes) != 1:
@@ -92,46 +122,65 @@ class HashIndex(Generic[HashKey]):
                 )
             self._tails.setdefault(parent, {})[hashes[0]] = tail_tokens
         for hash_ in hashes:
-            known[hash_] = known.get(hash_, 0) | bits
+            mask = known.get(hash_, 0)
+            new += not mask & here
+            known[hash_] = mask | bits
             parents[hash_] = parent
             parent = hash_
+        self._counts[number] += new if bits else 0
 
     def dropped(self, hashes: Iterable[HashKey], groups: Iterable[int], place: str) -> None:
-        """Record that pages of `groups` were removed from `place`. Hashes without pages are removed."""
+        """Record that pages of `groups` were removed from `place`. Hashes without pages are removed from the index."""
         keep = ~self._bits_of(tuple(groups), place)
         known = self._bits
+        here, gone, has_parents = self._every_group(place), 0, self._parents is not None
         for hash_ in hashes:
             mask = known.get(hash_)
             if mask is None:
                 continue
-            if mask & keep:
-                known[hash_] = mask & keep
-            else:
+            left = mask & keep
+            if left == mask and mask:  # a hash without pages has no bits, and is removed
+                continue
+            if mask & here and not left & here:
+                gone += 1
+            if left:
+                known[hash_] = left
+            elif has_parents:
                 self._remove(hash_)
+            else:
+                del known[hash_]
+        self._counts[self._places[place]] -= gone
 
     def forget(self, place: str) -> None:
-        """Remove everything in `place` (a peer died, a tier was cleared). O(hashes)."""
+        """Remove all pages of `place`, for example because a peer died or a tier was cleared. O(hashes)."""
         for _ in self.forgetting(place):
             pass
 
     def forgetting(self, place: str, chunk: int = 10_000) -> Iterator[None]:
-        """`forget` in steps of `chunk` hashes: an event loop serves others between them. New pages of `place` must wait."""
+        """Do the work of `forget` in steps of `chunk` hashes, so that an event loop can do other work between the
+        steps. Do not add pages of `place` before the end."""
         if place not in self._places:
             return
-        mine = ((1 << self._groups) - 1) << self._places[place] * self._groups
+        mine, number = self._every_group(place), self._places[place]
         hashes = list(self._bits)
         for start in range(0, len(hashes), chunk):
             for hash_ in hashes[start : start + chunk]:
                 mask = self._bits.get(hash_, 0)
+                if not mask & mine:
+                    continue
+                self._counts[number] -= 1
                 if mask & ~mine:
                     self._bits[hash_] = mask & ~mine
-                elif mask:
+                else:
                     self._remove(hash_)
             yield
 
     def add_place(self, place: str) -> int:
-        """Return the number of a place; `lengths` has its length at this index."""
-        return self._places.setdefault(place, len(self._places))
+        """Return the number of a place. It is the index of this place in the result of `lengths`."""
+        number = self._places.setdefault(place, len(self._places))
+        if number == len(self._counts):
+            self._counts.append(0)
+        return number
 
     def entries(self) -> list[tuple[HashKey, tuple[HashKey, int]]]:
         """Return a copy of all entries, for `chains`. O(hashes), about 50 ns each."""
@@ -143,7 +192,8 @@ class HashIndex(Generic[HashKey]):
     def chains(
         self, entries: list[tuple[HashKey, tuple[HashKey, int]]]
     ) -> Iterator[tuple[HashKey, list[HashKey], tuple[int, ...], str, int]]:
-        """Yield entries as chains: parent, hashes, groups, place, tail tokens. `stored` of each rebuilds the index."""
+        """Yield entries as chains: parent, hashes, groups, place, tail tokens. A call of `stored` with each chain
+        rebuilds the index."""
         names = list(self._places)
         every = (1 << self._groups) - 1
 
@@ -177,7 +227,7 @@ class HashIndex(Generic[HashKey]):
             del self._tails[parent]
 
     def places(self, hash_: HashKey) -> dict[str, tuple[int, ...]]:
-        """Return the places of pages under `hash_`, with their groups."""
+        """Return the places that have pages for `hash_`, with the groups of the pages."""
         bits = self._bits.get(hash_, 0)
         found = {}
         for place, index in self._places.items():
@@ -199,9 +249,11 @@ class HashIndex(Generic[HashKey]):
         tail: Callable[[HashKey, int, int], HashKey] | None = None,
         places: Iterable[str] | None = None,
     ) -> int:
-        """Return the longest resumable length, at most `limit` tokens, of a prompt with block hashes `hashes`.
-        `places` restricts the locations; a router asks for one worker. `tail(parent, start, length)` returns the hash
-        of a partial tail of the prompt. With it, partial tails can match too.
+        """Return the longest resumable length of a prompt with block hashes `hashes`, at most `limit` tokens.
+
+        `places` restricts the search to some places. For example, a router passes one worker. `tail(parent, start,
+        length)` returns the hash of a partial last block of the prompt. If it is given, partial blocks can also
+        match.
         """
         folded = self._fold(hashes[: -(-limit // HASH_TOKENS)], places)
         need = self._full
@@ -239,10 +291,12 @@ class HashIndex(Generic[HashKey]):
         return list(map(self._bits.get, hashes, repeat(0)))
 
     def lengths(self, bits: list[int]) -> list[int]:
-        """Return the longest resumable length of a prompt in each place, in tokens, by the place's number.
+        """Return the longest resumable length of a prompt in each place, in tokens. The index of a length is the
+        number of the place.
 
-        `bits` are those of the prompt's hashes; indexes with the same places and groups may be joined by `|`. Partial tails
-        are left out. Without windows and states the cost is one comparison per block, and some work per place."""
+        Pass the result of the method `bits` for the hashes of the prompt. The bits of several indexes with the same
+        places and groups may be joined by `|`. Partial last blocks are left out. Without windows and states the
+        cost is one comparison per block, and some work per place."""
         if self._windows or self._states:
             return self._checkpoint_lengths(bits)
         return self._single_lengths(bits) if self._groups == 1 else self._full_lengths(bits)
@@ -272,13 +326,13 @@ class HashIndex(Generic[HashKey]):
         return found
 
     def _single_lengths(self, bits: list[int]) -> list[int]:
-        """`_full_lengths` of the usual case, one group."""
+        """Compute the lengths for the usual case of one group."""
         places = len(self._places)
         counts = loops.leading(bits, places) if places <= 64 else counts_leading(bits, places)
         return [count * HASH_TOKENS for count in counts]
 
     def _checkpoint_lengths(self, bits: Sequence[int]) -> list[int]:
-        """`lengths` in models with windows or states: one matrix of blocks, places and groups."""
+        """Compute `lengths` for models with windows or states, with one matrix of blocks, places and groups."""
         places, width, blocks = len(self._places), self._groups, len(bits)
         if not places or not blocks:
             return [0] * places
@@ -312,7 +366,7 @@ class HashIndex(Generic[HashKey]):
         return longest_resume(position, windows, HASH_TOKENS, (position,))[0] == position
 
     def _fold(self, hashes: Sequence[HashKey], places: Iterable[str] | None) -> list[int]:
-        """Return the groups that each hash has in any of `places`, as bit masks."""
+        """Return, as bit masks, the groups that each hash has in any of `places`."""
         every = (1 << self._groups) - 1
         chosen = (
             range(len(self._places))

@@ -25,8 +25,8 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Reservation:
-    """The pages reserved for one prompt. Row b has the pages of block b. `to_load` marks the pages that the load job
-    must fill.
+    """The pages reserved for one prompt. Row b contains the pages of block b. `to_load` marks the pages that the
+    load job must fill.
     """
 
     __slots__ = (
@@ -92,7 +92,7 @@ class PagesInTransfer:
             yield self._columns(batch), batch.rows
 
     def slabs_in_place(self) -> list[Counter[int]]:
-        """Return, for each size class, the number of pages pinned in place by slab. Counts them again, for the
+        """Return, for each size class, how many pages of each slab are pinned in place. Recounts them for the
         integrity check.
         """
         counts: list[Counter[int]] = [Counter() for _ in self._pages.pool.classes]
@@ -118,8 +118,8 @@ class PagesInTransfer:
     # -- reservations ---------------------------------------------------------------------------
 
     def add(self, reservation: Reservation) -> None:
-        """Register a reservation. Call it before its pages are allocated, because allocation may compact pages that
-        the reservation shares.
+        """Register a reservation. Call this method before its pages are allocated, because allocation may compact
+        pages that the reservation shares.
         """
         self._reservations[id(reservation)] = reservation
 

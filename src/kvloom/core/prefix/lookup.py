@@ -1,4 +1,4 @@
-"""Lookup: finds the longest resumable prefix of a prompt, and the reason why it is not longer. Does not modify the
+"""Lookup finds the longest resumable prefix of a prompt, and the reason why it is not longer. Does not modify the
 cache.
 """
 
@@ -38,12 +38,15 @@ NOT_CACHED = ("never seen", "evicted")
 
 
 class Miss(NamedTuple):
-    """The position where a lookup ended, and the reason. `when` and `policy` are set for evicted pages."""
+    """The position where a lookup ended, and the reason. `when` and `policy` are set for evicted pages. `matched`
+    is set if tiers have pages up to a later position, but no checkpoint there.
+    """
 
     reason: str
     position: int
     when: float | None = None
     policy: str | None = None
+    matched: int = 0
 
     def __str__(self) -> str:
         detail = f" at {self.when:.3f} s by {self.policy}" if self.when is not None else ""
@@ -52,7 +55,7 @@ class Miss(NamedTuple):
 
 @dataclass(slots=True)
 class Match:
-    """The result of a lookup. It becomes stale when the tree changes; `open` then repeats the lookup.
+    """The result of a lookup. It becomes stale when the tree changes, and `open` then repeats the lookup.
 
     | tokens       | meaning                                           |
     |--------------|---------------------------------------------------|
@@ -130,7 +133,7 @@ class Lookup:
         )
 
     def refreshed(self, match: Match) -> Match:
-        """Return `match`, or a new lookup if the tree has changed since."""
+        """Return `match` if the tree has not changed since the lookup, else the result of a new lookup."""
         if match.version == self._tree.version:
             return match
         return self.find(match.root_hash, match.data, match.control, match.media, match.limit)
@@ -184,8 +187,8 @@ class Lookup:
         return Miss("never seen", matched)
 
     def explain(self, match: Match, across_tenants: bool = True) -> Miss:
-        """Return the miss. Its reason is "other tenant" if another tenant's root has the prompt. O(roots). Only for
-        operators, because the answer reveals a prompt of another tenant.
+        """Return the miss. Its reason is "other tenant" if another tenant has the prompt in the cache. O(roots).
+        Only for operators, because the result reveals a prompt of another tenant.
         """
         if across_tenants and match.miss.reason in NOT_CACHED:
             for root_hash, root in self._tree.roots.items():
@@ -212,7 +215,7 @@ class Lookup:
         )
 
     def hash_at(self, match: Match, end: int) -> bytes:
-        """Return the hash of the prompt's first `end` tokens. `end` is a multiple of HASH_TOKENS and beyond the
+        """Return the hash of the prompt's first `end` tokens. `end` must be a multiple of HASH_TOKENS and after the
         matched tokens.
         """
         publisher, known = self._tree.publisher, match.matched // HASH_TOKENS * HASH_TOKENS
@@ -221,12 +224,14 @@ class Lookup:
         return more[-1] if more else parent
 
     def tail_hash(self, match: Match, parent: bytes, start: int, stop: int) -> bytes:
-        """Return the hash of the prompt's tokens [start, stop) after `parent`, which are fewer than HASH_TOKENS."""
+        """Return the hash of the prompt's tokens [start, stop) after `parent`. These must be fewer than HASH_TOKENS
+        tokens."""
         text = match.data[start * TOKEN_BYTES : stop * TOKEN_BYTES]
         return tail_hash(parent, text, self._tree.publisher.resolve)
 
     def media_limit(self, match: Match, has_run: Callable[[Media], bool]) -> int:
-        """Return the number of tokens before the first image whose run is needed and missing, at most `match.limit`.
+        """Return the number of tokens before the first image whose run is needed but missing. The result is at most
+        `match.limit`.
 
         `has_run` returns whether the run of an image is available.
         """
@@ -238,11 +243,12 @@ class Lookup:
         return limit
 
     def cached_media_limit(self, match: Match) -> int:
-        """Return `media_limit` for the media runs in this cache."""
+        """Return the number of tokens before the first image whose run is needed but not cached. The result is at most
+        `match.limit`."""
         return self.media_limit(match, lambda item: match.root_hash + item.digest in self._media)
 
     def resumable_with(self, match: Match, index: HashIndex[bytes]) -> int:
-        """Return the longest resumable length that the pages in `index` give this prompt."""
+        """Return the longest resumable length of this prompt with the pages in `index`."""
 
         def tail(parent: bytes, start: int, length: int) -> bytes:
             return self.tail_hash(match, parent, start, start + length)

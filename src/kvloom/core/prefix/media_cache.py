@@ -1,7 +1,7 @@
 """Media cache: the pages of images in media layers, found by root hash and content digest.
 
-A media run consists of the pages of one image. Sequences and pins retain runs. A run that nothing retains is queued
-for eviction.
+A media run consists of the pages of one image. Sequences and pins retain runs. A run without users is queued for
+eviction.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["MediaCache"]
 
 
 class MediaCache:
-    """The cached media runs by key (root hash + digest). `outlives_prompt` states that tokens after an image still
-    read its run.
+    """The cached media runs by key (root hash + digest). `outlives_prompt` states that tokens after an image also
+    read the run of the image.
     """
 
     def __init__(self, pages: BlockPages, publisher: EventPublisher, outlives_prompt: bool) -> None:
@@ -55,8 +55,8 @@ class MediaCache:
         return has and item.start < stop and (self.outlives_prompt or item.stop > start)
 
     def add(self, key: bytes, account: Account, rows: Ids, tokens: int, now: float) -> MediaRun:
-        """Cache the pages of one image and return its run. The caller's use of the pages becomes the first use of the
-        run.
+        """Cache the pages of one image and return its run. The caller becomes the first user of the run, and its
+        use of the pages passes to the run.
         """
         run = MediaRun(next(self._serials), now, key, account, rows, tokens, len(rows) * self.pages.row_bytes)
         self._runs[key] = run

@@ -25,7 +25,7 @@ __all__ = ["Media", "MediaIds", "MediaRun"]
 @dataclass(frozen=True, slots=True)
 class Media:
     """The placeholder tokens [start, stop) of a prompt, and the digest of their content. `tokens` is the number of
-    tokens on the media axis, if the model has such layers.
+    tokens on the media axis, if the model has layers on this axis.
     """
 
     start: int
@@ -71,13 +71,13 @@ class MediaRun(Entry):
         return self._bytes
 
     def replace_page(self, columns: Index, page: int, target: int, block_tokens: int) -> None:
-        """Replace a page id in its rows."""
+        """Replace the page id `page` by `target` in the rows of the image."""
         replace_page(self.rows, columns, page, target)
 
 
 class MediaIds:
-    """Maps digests to negative ids and back. The number is limited. A dropped digest gets a new id later, so its old
-    pages miss.
+    """Maps digests to negative ids and back. The number of digests is limited. If a digest was dropped, it gets a
+    new id later, and its old pages miss.
     """
 
     LIMIT = 1 << 18
@@ -103,7 +103,7 @@ class MediaIds:
         return new
 
     def digest_of(self, media_id: int) -> bytes:
-        """Return the digest of an id. For a dropped id, return a digest that matches nothing."""
+        """Return the digest of an id. For a dropped id, return a digest that matches no image."""
         return self._digests.get(media_id) or b"forgotten media " + str(media_id).encode()
 
     def place(self, tokens: npt.NDArray[np.int32], media: Sequence[Media]) -> npt.NDArray[np.int32]:

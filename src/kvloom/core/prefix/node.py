@@ -1,4 +1,4 @@
-"""The entries of the radix tree: nodes, roots and checkpoints. Data only; the tree modifies them."""
+"""The entries of the radix tree: nodes, roots and checkpoints. This module has only data. The tree modifies it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ __all__ = ["Checkpoint", "Node", "OffloadMarks", "Root", "nodes_sharing_block"]
 
 
 class OffloadMarks:
-    """What the offload source records about a node. None while no tier is attached."""
+    """Records which pages of a node were already passed to the offload manager. Nodes have these marks only if a tier
+    is attached."""
 
     __slots__ = ("grown", "offloaded_tokens", "settled")
 
@@ -29,7 +30,8 @@ class OffloadMarks:
 
 
 class Node(Entry):
-    """Tokens [start, end), and the pages of all blocks that contain them."""
+    """A node of the radix tree. It stores tokens [start, end) of a prefix, and the pages of all blocks that contain
+    these tokens."""
 
     __slots__ = (
         "checkpoint_counts",
@@ -108,7 +110,7 @@ class Root(Node):
 
 
 class Checkpoint(Entry):
-    """A resumable position in `node`. It has a state snapshot if the model has states."""
+    """A resumable position in `node`. If the model has states, the checkpoint has a state snapshot."""
 
     __slots__ = ("is_offloaded", "locks", "node", "position", "reach", "row_bytes", "states")
 
@@ -124,7 +126,7 @@ class Checkpoint(Entry):
 
     @property
     def history(self) -> ReuseHistory | None:
-        """The history of its node, because a returning request uses both."""
+        """The history of the checkpoint's node, because a returning request uses both."""
         return self.node.history
 
     @history.setter

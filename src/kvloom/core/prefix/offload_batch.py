@@ -1,4 +1,4 @@
-"""Offload batches: pages and their hashes. The offload listener gets them before pages are evicted and when a
+"""Offload batches: pages and their hashes. The offload listener gets a batch before pages are evicted and when a
 sequence closes.
 
 The hash of a page is the hash of the prefix that ends with its last token. Without a listener no hash is computed.
@@ -65,8 +65,8 @@ class OffloadSource:
         self._marked = -math.inf, -math.inf
 
     def mark_step(self, now: float, moved: bool) -> None:
-        """Increase the age of all pages in the tree. `moved` states that pages moved since the last mark, which makes
-        that mark invalid.
+        """Increase the age of all pages in the tree. `moved` states that pages moved since the last mark. The last
+        mark is then invalid.
         """
         self._before = self._marks + moved
         self._marks += 1
@@ -75,7 +75,7 @@ class OffloadSource:
     # -- notifications of the tree --------------------------------------------------------------
 
     def on_grow(self, node: Node, end: int) -> None:
-        """Record that a node gets pages from token `end` on."""
+        """Record that a node has new pages from token `end` on."""
         marks = node.offload
         if marks is None:
             marks = node.offload = OffloadMarks(node.start)
@@ -91,7 +91,7 @@ class OffloadSource:
             marks.settled = max(marks.settled, at)
 
     def on_trim(self, node: Node, end: int) -> None:
-        """Pass the pages of a node from `end` on to the listener, before they are evicted. If `end` is inside a
+        """Pass the pages of a node from `end` on to the listener before they are evicted. If `end` is inside a
         block, the whole block is passed.
         """
         first = max(end, node.start) // self._block - node.start // self._block
@@ -100,9 +100,10 @@ class OffloadSource:
             node.offload.offloaded_tokens = min(node.offload.offloaded_tokens, end)
 
     def on_checkpoint_dropped(self, checkpoint: Checkpoint, windows: list[tuple[slice, int]]) -> None:
-        """Pass the states, the partial block and the window pages of a checkpoint to the listener before it is dropped.
+        """Pass the states, the partial block and the window pages of a checkpoint to the listener before the
+        checkpoint is dropped.
 
-        `windows` contains the columns of each window, and the first block that it sees.
+        `windows` contains the columns of each window, and the first block inside the window.
         """
         node, position = checkpoint.node, checkpoint.position
         self._collect_states(checkpoint, evicted=True)
@@ -125,8 +126,8 @@ class OffloadSource:
             self.offload_path(node)
 
     def offload_path(self, node: Node, again: bool = False) -> None:
-        """Pass the pages on a path to the listener, except pages that were passed before. `again` passes those, too:
-        tiers may have evicted them.
+        """Pass the pages on a path to the listener. Pages that were passed before are skipped, unless `again` is
+        set. Set `again` if tiers may have evicted these pages.
         """
         current: Node | None = node
         while current is not None and current.parent is not None:

@@ -1,4 +1,4 @@
-"""Pins, queued prefixes and sessions: three ways in which requests keep or give up cached prefixes."""
+"""Pins, queued prefixes and sessions. All three let requests change when a cached prefix is evicted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Pin", "Pins", "QueuedPrefix"]
 
 
 class Pin:
-    """The pages of the first `length` tokens of a prompt, which are not evicted before `expires`."""
+    """The first `length` tokens of a prompt. Their pages are not evicted before the time `expires`."""
 
     __slots__ = (
         "account",
@@ -53,7 +53,7 @@ class Pin:
 
     @property
     def is_active(self) -> bool:
-        """Whether it still retains its pages."""
+        """Whether the pin still retains its pages."""
         return self.node is not None
 
 
@@ -141,7 +141,7 @@ class Pins:
         tree.unlock(node, now)
 
     def release_expired(self) -> bool:
-        """Release expired pins. Returns whether there was one."""
+        """Release expired pins. Returns whether a pin had expired."""
         if not self._expiring:
             return False
         now, some = self._clock.now(), False
@@ -155,8 +155,8 @@ class Pins:
     # -- prefixes of waiting requests -----------------------------------------------------------
 
     def protect_queued(self, match: Match, turn: tuple[int, int]) -> QueuedPrefix:
-        """Protect the deepest node of a match and its nearest checkpoint: they are evicted after entries without a
-        waiting request.
+        """Protect the deepest node of a match and its nearest checkpoint. They are evicted after all entries that
+        no waiting request will hit.
         """
         entries: list[Node | Checkpoint] = []
         for node in [node for node in match.path if node.start < match.resume][-1:]:
@@ -189,7 +189,8 @@ class Pins:
             self._sessions.popitem(last=False)
 
     def end_session(self, session: str) -> int:
-        """Make the entries that only this session used the first to be evicted. Returns their number of tokens."""
+        """Mark the entries that only this session used, so that they are evicted first. Returns the number of their
+        tokens."""
         node: Node | None = self._sessions.pop(session, None)
         now = self._clock.now()
         tokens = 0

@@ -1,6 +1,7 @@
 """Computes the hashes of nodes on demand, and publishes them in events.
 
-Without listeners no hash is computed. A cache without tiers, peers and routers never computes a block hash.
+Without listeners no hash is computed. A cache without tiers, peers and routers therefore never computes a block
+hash.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class EventPublisher:
         self.window_groups = tuple(g.index for g in windowed)
 
     def hash_before(self, node: Node) -> bytes:
-        """Return the hash of the last HASH_TOKENS unit that ends at or before the start of the node."""
+        """Return the hash of the last unit of HASH_TOKENS tokens that ends at or before the start of the node."""
         return self._last_hash(node.parent) if node.parent is not None else node.root.hash
 
     def _last_hash(self, node: Node | None) -> bytes:
@@ -50,7 +51,7 @@ class EventPublisher:
         return node.root.hash
 
     def hashes(self, node: Node) -> list[bytes]:
-        """Return the hashes of the HASH_TOKENS units that end in `node`. Computed once."""
+        """Return the hashes of the units of HASH_TOKENS tokens that end in `node`. Each hash is computed only once."""
         unhashed = []
         current = node
         while current.parent is not None:  # walks up to the first node that has a hash
@@ -82,7 +83,8 @@ class EventPublisher:
         return text[-tokens * TOKEN_BYTES :]
 
     def _tokens(self, node: Node, begin: int, end: int) -> bytes:
-        """Return the token bytes [begin, end) of a path that ends in `node`. Media tokens get ids of their content."""
+        """Return the token bytes [begin, end) of a path that ends in `node`. Media tokens are replaced by ids of
+        their content."""
         text = bytes(node.text[max(0, begin - node.start) * TOKEN_BYTES : (end - node.start) * TOKEN_BYTES])
         if begin < node.start:
             text = self._text_before(node, node.start - begin) + text
@@ -109,7 +111,7 @@ class EventPublisher:
         return tail_hash(parent, text, self.resolve)
 
     def block_hash_at(self, node: Node, position: int) -> bytes:
-        """Return `hash_at` as a BlockHash, which also has the hashes of all units of the block."""
+        """Return `hash_at` as a BlockHash, which also contains the hashes of all units of the block."""
         end = self.hash_at(node, position)
         if self.block == HASH_TOKENS:
             return end
@@ -140,7 +142,7 @@ class EventPublisher:
             self.events.emit(BlockStored(parent, (block_hash,), self.token_groups, MEDIUM, tail, text))
 
     def checkpoint_stored(self, checkpoint: Checkpoint) -> None:
-        """Publish a state snapshot."""
+        """Publish that a state snapshot was stored."""
         node, position = checkpoint.node, checkpoint.position
         block_hash = self.hash_at(node, position)
         before = (position - 1) // HASH_TOKENS * HASH_TOKENS
@@ -166,7 +168,7 @@ class EventPublisher:
             self.events.emit(BlockRemoved(hashes, (group,), MEDIUM, reason))
 
     def _row_hashes(self, node: Node, rows: npt.NDArray[np.intp]) -> list[tuple[bytes, bytes, int]]:
-        """Return (hash, parent, end) of the HASH_TOKENS units in some rows that end in the node."""
+        """Return (hash, parent, end) for each unit of HASH_TOKENS tokens that is in some rows and ends in the node."""
         hashes = self.hashes(node)
         per_block = self.block // HASH_TOKENS
         skipped = node.start // HASH_TOKENS - node.start // self.block * per_block
@@ -188,7 +190,7 @@ class EventPublisher:
             self.events.emit(BlockRemoved(tuple(reversed(hashes)), self.token_groups, MEDIUM, reason))
 
     def media_stored(self, root: bytes, digest: bytes) -> None:
-        """Publish a media run."""
+        """Publish that a media run was stored."""
         self.events.emit(BlockStored(root, (media_hash(root, digest),), self.media_groups, MEDIUM))
 
     def media_dropped(self, root: bytes, digest: bytes, reason: str) -> None:
@@ -196,8 +198,8 @@ class EventPublisher:
         self.events.emit(BlockRemoved((media_hash(root, digest),), self.media_groups, MEDIUM, reason))
 
     def grown(self, node: Node) -> None:
-        """Publish that the hash of a partial tail is removed, because the tail grows. If a checkpoint is there, the
-        hash stays.
+        """Publish that the hash of a partial last block is removed, because the block grows. If the block has a
+        checkpoint, the hash stays.
         """
         if node.end % HASH_TOKENS and all(c.position != node.end for c in node.checkpoints):
             self.events.emit(
@@ -205,7 +207,8 @@ class EventPublisher:
             )
 
     def checkpoint_dropped(self, checkpoint: Checkpoint, reason: str) -> None:
-        """Publish that a snapshot was removed. If it was in a partial tail, the hash of the tail is removed, too."""
+        """Publish that a snapshot was removed. If it was in a partial last block, the hash of this block is
+        removed, too."""
         block_hash = self.hash_at(checkpoint.node, checkpoint.position)
         inner_tail = checkpoint.position % HASH_TOKENS and checkpoint.position != checkpoint.node.end
         groups = self.state_groups + (self.token_groups if inner_tail else ())

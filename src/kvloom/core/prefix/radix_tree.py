@@ -3,9 +3,9 @@
     root ── [0,37) ──┬── [37,80)         a node has any number of tokens; it is split where prompts diverge
                      └── [37,64)         a node has a row of page ids for every block it touches
 
-If prompts diverge inside a block, several nodes share the block. Each has a row for the block, which is valid for its
-own tokens. The id of an evicted window page is 0. `checkpoints` handles resumable positions. The allocator decides
-what to evict and when; the tree evicts it.
+If prompts diverge inside a block, several nodes share the block. Each of them has a row for the block, which is
+valid for its own tokens. The id of an evicted window page is 0. `checkpoints` handles resumable positions. The
+allocator decides which entries are evicted and when. The tree evicts them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Retention = tuple[int, float | None]
 
 
 class RadixTree(Checkpoints):
-    """The radix tree. A walk costs the nodes passed and the bytes compared. A split or trim costs in proportion to
-    the size of the node.
+    """The radix tree. The cost of a walk grows with the nodes passed and the bytes compared. The cost of a split or
+    trim grows with the size of the node.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RadixTree(Checkpoints):
         return path, at
 
     def _common(self, node: Node, data: bytes, at: int, most: int) -> int:
-        """Count how many tokens of `node` equal those of `data` from `at` on, at most `most`."""
+        """Return how many tokens of `node` equal the tokens of `data` from `at` on, at most `most`."""
         size = node.end - node.start
         if size <= most and data.startswith(node.text, at * TOKEN_BYTES):
             return size
@@ -81,8 +81,8 @@ class RadixTree(Checkpoints):
         return first if differs[first] else size
 
     def rows(self, path: list[Node], stop: int) -> Ids:
-        """Return the rows of page ids of the first `stop` tokens along a path. The result is a view if one node has
-        all of them.
+        """Return the rows of page ids of the first `stop` tokens along a path. If one node has all of them, the
+        result is a view.
         """
         block = self.block
         if not path:
@@ -124,11 +124,13 @@ class RadixTree(Checkpoints):
     ) -> tuple[Node, bool]:
         """Add the tokens `data` and their pages (`rows`) after `cursor`, which ends at a block boundary.
 
-        The tree takes over `rows`, and the caller must not change it afterwards. If the tree already has a page of a
-        block, it writes that page into `rows`; the caller must use that page. Returns the node that ends where `data`
-        ends, and whether the tree had any of the tokens before. `locked` is the node that the caller has locked, by
-        default `cursor`. `last` states that the caller will unlock it next, so the node may grow by a partial block.
-        `lock` moves the caller's lock to the returned node.
+        Returns the node that ends where `data` ends, and whether the tree already had any of the tokens. The tree
+        takes over `rows`, and the caller must not change it afterwards. If the tree already has a page of a block,
+        it writes that page into `rows`, and the caller must use that page.
+
+        `locked` is the node that the caller has locked, by default `cursor`. `last` states that the caller will
+        unlock it next. The node may then grow by a partial block. `lock` moves the caller's lock to the returned
+        node.
         """
         node, start = cursor, cursor.end
         locked = locked or cursor
@@ -191,7 +193,8 @@ class RadixTree(Checkpoints):
             theirs[:] = ours
 
     def _may_grow(self, node: Node, locked: Node, retention: Retention) -> bool:
-        """Return whether a node may grow in place: only the caller uses it, and no other request hit it."""
+        """Return whether a node may grow in place. This requires that only the caller uses the node, and that no
+        other request hit it."""
         return (
             node.parent is not None
             and not node.children
@@ -201,8 +204,8 @@ class RadixTree(Checkpoints):
         )
 
     def _loses(self, node: Node, rows: Ids) -> bool:
-        """Return whether growing by `rows` would lose a window page that a checkpoint may need. The pages of the
-        fuller block replace those of the partial block, but a window page may be missing among them.
+        """Return whether a node would lose a window page that a checkpoint may need, if the node grows by `rows`.
+        The first of `rows` replaces the node's partial block, but may lack a window page.
         """
         if not self.windows or not node.end % self.block:
             return False
@@ -213,7 +216,8 @@ class RadixTree(Checkpoints):
         return self._may_grow(cursor, cursor, (0, None))
 
     def append_blocks(self, nodes: list[Node], data: bytes, rows: Ids, now: float) -> None:
-        """Add one block to each of many nodes for which `may_append` is true. Has the effect of `publish`."""
+        """Add one block to each of many nodes. `may_append` must be true for each node. Has the same effect as
+        `publish`."""
         self.pages.add_cached(rows, None)
         size = self.block * TOKEN_BYTES
         for i, node in enumerate(nodes):
@@ -402,7 +406,7 @@ class RadixTree(Checkpoints):
             node.root.account.queue.remove(node)
 
     def unlock(self, node: Node, now: float) -> None:
-        """Drop one lock. A leaf without locks is queued for eviction, and a root without nodes is removed."""
+        """Drop one lock. A leaf without locks is queued for eviction. A root without nodes is removed."""
         node.locks -= 1
         if node.locks:
             return
@@ -414,7 +418,7 @@ class RadixTree(Checkpoints):
                 self.requeue(node, now)
 
     def requeue(self, node: Node, now: float) -> None:
-        """Queue a leaf for eviction. If its end is not resumable, it is evicted first."""
+        """Queue a leaf for eviction. If its end is not resumable, the leaf is evicted before others."""
         if not node.children and not node.locks and node.parent is not None:  # inlined `node.leaf`
             if self.needs_checkpoints:
                 node.useless = self.last_resume(node) < node.end

@@ -24,7 +24,7 @@ Present = npt.NDArray[np.generic]
 def missing_unit(
     position: int, windows: Sequence[tuple[Visibility, Present]], unit: int
 ) -> tuple[int, int] | None:
-    """Return the last missing unit that `position` needs, as (window, unit), or None if `position` is valid.
+    """Return the last missing unit that `position` needs, as (window, unit). Return None if `position` is valid.
     `windows` contains, for each windowed group, its visibility and one truth value per unit of the path.
     """
     stop = -(-position // unit)
@@ -44,9 +44,9 @@ def longest_resume(
     unit: int,
     snapshots: Iterable[int] | None = None,
 ) -> tuple[int, int | None]:
-    """Return the longest valid position at or below `limit`, and the window that made it shorter, if any. `snapshots`
-    are the positions with a state snapshot, deepest first, or None for models without states. Positions that need a
-    missing unit are skipped without a test.
+    """Return the longest valid position at or below `limit`, and the window that made it shorter, if any.
+    `snapshots` are the positions with a state snapshot, deepest first, or None for models without states. Positions
+    that need a missing unit are skipped without a test.
     """
     stopped = None
     if snapshots is not None:

@@ -97,8 +97,9 @@ def publish(
     closing: bool = False,
     lock: bool = False,
 ) -> Node:
-    """Add tokens [first, last) of a sequence after `node` and return the last node. `lock` moves the sequence's lock
-    to it. If the tree already has a full block, the sequence uses the tree's pages and releases its own.
+    """Add tokens [first, last) of a sequence after `node` and return the last node. `lock` moves the sequence's
+    lock to the last node. If the tree already has a full block, the sequence uses the tree's pages and releases its
+    own pages.
     """
     block = state.block_tokens
     table = state.block_tables.tables[:, seq.row, first // block : -(-last // block)]

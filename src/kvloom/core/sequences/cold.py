@@ -4,8 +4,9 @@
     pages      in host memory       in the pool            groups with full attention
                none                 inside the window      groups with a window: they drop pages by themselves
 
-Attention reads both parts and joins them. The sequence owns its cold runs: closing it releases them. A sequence with
-cold blocks leaves the radix tree, because a path of the tree has no gaps: its next blocks are not published.
+Attention reads both parts and joins the results. The sequence owns its cold runs, and closing the sequence releases
+them. A path of the radix tree has no gaps. A sequence with cold blocks therefore leaves the tree and publishes no
+further blocks.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ __all__ = ["add_cold_run", "coldable_pages", "open_cold"]
 
 
 def coldable_pages(state: CacheState, seq: Sequence, most: int) -> Ids:
-    """Return the page ids of up to `most` next blocks that can become cold, [blocks, columns]; 0 in columns of windows.
+    """Return the page ids of the next blocks that can become cold, at most `most` blocks: [blocks, columns].
+    Columns of windows contain 0.
 
-    These are full and computed, in the recurrent layers too: cold tokens must precede all queries of a step. Pending
-    copies may still write to them: make those first."""
+    These blocks are full and computed, also in the recurrent layers, because cold tokens must precede all queries
+    of a step. Make pending copies before you read the pages."""
     ensure_open(state, seq)
     table, first = state.block_tables, seq.cold_blocks
     computed = min(table.length.item(seq.row), table.state_length.item(seq.row))
@@ -37,7 +39,7 @@ def coldable_pages(state: CacheState, seq: Sequence, most: int) -> Ids:
 
 
 def add_cold_run(state: CacheState, seq: Sequence, run: ColdRun) -> None:
-    """Make the next blocks of a sequence cold: `run` has their bytes. Releases their pages in the pool."""
+    """Make the next blocks of a sequence cold, and release their pages in the pool. `run` contains their bytes."""
     rows = coldable_pages(state, seq, len(run.pages))
     if len(rows) < len(run.pages):
         raise ValueError(
@@ -52,10 +54,12 @@ def add_cold_run(state: CacheState, seq: Sequence, run: ColdRun) -> None:
 
 
 def open_cold(state: CacheState, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:
-    """Start an empty sequence at `position`, behind the cold blocks of `run`, which are all full blocks before it.
+    """Start an empty sequence at `position`, after the cold blocks of `run`. These must be all full blocks before
+    `position`.
 
-    Allocates the other pages that a query there sees (windows, a partial block, whose tokens are `tail`) and the live
-    states: the caller fills them. Returns False, and changes nothing, if the pool lacks pages."""
+    Allocates the live states, and the other pages that a query at `position` sees. These are window pages and the
+    partial block with the tokens `tail`. The caller fills both. If the pool lacks pages, returns False and changes
+    nothing."""
     ensure_open(state, seq)
     table, row, block = state.block_tables, seq.row, state.block_tokens
     if table.blocks.item(row) or len(run.pages) != position // block or len(tail) != position % block:
@@ -92,7 +96,7 @@ def open_cold(state: CacheState, seq: Sequence, run: ColdRun, position: int, tai
 
 
 def _leave_tree(state: CacheState, seq: Sequence) -> None:
-    """Publish no more blocks of a sequence, and unlock its path."""
+    """Stop publishing blocks of a sequence, and unlock its path in the tree."""
     if seq.control.store:
         seq.control = replace(seq.control, store=False)
     if seq.node is not seq.root:

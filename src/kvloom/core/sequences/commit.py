@@ -18,7 +18,7 @@ __all__ = ["commit", "commit_many"]
 
 
 def commit(state: CacheState, seq: Sequence, tokens: npt.ArrayLike, state_length: int | None = None) -> None:
-    """Commit tokens whose pages are written."""
+    """Commit tokens. Their pages must be written."""
     ensure_open(state, seq)
     data = token_bytes(tokens)
     row, table, block = seq.row, state.block_tables, state.block_tokens
@@ -113,7 +113,8 @@ def _publish_many(state: CacheState, rows: Rows) -> None:
 
 
 def _publish_blocks(state: CacheState, seq: Sequence, data: bytes) -> None:
-    """Publish the full blocks after `published`. A request with `store` off only counts them."""
+    """Publish the full blocks after `published`. If `store` of the request is off, the blocks are not published,
+    only counted."""
     tokens = len(data) // TOKEN_BYTES
     start = seq.published
     if not seq.control.store:
@@ -140,8 +141,8 @@ def _retention_cuts(state: CacheState, seq: Sequence, start: int, stop: int) -> 
 
 
 def _is_ready(state: CacheState, seq: Sequence, stop: int) -> bool:
-    """Return whether tokens up to `stop` can have been written: the tail is copied, and states and media runs are
-    allocated.
+    """Return whether tokens up to `stop` can have been written. This requires that the partial block is copied, and
+    that states and media runs are allocated.
     """
     if seq.shared_tail or (state.has_states and not state.block_tables.states[0, seq.row]):
         return False
@@ -183,9 +184,10 @@ def _commit_media(state: CacheState, seq: Sequence, length: int) -> None:
 
 
 def _leave_windows(state: CacheState, seq: Sequence) -> None:
-    """Release a sequence's pages that are now outside a window. They stay cached if published, else they become free.
+    """Release a sequence's pages that are now outside a window. Published pages stay cached, and other pages become
+    free.
 
-    Tokens after the live states are computed again, so their windows stay."""
+    Tokens after the live states will be computed again, so their windows are kept."""
     row, table, tree = seq.row, state.block_tables, state.tree
     length = int((table.state_length if state.has_states else table.length)[row])
     for window, (visibility, columns) in enumerate(zip(tree.windows, tree.window_columns, strict=True)):
@@ -203,7 +205,7 @@ def _leave_windows(state: CacheState, seq: Sequence) -> None:
 
 
 def _leave_window_many(state: CacheState, window: int, rows: Rows) -> None:
-    """Release one block of each of many rows, like `_leave_windows`. Rows that share a page, or have different
+    """Release one block of each of many rows, like `_leave_windows`. Rows that share a page, or that have different
     accounts, are processed one by one.
     """
     table, columns = state.block_tables, state.tree.window_columns[window]

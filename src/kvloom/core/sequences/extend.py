@@ -1,4 +1,5 @@
-"""Extends sequences: reserves pages for the next tokens (new blocks, a copy of a shared tail, states, media runs)."""
+"""Extends sequences. Reserves pages for the next tokens: new blocks, a copy of a shared partial block, states and
+media runs."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ def _extend_each(state: CacheState, rows: Rows, n: int) -> int:
 
 
 def give_states(state: CacheState, seq: Sequence) -> None:
-    """Allocate live states and queue the copy of the snapshot. The pages are already charged."""
+    """Allocate live states and queue the copy of the snapshot. The pages must already be charged."""
     live = state.states.allocate(1)
     state.block_tables.states[:, seq.row] = live[0]
     if seq.state_source is not None:
@@ -137,7 +138,7 @@ def _needs(state: CacheState, seq: Sequence, n: int) -> list[int]:
 
 
 def _wants(state: CacheState, seq: Sequence, length: int, n: int) -> tuple[int, int, int]:
-    """Return three numbers: blocks to reserve, 1 if the tail must be copied, and 1 if states are needed."""
+    """Return three numbers: blocks to reserve, 1 if the partial block must be copied, and 1 if states are needed."""
     blocks = -(-(length + n) // state.block_tokens) - state.block_tables.blocks.item(seq.row)
     copy_tail = int(n > 0 and seq.shared_tail)
     states = int(n > 0 and state.has_states and not state.block_tables.states[0, seq.row])
@@ -145,7 +146,7 @@ def _wants(state: CacheState, seq: Sequence, length: int, n: int) -> tuple[int, 
 
 
 def _reserve(state: CacheState, seq: Sequence, blocks: int) -> None:
-    """Allocate blocks. Their pages are already charged."""
+    """Allocate blocks. Their pages must already be charged."""
     row, table = seq.row, state.block_tables
     have = table.blocks.item(row)
     near = table.tables[:, row, have - 1] if have and state.pages.owners else None
@@ -184,7 +185,7 @@ def _retain_cached_runs(state: CacheState, seq: Sequence, stop: int) -> list[Med
 
 def _new_runs(state: CacheState, seq: Sequence, stop: int) -> list[Media]:
     """Return the media before `stop` whose runs must be allocated. The sequence does not have these runs. If the
-    request reads the cache, they are not cached either.
+    request reads the cache, the runs are not cached either.
     """
     new: dict[bytes, Media] = {}
     for item in seq.media:

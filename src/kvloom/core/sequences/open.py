@@ -1,4 +1,5 @@
-"""Opens a sequence on the cached prefix of its prompt, and closes it. The pages of a closed sequence stay cached."""
+"""Opens a sequence on the cached prefix of its prompt, and closes sequences. The pages of a closed sequence stay
+cached."""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ from .sequence import Sequence, SequenceOwner, ensure_open, mark_special
 __all__ = ["close_sequence", "open_sequence", "resume_from", "retain_media"]
 
 
+MAX_RETAINED = 4
+"""Largest number of checkpoints that a prompt takes at the ends of retained token ranges."""
+
+
 def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequence:
-    """Open a sequence on a fresh match."""
+    """Open a sequence on a match that is not stale."""
     runs = _media_runs(state, match) if match.media else ()
     tree, control, resume = state.tree, match.control, match.resume
     row = state.block_tables.take_row()
@@ -61,7 +66,8 @@ def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequ
 
 
 def resume_from(state: CacheState, seq: Sequence, checkpoint: Checkpoint, now: float) -> None:
-    """Retain the states of a checkpoint as the source of the sequence's live states."""
+    """Let a sequence resume from the state snapshot of `checkpoint`. Copies nothing now: the snapshot's pages stay in
+    use until the first `extend` copies them to the sequence's own pages."""
     assert checkpoint.states is not None
     seq.state_source = checkpoint.states.copy()
     seq.root.account.retain(state.states.retain(seq.state_source))
@@ -89,7 +95,7 @@ def _media_runs(state: CacheState, match: Match) -> list[MediaRun]:
 
 
 def _ghost_history(state: CacheState, match: Match) -> ReuseHistory | None:
-    """Return the policy's history of the evicted tokens that would follow the match."""
+    """Return the policy's history of the evicted tokens that the request would have hit next."""
     if match.miss.reason != "evicted":
         return None
     place = match.path[-1].serial if match.path else match.root_hash
@@ -98,8 +104,8 @@ def _ghost_history(state: CacheState, match: Match) -> ReuseHistory | None:
 
 
 def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
-    """Record a hit of the matched nodes. Return the node that ends at the last block boundary of the hit; a node is
-    split if needed.
+    """Record a hit of the matched nodes. Return the node that ends at the last block boundary of the hit. Splits a
+    node if needed.
     """
     boundary = match.resume // state.block_tokens * state.block_tokens
     tree, node, before = state.tree, root, now
@@ -113,7 +119,7 @@ def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
         node = passed if passed.end <= boundary else tree.split(passed, boundary)
         tree.hit(node, now)
         if match.control.retain:
-            _raise_priority(node, match.control, now)
+            _raise_priority(node, match.control, state.block_tokens, now)
         if passed is not node:
             passed.last_used = now if boundary < match.resume else passed.last_used
             break
@@ -122,10 +128,10 @@ def _hit_path(state: CacheState, match: Match, root: Node, now: float) -> Node:
     return node
 
 
-def _raise_priority(node: Node, control: CacheControl, now: float) -> None:
-    """Apply the retain ranges of a request to tokens that were cached before."""
+def _raise_priority(node: Node, control: CacheControl, block: int, now: float) -> None:
+    """Apply the retain ranges of a request to tokens that are already cached, in whole blocks."""
     for item in control.retain:
-        if item.start <= node.start and (item.stop is None or node.end <= item.stop):
+        if item.start <= node.start and (item.stop is None or node.end <= -(-item.stop // block) * block):
             if item.priority >= node.rank(now):
                 node.priority = item.priority
                 node.expires = None if item.ttl is None else now + item.ttl
@@ -133,7 +139,7 @@ def _raise_priority(node: Node, control: CacheControl, now: float) -> None:
 
 
 def _fill_row(state: CacheState, seq: Sequence, resume: int, rows: Ids, data: bytes) -> None:
-    """Fill a row of the block tables with the first `resume` tokens: page ids, window edges and tail."""
+    """Fill a row of the block tables with the first `resume` tokens: page ids, window edges and the partial block."""
     row, table, blocks = seq.row, state.block_tables, len(rows)
     seq.root.account.retain(state.pages.retain(rows))
     table.tables[:, row, :blocks] = rows.T
@@ -167,6 +173,10 @@ def _checkpoint_positions(state: CacheState, match: Match) -> tuple[int, ...]:
     if state.checkpoint_policy.branch:
         # The tree has these tokens but cannot resume there, so take a checkpoint for the next prompt.
         positions.add(match.matched // state.block_tokens * state.block_tokens)
+    # Requests retain what later prompts share.
+    stops = (item.stop for item in match.control.retain if item.stop is not None and item.priority > 0)
+    shared = {stop // state.block_tokens * state.block_tokens for stop in stops if stop < match.length}
+    positions |= set(sorted(shared)[-MAX_RETAINED:])
     return tuple(sorted(p for p in positions if p > match.resume))
 
 

@@ -1,4 +1,4 @@
-"""Rolls a sequence back: discards its last tokens, and resumes at the nearest resumable position."""
+"""Rolls a sequence back: discards its last tokens and resumes at the nearest resumable position."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def rollback(state: CacheState, seq: Sequence, n: int) -> int:
 def _resumable_below(
     state: CacheState, seq: Sequence, path: list[Node], rows: Ids, target: int, length: int
 ) -> tuple[int, Checkpoint | None]:
-    """Return the longest resumable position at or below `target`, and its checkpoint if states must be restored."""
+    """Return the longest resumable position at or below `target`. Also return its checkpoint if states must be
+    restored."""
     table, tree = state.block_tables, state.tree
     if target == length or not tree.needs_checkpoints:
         return target, None
@@ -74,7 +75,7 @@ def _resumable_below(
 
 
 def _shorten(state: CacheState, seq: Sequence, resume: int, rows: Ids, path: list[Node], now: float) -> None:
-    """Set a row to its first `resume` tokens, and release all other pages."""
+    """Cut a row to its first `resume` tokens, and release all other pages."""
     row, block, table = seq.row, state.block_tokens, state.block_tables
     left = state.tree.visible_rows(rows[: -(-resume // block)], resume)
     account = seq.root.account
@@ -97,8 +98,8 @@ def _shorten(state: CacheState, seq: Sequence, resume: int, rows: Ids, path: lis
 def _unpublish(
     state: CacheState, seq: Sequence, path: list[Node], boundary: int, resume: int, now: float
 ) -> None:
-    """Move the sequence's lock up to an earlier block boundary. The tokens from this boundary to `resume` become its
-    tail.
+    """Move the sequence's lock to the node that ends at the earlier block boundary `boundary`. The tokens from
+    `boundary` to `resume` count as unpublished again.
     """
     tail, tree = resume - boundary, state.tree
     if not seq.control.store and boundary >= seq.node.end:

@@ -45,9 +45,11 @@ class SequenceOwner(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ColdRun:
-    """Consecutive cold blocks: their page ids in host memory, [blocks, columns]. Columns of windows have no meaning.
+    """Consecutive cold blocks, with their page ids in host memory, [blocks, columns]. Columns of windows are
+    unused.
 
-    `last_hash` is the block hash of the last block, None if there is none. `on_release` is called when the last sequence releases the run."""
+    `last_hash` is the block hash of the last block, or None. `on_release` is called when the last sequence releases
+    the run."""
 
     pages: Ids
     last_hash: bytes | None
@@ -55,7 +57,7 @@ class ColdRun:
     users: int = 1
 
     def release(self) -> None:
-        """Drop one use."""
+        """Drop one use of the run."""
         self.users -= 1
         if not self.users:
             self.on_release()
@@ -137,7 +139,7 @@ class Sequence:
 
     @property
     def state_length(self) -> int:
-        """Number of tokens that the live states cover. It is smaller than `length` while drafts are verified. The
+        """Number of tokens that the live states cover. While drafts are verified, it is smaller than `length`. The
         recurrent layers compute the tokens from `state_length` to `length` again.
         """
         return int(self.cache.block_tables.state_length[self._open_row()])
@@ -153,7 +155,8 @@ class Sequence:
 
     @property
     def next_checkpoint(self) -> int | None:
-        """The next position at which a step should end, so that a snapshot can be taken, or None."""
+        """The next position at which a step should end, so that a snapshot can be taken there. None if there is
+        none."""
         length = self.length
         ahead = [p for p in self.checkpoint_positions if p > length]
         every = self.cache.checkpoint_policy.every_blocks * self.cache.block_tokens
@@ -173,7 +176,7 @@ class Sequence:
         return self.cache.block_tables.states[groups[group].columns, self._open_row()]
 
     def release_cold_runs(self) -> None:
-        """Release its cold blocks: it is closed, or starts again."""
+        """Release the cold blocks of the sequence, because it is closed or starts again."""
         for run in self.cold_runs:
             run.release()
         self.cold_runs, self.cold_blocks = [], 0
@@ -184,7 +187,7 @@ class Sequence:
         return run.rows if isinstance(run, MediaRun) else run
 
     def media_is_cached(self, digest: bytes) -> bool:
-        """Return whether the media run of an image is cached, so that its pages are already written."""
+        """Return whether the media run of an image is cached. The pages of a cached run are already written."""
         return isinstance(self.media_runs[self.root.hash + digest], MediaRun)
 
     def extend(self, n: int) -> int:
@@ -227,8 +230,8 @@ def ensure_open(state: CacheState, seq: Sequence) -> None:
 
 
 def mark_special(state: CacheState, seq: Sequence) -> None:
-    """Set the `special` flag of a row if it has a page to copy, lacks its states, or has images that are not computed
-    yet.
+    """Set the `special` flag of a row if the row has a page to copy, lacks its states, or has images that are not
+    computed yet.
     """
     row = seq.row
     special = seq.shared_tail or (state.has_states and not state.block_tables.states[0, row])

@@ -2,6 +2,7 @@
 
 model_runner.py      ModelRunner: runs the model on a batch, with CUDA graphs
 draft_graphs.py      DraftGraphs: graphs of steps with drafts
+head_runner.py       HeadRunner: runs a head on the target's hidden states
 piecewise_graphs.py  PiecewiseGraphs: graphs of steps with prompts, without attention
 inflight_step.py     InflightStep: a launched step whose tokens have not arrived
 pooling.py           pool_hidden_states: embeddings of prompts
@@ -13,6 +14,7 @@ threads.py           use_threads: CPU threads of torch
 """
 
 from .draft_graphs import DraftGraphs
+from .head_runner import HeadRunner
 from .inflight_step import InflightStep, PromptLogprobs, prompt_logprobs
 from .kv_memory import KVMemory, allocate_kv_memory
 from .memory_budget import MAX_RUNNING, TOKEN_BUDGET, MemoryBudget, default_token_budget, measure_budget
@@ -27,6 +29,7 @@ __all__ = [
     "MAX_RUNNING",
     "TOKEN_BUDGET",
     "DraftGraphs",
+    "HeadRunner",
     "InflightStep",
     "KVMemory",
     "MemoryBudget",

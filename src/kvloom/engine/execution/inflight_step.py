@@ -1,15 +1,14 @@
-"""An in-flight step: a launched step whose tokens have not arrived on the host, while the next step may already
-compute.
-"""
+"""An in-flight step: a launched step whose tokens have not arrived on the host. The next step may already run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from kvloom.core import StepSize
 from kvloom.engine.request import Request
 from kvloom.engine.sampling import Logprobs, SampledTokens, TokenLogprobs, to_device
 from kvloom.engine.scheduling import Scheduled
@@ -25,7 +24,8 @@ PromptLogprobs = tuple[Request, int, Logprobs]
 
 @dataclass(frozen=True, slots=True)
 class InflightStep:
-    """A launched step: its work, and the tokens sampled for `requests`."""
+    """A step that runs on the device, and its results, which are still being copied to the host. `work` is what was
+    scheduled. `tokens` are sampled for `requests`."""
 
     work: list[Scheduled]
     requests: list[Request]
@@ -38,6 +38,8 @@ class InflightStep:
     embeddings: tuple[PooledPrompt, ...] = ()
     drafts: tuple[Draft, ...] = ()
     """The draft of each request; empty if no request has one. `tokens` then has one more for each draft token."""
+    size: StepSize = field(default_factory=StepSize)
+    """The work of the step, for estimates of time."""
 
     @classmethod
     def create(
@@ -54,8 +56,16 @@ class InflightStep:
         `decoding` entries of `work` have one token each.
         """
         tokens, logprobs = sampled.tokens, sampled.logprobs
-        sizes = (len(part.tokens) for _, part in work[decoding:])
-        prompt_tokens = sum(size for size in sizes if size > 1)
+        prompts_of = [
+            (request, len(part.tokens)) for request, part in work[decoding:] if len(part.tokens) > 1
+        ]
+        prompt_tokens = sum(count for _, count in prompts_of)
+        size = StepSize(
+            prompt_tokens,
+            len(work) - len(prompts_of),
+            sum([request.computed for request, _ in work[:decoding]]),
+            sum(count * (request.computed - count / 2) for request, count in prompts_of),
+        )
         if not tokens.is_cuda:
             return cls(
                 work,
@@ -67,6 +77,7 @@ class InflightStep:
                 prompt_tokens,
                 tuple(embeddings),
                 tuple(drafts),
+                size,
             )
         host = _to_host(tokens)
         logprobs = None if logprobs is None else logprobs.to_host()
@@ -74,7 +85,9 @@ class InflightStep:
         embeddings = tuple((request, _to_host(found)) for request, found in embeddings)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return cls(work, requests, host, logprobs, prompts, event, prompt_tokens, embeddings, tuple(drafts))
+        return cls(
+            work, requests, host, logprobs, prompts, event, prompt_tokens, embeddings, tuple(drafts), size
+        )
 
     @property
     def scheduled_requests(self) -> set[Request]:
@@ -87,8 +100,8 @@ class InflightStep:
         return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
 
     def results(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
-        """Return the tokens, and the log-probabilities by row. Adds prompt log-probabilities and embeddings to their
-        requests. Waits for all of them.
+        """Return the tokens, and the log-probabilities by row. Adds prompt log-probabilities and embeddings to
+        their requests. Waits until all of them have arrived.
         """
         if self.event is not None:
             self.event.synchronize()
@@ -110,8 +123,8 @@ def _to_host(found: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def prompt_logprobs(work: Sequence[Scheduled], logits: torch.Tensor) -> list[PromptLogprobs]:
-    """Compute the log-probabilities of the prompt tokens that follow each token of `work`, from its logits ([tokens,
-    vocabulary]).
+    """For each token of `work`, compute the log-probability of the prompt token after it. `logits` are [tokens,
+    vocabulary].
     """
     found, at = [], 0
     for request, part in work:

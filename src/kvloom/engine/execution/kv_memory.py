@@ -16,8 +16,9 @@ from kvloom.combinations import refused
 from kvloom.core import CheckpointPolicy, KVCache, PoolLayout
 from kvloom.engine.config import EngineConfig
 from kvloom.kernels.memory import ElasticBuffer, allocate, elastic_buffer, granularity
+from kvloom.models.heads import Head
 from kvloom.models.loading import model_fingerprint
-from kvloom.models.paged import Scales, fingerprint, install, load_scales
+from kvloom.models.paged import Scales, fingerprint, hidden_states_field, install, load_scales
 from kvloom.models.specs import ModelSpec, kv_dtypes, model_spec, with_draft
 from kvloom.models.vision import Vision, vision_of
 
@@ -33,9 +34,9 @@ MAX_TOKENS = 131072
 class KVMemory:
     """The pool of an engine. `cache` manages the pages in `buffer`.
 
-    `elastic` is the memory of the buffer, if slabs can be added and removed. `limit` is the largest number of tokens
-    of a sequence, if known. `budget` states how the size was measured. `batch_invariant` states that batch-invariant
-    kernels must be used.
+    `elastic` is the memory of the buffer if slabs can be added and removed. `limit` is the largest number of tokens
+    of a sequence, if known. `budget` contains the measurement behind the size. `batch_invariant` states that
+    batch-invariant kernels must be used.
     """
 
     layout: PoolLayout
@@ -50,10 +51,11 @@ class KVMemory:
 
 
 def allocate_kv_memory(model: Any, config: EngineConfig, draft: Any = None) -> KVMemory:
-    """Allocate the pool of a model on its device, and make its attention read pages. A `draft` model shares the pool.
+    """Allocate the pool of a model on its device, and let the model's attention read pages. A `draft` model or head
+    shares the pool.
 
-    `config` must have `token_budget` and `max_running`. Without `pool_bytes`, a GPU runs a trial step to measure the
-    free memory, which takes seconds. Raises ValueError for settings that cannot work."""
+    `config` must have `token_budget` and `max_running`. Without `pool_bytes`, a GPU runs a trial step to measure
+    the free memory, which takes seconds. Raises ValueError for settings that cannot work."""
     assert config.token_budget is not None
     assert config.max_running is not None
     weight = next(model.parameters())
@@ -135,12 +137,14 @@ def _with_draft(spec: ModelSpec, draft: Any, config: EngineConfig) -> ModelSpec:
         raise ValueError(refused("draft model, states", name=beside.name))
     if spec.media is not None or beside.media is not None:
         raise ValueError(refused("draft model, images"))
+    if isinstance(draft, Head):
+        return with_draft(spec, beside, hidden_states_field(draft.state_size, weight.dtype))
     return with_draft(spec, beside)
 
 
 def _limit(model_limit: int | None, asked: int | None) -> int | None:
-    """Return the largest number of tokens of a sequence: `asked`, or the model's limit. Raises ValueError if `asked`
-    exceeds the limit.
+    """Return the largest number of tokens of a sequence. It is `asked`, or the model's limit if `asked` is None.
+    Raises ValueError if `asked` exceeds the limit.
     """
     if asked is None:
         return model_limit

@@ -38,8 +38,8 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """The bytes of a device: total, usable, used by weights and other processes, for the largest step, and for
-    graphs.
+    """How the memory of a device is divided, in bytes. Of `total`, the engine may use `usable`. Weights and other
+    processes have `taken`. The largest step needs `step`, and CUDA graphs need `graphs`. The pool gets the rest.
     """
 
     total: int
@@ -72,9 +72,10 @@ def measure_budget(
     invariant: bool = False,
     vision: Vision | None = None,
 ) -> MemoryBudget:
-    """Measure how many bytes are left for the pool if the engine uses `fraction` of the device's memory. Takes
-    seconds on a GPU. Steps have up to `rows` sequences and `tokens` prompt tokens. Sequences have up to `longest`
-    tokens. Raises ValueError if no memory is left.
+    """Return how many bytes are left for the pool if the engine uses `fraction` of the device's memory. Takes
+    seconds on a GPU. Raises ValueError if no memory is left.
+
+    Steps have up to `rows` sequences and `tokens` prompt tokens. Sequences have up to `longest` tokens.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"memory_fraction {fraction} must be above 0 and at most 1")
@@ -143,8 +144,8 @@ def _trial(
 
 
 def default_token_budget(device: torch.device) -> int | None:
-    """Return the number of prompt tokens in a step of offline batches, or None to use that of serving. A large GPU
-    computes longer steps slightly faster, but each token arrives later.
+    """Return the number of prompt tokens in a step of offline batches, or None to use the number for serving. A
+    large GPU computes longer steps slightly faster, but each token arrives later.
     """
     if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE_DEVICE_BYTES:
         return None

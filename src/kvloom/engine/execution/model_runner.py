@@ -47,7 +47,7 @@ MIN_SHARERS = 4
 
 
 def graph_sizes(rows: int) -> list[int]:
-    """Return the graph sizes for up to `rows` sequences. They are few, and cause little padding."""
+    """Return the graph sizes for up to `rows` sequences. There are few sizes, but steps need little padding."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, 8192, 128)]
     return [size for size in sizes if size < rows] + [rows]
 
@@ -77,9 +77,9 @@ class ModelRunner:
         target: ModelRunner | None = None,
         draft_length: int = 0,
     ) -> None:
-        """`target` is the runner of the target model, if this runner has its draft model. Both share the pool and the
-        buffers of batches. `drafts` is the largest number of draft tokens and of tokens computed again in a step, and
-        `draft_length` the largest number of draft tokens of a sequence. With `invariant`, the bits of a row do not
+        """`target` is the runner of the target model if this runner runs a draft model. Both share the pool and the
+        buffers of batches. `drafts` is the largest number of draft tokens, and of replayed tokens, in a step.
+        `draft_length` is the largest number of draft tokens of a sequence. With `invariant`, the bits of a row do not
         depend on the other rows of its step (CUDA only)."""
         self.model, self.device, self.vision = model, buffer.device, vision
         fuse(model, 0 if vision is not None else cache.max_tokens)
@@ -90,6 +90,8 @@ class ModelRunner:
             _partial_sum_tokens(cache.max_tokens) if invariant else 0,
             "" if target is None else DRAFT_PREFIX,
         )
+        self.watch_step: Callable[[Batch], AbstractContextManager[Any]] = lambda _: nullcontext()
+        """Returns the context of a run of the model: a head stores the run's hidden states there."""
         self.numerics: AbstractContextManager[Any] = nullcontext()
         """The context of all computations on logits: batch-invariant mode, or none."""
         if invariant:
@@ -162,11 +164,11 @@ class ModelRunner:
         whole: Many[int] = (),
         pooled: Many[int] = (),
     ) -> torch.Tensor:
-        """Compute a step. Return the logits ([works, vocabulary]) after the last token of each work, or of the works
-        `wanted`. A work with drafts has one row more for each of them.
+        """Compute a step. Return the logits ([works, vocabulary]) after the last token of each work, or of the
+        works `wanted`. A work with drafts has one more row for each draft token.
 
-        The logits after every token of the works `whole` follow. `hidden_states` gets the hidden states of the works
-        `pooled`. Valid until the next step."""
+        The logits after every token of the works `whole` follow. The hidden states of the works `pooled` are stored
+        in `hidden_states`. Results are valid until the next step."""
         single = not (whole or pooled) and all(
             len(work.tokens) == 1 and not _has_images(work) for work in works
         )
@@ -257,8 +259,8 @@ class ModelRunner:
         limit: int,
         choose: Callable[[torch.Tensor], object] | None = None,
     ) -> int:
-        """Run steps of the same sequences with the given token counts, as far as a step and the pool allow. Returns
-        the number of tokens. `limit` is the prompt length.
+        """Run steps of the same sequences with the given token counts. Returns the number of tokens. Counts are
+        reduced if the step or the pool is too small. `limit` is the prompt length.
         """
         open_: dict[int, Sequence] = {}
         done = 0
@@ -372,7 +374,7 @@ class ModelRunner:
         return self._graphs[size, shares]
 
     def _memory(self) -> Any:
-        """Return the memory pool of all graphs, which never run at the same time."""
+        """Return the memory pool of all graphs. They can share it, because graphs never run at the same time."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
@@ -394,7 +396,7 @@ class ModelRunner:
             extra["input_ids"] = batch.tokens[None]
         else:
             extra["inputs_embeds"] = batch.embeds[None]
-        with torch.inference_mode(), self.numerics:
+        with torch.inference_mode(), self.watch_step(batch), self.numerics:
             found = self.model(
                 use_cache=False,
                 logits_to_keep=0 if last is None else last,
@@ -405,8 +407,8 @@ class ModelRunner:
 
 
 def _partial_sum_tokens(longest: int) -> int:
-    """Return the number of tokens of one partial sum of batch-invariant attention. There are enough pieces for a
-    device, at most 64.
+    """Return the number of tokens of one partial sum of batch-invariant attention. The number of sums is enough to
+    fill a device, and at most 64.
     """
     return max(512, -(-longest // (64 * 512)) * 512)
 

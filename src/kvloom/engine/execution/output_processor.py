@@ -1,6 +1,6 @@
 """Applies the tokens of a step to their requests: finishes, stop texts, grammars and beams.
 
-Reports each finish, and the beams that continue, to the scheduler. Does not use the model or the device.
+Reports finished requests and continued beams to the scheduler. Does not use the model or the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ steps.
 
 
 class OutputProcessor:
-    """Applies tokens to requests. `eos` are the end-of-sequence tokens."""
+    """Appends the sampled tokens of each step to their requests, and finishes requests. `eos` are the end-of-sequence
+    tokens."""
 
     def __init__(self, scheduler: Scheduler, eos: frozenset[int]) -> None:
         self.scheduler, self.eos = scheduler, eos
@@ -60,8 +61,8 @@ class OutputProcessor:
     def _accept_drafts(
         self, step: InflightStep, tokens: list[int], logprobs: dict[int, TokenLogprobs], open_: list[int]
     ) -> None:
-        """Apply the tokens of a step with drafts: of each request the accepted ones and the one after them, until it
-        finishes. `open_` are the places of the unfinished requests."""
+        """Apply the tokens of a step with drafts. Each request gets its accepted tokens and the token after them,
+        until it finishes. `open_` are the indices of the unfinished requests."""
         places = accepted_places(tokens, step.drafts)
         self.scheduler.commit_tokens(step.requests, [tokens[of[0]] for of in places], [])
         depth = 0
@@ -104,7 +105,7 @@ class OutputProcessor:
                 self._finish(request, "stop")
 
     def resume(self, request: Request, tokens: Sequence[int]) -> None:
-        """Apply output tokens of another engine to a new request. It finishes if they end it."""
+        """Apply output tokens of another engine to a new request. The request finishes if these tokens end it."""
         for token in tokens:
             request.tokens.append(token)
             refused = self._advance_grammars([request])
@@ -113,7 +114,7 @@ class OutputProcessor:
                 return
 
     def _advance_grammars(self, requests: list[Request]) -> set[int]:
-        """Send each new token to its grammar, and wait a short time for the next masks. Returns the requests (by
+        """Send each new token to its grammar, and wait a short time for the next masks. Return the requests (by
         `id`) whose grammar refuses the token.
         """
         waiting, refused = [], set()
@@ -178,7 +179,8 @@ class OutputProcessor:
 
     @staticmethod
     def _decode(request: Request, text: TextStream, token: int, ends: bool) -> bool:
-        """Decode a token. Return whether a stop text is complete. Decodes the final token only if the output includes it."""
+        """Decode a token. Return whether a stop text is complete. The final token is decoded only if the output
+        includes it."""
         if not ends:
             return text.add(token, request.output_count >= request.params.min_tokens)
         if request.params.include_stop_str_in_output:
@@ -186,8 +188,8 @@ class OutputProcessor:
         return False
 
     def _advance(self, beams: BeamSearch[Request]) -> None:
-        """Continue a beam search with its best beams, or end it. Called after all beams of a depth have offered their
-        tokens.
+        """Continue a beam search with its best beams, or end it. Called when all beams of a depth have offered
+        their tokens.
         """
         successors = beams.decide()
         if successors:

@@ -2,9 +2,9 @@
 
     graph │ attention of layer 0 │ graph │ attention of layer 1 │ … │ graph → logits
 
-The work of attention changes from step to step, so attention is launched normally. All other work depends only on the
-number of tokens, and is captured once for each of a few sizes. Padding tokens are computed and written to page 0;
-attention skips them. All graphs share their memory, so the tensors of a run are invalid after it.
+The work of attention changes from step to step, so attention is launched normally. All other work depends only on
+the number of tokens, and is captured once for each of a few sizes. Padding tokens are computed and written to page
+0, and attention skips them. All graphs share their memory, so the tensors of a run are invalid after the next run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MARGIN = 1.5
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection, because destroying an old graph during a capture breaks the capture."""
+    """A context without garbage collection. Destroying an old graph during a capture would break the capture."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -41,14 +41,15 @@ def uncollected() -> Iterator[None]:
 
 
 def piece_sizes(tokens: int) -> list[int]:
-    """Return the graph sizes for steps of up to `tokens` tokens. They are few, and cause little padding."""
+    """Return the graph sizes for steps of up to `tokens` tokens. There are few sizes, but steps need little
+    padding."""
     sizes = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256), *range(4096, 65536, 512)]
     return [size for size in sizes if size <= tokens]
 
 
 @dataclass(slots=True)
 class _GraphSet:
-    """The graphs of one size, and the attention calls between them."""
+    """The CUDA graphs for steps of one size. Attention is not part of the graphs: `calls[i]` runs after `graphs[i]`."""
 
     batch: Batch
     graphs: list[torch.cuda.CUDAGraph] = field(default_factory=list)
@@ -57,8 +58,8 @@ class _GraphSet:
 
 
 class PiecewiseGraphs:
-    """The piecewise graphs of one model. `forward(batch, last, cutter)` runs the model. `most` is the largest step in
-    tokens.
+    """Captures and replays steps of one model as CUDA graphs that are split at every attention call. `forward(batch,
+    last, cutter)` runs the model. `most` is the number of tokens of the largest step.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class PiecewiseGraphs:
 
     def limit(self, tokens: int, host: float, device: float) -> None:
         """Use graphs only for steps in which the host is the bottleneck. `host` and `device` are the seconds that a
-        step of `tokens` took on each.
+        step of `tokens` tokens took on each.
         """
         self._most = min(self._most, int(MARGIN * tokens * host / device))
 
@@ -89,8 +90,8 @@ class PiecewiseGraphs:
         return piece_sizes(self._most)
 
     def size_for(self, works: Many[Work]) -> int:
-        """Return the smallest captured size for a step, or 0 if there is none. Draft tokens need logits, too, and a
-        graph computes at most as many as there are rows.
+        """Return the smallest captured size for a step, or 0 if there is none. A graph computes at most as many
+        logits as there are rows, and draft tokens also need logits.
         """
         if sum(work.drafts + 1 for work in works) > len(self._last):
             return 0
@@ -155,8 +156,8 @@ class PiecewiseGraphs:
 
 
 class _Recording:
-    """A run of the model that is split at every attention call, with one graph for each part. Without a `pool`,
-    nothing is captured.
+    """A run of the model that is split at every attention call, with one graph for each part. Without a `pool`, no
+    graph is captured.
     """
 
     def __init__(self, size: int, results: dict[tuple[Any, ...], torch.Tensor], pool: Any = None) -> None:
@@ -206,7 +207,7 @@ class _Memory:
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the same memory that does not own it, so that other tensors may reuse the memory."""
+    """Return a tensor that uses the same memory without owning it, so that other tensors may reuse the memory."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     described = {
         "shape": (extent * x.element_size(),),

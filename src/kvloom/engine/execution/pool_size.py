@@ -1,4 +1,5 @@
-"""The size of an elastic pool: maps and unmaps slabs while requests run, until the pool has its target size.
+"""The size of an elastic pool. Slabs are mapped and unmapped while requests run, until the pool has its target
+size.
 
     target ── by `Engine.resize_pool`, or by PoolRule ──▶ PoolSize.approach(), between steps ──▶ slabs mapped or unmapped
 
@@ -25,7 +26,10 @@ RETRY_SECONDS = 0.1
 
 
 class PoolSize:
-    """The slabs of one cache and their memory. `apply_copies` makes the copies that the cache has queued."""
+    """Changes the size of an elastic pool. Maps device memory for new slabs, and unmaps the memory of removed slabs.
+
+    Before slabs are removed, their pages are moved to other slabs. The cache only queues these copies. `apply_copies`,
+    a function of the caller, runs them."""
 
     def __init__(
         self, cache: KVCache, memory: ElasticBuffer, apply_copies: Callable[[], None], min_bytes: int
@@ -51,12 +55,13 @@ class PoolSize:
         return self.target == self._cache.usable_slabs
 
     def set_target(self, pool_bytes: int) -> None:
-        """Set the target size, within the limits. `approach` changes the pool."""
+        """Set the target size, within the limits. The pool changes only when `approach` is called."""
         self.target = min(self.most, max(self.least, pool_bytes // self._slab))
         self._next_attempt = 0.0
 
     def approach(self) -> None:
-        """Grow or shrink towards the target. Call it between steps. Costs nothing once the target is reached."""
+        """Grow or shrink towards the target. Call this method between steps. Costs nothing once the target is
+        reached."""
         missing = self.target - self._cache.usable_slabs
         if not missing or time.monotonic() < self._next_attempt:
             return
@@ -88,11 +93,11 @@ class PoolSize:
 
 @dataclass(slots=True)
 class PoolRule:
-    """Chooses the size of a pool: a full pool grows; an idle pool shrinks, and so does a pool when other processes
-    need memory.
+    """Chooses the size of a pool. A full pool grows. A pool shrinks if it is idle or if other processes need
+    memory.
 
-    `keep_free` bytes of device memory stay free for others. After `idle_seconds` without a request, slabs without
-    pages are unmapped, down to `start_bytes`. A full pool grows by the fraction `GROWTH` at a time.
+    `keep_free` bytes of device memory stay free for other processes. After `idle_seconds` without a request, slabs
+    without pages are unmapped, down to `start_bytes`. A full pool grows by the fraction `GROWTH` at a time.
     """
 
     start_bytes: int
@@ -114,7 +119,7 @@ class PoolRule:
         is_busy: bool,
         free_device: Callable[[], int],
     ) -> int | None:
-        """Return the size that the pool should have, or None for no change. Decides at most once per PERIOD."""
+        """Return the new size of the pool, or None for no change. Decides at most once per PERIOD."""
         if is_busy or self._busy_at is None:
             self._busy_at = now
         if now < self._next:
@@ -132,7 +137,8 @@ class PoolRule:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Return the device memory that no process uses. For a CPU, return the memory that is available without swapping."""
+    """Return the device memory that no process uses. For a CPU, return the memory that is available without
+    swapping."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():

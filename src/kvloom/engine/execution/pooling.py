@@ -17,8 +17,8 @@ PooledPrompt = tuple[Request, torch.Tensor]
 
 @torch.inference_mode()
 def pool_hidden_states(work: Sequence[Scheduled], states: Sequence[torch.Tensor]) -> list[PooledPrompt]:
-    """Add the hidden states of each work ([tokens, hidden]) to its request. Return the prompts that are complete. If
-    a request starts again at its first token, its sum is reset. Does not wait for the device.
+    """Add the hidden states of each work ([tokens, hidden]) to its request. Return the prompts that are complete.
+    If a request starts again at its first token, its sum is reset. Does not wait for the device.
     """
     done = []
     for (request, part), rows in zip(work, states, strict=True):

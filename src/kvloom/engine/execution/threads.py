@@ -25,14 +25,15 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def use_threads(asked: int | None = None) -> int:
-    """Set torch's number of threads for this process, and return it. Raises ValueError for an invalid variable."""
+    """Set torch's number of threads for this process, and return it. Raises ValueError for an invalid environment
+    variable."""
     threads = asked or _from_environment() or max(1, cores() - 1)
     torch.set_num_threads(threads)
     return threads
 
 
 def cores() -> int:
-    """Return the number of usable cores: those of the CPU affinity, at most a container's quota."""
+    """Return the number of usable cores. It is the number in the CPU affinity, but at most a container's quota."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = QUOTA.read_text(encoding="ascii").split()

@@ -16,7 +16,7 @@
     session_history.py    SessionHistory: tokens of past sessions, for prefetches
     stats.py              OffloadStats: counters
 
-The life of a load job. `Phase` states what its request does meanwhile:
+The figure shows the life of a load job. `Phase` is the activity of its request:
 
     prefetch, before_admission
         │
@@ -30,7 +30,7 @@ The life of a load job. `Phase` states what its request does meanwhile:
 If a page is late, missing or damaged, or if the pool has no free pages, the job ends early. The request computes the
 remaining tokens.
 
-The life of an offload:
+The next figure shows the life of an offload:
 
     sequence closed, page evicted ──> batch queued ──flush──> copy to host memory ──poll──> done ──> queues of the other tiers
                                                               (page retained, or later

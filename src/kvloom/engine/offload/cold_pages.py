@@ -1,20 +1,25 @@
-"""Cold pages: a request longer than the pool keeps the full-attention pages of its oldest blocks in host memory.
+"""Cold pages: a request that is longer than the pool keeps the full-attention pages of its oldest blocks in host
+memory.
 
 1. A request may become long if the pool cannot hold it at its limit. Host memory must then have space for all its
-   full-attention pages: `scheduling/feasibility.py` refuses it otherwise. It is long from the start if the pool cannot
-   hold its prompt, else from its first cold page on. `Scheduler` admits as many long requests as host memory holds.
-2. Windows drop pages by themselves and a state is one page, so only groups with full attention have cold pages.
-3. If `extend` lacks pages, the scheduler makes the oldest blocks of a long request cold, before it preempts a request.
-   The pages are copied to host memory here, then released: the sequence owns the leases of its cold pages
-   (`core.ColdRun`), so that host memory cannot evict them while it runs.
-4. Layers read the rest of the block table as a shorter sequence, then add attention over the cold pages, piece by
+   full-attention pages. Otherwise `scheduling/feasibility.py` refuses the request. It is long from the start if the pool
+   cannot hold its prompt, else from its first cold page on. `Scheduler` admits as many long requests as host memory holds.
+2. Only groups with full attention have cold pages, because windows drop pages by themselves and a state is one
+page.
+3. If `extend` lacks pages, the scheduler makes the oldest blocks of a long request cold before it preempts a
+request.
+   The pages are copied to host memory here, then released. The sequence owns the leases of its cold pages
+   (`core.ColdRun`), so host memory cannot evict them while the sequence runs.
+4. Layers read the rest of the block table as a shorter sequence. Then they add attention over the cold pages, piece
+by
    piece (`kernels/attention/cold.py`). Keys are stored rotated, so positions do not change.
-5. Cold pages have ordinary block hashes. Before the sequence is closed, its other pages are copied too (`save`); host
-   memory keeps them all like other pages. The same request after a preemption, or one with the same prompt, starts behind
-   them (`find`, `start`), and shorter prompts load them.
-6. A long request publishes nothing in the prefix cache: a path of the radix tree has no gaps.
+5. Cold pages have ordinary block hashes. Before the sequence is closed, its other pages are also copied (`save`).
+Host
+   memory keeps all of them like other pages. After a preemption, or for a request with the same prompt, the sequence
+   starts after these pages (`find`, `start`). Shorter prompts load the pages.
+6. A long request publishes nothing in the prefix cache, because a path of the radix tree has no gaps.
 
-A copy that fails changes nothing: the pages stay in the pool, and the request is preempted and recomputes.
+If a copy fails, the pages stay in the pool, and the request is preempted and recomputes.
 """
 
 from __future__ import annotations
@@ -72,7 +77,7 @@ class ColdStart:
 class ColdPages:
     """Moves cold pages of one cache to host memory. `forms_of` returns the forms of a request's pages by group.
 
-    `apply_copies` executes the pending copies inside the pool. Like the cache, the class is not thread-safe."""
+    `apply_copies` runs the pending copies inside the pool. Like the cache, the class is not thread-safe."""
 
     def __init__(
         self,
@@ -101,8 +106,8 @@ class ColdPages:
         return -(-tokens // self._cache.block_tokens) * self.block_bytes
 
     def offload(self, request: Request, blocks: int) -> int:
-        """Make up to `blocks` of the oldest blocks of a running request cold. Return the number of blocks that became
-        cold, which is 0 if no block is left or host memory is full. Waits for the copies."""
+        """Make up to `blocks` of the oldest blocks of a running request cold. Return the number of blocks that
+        became cold. It is 0 if no block is left or host memory is full. Waits for the copies."""
         sequence = request.sequence
         assert sequence is not None
         self._apply_copies()
@@ -136,11 +141,11 @@ class ColdPages:
         return len(rows)
 
     def save(self, request: Request) -> None:
-        """Copy the pages to host memory that a later request needs to resume at the end of a long request. Call it
-        before the sequence is closed.
+        """Copy pages to host memory, so that a later request can resume at the end of this long request. Call this
+        method before the sequence is closed.
 
-        Does nothing if the request stores no pages, or host memory is full. A failed copy is not reported: the pages
-        are recomputed."""
+        Does nothing if the request stores no pages, or if host memory is full. A failed copy is not reported, and
+        its pages are recomputed later."""
         sequence, cache = request.sequence, self._cache
         assert sequence is not None
         position = sequence.length
@@ -209,8 +214,8 @@ class ColdPages:
         return True
 
     def _lease(self, request: Request, position: int) -> ColdStart:
-        """Lease the pages to resume at `position`. If some are missing, the result's position is an earlier end of a
-        block, or 0 in models with windows or states."""
+        """Lease the pages to resume at `position`. If some pages are missing, the position of the result is an
+        earlier end of a block. In models with windows or states it is then 0."""
         cache, tenant = self._cache, request.control.tenant
         hashes, blocks = self._block_hashes(request, 0, position, None), position // cache.block_tokens
         found = ColdStart(position, np.zeros((blocks, len(cache.page_tables)), np.int32), hashes, [], [])
@@ -275,10 +280,11 @@ class ColdPages:
         return self._cache.block_hashes(ids, request.control, media, first, end, parent)
 
     def _copy(self, group: PageGroup, objects: Objects, pages: Ids, keep: bool) -> Lease:
-        """Copy those pages of one column to host memory that it lacks, and lease all of them for reading.
+        """Copy the pages of one column to host memory, except those that it already has, and lease all of them for
+        reading.
 
-        A page without space in host memory is not leased. If `keep` is false, the pages are freed when the lease
-        ends."""
+        If host memory has no space for a page, the page is not leased. If `keep` is false, the pages are freed when
+        the lease ends."""
         written, done = self._host.reserve(objects), False
         is_new = written.results == int(Outcome.PENDING)
         try:

@@ -23,7 +23,8 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """An action, and the position up to which the request computes before the next decision (None: no limit)."""
+    """An action, and the position up to which the request computes before the next decision. A position of None
+    means no limit."""
 
     action: Action
     until: int | None = None

@@ -1,12 +1,13 @@
-"""A hand-over: a prefill worker computes a prompt, and this worker pulls its pages into host memory meanwhile.
+"""A hand-over: a prefill worker computes a prompt, and at the same time this worker pulls its pages into host
+memory.
 
     prefill worker   chunk 0 ──▶ chunk 1 ──▶ chunk 2 ──▶ checkpoint      each finished chunk enters its host memory
     this worker            pull 0      pull 1      pull 2      pull      ──▶ the usual load job copies them into the pool
 
-Pages are addressed by block hash, so any tier may answer instead of the prefill worker. Only the pages that the resume
-point needs are pulled: window pages that are still visible, and one state snapshot. A hand-over never decides what a
-request computes. It ends when all pages are here, or when the worker is lost or late; the load job then uses the pages
-that have arrived, and the rest is computed.
+Pages are addressed by block hash, so any tier may answer instead of the prefill worker. Only the pages that the
+resume point needs are pulled: window pages that are still visible, and one state snapshot. A hand-over does not
+decide which tokens a request computes. It ends when all pages have arrived, or when the worker is lost or late. The
+load job then uses the pages that have arrived, and the other tokens are computed.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ Page = tuple[int, bytes]
 
 
 def needed_pages(layout: PoolLayout, plan: LoadPlan) -> list[list[Page]]:
-    """Return the pages that a prompt needs and the pool lacks, as one list per block, from the first unmatched block
-    on. With recurrent layers, one more list has the state snapshots and the pages of the partial last block.
-    O(blocks).
+    """Return the pages that a prompt needs and the pool lacks, as one list per block, from the first unmatched
+    block on. O(blocks).
+
+    With recurrent layers, one more list has the state snapshots and the pages of the partial last block.
     """
     block, states = layout.block_tokens, layout.of("state")
     first, blocks = plan.match.matched // block, plan.limit // block
@@ -55,8 +57,8 @@ def needed_pages(layout: PoolLayout, plan: LoadPlan) -> list[list[Page]]:
 
 
 def peer_queue(transfers: TransferManager, address: str) -> int | None:
-    """Return the number of the queue whose tier is the peer at `address` (host:port), or None if no tier has this
-    address."""
+    """Return the number of the queue whose tier is the peer at `address` (host:port). Return None if no tier has
+    this address."""
     for number, queue in enumerate(transfers.queues):
         parts = urlsplit(queue.tier.name)
         if parts.scheme == "peer" and parts.netloc.rpartition("@")[2] == address:
@@ -66,7 +68,7 @@ def peer_queue(transfers: TransferManager, address: str) -> int | None:
 
 @dataclass(slots=True)
 class _Pull:
-    """Pages in transfer. `first` is the number of their first entry in the needed pages. `tier_of` is the queue from
+    """Pages in transfer. `first` is the index of the first page in the needed pages. `tier_of` is the queue from
     which each key is loaded."""
 
     first: int
@@ -76,8 +78,9 @@ class _Pull:
 
 
 class HandOver:
-    """The pages of one request that arrive from the prefill worker behind queue `peer`. `patience` is the longest time
-    without a new page, in seconds.
+    """Pulls the pages of one request from a prefill worker into host memory, while that worker computes the prompt.
+    `peer` is the number of the prefill worker's tier queue. If no new page arrives for `patience` seconds, the
+    hand-over ends.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class HandOver:
         return not is_reachable or len(self._without) == len(self._transfers.queues)
 
     def advance(self, now: float) -> bool:
-        """Collect arrived pages and ask for the next ones. Return whether more may arrive. Does not block."""
+        """Collect arrived pages and request the next pages. Return whether more pages may arrive. Does not block."""
         for pull in [pull for pull in self._pulls if pull.fetch.done]:
             self._pulls.remove(pull)
             self._collect(pull, now)
@@ -185,7 +188,8 @@ class HandOver:
         self._progress_at = now
 
     def _objects(self, entries: Many[list[Page]], all_runs: bool) -> list[Objects]:
-        """Return the pages of entries as objects, by group, with the first run or all runs of their layers."""
+        """Return the pages of entries as objects, by group. With `all_runs`, include all runs of their layers, else
+        only the first."""
         hashes: dict[int, list[bytes]] = {}
         for entry in entries:
             for group, page_hash in entry:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,10 @@ import torch
 from kvloom.core import HASH_TOKENS, PageGroup, PoolLayout
 from kvloom.engine.preflight import host_slab_bytes
 from kvloom.kernels.copy import Copier, FinishedEvent
-from kvloom.tiers import Form, HostConfig, HostTier, PageFields, UnitForm
+from kvloom.tiers import Form, HostConfig, HostTier, PageFields, PageValues, UnitForm, ValueForm
 from kvloom.tiers.host import SharedMemory, copy_pages
 
-__all__ = ["Event", "HostPages", "Ids", "LoadEvent", "form_of", "open_host", "unit_forms"]
+__all__ = ["Event", "HostPages", "Ids", "LoadEvent", "form_of", "open_host", "unit_forms", "value_forms"]
 
 Event = torch.cuda.Event | FinishedEvent
 Ids = npt.NDArray[np.integer[Any]]
@@ -34,7 +34,6 @@ _MIN_CHECKED_BYTES = 32 * 1024
 
 def form_of(group: PageGroup, run: int) -> Form:
     """Return the form of a layer group's pages. Different layouts of the same bytes have different forms."""
-    layers = group.layers[run * group.run_layers : (run + 1) * group.run_layers]
     fields = ", ".join(f"{f.name}:{f.dtype}{list(f.shape)}" for f in group.spec.fields)
     single = group.page_stride % group.layer_bytes or group.layer_bytes < _MIN_CHECKED_BYTES
     return Form(
@@ -43,14 +42,20 @@ def form_of(group: PageGroup, run: int) -> Form:
         page_bytes=group.page_stride,
         run_bytes=group.page_stride if single else group.layer_bytes,
         shard=f"run {run} of {group.runs}",
-        layout=f"{group.spec.kind} {group.spec.visibility}, blocks of {group.block_tokens}: {', '.join(layers)}: {fields}",
+        layout=_layout_text(group, run, fields),
     )
 
 
+def _layout_text(group: PageGroup, run: int, fields: str) -> str:
+    layers = ", ".join(group.layers[run * group.run_layers : (run + 1) * group.run_layers])
+    return f"{group.spec.kind} {group.spec.visibility}, blocks of {group.block_tokens}: {layers}: {fields}"
+
+
 def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
-    """Return how tiers store the pages of a layout: as pages of HASH_TOKENS tokens, like a layout with that block
-    size. Returns {} if the layout already has that block size. Omits groups whose layers are divided into different
-    runs in that layout.
+    """Return the stored form of every page form of a layout. Tiers store pages of HASH_TOKENS tokens, like a layout
+    with that block size. Returns {} if the layout already has that block size.
+
+    Omits groups whose layers would be divided into different runs in that layout.
     """
     if layout.block_tokens == HASH_TOKENS:
         return {}
@@ -62,6 +67,30 @@ def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
         for run in range(group.runs)
         if group.runs == unit.runs
     }
+
+
+def value_forms(layout: PoolLayout) -> dict[Form, ValueForm]:
+    """Return the stored form of every page form of a layout and of its units, for re-encoding tiers. Stored forms
+    contain values and do not depend on the KV dtype. Raises ValueError for pages whose values need scales that are
+    not in the page.
+    """
+    layers = {name: group.spec for group in layout.groups for name in group.layers}
+    layouts = [layout]
+    if layout.block_tokens != HASH_TOKENS:
+        layouts.append(PoolLayout.build(layers, HASH_TOKENS))
+    found = {}
+    for group in (group for each in layouts for group in each.groups):
+        values = PageValues(_page_fields(group))
+        for run in range(group.runs):
+            form = form_of(group, run)
+            text = form.layout if group.spec.unit == "state" else _layout_text(group, run, values.text())
+            stored = replace(
+                form, order="FLTHD", page_bytes=values.bytes, run_bytes=values.bytes, layout=text
+            )
+            if group.spec.unit == "token":
+                stored = replace(stored, dtype="fp32")
+            found[form] = ValueForm(stored, values)
+    return found
 
 
 def _page_fields(group: PageGroup) -> PageFields:
@@ -77,9 +106,9 @@ def open_host(
     shared: bool = False,
     ttl: float = 0,
 ) -> tuple[HostTier, SharedMemory | None]:
-    """Open a host tier with the slab size of the pool. For a GPU its memory is pinned. With `shared`, other processes
-    on this host may map the memory and read it. Returns the tier and the shared memory, which is None if the system
-    does not support it.
+    """Open a host tier with the slab size of the pool. For a GPU its memory is pinned. With `shared`, other
+    processes on this host may map the memory and read it. Returns the tier and the shared memory. The shared memory
+    is None if the system does not support it.
     """
     unit = host_slab_bytes(layout.slab_bytes, capacity)
     slab = unit * max(1, min(_SLAB_BYTES, capacity // 32) // unit)
@@ -113,7 +142,8 @@ def _unpin(address: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadEvent:
-    """A copy to the device, marked by two events of its stream."""
+    """The start and the end of a copy to the device, as two CUDA events of its stream. The device's clock times the
+    copy."""
 
     start: torch.cuda.Event
     done: torch.cuda.Event
@@ -125,14 +155,14 @@ class LoadEvent:
         self.done.synchronize()
 
     def seconds_since(self, first: LoadEvent) -> float:
-        """Return the seconds from the start of the `first` copy to the end of this copy, by the device's clock. Does
-        not include the wait for an in-flight step, or the time until the host polls.
+        """Return the seconds from the start of the `first` copy to the end of this copy, by the device's clock.
+        Excludes the wait for an in-flight step, and the time until the host polls.
         """
         return first.start.elapsed_time(self.done) / 1e3  # type: ignore[no-any-return]
 
 
 class HostPages:
-    """Makes copies between one pool and one host tier."""
+    """Runs copies between one pool and one host tier."""
 
     def __init__(self, layout: PoolLayout, buffer: torch.Tensor, host: HostTier) -> None:
         self.buffer = buffer
@@ -151,18 +181,18 @@ class HostPages:
             self._rows[stride] = arena[: count * stride].view(count, stride)
 
     def close(self) -> None:
-        """Unpin host memory. No copy may be made afterwards."""
+        """Unpin host memory. No copy may start afterwards."""
         unpin = _pinned.pop(int(self._arena.ctypes.data), None)
         if unpin is not None:
             unpin()
 
     def wait(self, event: Event) -> None:
-        """Make later work on the current stream wait for `event`, on the device."""
+        """Let later work on the current stream wait for `event`, on the device."""
         event.wait(torch.cuda.current_stream(self.buffer.device))
 
     def mark(self, moved: bool = False) -> None:
-        """Mark the current stream. A copy of pages that were written before the mark waits only for the work before
-        the mark. `moved` states that pages of any age were written since the previous mark, so older marks are
+        """Mark the current stream. A copy of pages that were written before the mark waits only for work before the
+        mark. `moved` states that pages of any age were written since the previous mark. Older marks are then
         dropped.
         """
         if self._pool is None:
@@ -171,8 +201,9 @@ class HostPages:
             self._marks = [event] if moved else [event, *self._marks]
 
     def offload(self, stride: int, pages: Ids, offsets: npt.NDArray[np.int64], age: int = 0) -> Event:
-        """Copy pages to offsets in the arena. Returns the event of the copy. Does not block on a GPU. The copy waits
-        for the current stream, or only for its last mark (`age` 1) or second last mark (`age` 2).
+        """Copy pages to offsets in the arena, and return the event of the copy. Does not block on a GPU. The copy
+        waits for all work on the current stream. With `age` 1 it waits only for work before the last mark, and with
+        `age` 2 before the second last mark.
         """
         if self._pool is not None:
             copy_pages(self._arena, offsets, self._pool, np.asarray(pages, np.int64) * stride, stride)

@@ -1,8 +1,10 @@
-"""Image embeddings in tiers: after an eviction or a restart, an image is loaded and not encoded again.
+"""Image embeddings in tiers. After an eviction or a restart, the embeddings of an image are loaded, and the image
+is not encoded again.
 
     page [tokens of the image u64 | 0 … | 16 embeddings]      group IMAGE_GROUP; hash of root, content digest and number
 
-The hash covers model and tenant, like a block hash. The vision tower runs if a page is missing, damaged or late.
+Like a block hash, the hash depends on model and tenant. The vision tower runs if a page is missing, damaged or
+late.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class ImageStore:
         return found
 
     def save(self, image: Image, made: torch.Tensor) -> None:
-        """Store the embeddings of an image ([tokens, hidden]). Copies them to host memory; tiers are written later."""
+        """Store the embeddings of an image ([tokens, hidden]). Copies them to host memory. They are written to
+        other tiers later."""
         self._stats.encoded_images += 1
         if not image.store or not self._is_usable or made.shape[1] != self._hidden:
             return

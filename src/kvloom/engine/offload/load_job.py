@@ -1,9 +1,10 @@
-"""A load job: the pages of one request in transfer from tiers to the pool. Data only; the manager advances it.
+"""A load job: the pages of one request in transfer from tiers to the pool. This module contains only data. The
+manager advances a job.
 
-LoadJob
-  lookup     LoadLookup      which tier has which missing page
-  transfer   TierTransfer    chunks of pages in transfer from tiers to host memory
-  copy       PoolCopy        pages being copied from host memory into reserved pages of the pool
+    LoadJob
+      lookup     LoadLookup      which tier has which missing page
+      transfer   TierTransfer    chunks of pages in transfer from tiers to host memory
+      copy       PoolCopy        pages being copied from host memory into reserved pages of the pool
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["LoadChunk", "LoadJob", "LoadLookup", "Phase", "PoolCopy", "TierTrans
 
 
 class Phase(Enum):
-    """What the request of a load job does while its pages are in transfer."""
+    """The activity of a request while its pages are in transfer."""
 
     WAITING = "waiting"
     """The request waits for its pages."""
@@ -42,7 +43,8 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class LoadLookup:
-    """Which tier has which missing page. `is_complete` once every tier has answered or is late."""
+    """What the tiers have of a prompt: for each page that the pool lacks, the tier that stores it. `is_complete` is set
+    once every tier has answered or is late."""
 
     plan: LoadPlan | None = None
     pending: TierLookup | None = None
@@ -54,8 +56,9 @@ class LoadLookup:
 
 @dataclass(slots=True, eq=False)
 class LoadChunk:
-    """Pages that are loaded together: all pages of a job from token `first` to the next chunk. `fetches` are the
-    loads; another job may own some of them.
+    """A part of a load job whose pages are loaded together. It contains all pages from token `first` to the start of
+    the next chunk. `fetches` are the loads of these pages. If two jobs need the same page, one job owns the fetch and
+    both wait for it.
     """
 
     first: int
@@ -103,7 +106,7 @@ class PoolCopy:
         return all(event.query() for event in self.events)
 
     def seconds(self, now: float) -> float:
-        """Return the seconds that the finished copies took. On a GPU they are measured by the device's clock."""
+        """Return the seconds that the finished copies took. On a GPU the device's clock measures them."""
         loads = [event for event in self.events if isinstance(event, LoadEvent)]
         if not loads:
             return now - self.started
@@ -118,12 +121,12 @@ class PoolCopy:
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """The pages of a request in transfer. An `is_prefetch` job belongs to no queued request, and ends when its pages
-    are in host memory.
+    """Loads the pages of one request from tiers. A job with `is_prefetch` belongs to no queued request, and ends when
+    its pages are in host memory. Other jobs copy the pages into the pool, too.
 
             0 ──computed──> computed_to ···> compute_until ··· loaded_from <──loaded── plan.resume
 
-    `can_wait` states that other requests are scheduled first, so that waiting costs nothing.
+    `can_wait` states that other requests are scheduled first. Waiting then costs nothing.
     """
 
     request: Request

@@ -3,7 +3,7 @@
     0 ──computed──> computed_to ········ gap ········ loaded_from <──loaded── resume
 
 The request computes from the start of the prompt while its pages load from the end. When both meet, the request
-resumes after the loaded tail. The estimates decide only the size of the next step and whether to wait; the output
+resumes after the loaded tokens. The estimates decide only the size of the next step and whether to wait. The output
 does not depend on them. A wrong decision to wait costs a bounded time. This module does not read a clock.
 """
 
@@ -19,7 +19,8 @@ __all__ = ["Estimates", "LoadOrRecompute", "Progress"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The positions of a request, in tokens: computed, loaded, and the `end` of its prompt."""
+    """How far a request has computed and loaded its prompt. Tokens before `computed_to` are computed. Tokens from
+    `loaded_from` to `end` are loaded, where `end` is the end of the prompt."""
 
     computed_to: int
     loaded_from: int
@@ -31,7 +32,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Measured times. A value is None if nothing was measured."""
+    """Measured times from which `LoadOrRecompute` decides. A time that was not measured yet is None."""
 
     compute_seconds: Callable[[int], float] | None
     """Returns the seconds of a step of n tokens."""
@@ -45,8 +46,8 @@ class Estimates:
 
 
 class LoadOrRecompute:
-    """The decisions for one request. `seconds_lost` is the time that it waited, minus the time to compute the tokens
-    that were loaded meanwhile.
+    """Decides for one request whether it waits for loaded pages or computes tokens itself. `seconds_lost` is the time
+    that the request has waited, minus the time that computing the loaded tokens would have taken.
     """
 
     def __init__(self) -> None:
@@ -56,8 +57,8 @@ class LoadOrRecompute:
         self._first: tuple[float, int] | None = None  # time and loaded_from of the first decision
 
     def tokens_to_compute(self, at: Progress, estimates: Estimates, now: float) -> int:
-        """Return how many tokens to compute before the next decision, or 0 to wait. If resuming after the loaded tail
-        costs more than it saves, returns all tokens to the end of the prompt.
+        """Return how many tokens to compute before the next decision, or 0 to wait. If the loaded tokens save less
+        than they cost, returns all tokens to the end of the prompt.
         """
         gap = at.loaded_from - at.computed_to
         compute, load = estimates.compute_seconds, estimates.load_seconds
@@ -99,8 +100,8 @@ class LoadOrRecompute:
     def _corrected(
         self, loaded_from: int, next_tokens: int, load: Callable[[int], float], now: float
     ) -> Callable[[int], float]:
-        """Return `load` multiplied by the ratio of elapsed to expected load time, at least 1. The next `next_tokens`
-        tokens may still be in transfer, so the expected time includes them.
+        """Return `load` multiplied by the ratio of elapsed to expected load time, at least 1. The next
+        `next_tokens` tokens may still be in transfer, so the expected time includes them.
         """
         first_time, first_loaded = self._first = self._first or (now, loaded_from)
         soon = load(loaded_from - next_tokens)

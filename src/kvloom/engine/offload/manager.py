@@ -11,14 +11,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence as Many
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from kvloom.core import KVCache, Match, Sequence
 from kvloom.engine.config import OffloadConfig
 from kvloom.engine.request import Request
-from kvloom.tiers import HostTier, OpenTier, short_tier_names
+from kvloom.tiers import (
+    Form,
+    HostTier,
+    OpenTier,
+    PageChanges,
+    SupportsChanges,
+    UnitTier,
+    short_tier_names,
+)
 from kvloom.tiers.peer import PeerServer
 from kvloom.tiers.transfers import TransferManager
 
@@ -34,7 +42,7 @@ from .store import PageOffloader
 from .throughput import TimeModel
 from .tier_loader import TierLoader
 
-__all__ = ["OffloadManager", "Step"]
+__all__ = ["OffloadManager", "Step", "WatchedTier"]
 
 MAX_PREFETCH_JOBS = 64
 """If there are this many load jobs, queued requests are not prefetched."""
@@ -55,9 +63,18 @@ class Step(Protocol):
     def scheduled_requests(self) -> Collection[Request]: ...
 
 
+class WatchedTier(NamedTuple):
+    """A tier whose pages are published as events. It has the tier's medium and changes, and the forms of each layer
+    group's pages."""
+
+    medium: str
+    changes: PageChanges
+    forms: dict[int, list[Form]]
+
+
 class OffloadManager:
-    """Offloads and loads the pages of one cache. Not thread-safe: only the engine's thread may call it. `host_write`
-    is the write policy of host memory. `apply_copies` makes the pending copies inside the pool.
+    """Offloads and loads the pages of one cache. Not thread-safe: only the engine's thread may call it.
+    `host_write` is the write policy of host memory. `apply_copies` runs the pending copies inside the pool.
     """
 
     def __init__(
@@ -116,6 +133,20 @@ class OffloadManager:
     def config(self, config: OffloadConfig) -> None:
         self._tiers.config = config
 
+    def watch_tiers(self) -> list[WatchedTier]:
+        """Make host memory and disk tiers record changes of their pages, for events. Call this method before the
+        first step."""
+        exact = {group: list(forms) for group, forms in self.forms.items()}
+        found = [WatchedTier("host", self.host.watch(), exact)]
+        for queue in self.transfers.queues:
+            tier = queue.tier
+            changes = tier.watch() if isinstance(tier, SupportsChanges) and not tier.is_lossy else None
+            if changes is not None:
+                stored = tier.stored_form if isinstance(tier, UnitTier) else lambda form: form
+                forms = {group: [stored(form) for form in each] for group, each in exact.items()}
+                found.append(WatchedTier(tier.name.partition(":")[0], changes, forms))
+        return found
+
     # -- the scheduler's interface ----------------------------------------------------------------
 
     def image_store(self, hidden: int, dtype: torch.dtype) -> ImageStore:
@@ -123,9 +154,10 @@ class OffloadManager:
         return ImageStore(self.cache, self.transfers, lambda: self.config, self.stats, hidden, dtype)
 
     def prefetch(self, request: Request, find_match: Callable[[Request], Match], can_wait: bool) -> None:
-        """Start to load the pages of a queued request from tiers into host memory. Does not change the pool.
-        `can_wait` states that other requests are scheduled first. Costs a match and a load plan. Does nothing if host
-        memory is the only tier, or if MAX_PREFETCH_JOBS is reached.
+        """Start to load the pages of a queued request from tiers into host memory. Does not change the pool. Costs
+        a match and a load plan. Does nothing if host memory is the only tier, or if MAX_PREFETCH_JOBS is reached.
+
+        `can_wait` states that other requests are scheduled first.
         """
         if request.offers_pages:
             self._offering[request] = 0
@@ -139,11 +171,27 @@ class OffloadManager:
             job = self._jobs[request] = LoadJob(request, can_wait=can_wait)
             self._tiers.advance(job, match)
 
+    def load_estimate(self, request: Request, match: Match) -> tuple[int, float] | None:
+        """Return the number of tokens after `match` that tiers have, and the seconds until they are loaded. The
+        seconds are 0 if no load was measured. Returns None while tiers look up the pages. Loads nothing. If host
+        memory is the only tier, costs a load plan.
+        """
+        if not self._may_load(request, match) or request.is_long:
+            return 0, 0.0
+        job = self._jobs.get(request)
+        if job is not None:
+            plan = job.lookup.plan
+            if plan is None or not job.lookup.is_complete:
+                return None
+            return max(0, plan.resume - match.resume), self._tiers.seconds_left(job, match.resume)
+        return self._pool.estimate(request, match)
+
     def before_admission(self, request: Request, match: Match) -> Decision:
         """Decide the action of the next waiting request. `match` must be current. May start or finish a load job.
+
         Returns WAIT while pages are in transfer, NO_FREE_PAGES if the pool has no pages for them, and COMPUTE
-        otherwise. Loaded pages may have entered the cache, so the caller matches again if `cache.version` changed. If
-        no tier has a page, this costs a dictionary lookup.
+        otherwise. Loaded pages may have entered the cache, so the caller matches again if `cache.version` changed.
+        If no tier has a page, the call costs a dictionary lookup.
         """
         self._store.note_root(request.control.lossy, match.root_hash)
         if request in self._hand_overs:
@@ -157,10 +205,11 @@ class OffloadManager:
         return Decision(Action.NO_FREE_PAGES if is_blocked else Action.COMPUTE, job.compute_until)
 
     def before_prefill(self, request: Request) -> Decision:
-        """Decide the action of a running request that has prompt tokens left, for this step.
+        """Decide what a running request with uncomputed prompt tokens does in this step.
 
-        Returns RESUME once its tail is loaded, WAIT if the missing pages arrive sooner than they can be computed, and
-        COMPUTE otherwise.
+        While the request computes its prompt from the front, tiers load the prompt from the back. Returns RESUME once
+        the loaded pages begin at or before the first uncomputed token. Returns WAIT if the tokens between them will be
+        loaded sooner than they can be computed. Otherwise returns COMPUTE.
         """
         job = self._jobs.get(request)
         if job is None:
@@ -197,8 +246,9 @@ class OffloadManager:
         return job is not None and job.copy is not None
 
     def copying_requests(self) -> list[tuple[Request, int]]:
-        """Return the requests that wait only for copies between pool and host memory. With each, return the tokens
-        for which pages of the pool are reserved: 0 while pages that it needs are still being offloaded. O(jobs).
+        """Return the requests that wait only for copies between pool and host memory. Also return, for each, the
+        number of tokens for which pages of the pool are reserved. It is 0 while needed pages are still being
+        offloaded. O(jobs).
         """
         return [
             (job.request, 0 if job.copy is None else job.copy.reservation.end)
@@ -217,11 +267,19 @@ class OffloadManager:
         """Whether copies in progress retain pages of the pool."""
         return self._pool.has_cancelled_copies or self._store.busy or self._is_copying
 
-    def open_cold(self, request: Request, beyond: int, open_empty: Callable[[], Sequence]) -> bool:
-        """Open the sequence of a long request behind pages in host memory, if they are more than `beyond` tokens.
+    @property
+    def is_copying_to_pool(self) -> bool:
+        """Whether copies into the pool are in progress. When they end, a request starts or pages become free."""
+        return self._pool.has_cancelled_copies or any(
+            job.copy is not None and not job.copy.is_done for job in self._jobs.values()
+        )
 
-        Returns False, and opens nothing, if they are not, or the pool lacks pages. `open_empty` opens an empty
-        sequence."""
+    def open_cold(self, request: Request, beyond: int, open_empty: Callable[[], Sequence]) -> bool:
+        """Open the sequence of a long request after its pages in host memory, if they have more than `beyond`
+        tokens.
+
+        Returns False and opens nothing if they have fewer tokens, or if the pool lacks pages. `open_empty` opens an
+        empty sequence."""
         began = time.monotonic()
         found = None if self.cold is None else self.cold.find(request, beyond)
         if self.cold is None or found is None:
@@ -242,7 +300,7 @@ class OffloadManager:
         return True
 
     def request_started(self, request: Request) -> None:
-        """Record that a request has started to compute. Ends its load job, unless the tail of its prompt is still
+        """Record that a request has started to compute. Ends its load job, unless the end of its prompt is still
         loading."""
         request.looked_in_tiers = request.computed
         if (job := self._jobs.get(request)) is not None and job.phase is not Phase.COMPUTING:
@@ -260,8 +318,8 @@ class OffloadManager:
                 self._pool.cancel(job.copy)
 
     def poll(self) -> None:
-        """Advance all load jobs and offloads. Call it once per step, and regularly while idle. Does not block.
-        O(jobs).
+        """Advance all load jobs and offloads. Call this method once per step, and regularly while idle. Does not
+        block. O(jobs).
         """
         self._pool.poll()
         self._store.poll()
@@ -277,9 +335,9 @@ class OffloadManager:
     # -- the engine's interface -------------------------------------------------------------------
 
     def prefetch_session(self, request: Request, match: Match) -> bool:
-        """Load the pages that a request would need into host memory. Return whether a lookup started.
+        """Start to load the pages of a session into host memory. Return whether a lookup started.
 
-        `request` is never scheduled. Does not change the pool.
+        `request` has the session's tokens and is never scheduled. Does not change the pool.
         """
         if not self._can_prefetch or not self._may_load(request, match):
             return False
@@ -294,15 +352,16 @@ class OffloadManager:
         return any(job.is_prefetch for job in self._jobs.values())
 
     def flush(self) -> None:
-        """Start to copy queued pages to host memory. Call it before copies are made inside the pool."""
+        """Start to copy queued pages to host memory. Call this method before copies run inside the pool."""
         self._store.flush()
 
     def before_step(self, pages_moved: bool = False) -> None:
-        """Mark the device's stream before a step, or after copies inside the pool (`pages_moved`)."""
+        """Mark the current position in the device's stream. Call this before a step, and after copies inside the
+        pool (`pages_moved`)."""
         self._store.before_step(pages_moved)
 
     def during_step(self, is_busy: Callable[[], bool]) -> None:
-        """Offload pages early while the device `is_busy` and the engine would wait for the device."""
+        """Offload pages early while the device `is_busy`. In this time the engine would only wait for the device."""
         self._store.offload_ahead(is_busy)
 
     def after_step(
@@ -322,9 +381,7 @@ class OffloadManager:
         self._inflight_until = time.monotonic() + self._prefill_time.seconds(tokens)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Add a measurement: a step with `tokens` prompt tokens took `seconds`. Steps without prompt tokens count,
-        too.
-        """
+        """Record that a step with `tokens` prompt tokens took `seconds`. Steps without prompt tokens count, too."""
         self._prefill_time.observe(tokens, seconds)
 
     @property
@@ -340,8 +397,8 @@ class OffloadManager:
             self.transfers.wait(timeout)
 
     def close(self, timeout: float = 10.0, keep: bool = True) -> None:
-        """Offload queued pages (unless `keep` is False), store them in the tiers, and close the tiers. Takes at most
-        `timeout` seconds.
+        """Offload queued pages (unless `keep` is False), store them in the tiers, and close the tiers. Takes at
+        most `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         if keep:
@@ -366,8 +423,8 @@ class OffloadManager:
                 self._offering[request] = request.computed
 
     def _start_hand_over(self, request: Request, match: Match) -> bool:
-        """Start to pull the pages that a prefill worker computes. Return False if no tier is that worker, or if this
-        worker lacks no page.
+        """Start to pull the pages that a prefill worker computes. Return False if no tier is that worker, or if
+        this worker already has all pages.
         """
         assert request.awaits_peer is not None
         peer = peer_queue(self.transfers, request.awaits_peer)
@@ -404,7 +461,7 @@ class OffloadManager:
         return bool(self.transfers.queues) and len(self._jobs) < MAX_PREFETCH_JOBS
 
     def _may_load(self, request: Request, match: Match) -> bool:
-        """Return whether tiers may have more of a prompt than `match` and an earlier lookup found."""
+        """Return whether tiers may have more pages of a prompt than `match` and an earlier lookup found."""
         return (
             match.resume < match.limit
             and match.control.read
@@ -414,8 +471,8 @@ class OffloadManager:
         )
 
     def _must_wait(self, request: Request, match: Match) -> bool:
-        """Advance the load job of a waiting request, or create it if tiers may have pages. Return whether the request
-        waits.
+        """Advance the load job of a waiting request. Create a job if tiers may have pages. Return whether the
+        request waits.
         """
         job = self._jobs.get(request) or self._new_job(request, match)
         if job is None:
@@ -453,7 +510,7 @@ class OffloadManager:
         return job
 
     def _can_resume(self, job: LoadJob) -> bool:
-        """Return whether the loaded tail meets the tokens that a running request has computed. If so, end its
+        """Return whether the loaded tokens meet the tokens that a running request has computed. If so, end its
         transfers.
         """
         request, transfer = job.request, job.transfer
@@ -481,8 +538,8 @@ class OffloadManager:
         )
 
     def _copy_head(self, job: LoadJob, match: Match) -> bool:
-        """Copy the head of a prompt from host memory while tiers load its tail. Return whether host memory has pages
-        of the head.
+        """Copy the start of a prompt from host memory while tiers load its end. Return whether host memory has
+        pages of the start.
         """
         job.head_copied, job.phase = True, Phase.COPYING_HEAD
         if self._copy_to_pool(job, match):
@@ -513,7 +570,8 @@ class OffloadManager:
         return False
 
     def _end_job(self, job: LoadJob, resume: int) -> None:
-        """End a job. Its request can resume at `resume`, and looks in tiers again only if that prefix is evicted."""
+        """End a job. Its request can resume at `resume`. The request looks in tiers again only if this prefix is
+        evicted."""
         if job.phase is Phase.COPYING_HEAD:  # the tail is still loading
             job.phase = Phase.WAITING
             return

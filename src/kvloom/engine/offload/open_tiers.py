@@ -24,9 +24,9 @@ from kvloom.tiers import (
     SupportsShares,
     TierError,
     UnitTier,
+    ValueTier,
     check_tiers,
     is_optional,
-    lossy_form,
     open_with_policy,
     scheme_of,
     split_write_policy,
@@ -37,7 +37,7 @@ from kvloom.tiers.host import HostURL, SharedMemory
 from kvloom.tiers.peer import PeerConfig, PeerServer, read_secret
 from kvloom.tiers.transfers import UnavailableTier
 
-from .host_pages import form_of, open_host, unit_forms
+from .host_pages import open_host, unit_forms, value_forms
 from .manager import OffloadManager
 
 __all__ = ["open_offload", "opened_tiers"]
@@ -91,8 +91,8 @@ def open_offload(
 ) -> OffloadManager:
     """Open tiers (`host:64GiB`, `disk:/path:1TiB`, …) and return the offload manager of a cache.
 
-    Raises ValueError for an invalid URL, and for a tier that cannot be opened. With `optional=1` a tier that cannot
-    be opened is only logged.
+    Raises ValueError for an invalid URL, and for a tier that cannot be opened. If a tier with `optional=1` cannot
+    be opened, the error is only logged.
     """
     layout, device = cache.layout, buffer.device
     check_tiers(text for text in tiers if isinstance(text, str))
@@ -142,23 +142,32 @@ def open_offload(
             place.tier.close()
         host.close()
         raise
-    places = [_with_unit_pages(place, layout) for place in places]
+    places = [_with_unit_pages(_with_values(place, layout), layout) for place in places]
     server = None if server_config is None else _serve_host(host, server_config, memory)
     return OffloadManager(
         cache, buffer, host, places, write, apply_copies, config or OffloadConfig(), unavailable, server
     )
 
 
+def _with_values(place: OpenTier, layout: PoolLayout) -> OpenTier:
+    """Wrap a re-encoding tier, so that servers with other KV dtypes can use its pages. Returns other tiers
+    unchanged."""
+    if not isinstance(place.tier, LossyTier):
+        return place
+    return replace(place, tier=ValueTier(place.tier, value_forms(layout)))
+
+
 def _with_unit_pages(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """Wrap `place` so that it stores pages of HASH_TOKENS tokens, which servers of every block size can use. A peer
-    is not wrapped: it may be the host memory of another engine, whose pages have that engine's block size.
+    """Wrap `place` so that it stores pages of HASH_TOKENS tokens. Servers of every block size can use such pages. A
+    peer is not wrapped, because it may be the host memory of another engine, whose pages have that engine's block
+    size.
     """
     forms = {} if "peer://" in place.tier.name else unit_forms(layout)
     return replace(place, tier=UnitTier(place.tier, forms)) if forms else place
 
 
 def _server_config(host_text: HostURL) -> PeerConfig | None:
-    """Return the settings with which host memory is served to other processes, or None if this is not configured.
+    """Return the settings for sharing host memory with other processes, or None if sharing is not configured.
     Raises ValueError if an address other than loopback has no secret, or if the secret is unreadable.
     """
     if host_text.share is None:
@@ -168,7 +177,8 @@ def _server_config(host_text: HostURL) -> PeerConfig | None:
 
 
 def _serve_host(host: HostTier, config: PeerConfig, memory: SharedMemory | None) -> PeerServer | None:
-    """Serve host memory read-only. Returns None and logs a warning if the address cannot be bound."""
+    """Share host memory read-only with other processes. Returns None and logs a warning if the address cannot be
+    bound."""
     try:
         server = PeerServer(host, config, memory)
     except (OSError, ValueError) as error:
@@ -184,14 +194,14 @@ def _serve_host(host: HostTier, config: PeerConfig, memory: SharedMemory | None)
 
 
 def _should_retry(text: str, error: TierError) -> bool:
-    """Return whether opening a tier may succeed later. False if a package is missing, or if the tier re-encodes
-    pages.
+    """Return whether opening a tier may succeed later. Returns False if a package is missing, or if the tier
+    re-encodes pages.
     """
     return not isinstance(error.__cause__, ImportError) and scheme_of(text) not in CODINGS
 
 
 def _unavailable_place(text: str, shares: Shares, reason: str) -> OpenTier:
-    """Return a stand-in for a tier that is unavailable now, and is opened later in the background."""
+    """Return a stand-in for a tier that is unavailable now. The stand-in opens the tier later, in the background."""
     _, write = split_write_policy(text)
     return OpenTier(
         UnavailableTier(url_label(text), lambda: open_with_policy(text, shares).tier, reason), write
@@ -199,17 +209,13 @@ def _unavailable_place(text: str, shares: Shares, reason: str) -> OpenTier:
 
 
 def _checked(place: OpenTier, layout: PoolLayout) -> OpenTier:
-    """Return `place` if its tier can store the pages of the layout. Otherwise close it and raise TierError. A tier
-    that re-encodes pages stores states unchanged.
+    """Return `place` if its tier can store the pages of the layout. Otherwise close the tier and raise TierError. A
+    tier that re-encodes pages stores states unchanged.
     """
     if isinstance(place.tier, LossyTier):
-        units = unit_forms(layout)
         place.tier.exact_groups = frozenset(group.index for group in layout.of("state"))
         try:
-            for group in layout.groups:
-                if group.index not in place.tier.exact_groups:
-                    form = form_of(group, 0)
-                    lossy_form(units[form].form if form in units else form, place.tier.coding)
+            value_forms(layout)
         except ValueError as error:
             place.tier.close()
             raise TierError(f"this tier cannot re-encode pages of this model: {error}") from error

@@ -1,8 +1,8 @@
 """Copies the pages of a load job from host memory into reserved pages of the pool, and publishes them in the prefix
 cache.
 
-start: load plan → lease pages in host memory → reserve pages of the pool → copies finish: copies done → pages enter
-the prefix cache
+    start    load plan → lease pages in host memory → reserve pages of the pool → copies
+    finish   copies done → pages enter the prefix cache
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from enum import Enum
 import numpy as np
 
 from kvloom.core import KVCache, Match, PageGroup
+from kvloom.engine.request import Request
 from kvloom.tiers import HostTier, Objects
 
 from .host_pages import HostPages
@@ -27,7 +28,7 @@ __all__ = ["CopyStart", "PoolLoader"]
 
 
 class CopyStart(Enum):
-    """The result of starting a copy."""
+    """The result of an attempt to copy pages of a request from host memory into the pool."""
 
     COPYING = "copying"
     NO_PAGES = "no pages"
@@ -39,7 +40,7 @@ class CopyStart(Enum):
 
 
 class PoolLoader:
-    """Copies from one host tier into one pool. `apply_copies` makes the pending copies inside the pool."""
+    """Copies from one host tier into one pool. `apply_copies` runs the pending copies inside the pool."""
 
     def __init__(
         self,
@@ -58,9 +59,21 @@ class PoolLoader:
         self._store, self._tiers, self._apply_copies, self._stats = store, tiers, apply_copies, stats
         self._cancelled: list[PoolCopy] = []
 
+    def estimate(self, request: Request, match: Match) -> tuple[int, float]:
+        """Return the number of tokens after `match` that host memory has, and the seconds to copy them. The seconds
+        are 0 if no copy was measured."""
+        if self.host.is_empty or self._tiers.host_misses(self.cache.loading.first_query(match), request):
+            return 0, 0.0
+        plan = self.cache.loading.plan(match)
+        while queries := plan.next_queries():
+            plan.answer([self.host.lookup(self._tiers.objects_for(query, request)) for query in queries])
+        missing = plan.missing_pages() if plan.resume > match.resume else []
+        size = sum(len(pages.hashes) * pages.group.page_stride * pages.group.runs for pages in missing)
+        return plan.resume - match.resume, self.copy_time.seconds(size)
+
     def start(self, job: LoadJob, match: Match) -> CopyStart:
-        """Reserve pool pages for the pages of a request that host memory has, and start the copies. Sets `job.copy`
-        when pages are reserved. If the call raises after that, the caller must cancel the copy.
+        """Reserve pages of the pool for the pages of a request that are in host memory, and start the copies. Sets
+        `job.copy` when pages are reserved. If the call raises after that, the caller must cancel the copy.
         """
         plan, request, is_head = self.cache.loading.plan(match), job.request, job.phase is Phase.COPYING_HEAD
         offloading: list[bytes] = []
@@ -145,7 +158,7 @@ class PoolLoader:
 
     @property
     def has_cancelled_copies(self) -> bool:
-        """Whether pages stay reserved for cancelled copies."""
+        """Whether pages are still reserved for cancelled copies."""
         return bool(self._cancelled)
 
     def _copy_group(self, job: LoadJob, copy: PoolCopy, group: PageGroup) -> None:

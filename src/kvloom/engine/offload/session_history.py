@@ -1,7 +1,7 @@
 """The tokens of past sessions, so that their pages can be prefetched before the next request.
 
-A prefetch needs the tokens, but the prefix cache drops those of evicted pages, and tiers store only hashes. The
-number of tokens is limited. Does not use the cache.
+A prefetch needs the tokens. The prefix cache drops the tokens of evicted pages, and tiers store only hashes. The
+number of tokens is limited. This module does not use the cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ MAX_SESSIONS = 1 << 14
 
 
 class SessionHistory:
-    """The tokens and cache control of each session's last request. Drops the least recently used session first."""
+    """The tokens and cache control of each session's last request. The least recently used session is dropped
+    first."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens

@@ -1,4 +1,4 @@
-"""Counters of an offload manager since its start. Each module adds to its own fields."""
+"""Counters of an offload manager since its start. Each module increments its own fields."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     the cache emits a batch → queued → flush: reserve host memory, start copies → poll: copies done, tiers get the pages
 
 The host never waits for a copy. A cached page is retained while a copy reads it. If the page was already evicted,
-later steps wait for the copy on the device. Copies of evicted pages overlap the in-flight step, unless that step may
-have written the page. The cache decides which pages are offloaded, and when.
+later steps wait for the copy on the device. Copies of evicted pages overlap the in-flight step, unless that step
+may have written the page. The cache decides which pages are offloaded, and when.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_LOSSY_ROOTS = 4096
 
 @dataclass(slots=True)
 class _PendingOffload:
-    """Pages being copied to host memory."""
+    """A batch of pages that is being copied from the pool to host memory."""
 
     event: Event
     lease: Lease
@@ -53,8 +53,8 @@ class _PendingOffload:
 
 
 class PageOffloader:
-    """Offloads the pages of one cache. `writes` is the union of all tiers' write policies, because every page passes
-    through host memory.
+    """Offloads the pages of one cache. `writes` is the union of all tiers' write policies, because every page
+    passes through host memory.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class PageOffloader:
         cache.loading.set_listener(self._on_offload, on_close=bool(writes & {"through", "second-use"}))
 
     def note_root(self, lossy: bool, root: bytes) -> None:
-        """Record whether block hashes under `root` belong to requests that accept lossy pages. Call it before these
-        requests compute.
+        """Record whether block hashes under `root` belong to requests that accept lossy pages. Call this method
+        before these requests compute.
         """
         if lossy:
             if len(self._lossy_roots) > MAX_LOSSY_ROOTS:
@@ -96,12 +96,12 @@ class PageOffloader:
         return bool(self._pending)
 
     def is_queued(self, hashes: Iterable[bytes]) -> bool:
-        """Return whether any of these pages is queued and its copy has not started."""
+        """Return whether any of these pages is queued for a copy that has not started."""
         return not self._queued_hashes.isdisjoint(hashes)
 
     def before_step(self, moved: bool = False) -> None:
-        """Mark the device's stream before a step, or after copies inside the pool (`moved`). A page that is cached at
-        the time of a mark was written by work before that mark.
+        """Mark the current position in the device's stream. Call this before a step, and after copies inside the
+        pool (`moved`). All pages that are cached now were written by work before this mark.
         """
         self._pages.mark(moved)
         self.cache.loading.mark_step(moved)
@@ -113,8 +113,8 @@ class PageOffloader:
                 self.flush()
 
     def flush(self) -> None:
-        """Start the copies of all queued batches. Call it before copies inside the pool, which may overwrite the
-        pages.
+        """Start the copies of all queued batches. Call this method before copies inside the pool, because they may
+        overwrite the pages.
         """
         if self._queued:
             queued, is_unchanged = self._queued, self._queued_at == self._pool_version()
@@ -139,7 +139,7 @@ class PageOffloader:
         self._pending = pending
 
     def _on_offload(self, batch: OffloadBatch) -> None:
-        """Queue a batch of the cache if a write policy needs it."""
+        """Queue a batch of the cache if any write policy needs its pages."""
         wanted = "through" in self._writes or (batch.was_hit and "second-use" in self._writes)
         if wanted or (batch.evicted and "back" in self._writes):
             lossy = batch.root in self._lossy_roots
@@ -149,12 +149,12 @@ class PageOffloader:
             self._queued_at = self._queued_at or self._pool_version()
 
     def _age(self, batch: OffloadBatch) -> int:
-        """Return the mark before which the pages of a batch were written: 1 the last mark, 2 the second last, 0
-        neither.
+        """Return the mark before which the pages of a batch were written: 1 for the last mark, 2 for the second
+        last, 0 for neither.
 
         A cached page was written before every mark since it entered the tree. Pages of a step enter the tree after
-        its launch, and loaded pages after their copy. A mark follows copies inside the pool. Only the unused part of
-        a partial block is written later.
+        its launch, and loaded pages after their copy. A mark follows copies inside the pool. Only the unused part
+        of a partial block is written later.
         """
         return batch.age if batch.evicted else 0
 
@@ -221,7 +221,7 @@ class PageOffloader:
 
 
 def _joined(batches: list[OffloadBatch]) -> OffloadBatch:
-    """Merge batches that differ only in their pages, so that there are fewer copies."""
+    """Merge batches that differ only in their pages, to reduce the number of copies."""
     rows = pages = np.concatenate([batch.rows for batch in batches])
     if any(batch.pages is not batch.rows for batch in batches):
         pages = np.concatenate([batch.pages for batch in batches])

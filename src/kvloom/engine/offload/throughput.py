@@ -1,4 +1,4 @@
-"""Measured throughput: estimates how long an amount of work takes, from a line through recent measurements."""
+"""Measured throughput: estimates the seconds of an amount of work, from a line through recent measurements."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ class TimeModel:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether there are enough measurements to refuse work on their basis."""
+        """Whether there are enough measurements to refuse a load because of the estimate."""
         return self._n >= self.ENOUGH
 
     def doubt(self) -> None:
         """Lower the estimate by a tenth after it caused a refusal.
 
-        Refused work is not measured, so without this a single slow measurement would never be corrected.
+        Refused work is not measured. Without this correction, a single slow measurement would stay in effect
+        forever.
         """
         self._y *= self.FADE
         self._xy *= self.FADE
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Add a measurement, limited to four times the estimate. A single outlier changes little, and a lasting
+        """Add a measurement, limited to four times the estimate. A single outlier has a small effect. A lasting
         slowdown is learnt quickly.
         """
         fade = self.FADE
@@ -59,7 +60,7 @@ class TimeModel:
         self._xy = self._xy * fade + amount * seconds
 
     def seconds(self, amount: float) -> float:
-        """Estimate the seconds of `amount`. Returns 0 without measurements."""
+        """Return the estimated seconds for `amount`. Returns 0 without measurements."""
         if not self._n:
             return 0.0
         weight, total = self._empty
@@ -80,7 +81,7 @@ def meeting_point(
     blocks: int, compute_seconds: Callable[[int], float], load_seconds: Callable[[int], float]
 ) -> int:
     """Return the first block at which computing all blocks before it takes as long as loading all blocks after it.
-    O(log blocks) calls. `compute_seconds` must not decrease, and `load_seconds` must not increase.
+    `compute_seconds` must not decrease, and `load_seconds` must not increase. O(log blocks) calls.
     """
     low, high = 0, blocks
     while low < high:

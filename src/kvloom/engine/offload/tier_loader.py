@@ -3,7 +3,7 @@
     advance            lookup in the tiers → request chunks, the end of the prompt first → chunks arrive in host memory
     tokens_to_compute  how many tokens the request computes meanwhile
 
-Uses hashes, tier queues and deadlines. Does not change the pool.
+This module uses hashes, tier queues and deadlines. It does not change the pool.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class TierLoader:
         return self.lossy_forms if request.control.lossy else self.forms
 
     def objects_for(self, query: TierQuery, request: Request) -> Objects:
-        """Return the objects of a query. They are those of the first run of its layer group."""
+        """Return the objects of a query, for the first run of its layer group."""
         form = self.forms_of(request)[query.group][0]
         return Objects(query.hashes, query.group, form, request.control.tenant)
 
     def host_misses(self, query: TierQuery | None, request: Request) -> bool:
-        """Return whether host memory has no page for a query. Costs a tenth of a load plan."""
+        """Return whether host memory lacks all pages of a query. Costs a tenth of a load plan."""
         return query is not None and not any(
             key in self.transfers.host for key in self.objects_for(query, request).keys
         )
@@ -121,12 +121,12 @@ class TierLoader:
         job.transfer.chunks.clear()
 
     def loads_always(self, request: Request) -> bool:
-        """Return whether a request waits for every page that a tier has. A handed-over request does."""
+        """Return whether a request waits for every page that a tier has. This holds for handed-over requests."""
         return self.config.load == "always" or request.awaits_peer is not None
 
     def is_worth_loading(self, request: Request, tokens: int, all_tokens: int, seconds: float | None) -> bool:
-        """Return whether loading, which takes `seconds`, is faster than computing `tokens` of the `all_tokens`
-        missing tokens.
+        """Return whether loading `tokens` tokens, which takes `seconds`, is faster than computing them.
+        `all_tokens` is the number of all missing tokens of the prompt.
         """
         if self.loads_always(request) or seconds is None or not self.prefill_time.is_known:
             return True
@@ -135,9 +135,9 @@ class TierLoader:
         )
 
     def tokens_to_compute(self, job: LoadJob, inflight_seconds: float | None, now: float) -> int | None:
-        """Return how many tokens the request computes from `computed_to` on before the next decision. 0 means that it
-        waits for pages. None means that no further page will arrive. `inflight_seconds` is the time left of its
-        in-flight step.
+        """Return how many tokens the request computes from `computed_to` on before the next decision. 0 means that
+        it waits for pages. None means that no further page will arrive. `inflight_seconds` is the remaining time of
+        its in-flight step.
         """
         if job.copy is not None or not self.transfers.queues:
             return None
@@ -183,7 +183,8 @@ class TierLoader:
                 self.cancel(job)
 
     def _start(self, job: LoadJob) -> None:
-        """Request the chunks of a job: all pages, or the tail that should arrive while the head is computed."""
+        """Request the chunks of a job. These are all pages, or only the pages at the end that should arrive while
+        the start is computed."""
         plan, transfer, block = job.lookup.plan, job.transfer, self.cache.block_tokens
         assert plan is not None
         match, resume = plan.match, plan.resume
@@ -231,7 +232,7 @@ class TierLoader:
 
     def _first_token(self, job: LoadJob) -> int:
         """Return the first token to load. It is well before the expected meeting point of loading and computing. If
-        computing is so fast that loading gains nothing, return the end of the load plan.
+        loading would save no time, return the end of the load plan.
         """
         plan, block = job.lookup.plan, self.cache.block_tokens
         assert plan is not None
@@ -251,9 +252,22 @@ class TierLoader:
             return resume
         return match.resume + met // 2 * block
 
+    def seconds_left(self, job: LoadJob, first: int) -> float:
+        """Return the seconds until the pages of a job from token `first` on are loaded. Returns 0 if no rate was
+        measured."""
+        if job.transfer.bytes_from is None:
+            return 0.0
+        load = self._load_seconds(job)
+        seconds = (
+            0.0
+            if load is None
+            else load(max(first, job.transfer.chunks[-1].first) if job.transfer.chunks else first)
+        )
+        return seconds if math.isfinite(seconds) else 0.0
+
     def _load_seconds(self, job: LoadJob) -> Callable[[int], float] | None:
-        """Return a function that maps a token to the seconds until all missing pages from it on are loaded. Returns
-        None without a measured rate.
+        """Return a function from a token to the seconds until all missing pages after this token are loaded.
+        Returns None without a measured rate.
         """
         transfer, block = job.transfer, self.cache.block_tokens
         bytes_from, chunks = transfer.bytes_from, transfer.chunks
@@ -282,9 +296,10 @@ class TierLoader:
         return seconds
 
     def _max_lost_seconds(self, job: LoadJob) -> float:
-        """Return the seconds that a request may lose by waiting. It is `wait_share` of the time to compute its
-        prompt. For a short prompt it is twice the expected time of the next chunk. Without a measured prefill rate it
-        is a twentieth of the longest deadline, unless the load takes longer.
+        """Return the seconds that a request may lose by waiting. The limit is `wait_share` of the time to compute
+        its prompt. A short prompt may wait twice the expected time of the next chunk, at most
+        MAX_SHORT_WAIT_SECONDS. Without a measured prefill rate, the limit is a twentieth of the longest deadline,
+        or 0 if the load takes longer than that.
         """
         load = self._load_seconds(job) if job.transfer.chunks else None
         if not self.prefill_time.is_known:
@@ -299,8 +314,8 @@ class TierLoader:
     def _request_chunk(
         self, job: LoadJob, missing: list[MissingPages], pages: list[tuple[int, int]], first: int
     ) -> None:
-        """Request pages as one chunk. A page is given as (index in `missing`, index inside that entry). Shares
-        fetches of other jobs.
+        """Request pages as one chunk. A page is given as (index in `missing`, index inside that entry). Fetches of
+        other jobs are shared.
         """
         wanted: list[Objects] = []
         tier_of: dict[bytes, int] = {}

@@ -1,5 +1,5 @@
-"""Sampling: turns logits into tokens, text and beams. This package does not depend on pages. It
-reads only the `SamplingRequest` part of a request.
+"""Sampling: turns logits into tokens, text and beams. This package does not depend on pages. It reads only the
+`SamplingRequest` part of a request.
 
     params.py            SamplingParams: sampling parameters of a request
     sampler.py           Sampler: one token for each row of logits
@@ -11,7 +11,7 @@ reads only the `SamplingRequest` part of a request.
     grammar.py           Grammars: tokens that a JSON schema, regular expression or grammar allows
     detokenizer.py       TextStream: text of growing outputs, and stop texts
 
-Names are imported on first use: the API process reads `SamplingParams` without loading torch.
+Names are imported on first use, because the API process reads `SamplingParams` without loading torch.
 """
 
 from __future__ import annotations

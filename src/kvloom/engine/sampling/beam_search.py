@@ -1,5 +1,5 @@
-"""Beam search on the host: chooses the beams that continue and their tokens, and keeps finished beams. Does not use
-pages.
+"""Beam search on the host: chooses the beams that continue and their tokens, and stores finished beams. Does not
+use pages.
 
     slots    one request for each beam; at first only the first one is live, with the prompt
     offer    adds a beam's most likely tokens; once all live beams of a depth have offered,
@@ -54,7 +54,7 @@ class Successor(Generic[S]):
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """The log-probabilities of the slot, followed by that of this token. Empty if not requested."""
+        """The log-probabilities of the slot, followed by the log-probability of this token. Empty if not requested."""
         wanted = self.slot.params.logprobs
         if wanted is None:
             return []
@@ -141,8 +141,8 @@ class BeamSearch(Generic[S]):
         return found
 
     def finish(self) -> None:
-        """Write the best texts into the slots, best first. Slots stay empty if there are fewer texts, in a small
-        vocabulary.
+        """Write the best texts into the slots, best first. If there are fewer texts than slots, which can happen in
+        a small vocabulary, the last slots stay empty.
         """
         for slot in self.slots[len(self._finished) :]:
             slot.tokens, slot.logprobs = list(slot.prompt), []

@@ -1,7 +1,7 @@
 """Turns tokens into text, one token at a time. Returns whole characters, and finds stop texts that span tokens.
 
-tokens  … already decoded | context | new, maybe part of a character | text    … returned | waiting: may be the start
-of a stop text |
+tokens  … already decoded | context | new, maybe part of a character |
+text    … returned | waiting: may be the start of a stop text |
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ BROKEN = "\ufffd"
 
 
 class Detokenizer:
-    """The text that continues a prompt. `add` costs two small decodes for any length."""
+    """Converts the output tokens of one request to text, token by token. Each `add` costs two short decodes,
+    independent of the length of the output."""
 
     __slots__ = ("_before", "_ids", "_prefix", "_skip", "_tokenizer")
 
@@ -37,8 +38,8 @@ class Detokenizer:
             self._align(prompt)
 
     def _align(self, prompt: Sequence[int]) -> None:
-        """Start at a whole character of the prompt. If the prompt ends inside a character, that character is returned
-        once it is complete.
+        """Find the start of the last whole character of the prompt. If the prompt ends inside a character, that
+        character is returned once it is complete.
         """
         for left, extra in product(range(CHARACTER_PARTS + 1), range(CHARACTER_PARTS + 1)):
             ids = list(prompt[-CONTEXT - extra :])
@@ -83,7 +84,7 @@ class Detokenizer:
 
 class TextStream:
     """The growing text of an output, up to the first stop text in `stops`. The stop text is removed unless
-    `include_stop`. `take` returns text that is final. Text that may begin a stop text is held back.
+    `include_stop` is set. `take` returns text that is final. Text that may begin a stop text is held back.
     """
 
     __slots__ = ("_detokenizer", "_held", "_include", "_parts", "_stops", "_taken", "stopped")
@@ -113,7 +114,7 @@ class TextStream:
         return self._grow(self._detokenizer.add(token), may_stop)
 
     def finish(self, may_stop: bool = True) -> bool:
-        """End the text and release text that is held back. Return whether it completed a stop text."""
+        """End the text and release text that was held back. Return whether a stop text is complete."""
         if self.stopped is None:
             self._grow(self._detokenizer.flush(), may_stop)
         self._parts.append(self._held)

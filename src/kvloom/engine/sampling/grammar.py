@@ -4,9 +4,9 @@
                                                 GrammarState: advance, fork; collect ──▶ fill: masks, one bit a token
 
 llguidance (the extra "grammar") compiles grammars and computes masks. It runs in other processes
-(grammar_process.py), because even a small grammar can take minutes and gigabytes. A grammar that exceeds a limit
-fails with a reason, and its process is killed. Other requests do not wait for it. This file does not depend on logits
-or requests.
+(grammar_process.py), because even a small grammar can take minutes and gigabytes. If a grammar exceeds a limit, it
+fails with a reason and its process is killed. Other requests do not wait for it. This file does not depend on
+logits or requests.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ QUIET = {
 
 
 class GrammarBusyError(ValueError):
-    """Too many grammars compile or wait. The same grammar may be accepted later."""
+    """Raised if too many grammars compile or wait. The same grammar may be accepted later."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """The limits of one grammar: `seconds` of CPU time for its compilation and for the masks of each step, and bytes
-    of `memory`. At most `waiting` grammars may wait to be compiled, and at most a quarter of them from one tenant.
+    """The limits of one grammar: `seconds` of CPU time for the compilation and for the masks of each step, and
+    bytes of `memory`. At most `waiting` grammars may wait to be compiled, and at most a quarter of them may come
+    from one tenant.
     """
 
     seconds: float = 2.0
@@ -118,7 +119,7 @@ class GrammarState:
         self.grammar.forget(self.key)
 
     def advance(self, token: int) -> bool:
-        """Advance by one token. Returns False if the grammar does not allow the token; the state has then failed
+        """Advance by one token. Returns False if the grammar does not allow the token. The state has then failed
         permanently. Does not wait for the next mask.
         """
         self._settle()
@@ -162,9 +163,10 @@ class GrammarState:
         return other
 
     def follow(self, tokens: Sequence[int]) -> list[GrammarState]:
-        """Return new states after each of `tokens`, up to the first that is not allowed here. This state does not change.
+        """Return new states after each of `tokens`, up to the first token that is not allowed now. This state does
+        not change.
 
-        Does not wait: the states are pending, and those after a token that is not allowed fail."""
+        Does not wait. The new states are pending. States after a token that is not allowed will fail."""
         self._settle()
         states: list[GrammarState] = []
         if self.error or not tokens or not self._allows(tokens[0]):
@@ -194,8 +196,8 @@ class GrammarState:
 
 
 class Grammar:
-    """A compiled grammar and its process. `ready` means that it is compiled, or failed with an `error`. `start` is
-    cheap.
+    """A compiled grammar and its process. `ready` means that the grammar is compiled, or failed with an `error`.
+    `start` is cheap.
     """
 
     def __init__(
@@ -242,13 +244,14 @@ class Grammar:
         return self._count
 
     def post(self, operation: list[Any], asking: GrammarState | None) -> None:
-        """Queue an operation; `flush` sends all queued operations in one frame."""
+        """Queue an operation. `flush` sends all queued operations in one frame."""
         self._operations.append(operation)
         if asking is not None:
             self._asking.append(asking)
 
     def forget(self, key: int) -> None:
-        """Queue the removal of a state. Sends nothing, because the garbage collector may call it at any time."""
+        """Queue the removal of a state. Sends nothing, because the garbage collector may call this method at any
+        time."""
         self.users -= 1
         self._dropped.append(key)
 
@@ -262,7 +265,7 @@ class Grammar:
             self.send({"do": operations}, asking)
 
     def send(self, asked: dict[str, Any], asking: list[GrammarState]) -> None:
-        """Send a frame. Bytes that the socket does not accept now are sent by `write` later."""
+        """Send a frame. If the socket does not accept all bytes now, `write` sends the rest later."""
         body = json.dumps(asked).encode()
         self.sent.append((time.monotonic(), asking))
         self.unsent += FRAME.pack(len(body), 0) + body
@@ -374,7 +377,7 @@ class Grammars:
         return grammar
 
     def begin(self, kind: StructureKind, text: str, tenant: str = "") -> Grammar:
-        """Start to compile a grammar and return it. Does not wait; call `poll` until the grammar is ready. Raises
+        """Start to compile a grammar and return it. Does not wait. Call `poll` until the grammar is ready. Raises
         GrammarBusyError if too many grammars wait.
         """
         digest = hashlib.sha256(f"{kind}:{text}".encode("utf-8", "surrogatepass")).digest()
@@ -441,7 +444,7 @@ class Grammars:
     def _lose_parent(self, why: str, busy: bool = True) -> None:
         """Kill all processes and fail all grammars. The next grammar starts new processes.
 
-        `busy` means that a grammar may succeed later."""
+        `busy` means that the grammars may succeed later."""
         parent, self._parent = self._parent, None
         for grammar in self._all():
             grammar.fail(f"{grammar.kind}: {why}", busy)
@@ -476,8 +479,8 @@ class Grammars:
             grammar.text = None
 
     def _make_place(self) -> bool:
-        """End unused grammars while there are too many processes or too much memory is used. Return whether one more
-        may start.
+        """End unused grammars while there are too many processes or too much memory is used. Return whether one
+        more grammar may start.
         """
         now = time.monotonic()
         used = sum(grammar.bytes for grammar in self._live.values())
@@ -536,8 +539,8 @@ class Grammars:
 
     @staticmethod
     def _last_of_largest(grammars: list[Grammar]) -> Grammar:
-        """Return the last grammar of the tenant with the most grammars. If numbers are equal, return the last grammar
-        of all.
+        """Return the last grammar of the tenant with the most grammars. If several tenants have the same number,
+        return the last grammar of them all.
         """
         counts = Counter(grammar.tenant for grammar in grammars)
         most = max(counts.values())
@@ -678,7 +681,7 @@ def _ended(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def collect(states: Sequence[GrammarState], seconds: float) -> None:
-    """Wait up to `seconds` until no state is pending."""
+    """Wait until no state is pending, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while late := [state for state in states if state.pending]:
         left = deadline - time.monotonic()

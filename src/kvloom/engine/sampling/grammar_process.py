@@ -1,11 +1,12 @@
-"""The processes that compile grammars and compute token masks. `python -m kvloom.engine.sampling.grammar_process CONTROL SOURCE`.
+"""The processes that compile grammars and compute token masks. `python -m kvloom.engine.sampling.grammar_process
+CONTROL SOURCE`.
 
     engine ── fork, kill, nice ──▶ parent: has the tokenizer, runs no grammar ── fork ──▶ one child per grammar
     engine ◀────────────── socket of the grammar: compile once, then tokens in, masks out ──────────▶ child
 
-A child has a memory limit for its whole life, and a limit of CPU seconds for each frame. If it exceeds one, only this
-child and its grammar end. The parent reports the exit status of each child. All processes end with the engine. This
-file imports neither torch nor numpy, because the parent must have a single thread to fork.
+A child has a memory limit for its whole life, and a limit of CPU seconds for each frame. If a child exceeds a
+limit, only this child and its grammar end. The parent reports the exit status of each child. All processes end with
+the engine. This file imports neither torch nor numpy, because the parent must have a single thread to fork.
 """
 
 from __future__ import annotations
@@ -242,7 +243,8 @@ class _Child:
         return matcher, matcher.get_error()
 
     def _limit(self, seconds: float) -> None:
-        """Let SIGPROF end the process after `seconds` of CPU time of all its threads. 0 means no limit."""
+        """Set a timer that ends the process with SIGPROF after `seconds` of CPU time of all its threads. 0 means no
+        limit."""
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
     def _grown(self) -> int:

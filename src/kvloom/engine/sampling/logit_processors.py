@@ -1,6 +1,6 @@
 """Changes logits before a token is sampled: penalties, biases, masked tokens and grammar masks.
 
-All changes are sparse. The host sends flat positions and values without waiting, and the device scatters them.
+All changes are sparse. The host sends positions and values without waiting, and the device scatters them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class TokenCounts:
         self._seen, self._size = start, 0
 
     def update(self, tokens: Sequence[int], prompt: int) -> None:
-        """Add new `tokens`. The first `prompt` of them are not counted. The cost grows with the number of new tokens."""
+        """Add new `tokens`. The first `prompt` of them are prompt tokens and are not counted. The cost grows with
+        the number of new tokens."""
         for i in range(self._seen, len(tokens)):
             token = tokens[i]
             slot = self._slot_of.setdefault(token, self._size)
@@ -66,7 +67,8 @@ class TokenCounts:
 def apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> None:
     """Lower the logits of a request's tokens in place.
 
-    `repetition_penalty` covers prompt and output; presence and frequency penalties cover the output."""
+    `repetition_penalty` applies to tokens of prompt and output. Presence and frequency penalties apply to tokens of
+    the output."""
     vocabulary = logits.shape[1]
     places = np.concatenate([counts.ids + row * vocabulary for row, _, counts in rows])
     lowered = np.concatenate(
@@ -98,8 +100,8 @@ def mask_tokens(logits: torch.Tensor, rows: Sequence[tuple[int, Sequence[int]]])
 
 
 def apply_grammar_mask(logits: torch.Tensor, rows: Sequence[int], bits: npt.NDArray[np.int32]) -> None:
-    """In `rows`, keep only the tokens whose bit is set, in place. A word of `bits` ([rows, words]) has 32 tokens.
-    Tokens beyond its end are masked.
+    """In `rows`, mask all tokens whose bit is not set, in place. A word of `bits` ([rows, words]) has the bits of
+    32 tokens. Tokens beyond the last word are masked.
     """
     device, vocabulary = logits.device, logits.shape[1]
     words = -(-vocabulary // 32)

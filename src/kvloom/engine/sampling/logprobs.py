@@ -25,10 +25,10 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities for `rows` of a step: sampled tokens, their values and ranks ([rows]).
+    """Log-probabilities for `rows` of a step: the sampled tokens, their values and ranks ([rows]).
 
-    `top_ids` and `top_values` ([rows, most]) are the most likely tokens, best first. `counts` is the number that each
-    row requested.
+    `top_ids` and `top_values` ([rows, most]) are the most likely tokens, best first. `counts` is the number of top
+    tokens that each row requested.
     """
 
     rows: tuple[int, ...]
@@ -56,8 +56,8 @@ class Logprobs:
         )
 
     def to_host(self) -> Logprobs:
-        """Start a copy to the host and return it. It is valid after the device has passed this point. Returns `self`
-        if it is already on the host.
+        """Start a copy to the host and return the copy. The copy is valid after the device has passed this point.
+        If the data is already on the host, returns `self`.
         """
         if not self.values.is_cuda:
             return self
@@ -70,7 +70,8 @@ class Logprobs:
         return Logprobs(self.rows, self.counts, *map(copy, tensors))
 
     def read(self) -> list[TokenLogprobs]:
-        """Return one dictionary per row. Call it on the result of `to_host` after the copy is done. Does not wait."""
+        """Return one dictionary per row. Call this method on the result of `to_host` after the copy is done. Does
+        not wait."""
         result: list[TokenLogprobs] = []
         rows = zip(
             self.counts,

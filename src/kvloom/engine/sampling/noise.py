@@ -3,8 +3,8 @@
     seed, count ──host──▶ two words a row ──device──▶ hash with each index ──▶ Gumbel noise [rows, vocabulary]
 
 The maximum of logits + Gumbel noise is a sample from the softmax of the logits. The sample of a row therefore does
-not depend on the batch, its place in the batch, or the device. Uses integer operations until the last step. Does not
-wait for the device.
+not depend on the batch, its index in the batch, or the device. All operations except the last use integers. The
+functions do not wait for the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def row_words(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.int
 
 
 def index_words(vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Return one word for each index of the vocabulary ([vocabulary], int32). Compute it once."""
+    """Return one word for each index of the vocabulary ([vocabulary], int32). Reuse the result."""
     mixed = _mix64(np.arange(1, vocabulary + 1, dtype=np.uint64) * GOLDEN)
     return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)).to(device)
 
@@ -39,7 +39,7 @@ def index_words(vocabulary: int, device: torch.device) -> torch.Tensor:
 def gumbel(rows: torch.Tensor, indexes: torch.Tensor) -> torch.Tensor:
     """Return finite Gumbel noise ([rows, indexes], float32) from `row_words` and `index_words`.
 
-    `indexes` is one row for all, or one for each."""
+    `indexes` has one row for all rows, or one row for each."""
     words = (indexes ^ rows[:, :1]).mul_(rows[:, 1:])  # int32 products wrap
     for shift, factor in ((16, 0x7FEB352D), (15, 0x2C1B3C6D)):
         words ^= (words >> shift).bitwise_and_((1 << (32 - shift)) - 1)

@@ -1,5 +1,5 @@
-"""The sampling parameters of a request, with the names of vLLM and the OpenAI API. Data and checks; the sampler
-applies them.
+"""The sampling parameters of a request, with the names of vLLM and the OpenAI API. This module has data and checks.
+The sampler applies the parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INTEGERS = (
 )
 """Parameters that are integers, or None."""
 
-Finish = Literal["stop", "length", "cancelled", "no_room", "grammar"]
+Finish = Literal["stop", "length", "cancelled", "no_room", "grammar", "slo"]
 """Why a request finished. "no_room": the whole pool is too small for it. "grammar": the grammar allows no token of
 the vocabulary, or exceeded a limit on time or memory.
 """

@@ -3,7 +3,7 @@
     logits ─▶ penalties ─▶ bias ─▶ masked tokens ─▶ grammar ─▶ argmax                              greedy rows
                                                            └─▶ / temperature ─▶ cut ─▶ + noise ─▶ argmax    sampled rows
 
-The parameters become small tensors, which are made once for each set of requests. The tokens stay on the device.
+The parameters become small tensors, which are built once for each set of requests. The tokens stay on the device.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SamplingRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens of a step ([rows], int64), and log-probabilities of the rows that request them. Both are on the
+    """The tokens of a step ([rows], int64), and the log-probabilities of rows that request them. Both are on the
     device of the logits.
     """
 
@@ -68,8 +68,9 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Rows that are sampled in the same way: from the `width` most likely tokens or, if None, from all tokens without
-    sorting. Only the parameters of a row determine its draw, so sums round the same way in any batch.
+    """Rows that are sampled in the same way: from the `width` most likely tokens or, if `width` is None, from all
+    tokens without sorting. Only the parameters of a row determine its draw, so sums are rounded in the same way in
+    any batch.
     """
 
     width: int | None
@@ -83,7 +84,8 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The tensors and rows that a set of requests needs in every step."""
+    """How the sampler handles one set of requests: which rows need which processing, and the tensors for it. The plan
+    is reused while the set stays the same."""
 
     requests: list[SamplingRequest]
     vocabulary: int
@@ -113,7 +115,9 @@ class Sampler:
         self, logits: torch.Tensor, requests: Sequence[SamplingRequest], counts: Sequence[int] | None = None
     ) -> SampledTokens:
         """Return one token for each row of `logits` ([rows, vocabulary]). Does not modify the logits and does not
-        wait. `counts` is the number of tokens sampled for each request so far, including in-flight tokens (default:
+        wait.
+
+        `counts` is the number of tokens sampled for each request so far, including in-flight tokens (default:
         `sampled_tokens`). A request with `needs_last_token` must have all its tokens on the host.
         """
         if len(requests) != len(logits):
@@ -179,7 +183,7 @@ class Sampler:
         return tokens
 
     def _drawn(self, changed: torch.Tensor, draw: _Draw, plan: _Plan, counts: Sequence[int]) -> torch.Tensor:
-        """Return a token for each row of one draw."""
+        """Return a sampled token for each row of `draw`."""
         words = row_words([plan.requests[i].seed for i in draw.places], [counts[i] for i in draw.places])
         sent, indexes = to_device(words, changed.device), self._indexes_of(plan)
         scaled = changed.float() / draw.temperature
@@ -213,8 +217,8 @@ class Sampler:
 
 
 def _floor(ordered: torch.Tensor, draw: _Draw) -> torch.Tensor:
-    """Return the smallest logit of each row that may be sampled ([rows, 1]), from sorted logits. Equal logits may be
-    sampled, too.
+    """Return the smallest logit of each row that may be sampled ([rows, 1]), from sorted logits. Tokens with an
+    equal logit may also be sampled.
     """
     outside = torch.arange(ordered.shape[1], device=ordered.device) >= draw.k
     share = ordered.masked_fill(outside, -math.inf).softmax(-1)
@@ -262,7 +266,7 @@ def _make_plan(requests: list[SamplingRequest], vocabulary: int, device: torch.d
 def _allowed_bits(
     every: list[SamplingParams], rows: list[int], vocabulary: int
 ) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """Return the rows, with one bit for each token that they may sample."""
+    """Return the rows, with one bit for each token that a row may sample."""
     flags = np.zeros((len(rows), -(-vocabulary // 32) * 32), dtype=np.uint8)
     for place, row in enumerate(rows):
         flags[place, [token for token in every[row].allowed_token_ids or () if token < vocabulary]] = 1
@@ -312,5 +316,5 @@ def _width(params: SamplingParams, vocabulary: int) -> int | None:
 
 
 def _rows(rows: list[int], count: int, device: torch.device) -> torch.Tensor | None:
-    """Return row numbers as an index, or None for all rows or no rows."""
+    """Return row numbers as an index. Return None if there are no rows, or if all rows are included."""
     return to_device(np.array(rows), device) if 0 < len(rows) < count else None

@@ -3,6 +3,7 @@
 scheduler.py      Scheduler: picks the work of each step
 waiting_queue.py  WaitingQueue: waiting requests by rank, and those that wait for pages
 admission.py      Admission: whether a request fits the pool, given the projected growth of running ones
+slo_gate.py       SloGate: whether a request meets its objective; else it waits, or is refused
 feasibility.py    Feasibility: refuses requests that can never run
 step_limit.py     StepLimit: tokens of a step that several tenants share
 preemption.py     choose_victim: the running request that releases its pages
@@ -13,6 +14,7 @@ from .admission import Admission
 from .feasibility import Feasibility
 from .preemption import Scheduled
 from .scheduler import Scheduler
+from .slo_gate import SloGate
 from .waiting_queue import WaitingQueue
 
-__all__ = ["Admission", "Feasibility", "Scheduled", "Scheduler", "WaitingQueue"]
+__all__ = ["Admission", "Feasibility", "Scheduled", "Scheduler", "SloGate", "WaitingQueue"]

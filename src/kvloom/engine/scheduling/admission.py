@@ -2,11 +2,11 @@
 
     pool  >=  pages in use and missing for prompts  +  growth of all until a time  -  pages of requests finished before it
 
-must hold at every time at which a running request is expected to finish.
+This must hold at every time at which a running request is expected to finish.
 
-If only free pages decided, pages would run out later, and a request would be preempted and recomputed. The length of
-an output is unknown, so it is estimated from recent outputs, within the request's limit. If the estimate is too low,
-the scheduler preempts.
+If admission looked only at free pages, pages would run out later, and a request would be preempted and recomputed.
+The length of an output is unknown. It is estimated from recent outputs, within the request's limit. If the estimate
+is too low, the scheduler preempts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ MEMORY = 32
 """Number of recent outputs that the estimate uses."""
 HAVE, END, _, LEFT = range(4)
 LONG_SHARE = 4
-"""A request that may be long is projected with at most one part in this many of the pool: the rest of its pages can
-become cold."""
+"""A long request is projected with at most 1 / LONG_SHARE of the pool, because its other pages can become cold."""
 LAG = 2
 """Number of steps for which a finished request may still use its pages."""
 
@@ -56,7 +55,8 @@ class Admission:
 
     @property
     def resident_tokens(self) -> int:
-        """Tokens of a request that may be long whose full-attention pages the pool is projected to hold."""
+        """For a request that may become long: the projected number of tokens whose full-attention pages are in the
+        pool."""
         part = self._cache.usable_slabs * self._cache.layout.slab_bytes // LONG_SHARE
         return max(2, part // max(1, self._full_bytes)) * self._cache.block_tokens
 
@@ -75,9 +75,11 @@ class Admission:
         running: Iterable[Request],
         loading: Iterable[tuple[Request, int]] = (),
     ) -> bool:
-        """Return whether a request with `cached` tokens fits beside the running and the `loading` requests. `loading`
-        contains requests, and the tokens for which they have reserved pages. Costs about 20 µs if all requests fit at
-        their full lengths, else 200 µs. The first call of a step costs 1 µs more per running request.
+        """Return whether a request with `cached` tokens fits beside the running and the `loading` requests.
+        `loading` contains requests, and the tokens for which they have reserved pages.
+
+        Costs about 20 µs if all requests fit at their full lengths, else 200 µs. The first call of a step costs 1
+        µs more per running request.
         """
         if self._projections is None:
             running = list(running)
@@ -122,7 +124,7 @@ class Admission:
         return [(one, n, min(n, sequence.resumed)) for (one, sequence), n in zip(some, have, strict=True)]
 
     def _blocks_beyond(self, running: Iterable[Request]) -> int:
-        """Return the blocks that requests which may be long have in the pool beyond their projection: they can become
+        """Return the blocks that long requests have in the pool beyond their projection. These blocks can become
         cold."""
         most = self.resident_tokens // self._cache.block_tokens
         return sum(
@@ -165,7 +167,7 @@ class Admission:
 
     def _pages(self, first: Ints, ends: Ints) -> Ints:
         """Return the number of pages of each class ([classes, requests]) for growth from `first` to `ends` tokens.
-        Windows count as full.
+        Windowed groups count like full attention.
         """
         block, total = self._cache.block_tokens, np.zeros((len(self._per_slab), len(ends)), np.int64)
         more = -(-ends // block) - -(-first // block)

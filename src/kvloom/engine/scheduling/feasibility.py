@@ -1,6 +1,6 @@
 """Feasibility: refuses requests that can never run, before they are queued. The error states the numbers.
 
-Uses only the pool layout. It does not depend on free pages or on the order of requests.
+The check uses only the pool layout. It does not depend on free pages or on the order of requests.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ RESIDENT_BLOCKS = 2
 
 
 class Feasibility:
-    """Computes the largest memory that a request needs in one pool, in steps of up to `token_budget` prompt tokens."""
+    """Computes the largest memory that a request needs in one pool. Steps have up to `token_budget` prompt tokens."""
 
     def __init__(self, cache: KVCache, token_budget: int, offload: OffloadManager | None = None) -> None:
         self.cache, self.token_budget, self._offload = cache, token_budget, offload
         self._slabs_for = lru_cache(4096)(self._most_slabs)
 
     def check(self, request: Request, reachable_slabs: int = 0) -> bool:
-        """Return whether a request at its limit needs cold pages, also after the pool has grown to `reachable_slabs`.
-        Raise ValueError for a request that can never run."""
+        """Return whether a request at its limit needs cold pages, also after the pool has grown to
+        `reachable_slabs`. Raise ValueError for a request that can never run."""
         slab, may_be_long = self.cache.layout.slab_bytes, False
         quota = self.cache.account(request.control.tenant).tenant.quota
         for owner, needed, limit in (
@@ -58,19 +58,22 @@ class Feasibility:
         return may_be_long
 
     def holds(self, length: int, tenant: str, reachable_slabs: int = 0) -> bool:
-        """Return whether the pool, grown to `reachable_slabs`, and the tenant's quota hold a sequence of `length` tokens."""
+        """Return whether a sequence of `length` tokens fits into the tenant's quota and into the pool, after it has
+        grown to `reachable_slabs`."""
         quota, slabs = self.cache.account(tenant).tenant.quota, self._slabs_for(length, None)
         within_quota = quota is None or slabs * self.cache.layout.slab_bytes <= quota
         return within_quota and slabs <= max(self.cache.usable_slabs, reachable_slabs)
 
     def runs_cold(self, length: int, tenant: str, limit: int) -> bool:
-        """Return whether a request of `length` tokens runs with cold pages in `limit` bytes of the pool."""
+        """Return whether a request of `length` tokens can run with cold pages if it may use `limit` bytes of the
+        pool."""
         return self._refuse_cold(length, tenant, limit, self._slabs_for(length, RESIDENT_BLOCKS)) is None
 
     def _refuse_cold(self, length: int, tenant: str, limit: int, slabs: int) -> str | None:
-        """Return why a request of `length` tokens cannot run with cold pages, as the end of an error; None if it can.
+        """Return the reason why a request of `length` tokens cannot run with cold pages, as the end of an error
+        message. Return None if it can.
 
-        It may use `limit` bytes of the pool, and needs at least `slabs` of its slabs."""
+        The request may use `limit` bytes of the pool, and needs at least `slabs` slabs."""
         layout = self.cache.layout
         full = [group for group in layout.of("token") if not group.spec.visibility.windowed]
         if not full or slabs * layout.slab_bytes > limit:
@@ -88,9 +91,10 @@ class Feasibility:
         return f", or raise --tier host:SIZE: its oldest pages need {needed:,} bytes of host memory, and may use {most:,}"
 
     def _slabs_of(self, request: Request, most_full: int | None = None) -> int:
-        """Return the largest number of slabs that a request uses: at its end, or while it computes its largest image.
+        """Return the largest number of slabs that a request uses. It is reached at the end, or while the largest
+        image is computed.
 
-        With `most_full`, only so many blocks with full attention are in the pool."""
+        With `most_full`, at most this many blocks of full attention are in the pool."""
         slabs = self._slabs_for(request.limit, most_full)
         if request.images is None:
             return slabs
@@ -112,8 +116,8 @@ class Feasibility:
 
     def _image_peak(self, request: Request) -> tuple[int, list[int]]:
         """Return the length at which a request uses the most image pages, and the tokens of these images. If image
-        pages stay in use after the prompt, this is the end of the request with all images. Otherwise it is the
-        largest image, while it is computed.
+        pages stay in use after the prompt, this is the end of the request, with all images. Otherwise it is the end
+        of the largest image.
         """
         images = request.images
         if images is None:
@@ -123,8 +127,8 @@ class Feasibility:
         return images.media[-1].stop, [max(item.tokens for item in images.media)]
 
     def _most_slabs(self, length: int, most_full: int | None = None) -> int:
-        """Return the largest number of slabs of a sequence while it grows to `length` tokens. Costs milliseconds with
-        windows."""
+        """Return the largest number of slabs that a sequence uses while it grows to `length` tokens. Costs
+        milliseconds for models with windows."""
         pages = self._pages_for(length, most_full)
         slabs = [
             -(-count // cls.per_slab)
@@ -133,7 +137,8 @@ class Feasibility:
         return int(np.sum(slabs, 0).max())
 
     def _pages_for(self, length: int, most_full: int | None = None) -> list[npt.NDArray[np.int64]]:
-        """Return the pages of each class at every length up to `length`; without windows, at `length` only.
+        """Return the pages of each class at every length up to `length`. Without windows, return them only for
+        `length`.
 
         With windows, a sequence may use the most pages before its end.
         """

@@ -1,4 +1,5 @@
-"""Lookahead: protects cached pages of queued requests, and takes checkpoints where queued requests will resume.
+"""Lookahead: protects cached pages of queued requests, and takes checkpoints where queued and later requests will
+resume.
 
 Reads the waiting queue and calls the cache. Does not admit requests.
 """
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from kvloom.core import KVCache, Match
 from kvloom.engine.request import Request
 
-from .waiting_queue import WaitingQueue, common_prefix
+from .waiting_queue import NextBlock, WaitingQueue, common_prefix, next_block_of
 
 __all__ = ["Lookahead"]
 
@@ -20,11 +21,9 @@ MAX_PROTECTED = 256
 SHORT_SHARE = 16
 """Pages are protected while less than 1 / SHORT_SHARE of the slabs is free."""
 MAX_COMPARED = 16
-"""Number of next requests in the queue that are compared with a starting request, if resuming needs a checkpoint."""
+"""Number of next requests in the queue that are compared with a prompt in a step, if resuming needs a checkpoint."""
 MAX_CHECKPOINTS = 4
-"""Largest number of checkpoints that a prompt takes for queued requests. In models with states, each checkpoint ends
-a step.
-"""
+"""Largest number of pending checkpoints of a prompt for queued requests. In models with states, each ends a step."""
 
 
 class Lookahead:
@@ -32,9 +31,12 @@ class Lookahead:
 
     def __init__(self, cache: KVCache, queue: WaitingQueue, match: Callable[[Request], Match]) -> None:
         self._cache, self._queue, self._match = cache, queue, match
+        self._announced: dict[
+            int, set[NextBlock | None]
+        ] = {}  # prefixes before the next checkpoints, by length
 
     def protect_queued(self) -> None:
-        """If few slabs are free, make the cache evict pages of queued requests last."""
+        """If few slabs are free, let the cache evict pages of queued requests last."""
         if self._cache.free_slabs * SHORT_SHARE > self._cache.usable_slabs:
             return
         for request in self._queue.nearest(MAX_PROTECTED):
@@ -48,9 +50,10 @@ class Lookahead:
             request.queued_prefix = None
 
     def request_checkpoints(self, request: Request) -> None:
-        """Make a starting request take checkpoints at the positions where queued requests diverge from it.
+        """Make a prompt take checkpoints where queued requests diverge from it. Also take one where tiers have
+        pages but no checkpoint. Call this before each chunk, because new requests may have arrived.
 
-        Does nothing for models without windows and states, which can resume anywhere.
+        Does nothing for models without windows and states, because they can resume at any position.
         """
         sequence, cache = request.sequence, self._cache
         if sequence is None or not cache.needs_checkpoints or not cache.checkpoint_policy.branch:
@@ -59,6 +62,35 @@ class Lookahead:
         positions = Counter(
             common_prefix(request, other, start, block) for other in self._queue.nearest(MAX_COMPARED)
         )
-        del positions[0]
-        for position, _ in positions.most_common(MAX_CHECKPOINTS):
+        if request.tier_miss is not None and request.tier_miss.matched > start:
+            positions[request.tier_miss.matched] += 1
+        del positions[0]  # does nothing if there is none
+        pending = sum(position % block == 0 for position in sequence.checkpoint_positions)
+        for position, _ in positions.most_common(max(0, MAX_CHECKPOINTS - pending)):
             cache.checkpoint(sequence, position)
+
+    def start_step(self) -> None:
+        """Forget the checkpoints that were announced in the last step."""
+        self._announced = {}
+
+    def announce_checkpoint(self, request: Request) -> None:
+        """Let queued requests wait for the next checkpoint of a prompt in this step. Does nothing for models
+        without states, whose requests wait for each block.
+        """
+        block = self._cache.block_tokens
+        position = None if request.sequence is None else request.sequence.next_checkpoint
+        if position is not None and position >= block:
+            prefix = next_block_of(request, position - block, block)
+            self._announced.setdefault(position // block * block, set()).add(prefix)
+
+    def awaits_checkpoint(self, request: Request, resume: int) -> bool:
+        """Return whether a prompt of this step will take a checkpoint that helps a queued request. The request can
+        resume at `resume` now, and could then resume at a later position. Costs one comparison per announced
+        position.
+        """
+        for position, prefixes in self._announced.items():
+            if resume < position < len(request.tokens):
+                prefix = next_block_of(request, position - 1, self._cache.block_tokens)
+                if prefix is not None and prefix in prefixes:
+                    return True
+        return False

@@ -1,13 +1,13 @@
-"""The scheduler: picks the tokens of each step. All decoding requests come first, then chunks of prompts within a
+"""The scheduler picks the tokens of each step. All decoding requests come first, then chunks of prompts within a
 token budget.
 
     waiting   by rank; admitted within the budget, below `max_running`, and if the projected growth fits the pool
     running   has pages; if pages run out, the request of lowest rank is preempted and waits again
 
-Tenants share steps, running requests and pages fairly (see `waiting_queue.py`). Requests of a tenant above its share
-are preempted for a waiting tenant below its share. A single tenant is not affected. A step may be scheduled while the
-previous step is in flight. Its tokens count, and finished requests are skipped. A preempted request is recomputed
-later, but most of its blocks stay cached. Does not use the model.
+Tenants share steps, running requests and pages fairly (see `waiting_queue.py`). Requests of a tenant above its
+share are preempted for a waiting tenant below its share. With a single tenant this has no effect. A step may be
+scheduled while the previous step is in flight. Its tokens then count as sampled, and finished requests are skipped.
+A preempted request is recomputed later, but most of its blocks stay cached. The scheduler does not use the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from math import inf
 
 import numpy as np
 
-from kvloom.core import NOT_CACHED, CacheControl, KVCache, Match, Sequence
+from kvloom.core import NOT_CACHED, CacheControl, KVCache, Match, Sequence, Verdict
 from kvloom.engine.offload import Action, OffloadManager
 from kvloom.engine.request import Request
 from kvloom.engine.sampling import Finish, Successor, assign_slots
@@ -29,6 +29,7 @@ from .admission import Admission
 from .feasibility import Feasibility
 from .lookahead import Lookahead
 from .preemption import RANK, Scheduled, choose_victim
+from .slo_gate import SloGate
 from .step_limit import StepLimit
 from .waiting_queue import NextBlock, TenantQueue, WaitingQueue, next_block_of
 
@@ -50,8 +51,8 @@ MAX_PREEMPTED = 16
 
 
 class Scheduler:
-    """Schedules requests on one cache: up to `token_budget` prompt tokens per step, plus one token of each decoding
-    request. Not thread-safe: one thread adds, schedules and commits.
+    """Schedules requests on one cache. A step has up to `token_budget` prompt tokens, plus one token of each
+    decoding request. Not thread-safe: one thread adds, schedules and commits.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class Scheduler:
         self.admission: Admission | None = Admission(cache)
         """Projects the growth of running requests. None admits every request for which pages are free now."""
         self._queue = WaitingQueue(cache.inspect.accounts)
+        self.slo = SloGate(cache, self._queue, self._match)
+        """Decides about requests with an objective."""
         self._several = len(cache.inspect.accounts) > 1
         self.step_limit = StepLimit(max(1, token_budget // SHARED_STEPS)) if self._several else None
         """Limits the tokens of a step. None with one tenant."""
@@ -97,7 +100,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Number of waiting requests. O(waiting)."""
-        return sum(1 for _ in self._queue)
+        return sum(1 for _ in self._queue) + len(self.slo.held)
 
     @property
     def _can_grow(self) -> bool:
@@ -111,26 +114,41 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs."""
-        return bool(self.running or self._unsettled) or any(True for _ in self._queue)
+        return bool(self.running or self._unsettled or self.slo.held) or any(True for _ in self._queue)
 
     @property
     def open(self) -> list[Request]:
         """The unfinished requests."""
-        return [*(request for request in self.running if request.finish_reason is None), *self._queue]
+        open_ = (*self.running, *self.slo.held)
+        return [*(request for request in open_ if request.finish_reason is None), *self._queue]
 
     def add(self, request: Request) -> None:
-        """Queue a request and prefetch its pages. Raises ValueError, with the numbers, if it can never run."""
+        """Queue a request and prefetch its pages. Raises ValueError with the numbers if the request can never run.
+
+        A request that cannot meet its objective is held, or finished with the reason "slo"."""
         may_be_long = self._feasibility.check(request, self.reachable_slabs)
         is_long = may_be_long and not self._holds_next_token(request)
         for sample in request.family:
             sample.may_be_long, sample.is_long = may_be_long, is_long
-        self._queue.push(request)
         if self.offload is not None and not is_long:
-            can_wait = bool(self.running) or self._queue.length > 1
+            can_wait = bool(self.running) or self._queue.length > 0
             self.offload.prefetch(request, self._match, can_wait)
+        self._decide(request)
+
+    def _decide(self, request: Request) -> None:
+        """Queue a request. If the request cannot meet its objective now, hold or refuse it instead."""
+        if request.slo is not None:
+            limits = self.token_budget, self.max_running
+            verdict = self.slo.decide(request, self.running, limits, self.admission, self.offload)
+            if verdict is Verdict.REFUSE:
+                self.finish(request, "slo")
+            if verdict is not Verdict.ADMIT:
+                return
+        self._queue.push(request)
 
     def runs_cold(self, length: int, tenant: str, pool_bytes: int) -> bool:
-        """Return whether a request of `length` tokens runs with cold pages in `pool_bytes` bytes of the pool."""
+        """Return whether a request of `length` tokens can run with cold pages if it may use `pool_bytes` bytes of
+        the pool."""
         return self._feasibility.runs_cold(length, tenant, pool_bytes)
 
     def cancel(self, request: Request) -> None:
@@ -141,18 +159,23 @@ class Scheduler:
     def schedule(
         self, places: dict[int, int] | None = None, drafts: dict[int, list[int]] | None = None
     ) -> list[Scheduled]:
-        """Return the work of the next step, with reserved pages. Empty if there is none, or requests wait for tokens
-        or pages.
+        """Return the work of the next step, with reserved pages. The list is empty if there is no work, or if all
+        requests wait for tokens or pages.
 
-        `places` maps a request (by `id`) to the place of its in-flight token in the previous step. `drafts` are the
-        draft tokens of requests, by `id`; a request without pages for its draft gets none."""
+        `places` maps a request (by `id`) to the index of its in-flight token in the previous step. `drafts` are the
+        draft tokens of requests, by `id`. If there are no pages for a draft, it is dropped."""
         places = places or {}
         self.started_requests = []
         self._paused, self.awaits_growth = 0, False
+        self._lookahead.start_step()
         picked: list[Scheduled] = []
         settling, self._unsettled = self._unsettled, []
         self._settling = settling
         next_blocks = self._poll_loads()
+        for request in self.slo.due():
+            self._decide(request)
+            if request.finish_reason is not None:
+                self.rejected.append(request)
         self._prompt_logprobs_left = MAX_PROMPT_LOGPROBS
         if self._several:
             self._share_out()
@@ -193,7 +216,11 @@ class Scheduler:
                     self._paused += 1
                     continue
             if budget:
-                budget -= self._reserve(request, budget, picked, places, until=until)
+                self._lookahead.request_checkpoints(request)
+                taken = self._reserve(request, budget, picked, places, until=until)
+                budget -= taken
+                if taken:
+                    self._lookahead.announce_checkpoint(request)
         if alone is not None and alone.sequence is None and not self._freeing and not settling:
             if self._can_grow:
                 self.awaits_growth = True
@@ -214,8 +241,8 @@ class Scheduler:
         below: tuple[float, float] = (inf, inf),
     ) -> int:
         """Admit waiting requests within the budget, of tenants whose turn is before `below`. Return the remaining
-        budget. If another request computes or loads the next block of a request (`next_blocks`), the request waits.
-        No page is computed or loaded twice.
+        budget. A request waits if another request computes or loads its next block (`next_blocks`), or will take a
+        checkpoint for it. No page is therefore computed or loaded twice.
         """
         deferred: list[Request] = []  # queued again at the end, even after an exception
         passed: set[TenantQueue] = set()  # tenants whose next request lacks pages
@@ -239,6 +266,11 @@ class Scheduler:
                         continue
                     if len(deferred) <= MAX_DEFERRED:
                         continue  # another request computes its next block
+                elif len(deferred) <= MAX_DEFERRED and self._lookahead.awaits_checkpoint(
+                    waiting, match.resume
+                ):
+                    if not self._is_copying(waiting):
+                        continue
                 next_blocks.add(next_block)
                 until: int | None = None
                 if waiting.is_long and not self._host_fits(waiting):
@@ -253,8 +285,11 @@ class Scheduler:
                         if self.admission is not None:
                             self.admission.refresh()  # the projection now includes it
                         continue
-                    if (picked or places) and decision.action is Action.NO_FREE_PAGES:
-                        # Computing needs as many pages as loading: wait for a request to finish, or for cold pages.
+                    if decision.action is Action.NO_FREE_PAGES and (
+                        picked or places or self.offload.is_copying_to_pool
+                    ):
+                        # Computing needs as many pages as loading: wait for a request to finish, for a copy, or for
+                        # cold pages.
                         self._make_cold(waiting, len(waiting.tokens) // self.cache.block_tokens)
                         if self._pass_over(waiting, passed, picked):
                             continue
@@ -274,6 +309,7 @@ class Scheduler:
                 taken = self._reserve(waiting, budget, picked, places, preempt=not picked, until=until)
                 budget -= taken
                 if taken:
+                    self._lookahead.announce_checkpoint(waiting)
                     self._start(waiting, match, looked_up)
                     if self.admission is not None:
                         self.admission.request_admitted(waiting)
@@ -320,8 +356,8 @@ class Scheduler:
             free = max(0, free - max(0, wanted))
 
     def _shared_part(self, decodes: list[Request]) -> list[Request]:
-        """Return the decoding requests of this step. If the limit does not allow all, each tenant gets a number by
-        its weight, and requests that waited longest come first.
+        """Return the decoding requests of this step. If the limit does not allow all of them, each tenant gets a
+        part in proportion to its weight. Requests that waited longest come first.
         """
         assert self.step_limit is not None
         most = self.step_limit.tokens
@@ -340,8 +376,8 @@ class Scheduler:
         return [decodes[place] for place in sorted(part)]
 
     def _shared_budget(self, prompts: list[Request]) -> int:
-        """Return the number of prompt tokens of a step with several tenants. Steps are shorter, so that a new tenant
-        starts sooner. An image that must stay whole may need a whole step.
+        """Return the number of prompt tokens of a step with several tenants. It is smaller than usual, so that a
+        new tenant starts sooner. An image that must stay whole may need a larger step.
         """
         assert self.step_limit is not None
         heads = (tenant.heap[0][1] for tenant in self._queue.active() if tenant.heap)
@@ -350,7 +386,8 @@ class Scheduler:
         return self.step_limit.tokens
 
     def _preempt_above(self, excess: Callable[[TenantQueue], float], spared: set[TenantQueue]) -> bool:
-        """Preempt the last request of the tenant with the largest positive excess. Return whether there was one."""
+        """Preempt the last request of the tenant with the largest positive excess. Return whether a request was
+        preempted."""
         tenants = [
             tenant
             for tenant in self._shares
@@ -363,11 +400,12 @@ class Scheduler:
         return True
 
     def _running_share(self, tenant: TenantQueue) -> int:
-        """Return the number of running requests that is a tenant's share, at least one."""
+        """Return a tenant's share of the running requests, at least one."""
         return max(1, int(self.max_running * self._shares[tenant]))
 
     def _excess(self, tenant: TenantQueue) -> float:
-        """Return the bytes that a tenant uses above its share of the pool. Negative if it uses less."""
+        """Return the number of bytes that a tenant uses above its share of the pool. It is negative if the tenant
+        uses less."""
         return tenant.account.in_use - self._shares.get(tenant, 1.0) * self._pool_bytes
 
     @property
@@ -378,12 +416,12 @@ class Scheduler:
         return self._excess(self._queue.tenant_queue(request))
 
     def _order(self, request: Request) -> tuple[bool, tuple[int, int]]:
-        """Return the sort key: requests of tenants within their share get pages first."""
+        """Return the sort key by which requests get pages. Requests of tenants within their share come first."""
         return self._excess(self._queue.tenant_queue(request)) > 0, request.rank
 
     def _within_share(self, request: Request) -> bool:
-        """Return whether a tenant would probably stay within its share of the pool with one more request. If so, the
-        growth of other tenants does not delay the request, because they can be preempted.
+        """Return whether a tenant would probably stay within its share of the pool with one more request. If so,
+        the growth of other tenants does not delay the request, because their requests can be preempted.
         """
         tenant = self._queue.tenant_queue(request)
         if not self._shares or self.admission is None:
@@ -393,8 +431,8 @@ class Scheduler:
 
     def _pass_over(self, request: Request, passed: set[TenantQueue], picked: list[Scheduled]) -> bool:
         """Skip a tenant in this step, because no pages are free for its next request. Return whether other tenants
-        are left. If the step has work, tenants above their share are skipped, too, so that they do not take pages
-        that become free.
+        are left. If the step has work, also skip tenants above their share, so that they do not take pages that
+        become free.
         """
         tenant = self._queue.tenant_queue(request)
         if not self._shares:
@@ -409,14 +447,14 @@ class Scheduler:
         return any(one not in passed for one in self._shares)
 
     def _is_copying(self, request: Request) -> bool:
-        """Return whether the pool has reserved pages for a waiting request. Such a request gets its pages before
+        """Return whether pages of the pool are reserved for a waiting request. Such a request gets its pages before
         others.
         """
         return self.offload is not None and self.offload.is_copying(request)
 
     @property
     def _freeing(self) -> bool:
-        """Whether copies in progress retain pages that become free when they are done."""
+        """Whether copies in progress retain pages that will become free."""
         return self.offload is not None and self.offload.is_retaining_pages
 
     def _poll_loads(self) -> set[NextBlock | None]:
@@ -429,8 +467,8 @@ class Scheduler:
         return self._queue.requeue_ready(self.offload.is_pending)
 
     def step_launched(self, work: Many[Scheduled]) -> None:
-        """Commit the tokens of launched work that are on the host. A request without further tokens gets an in-flight
-        token.
+        """Commit the tokens of launched work that are on the host. If all known tokens of a request are launched,
+        count its next token as in flight.
         """
         rows, tokens = [], []
         for request, part in work:
@@ -466,7 +504,7 @@ class Scheduler:
         self._commit([part.sequence.row for _, part in mine], [tokens[part.source] for _, part in mine])
 
     def commit_draft(self, request: Request, token: int) -> None:
-        """Commit the last token of a request, which was its draft, and add the token that follows."""
+        """Commit the last token of a request, which was a draft token, and add the token after it."""
         assert request.sequence is not None
         keep = request.sequence.state_length if self.cache.has_states else None
         request.sequence.commit(np.array(request.tokens[-1:], np.int32), keep)
@@ -474,8 +512,8 @@ class Scheduler:
         request.tokens.append(token)
 
     def discard_step(self, places: dict[int, int] | None = None) -> None:
-        """Discard a failed step: its requests wait, and recompute what is not cached. Their states may be ahead of
-        their tokens."""
+        """Discard a failed step. Its requests wait, and recompute all tokens that are not cached. Their live states
+        are dropped, because they may be ahead of their tokens."""
         self.close_unsettled()
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
@@ -492,7 +530,7 @@ class Scheduler:
         self._settling, self._unsettled = [], []
 
     def finish(self, request: Request, why: Finish) -> None:
-        """Finish a request and the requests that finish with it. Their pages stay cached."""
+        """Finish a request, and also its other beams or samples that have not started. Their pages stay cached."""
         for one in request.finishes_with:
             if one.finish_reason is None:
                 one.finish_reason = why
@@ -507,7 +545,7 @@ class Scheduler:
 
     def fork(self, request: Request, child: Request) -> None:
         """Let `child` continue `request` on the same pages. If no row or state page is free, the child waits and
-        recomputes.
+        recomputes the tokens.
         """
         if request.sequence is not None and len(self.running) < self.max_running:
             child.sequence = request.sequence.fork()
@@ -519,8 +557,8 @@ class Scheduler:
         self._queue.tenant_queue(child).running += 1
 
     def advance_beams(self, slots: Many[Request], successors: Many[Successor[Request]]) -> list[Request]:
-        """Continue beams with their successors, and return their slots. The first successor of a slot stays in the
-        slot. Its other successors fork into slots without a successor.
+        """Continue beams with their successors, and return the slots of the successors. The first successor of a
+        slot stays in the slot. The other successors fork into slots without a successor.
         """
         spare, seats = assign_slots(slots, successors)
         for slot in spare:
@@ -562,8 +600,8 @@ class Scheduler:
         self._queue.tenant_queue(request).running += 1
 
     def _start(self, request: Request, match: Match, looked_up: float) -> None:
-        """Record the cache hit of a request that got its first work, and the position and reason of its miss in pool
-        and tiers.
+        """Record the cache hit of a request that got its first work. Also record the position and reason of its
+        miss in pool and tiers.
         """
         if request.pool_miss is None:  # also if it resumes after a tail that was loaded after its start
             tier_miss = request.tier_miss
@@ -584,7 +622,7 @@ class Scheduler:
 
     def _decode(self, requests: list[Request], picked: list[Scheduled], places: dict[int, int]) -> None:
         """Schedule one token of each decoding request, in one call if enough pages are free. These tokens do not
-        count against the budget, so prompt chunks keep the sizes for which kernels are prepared.
+        count against the budget, so that prompt chunks have the sizes for which kernels are prepared.
         """
         rows = np.array([request.sequence.row for request in requests if request.sequence is not None])
         if requests and not self.cache.extend_many(rows):
@@ -600,7 +638,7 @@ class Scheduler:
                 self._reserve(request, 1, picked, places)
 
     def _add_drafts(self, picked: list[Scheduled], drafts: dict[int, list[int]]) -> None:
-        """Add drafts to the decoding requests, and the tokens that their recurrent layers compute again."""
+        """Add drafts to the decoding requests. Also add the tokens that their recurrent layers compute again."""
         if not drafts and not self.cache.has_states:
             return
         for place, (request, work) in enumerate(picked):
@@ -625,8 +663,9 @@ class Scheduler:
         until: int | None = None,
     ) -> int:
         """Reserve pages for as many tokens as the budget allows. Return the number of tokens. Preempts requests of
-        lower rank if needed. `until` limits the tokens of a request whose tail is loading. If no pages become free,
-        the request itself is preempted.
+        lower rank if needed. If no pages become free, the request itself is preempted.
+
+        `until` limits the tokens of a request while the end of its prompt is loading.
         """
         sequence = request.sequence
         assert sequence is not None
@@ -666,15 +705,16 @@ class Scheduler:
         return count
 
     def _holds_next_token(self, request: Request) -> bool:
-        """Return whether the pool can hold a request up to its next token."""
+        """Return whether the pool is large enough for a request up to its next token."""
         return self._feasibility.holds(len(request.tokens) + 1, request.control.tenant, self.reachable_slabs)
 
     def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:
         """Make some of the oldest blocks of long requests cold, so that `request` gets pages. Return whether any
-        became cold.
+        block became cold.
 
-        A request becomes long if it may, and has more blocks in the pool than admission projects. The request with
-        the most blocks in the pool is first. If the tenant's quota is short, only its own requests are candidates."""
+        A request that may become long becomes long if it has more blocks in the pool than admission projects. The
+        request with the most blocks in the pool comes first. If the tenant's quota is exhausted, only its own
+        requests are candidates."""
         cold = None if self.offload is None else self.offload.cold
         if cold is None:
             return False
@@ -698,8 +738,8 @@ class Scheduler:
         return False
 
     def _host_fits(self, request: Request) -> bool:
-        """Return whether host memory has space for the cold pages of a long request beside those of running ones, at
-        their expected lengths."""
+        """Return whether host memory has space for the cold pages of a long request, in addition to those of
+        running requests at their expected lengths."""
         others = [one for one in self.running if one.is_long]
         if self.offload is None or self.offload.cold is None or not others:
             return self.offload is not None and self.offload.cold is not None
@@ -715,17 +755,18 @@ class Scheduler:
         return Work(request.sequence, tokens, images=request.images)
 
     def _unpark(self) -> bool:
-        """Preempt a parked beam if parked beams use every row while requests wait. Return whether one was preempted."""
+        """Preempt a parked beam if parked beams use every row while requests wait. Return whether a beam was
+        preempted."""
         parked = [request for request in self.running if request.parked]
         if parked and self.waiting:
             self._preempt(max(parked, key=lambda request: request.rank))
         return bool(parked and self.waiting)
 
     def _reject(self, request: Request) -> None:
-        """Finish a request that does not fit the pool even alone.
+        """Finish a request that does not fit into the pool even alone.
 
-        First it becomes long, if it may: the pool may have shrunk. Then it retries without the cache: pages that it
-        shares with the cache may be the reason."""
+        Before that, two other ways are tried. If the request may become long, it becomes long, because the pool may
+        have shrunk. Then it retries without the cache, because shared cached pages may prevent eviction."""
         pool = self.cache.usable_slabs * self.cache.layout.slab_bytes
         if not request.is_long and self.runs_cold(request.limit, request.control.tenant, pool):
             request.may_be_long = request.is_long = True
@@ -736,7 +777,7 @@ class Scheduler:
         request.uncached = True
 
     def _preempt(self, request: Request, save: bool = True) -> None:
-        """Release the pages of a running request, which waits again. `save` states that its pages are valid."""
+        """Release the pages of a running request and let it wait again. `save` states that its pages are valid."""
         assert request.sequence is not None
         parked = request.parked
         began = request.computed > request.sequence.resumed
@@ -759,8 +800,8 @@ class Scheduler:
         self._queue.tenant_queue(request).running -= 1
 
     def _close(self, request: Request, sequence: Sequence) -> None:
-        """Close a sequence. If its states end before its tokens, the next step computes the rest first, so that later
-        prompts can resume at its end."""
+        """Close a sequence. If its states end before its tokens, the next step first computes the missing tokens,
+        so that later prompts can resume at its end."""
         if self.cache.has_states and sequence.control.store and request.finish_reason in ("stop", "length"):
             replayed = sequence.length - sequence.state_length
             if replayed:

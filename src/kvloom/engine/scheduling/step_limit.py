@@ -1,7 +1,8 @@
-"""Limits the tokens of a step if several tenants share the engine, so that a new tenant waits only for a short step.
+"""Limits the tokens of a step if several tenants share the engine, so that a new tenant waits only for a short
+step.
 
-The limit applies to prompt tokens and, separately, to decoding requests. It follows the measured speed, so that each
-of the two takes about SHARED_SECONDS. Fast devices never reach it.
+Prompt tokens and decoding requests have separate limits. A limit is computed from the measured speed, so that each
+of the two parts takes about SHARED_SECONDS. Fast devices never reach the limits.
 """
 
 from __future__ import annotations

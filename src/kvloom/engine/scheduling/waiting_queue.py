@@ -1,8 +1,9 @@
 """The waiting queue: requests by tenant and rank, requests that wait for pages, and requests that wait for the same
-pages as others.
+pages as another request.
 
-Each tenant has a queue, ordered by rank. The tenant with the least service is next. Service is the number of computed
-tokens divided by the tenant's weight. A tenant without waiting requests earns no credit. Does not use the cache.
+Each tenant has a queue, ordered by rank. The tenant with the least service is next. Service is the number of
+computed tokens divided by the tenant's weight. A tenant without waiting requests earns no credit. This module does
+not use the cache.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ UNWEIGHTED = 1 / 16
 
 
 class TenantQueue:
-    """The waiting requests of one tenant by rank, and the service that it received. `running` is its number of
-    running requests. `service` is its computed tokens divided by `weight`. `short` is the number of bytes that its
-    next request lacked in the last step.
+    """The waiting requests of one tenant by rank, and the service that the tenant received. `running` is the number
+    of its running requests. `service` is the number of its computed tokens divided by `weight`. `short` is the
+    number of bytes that its next request lacked in the last step.
     """
 
     __slots__ = ("account", "heap", "running", "service", "short", "weight")
@@ -45,8 +46,8 @@ class TenantQueue:
         return self.service, self.running / self.weight
 
     def head(self) -> Request | None:
-        """Return the next request, or None if none waits or if its last token has not arrived. Drops finished
-        requests.
+        """Return the next request. Return None if no request waits, or if the last token of the next request has
+        not arrived. Drops finished requests.
         """
         while self.heap:
             request = self.heap[0][1]
@@ -91,7 +92,7 @@ class WaitingQueue:
         return len(self._loading) + sum(map(len, self._behind.values()))
 
     def tenant_queue(self, request: Request) -> TenantQueue:
-        """Return the queue of a request's tenant. Undeclared tenants share one."""
+        """Return the queue of a request's tenant. Undeclared tenants share one queue."""
         return self._tenants.get(request.control.tenant, self._default)
 
     def active(self) -> list[TenantQueue]:
@@ -103,7 +104,7 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """Queue a request. If its tenant had no waiting requests, the tenant starts at the service level of the
-        others, so that idle time earns no credit.
+        other tenants, so that idle time earns no credit.
         """
         tenant = self.tenant_queue(request)
         if len(self._tenants) > 1 and not tenant.heap:
@@ -121,16 +122,17 @@ class WaitingQueue:
     def pop(
         self, passed: Container[TenantQueue] = (), below: tuple[float, float] = (inf, inf)
     ) -> Request | None:
-        """Return the next request of the tenants that are not `passed` and whose turn is before `below`.
+        """Return the next request among tenants that are not in `passed` and whose turn is before `below`.
 
-        Returns None if there is none, or if the last token of each tenant's next request has not arrived.
+        Returns None if there is no such request, or if the last token of each tenant's next request has not
+        arrived.
         """
         tenants = [tenant for tenant in self._active if tenant not in passed and tenant.turn < below]
         ready = [tenant for tenant in tenants if tenant.head() is not None]
         return heapq.heappop(min(ready, key=_turn).heap)[1] if ready else None
 
     def nearest(self, most: int) -> list[Request]:
-        """Return up to `most` requests that are scheduled soon, with the same number for each tenant."""
+        """Return up to `most` requests that will be scheduled soon, with the same number for each tenant."""
         heaps = [tenant.heap for tenant in self._active if tenant.heap]
         each = -(-most // max(1, len(heaps)))
         return [
@@ -143,7 +145,8 @@ class WaitingQueue:
         self._loading_blocks.add(next_block)
 
     def wait_behind(self, request: Request, next_block: NextBlock) -> bool:
-        """Let a request wait for another request that loads `next_block`. Return whether there is one."""
+        """If another request loads `next_block`, let this request wait for it. Return whether there is such a
+        request."""
         if next_block not in self._loading_blocks:
             return False
         self._behind.setdefault(next_block, []).append(request)
@@ -174,7 +177,8 @@ def _turn(tenant: TenantQueue) -> tuple[float, float]:
 
 
 def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
-    """Return the next whole block of a request with `start` tokens, or None if no other request can share it."""
+    """Return a key for the block of a request that contains token `start`. Return None if the block is incomplete,
+    or if no other request can share it."""
     control, end = request.control, (start // block + 1) * block
     alone = request.uncached or request.computes_all
     if end > len(request.tokens) or alone or not (control.read and control.store):
@@ -191,7 +195,7 @@ def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
 
 def common_prefix(one: Request, other: Request, start: int, block: int) -> int:
     """Return the length, in whole blocks, at which `other` could resume with the tokens that `one` computes from
-    `start` on. Returns 0 if it could not.
+    `start` on. Returns 0 if `other` cannot use these tokens.
     """
     end = (start // block + 1) * block
     if min(len(one.tokens), len(other.tokens) - 1) < end or one.tokens[end - 1] != other.tokens[end - 1]:

@@ -2,6 +2,7 @@
 
     proposer.py      Proposer: the interface of everything that proposes drafts
     draft_model.py   DraftModelProposer: drafts from a small model that shares the pool
+    head.py          HeadProposer: drafts from the target's hidden states
     lookup.py        NGramProposer, SuffixProposer: drafts from earlier tokens, without weights
     token_index.py   TokenIndex: where n-grams occur in a growing list of tokens
     verifier.py      Draft, draft_positions, accepted_places: find the draft tokens that the sampler chooses
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .controller import Acceptance, Controller, StepCosts
     from .draft_model import DraftModelProposer, load_draft
+    from .head import HeadProposer, load_head
     from .lookup import NGramProposer, SuffixProposer
     from .proposer import DraftedRequest, DraftRunner, Proposer
     from .speculation import Speculation, SpeculationStats, longest_draft
@@ -38,6 +40,7 @@ __all__ = [
     "DraftPosition",
     "DraftRunner",
     "DraftedRequest",
+    "HeadProposer",
     "NGramProposer",
     "Proposer",
     "Speculation",
@@ -48,12 +51,14 @@ __all__ = [
     "accepted_places",
     "draft_positions",
     "load_draft",
+    "load_head",
     "longest_draft",
 ]
 
 _MODULES = {
     "controller": ("Acceptance", "Controller", "StepCosts"),
     "draft_model": ("DraftModelProposer", "load_draft"),
+    "head": ("HeadProposer", "load_head"),
     "lookup": ("NGramProposer", "SuffixProposer"),
     "proposer": ("DraftRunner", "DraftedRequest", "Proposer"),
     "speculation": ("Speculation", "SpeculationStats", "longest_draft"),

@@ -20,7 +20,9 @@ __all__ = ["Acceptance", "Controller", "StepCosts"]
 GAIN = 1.03
 """Drafts are used if the expected tokens per second are more than GAIN times those of plain steps."""
 PROBE_STEPS = 100
-"""After so many steps without drafts, one step tries drafts. After so many steps with drafts, one step runs without."""
+"""After this many steps without drafts, one step tries drafts. After this many steps with drafts, one step runs
+without drafts.
+"""
 PRIOR = 0.7
 """Acceptance assumed of a proposer that has not been tried."""
 WEIGHT = 0.15
@@ -45,7 +47,7 @@ class Acceptance:
     def observe(self, known: dict[str, float], proposer: str, drafted: int, accepted: int) -> None:
         """Update the estimates of the request and of the proposer with a verified draft.
 
-        Draft tokens after the first rejected one do not count."""
+        Draft tokens after the first rejected token do not count."""
         tried = min(drafted, accepted + 1)
         share, weight = accepted / tried, 1 - (1 - WEIGHT) ** tried
         for estimates in (known, self._overall):
@@ -74,8 +76,8 @@ class StepCosts:
     def seconds(self, tokens: int) -> float:
         """Return the expected seconds of a step of `tokens` tokens, or 0 if no step was measured.
 
-        Between measured sizes the time is interpolated. Beyond the largest one, it is assumed to grow slowly, so that
-        larger steps are tried. A larger step is assumed not to be faster than a smaller one."""
+        Between measured sizes the time is interpolated. Beyond the largest measured size, it is assumed to grow
+        slowly, so that larger steps are tried. A larger step is assumed to take at least as long as a smaller one."""
         known = sorted(self._seconds)
         if not known:
             return 0.0
@@ -105,13 +107,13 @@ class Controller:
 
     @property
     def wants_drafts(self) -> bool:
-        """Whether the next step may have drafts. The engine then waits for the tokens of the previous step."""
+        """Whether the next step may have drafts. If so, the engine waits for the tokens of the previous step."""
         return not self.reasons or any(
             self._off.get(name, PROBE_STEPS) >= PROBE_STEPS for name in self.reasons
         )
 
     def step_begins(self) -> None:
-        """Count a step, for the probes of every PROBE_STEPS steps."""
+        """Count a step. Every PROBE_STEPS steps the controller tries drafts again."""
         self._since_plain += 1
         for name in self._off:
             self._off[name] += 1
@@ -121,8 +123,9 @@ class Controller:
     ) -> list[int]:
         """Return the draft length of each request in tokens.
 
-        `chances` are the acceptances of the requests, and `most` their longest possible drafts. `rows` is the number
-        of draft tokens that the step can still have. `others` is the number of tokens of other requests in it."""
+        `chances` are the acceptances of the requests, and `most` their longest possible drafts. `rows` is the
+        number of draft tokens that the step can still have. `others` is the number of tokens of other requests in
+        the step."""
         count, plain = len(chances), len(chances) + others
         none = [0] * count
         if not self.costs.knows(plain) or self._since_plain > PROBE_STEPS:
@@ -166,7 +169,8 @@ class Controller:
         self.costs.observe(tokens, seconds)
 
     def observe_proposal(self, proposer: str, longest: int, seconds: float) -> None:
-        """Update a proposer's average time per draft token. It took `seconds` for drafts of up to `longest` tokens."""
+        """Update a proposer's average time per draft token. The proposer took `seconds` for drafts of up to
+        `longest` tokens."""
         if longest:
             each = seconds / longest
             before = self._proposing.get(proposer, each)
@@ -174,7 +178,7 @@ class Controller:
 
     @staticmethod
     def share(drafts: list[int], rows: int) -> list[int]:
-        """Shorten the longest drafts until all together have at most `rows` tokens."""
+        """Shorten the longest drafts until all drafts together have at most `rows` tokens."""
         while sum(drafts) > rows:
             longest = max(drafts)
             excess = sum(drafts) - rows
@@ -186,12 +190,12 @@ class Controller:
 
 
 def _worth(chance: float, length: int) -> int:
-    """Return how many of the first `length` draft tokens are accepted with a chance of at least LEAST."""
+    """Return how many of the first `length` draft tokens are accepted with a probability of at least LEAST."""
     chance = min(max(chance, LEAST), MOST)
     return min(length, int(math.log(LEAST) / math.log(chance)))
 
 
 def _expected(chance: float, length: int) -> float:
-    """Return the expected accepted tokens of a draft: a + a² + … + a^length."""
+    """Return the expected number of accepted tokens of a draft: a + a² + … + a^length."""
     chance = min(max(chance, 0.0), MOST)
     return chance * (1 - chance**length) / (1 - chance)

@@ -18,7 +18,7 @@ distributions agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -51,20 +51,28 @@ def load_draft(name: str, target: Any) -> Any:
 
 
 class DraftModelProposer:
-    """Proposes with a draft model. `apply_copies` executes the pending copies of the pool."""
+    """Proposes with a draft model. `apply_copies` runs the pending copies of the pool."""
 
     name = "draft"
 
     def __init__(
-        self, runner: DraftRunner, sampler: Sampler, apply_copies: Callable[[], None], complete: bool
+        self,
+        runner: DraftRunner,
+        sampler: Sampler,
+        apply_copies: Callable[[], None],
+        sampled: torch.Tensor,
+        complete: bool,
     ) -> None:
-        """If `complete`, the draft model computes each output token at once, because tiers store its pages. Otherwise
-        it computes the last token of a draft, and output tokens without drafts, before the next draft."""
+        """If `complete`, the draft model computes each output token at once, because tiers store its pages.
+        Otherwise some tokens are computed later, before the next draft: the last token of a draft, and output
+        tokens without drafts. `sampled` are the target's tokens of the previous step, on the device."""
         self._runner, self._sampler, self._apply_copies = runner, sampler, apply_copies
-        self._complete = complete
+        self._sampled, self._complete = sampled, complete
+        self._runs_after_draft = int(complete)  # compute the last token of a draft
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
-        """See `Proposer`. Reserves pages for the drafts. A request for which the pool lacks pages gets no draft."""
+        """Propose drafts (see `Proposer`). Reserves pages for the drafts. If the pool lacks pages for a request,
+        the request gets no draft."""
         found = [
             (place, request, count)
             for place, (request, count) in enumerate(zip(requests, counts, strict=True))
@@ -74,12 +82,13 @@ class DraftModelProposer:
         if not found:
             return drafts
         self._apply_copies()
+        self._catch_up([request for _, request, _ in found])
         order = sorted(found, key=lambda one: -one[2])  # requests with the longest drafts first
         rows: list[SamplingRequest] = [_SampledRow(request) for _, request, _ in order]
         greedy = all(_is_plain(request) for _, request, _ in order)
         chosen: list[torch.Tensor] = []
-        for step in range(order[0][2] + self._complete):
-            going = [one for one in order if one[2] + self._complete > step]
+        for step in range(order[0][2] + self._runs_after_draft):
+            going = [one for one in order if one[2] + self._runs_after_draft > step]
             works = [self._work(request, step, place) for place, (_, request, _) in enumerate(going)]
             active = sum(one[2] > step for one in going)
             logits = self._runner.run(works, range(active))
@@ -101,25 +110,50 @@ class DraftModelProposer:
     def request_finished(self, request: DraftedRequest) -> None:
         pass
 
-    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
-        """Compute the prompt tokens of a launched step. If `complete`, compute its output tokens and the drafts of
-        other proposers, too. Otherwise record that they are missing."""
+    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:
+        """Compute the prompt tokens of a launched step. If the proposer is `complete`, also compute the step's
+        output tokens and the drafts of other proposers. Otherwise record that these tokens are missing."""
+        self._compute([(request, part) for request, part in work if id(request) not in own])
+
+    def _compute(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
         works = []
         for request, part in work:
             if not part.new_tokens or request.is_long:
                 continue
             if request.output_count and not self._complete:
-                if request.draft_missing is None:
-                    request.draft_missing = request.computed
+                self._lacks(request, request.computed)
                 continue
             works.append(Work(part.sequence, part.tokens[part.replayed :], part.source))
+        if any(part.source >= 0 for part in works):
+            self._runner.chosen.copy_(self._sampled)
         if works:
             self._runner.run(works, [])
 
+    @staticmethod
+    def _lacks(request: DraftedRequest, start: int) -> None:
+        """Record that the draft model lacks the tokens of a request from `start` on."""
+        missing = request.draft_missing
+        request.draft_missing = start if missing is None else min(start, missing)
+
+    def _catch_up(self, requests: Sequence[DraftedRequest]) -> None:
+        """Compute the tokens that the draft model lacks, if they are too many for the first run of a draft."""
+        lacking = [request for request in requests if request.draft_missing is not None]
+        if sum(request.computed - (request.draft_missing or 0) for request in lacking) <= self._runner.tokens:
+            return
+        for request in lacking:
+            sequence, start = request.sequence, request.draft_missing
+            assert sequence is not None
+            assert start is not None
+            for begin in range(start, request.computed, self._runner.tokens):
+                tokens = np.array(request.tokens[begin : request.computed][: self._runner.tokens])
+                replayed = request.computed - begin
+                self._runner.run([Work(sequence, tokens, replayed=replayed, rewrites=True)], [])
+            request.draft_missing = None
+
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
-        """If a whole draft was accepted, record that the draft model has not computed its last token."""
+        """If a whole draft was accepted, record that the draft model has not computed the last token of the draft."""
         if own and accepted == drafted and not self._complete:
-            request.draft_missing = request.computed - 1
+            self._lacks(request, request.computed - 1)
 
     def _work(self, request: DraftedRequest, step: int, place: int) -> Work:
         """Return the input of a request in run `step` of a draft. Run 0 computes the tokens that the draft model
@@ -136,7 +170,7 @@ class DraftModelProposer:
 
 
 class _SampledRow(DraftPosition):
-    """A request for the sampler of a draft model, without its grammar."""
+    """A request as the sampler of a draft model sees it. The grammar of the request is left out."""
 
     __slots__ = ()
 

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from kvloom.models.paged import Work
 
@@ -29,11 +29,12 @@ class NGramProposer:
     name = "ngram"
 
     def __init__(self, min_match: int = 0) -> None:
-        """A match of fewer than `min_match` tokens gives no draft, so that the next proposer can make one."""
+        """`min_match` is the smallest length of a match. A shorter match gives no draft, so that the next proposer
+        can make one."""
         self._min_match = min_match
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
-        """See `Proposer`. Costs about 10 µs a request."""
+        """Propose drafts (see `Proposer`). Costs about 10 µs per request."""
         return [
             self._long_enough(*self._propose(request, count))
             for request, count in zip(requests, counts, strict=True)
@@ -42,7 +43,7 @@ class NGramProposer:
     def request_finished(self, request: DraftedRequest) -> None:
         request.token_index = None
 
-    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
+    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:
         pass
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
@@ -52,7 +53,7 @@ class NGramProposer:
         return draft if match >= self._min_match else []
 
     def _propose(self, request: DraftedRequest, count: int) -> tuple[list[int], int]:
-        """Return a draft and the length of the match that it follows."""
+        """Return a draft, and the length of the match before it."""
         index = request.token_index
         if index is None:
             index = request.token_index = TokenIndex()
@@ -67,7 +68,7 @@ class NGramProposer:
 
 
 class SuffixProposer(NGramProposer):
-    """Searches the request's own tokens, as `NGramProposer` does, and past answers. Uses the longer match."""
+    """Searches the request's own tokens, like `NGramProposer`, and past answers. Uses the longer match."""
 
     name = "suffix"
 
@@ -76,7 +77,7 @@ class SuffixProposer(NGramProposer):
         self._past: dict[tuple[str, str], list[TokenIndex]] = {}
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
-        """See `Proposer`. Costs about 20 µs a request."""
+        """Propose drafts (see `Proposer`). Costs about 20 µs per request."""
         return [self._longest(request, count) for request, count in zip(requests, counts, strict=True)]
 
     def request_finished(self, request: DraftedRequest) -> None:

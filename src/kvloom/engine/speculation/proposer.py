@@ -1,8 +1,8 @@
-"""The interface of proposers: everything that guesses the next tokens of requests."""
+"""The interface of proposers, which guess the next tokens of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Protocol
 
 import torch
@@ -44,30 +44,31 @@ class DraftRunner(Protocol):
     """The part of a model runner that runs a draft model."""
 
     chosen: torch.Tensor
+    tokens: int
 
     def run(self, works: Sequence[Work], wanted: Sequence[int] | None = None) -> torch.Tensor: ...
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens. Wrong drafts cost time, never correctness."""
+    """Proposes draft tokens. Wrong drafts cost time, but never change the output."""
 
     name: str
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[list[int]]:
-        """Return, for each request i, at most `counts[i]` tokens that may follow its tokens. An empty list means no
-        guess."""
+        """Return, for each request i, at most `counts[i]` tokens that may follow its tokens. An empty list means
+        that there is no draft."""
         ...
 
     def request_finished(self, request: DraftedRequest) -> None:
         """Record the tokens of a finished request, and drop the data that was stored for it."""
         ...
 
-    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
-        """Process a step that the target has launched and the cache has not committed. `work` leaves out requests with
-        drafts of this proposer."""
+    def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]], own: Set[int]) -> None:
+        """Process a step that the target has launched and the cache has not committed. `own` are the requests (by
+        `id`) with drafts of this proposer."""
         ...
 
     def draft_verified(self, request: DraftedRequest, drafted: int, accepted: int, own: bool) -> None:
-        """Process the number of accepted tokens of a request's draft. `own` states that this proposer made the
+        """Record how many tokens of a request's draft were accepted. `own` states that this proposer made the
         draft."""
         ...

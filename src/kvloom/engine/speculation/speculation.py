@@ -1,7 +1,7 @@
-"""Speculation of one engine: asks the proposers for drafts, and counts proposed and accepted tokens.
+"""Speculation of one engine: requests drafts from the proposers, and counts proposed and accepted tokens.
 
 A step with drafts is finished before the next step is scheduled, because the next input of a request depends on its
-accepted tokens. Steps with grammars and penalties are finished first, too.
+accepted tokens. Steps with grammars or penalties are also finished first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .verifier import Draft
 
 __all__ = ["Speculation", "SpeculationStats", "longest_draft"]
 
-DRAFT_TOKENS = {"draft": 4, "ngram": 16, "suffix": 16}
+DRAFT_TOKENS = {"draft": 4, "mtp": 3, "eagle": 4, "ngram": 16, "suffix": 16}
 """Default limit of the tokens in a draft, by proposer."""
 OTHER_DRAFT_TOKENS = 8
 MASK_SECONDS = 0.01
@@ -63,8 +63,7 @@ class SpeculationStats:
 class Speculation:
     """Proposes drafts for the running requests. A request gets the draft of the first proposer that has one for it.
 
-    A step samples at no more than `rows` positions. A draft has no more than `draft_tokens` tokens (None means
-    DRAFT_TOKENS)."""
+    A step samples at most at `rows` positions. A draft has at most `draft_tokens` tokens (None means DRAFT_TOKENS)."""
 
     def __init__(
         self, proposers: Sequence[Proposer], draft_tokens: int | None, ends: Iterable[int], rows: int
@@ -80,7 +79,7 @@ class Speculation:
         self._proposed_by: dict[int, Proposer] = {}  # of the drafts in the last step, by request
 
     def waits_for(self, requests: Iterable[DraftedRequest]) -> bool:
-        """Whether the tokens of `requests` must be on the host before the next step is scheduled."""
+        """Return whether the tokens of `requests` must be on the host before the next step is scheduled."""
         if self.controller is not None and not self.controller.wants_drafts:
             return False
         return any(refusal(request) is None for request in requests)
@@ -134,7 +133,7 @@ class Speculation:
         return [(request, tokens) for (request, _), tokens in zip(asked, made, strict=True)]
 
     def _most(self, request: DraftedRequest) -> int:
-        """Return the most draft tokens that a request may get in the next step. 0 means no draft."""
+        """Return the largest number of draft tokens that a request may get in the next step. 0 means no draft."""
         sequence = request.sequence
         if sequence is None or request.inflight_tokens or request.pending != 1 or not request.output_count:
             return 0
@@ -151,8 +150,8 @@ class Speculation:
         return most
 
     def _checked(self, request: DraftedRequest, tokens: list[int]) -> Draft:
-        """Return a draft that stops at the first token that ends the output. With a grammar, request the masks of the
-        draft's positions."""
+        """Return a draft that stops at the first token that ends the output. With a grammar, request the masks of
+        the draft's positions."""
         params, structure = request.params, request.structure
         ends = self.ends | set(params.stop_token_ids)
         end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
@@ -180,17 +179,13 @@ class Speculation:
 
     def step_computed(self, work: Sequence[tuple[DraftedRequest, Work]]) -> None:
         """Pass a launched step to the proposers, before its tokens are committed."""
+        drafted = {id(request) for request, part in work if part.drafts}
         for proposer in self.proposers:
-            proposer.step_computed(
-                [
-                    one
-                    for one in work
-                    if self._proposed_by.get(id(one[0])) is not proposer or not one[1].drafts
-                ]
-            )
+            own = {one for one in drafted if self._proposed_by.get(one) is proposer}
+            proposer.step_computed(work, own)
 
     def observe_step(self, work: Sequence[tuple[DraftedRequest, Work]], seconds: float) -> None:
-        """Pass the time of a finished step without prompts to the controller. `seconds` include the time of the
+        """Pass the time of a finished step without prompts to the controller. `seconds` includes the time of the
         proposers."""
         own, self._proposing = seconds - self._proposing, 0.0
         if self.controller is None or not all(part.new_tokens == 1 for _, part in work):

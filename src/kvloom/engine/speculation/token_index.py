@@ -1,8 +1,9 @@
 """Finds the longest earlier match of the last tokens in a growing list of tokens.
 
-A dictionary has the latest position of each n-gram of three tokens. A list links each position to the previous one of
-the same n-gram. The search follows the links for the last CANDIDATES positions, compares tokens backwards from each,
-and returns the longest match. A suffix tree would find longer matches in older positions, too, but costs more.
+A dictionary contains the latest position of each n-gram of three tokens. A list links each position to the previous
+position of the same n-gram. The search follows the links for the last CANDIDATES positions, compares tokens
+backwards from each, and returns the longest match. A suffix tree would also find longer matches in older positions,
+but costs more.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BULK = 64
 
 
 class TokenIndex:
-    """An index of `tokens`. Adding costs about 0.2 µs a token in bulk."""
+    """An index of `tokens`. Adding many tokens at once costs about 0.2 µs per token."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -68,10 +69,10 @@ class TokenIndex:
         self._last.update(zip(key_list, range(first, first + len(keys)), strict=True))
 
     def longest_match(self, tail: Sequence[int], own: bool) -> tuple[int, int]:
-        """Find the longest match of the last tokens of `tail`. Return the position after the match and its length, or
-        (0, 0) without a match.
+        """Find the longest match of the last tokens of `tail`. Return the position after the match and its length,
+        or (0, 0) without a match.
 
-        `own` states that `tail` is the end of the index. That occurrence does not count as a match."""
+        `own` states that `tail` is the end of the index. This occurrence does not count as a match."""
         if len(tail) < MIN_MATCH:
             return 0, 0
         key = (tail[-3] * BASE + tail[-2]) * BASE + tail[-1]

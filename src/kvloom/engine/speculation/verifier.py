@@ -35,7 +35,8 @@ NO_DRAFT = Draft([])
 
 
 class DraftPosition:
-    """The input of the sampler for a request after the first `count` tokens of its draft."""
+    """Stands for a request in the sampler, as if the first `count` tokens of its draft were already accepted. The
+    sampler chooses the token after them."""
 
     __slots__ = (
         "params",

@@ -12,10 +12,10 @@
 | batch_invariant                              | plans whose results do not depend on the batch                             |
 | triton_*                                     | the kernels                                                                |
 
-A new layer kind (`core.Visibility`) adds two things here: a number in `mask.SPAN_NUMBERS`, and a branch in
-`triton_mask.first_visible`. The oracle and the work lists built on the host call `Visibility.first_visible_each`.
-`QueryRows.count_pairs` estimates the number of query-key pairs. `prefill_libraries` refuses kinds that it does not
-list.
+To add a layer kind (`core.Visibility`), add a number to `mask.SPAN_NUMBERS` and a branch to
+`triton_mask.first_visible`. The oracle and the host's work lists need no change, because they call
+`Visibility.first_visible_each`. `QueryRows.count_pairs` estimates the number of query-key pairs.
+`prefill_libraries` refuses kinds that it does not list.
 """
 
 from __future__ import annotations

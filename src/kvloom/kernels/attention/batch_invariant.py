@@ -1,12 +1,13 @@
-"""Batch-invariant attention: the result of a row is bit-identical in any batch. Triton kernels for CUDA tensors.
+"""Batch-invariant attention. The result of a row is bit-identical in any batch. The plans use Triton kernels for
+CUDA tensors.
 
 | plan                        | rows                        | a result depends on                                          |
 |-----------------------------|-----------------------------|--------------------------------------------------------------|
 | `BatchInvariantPrefillPlan` | chunks of prompts           | its query and visible tokens, summed by `piece` tokens       |
 | `BatchInvariantDecodePlan`  | single tokens, CUDA graphs  | the same: both plans give the same bits                      |
 
-These plans are slower than the others, because the others split work to fill the device. This module does not depend
-on models.
+These plans are slower than the others, because they do not split work to fill the device. This module does not
+depend on models.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ another.
 
 
 class _BatchInvariantPlan:
-    """The shape, span and checks that both plans share. `piece` is the number of tokens that are summed separately."""
+    """The common part of both plans: shape, span and checks. `piece` is the number of tokens that are summed
+    separately."""
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class BatchInvariantPrefillPlan(_BatchInvariantPlan):
     _items: torch.Tensor | None = None
 
     def make(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
-        """Set the step's rows, from the host."""
+        """Set the rows of the step, from arrays on the host."""
         begin, ends = np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
         queries = np.diff(begin)
         blocks = -(-queries * self.shape.group // self.tile.rows)
@@ -172,7 +174,7 @@ class BatchInvariantDecodePlan(_BatchInvariantPlan):
         self._lanes = max(1, min(most, LANES * _processors(self.device) // shape.kv_heads))
 
     def make(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Set the step's lengths, int32 on the device; every row has one query."""
+        """Set the lengths of the step, int32 on the device. Every row has one query."""
         if len(lengths) > self.rows:
             raise ValueError(f"{len(lengths)} rows do not fit a plan for {self.rows}")
         self._lengths = lengths
@@ -222,7 +224,8 @@ class BatchInvariantDecodePlan(_BatchInvariantPlan):
 
 
 def _strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return the strides of the scales: per page, token and head, or per head only."""
+    """Return the strides of the scales per page, token and head. If scales are per head, the strides per page and
+    token are 0."""
     if scale is None:
         return 0, 0, 0
     return (

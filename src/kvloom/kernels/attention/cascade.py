@@ -1,13 +1,14 @@
-"""Cascade attention: finds page ranges that several sequences share, so that decode reads them once. Uses numpy
-arrays only; the kernels are elsewhere.
+"""Cascade attention: finds page ranges that several sequences share, so that decode reads them only once. This
+module works on numpy arrays and has no kernels.
 
     sequence 0   [ system prompt | document | own … ]
     sequence 1   [ system prompt | document | own … ]       level 0: the system prompt, three members
     sequence 2   [ system prompt | other    | own … ]       level 1: the document, two members
 
 Sequences with an equal prefix have the same page ids in their block tables. Such a range of equal page ids is a
-shared run. The shared runs change only when a sequence joins or leaves the batch. A windowed layer shares the visible
-part of a run (`visible_shared_runs`). The visible part shrinks every step, and the device computes it from positions.
+shared run. The shared runs change only when a sequence joins or leaves the batch. A windowed layer shares the
+visible part of a run (`visible_shared_runs`). The visible part shrinks every step, and the device computes it from
+positions.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ MIN_WINDOW_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class SharedRun:
-    """Tokens [lo, hi), which all `members` (rows of the batch) have in the same pages. `level` counts the shared runs
-    before this one.
+    """A token range [lo, hi) that all `members` (rows of the batch) have in the same pages. `level` is the number
+    of shared runs before this run.
     """
 
     lo: int
@@ -52,10 +53,11 @@ def find_shared_runs(
     min_saved: int = MIN_SAVED_TOKENS,
     min_run: int = MIN_RUN_TOKENS,
 ) -> list[SharedRun]:
-    """Return the shared runs among the rows of `tables` ([sequences, blocks]) that are long enough to be read once.
+    """Return the shared runs among the rows of `tables` ([sequences, blocks]). Runs that are too short to be worth
+    sharing are left out.
 
-    `written` is each row's number of tokens in pages, without this step's queries. Compares one page id per member
-    and level.
+    `written` is the number of tokens of each row that are in pages, without the queries of this step. The search
+    compares one page id per member and level.
     """
     written = np.asarray(written, dtype=np.int64)
     full = written // block_tokens
@@ -80,7 +82,7 @@ def find_shared_runs(
 
 
 def is_worth_sharing(span: Visibility) -> bool:
-    """Return whether layers with this span read shared runs once."""
+    """Return whether layers with this span should read shared runs only once."""
     return not span.windowed or span.size >= MIN_WINDOW_TOKENS
 
 
@@ -89,8 +91,8 @@ def visible_shared_runs(
 ) -> list[SharedRun]:
     """Return the `runs` whose pages are also shared in the block tables of a windowed group (`tables`).
 
-    `first` is the first visible token of each row. A member whose page ids differ is removed from the run and from
-    all deeper runs; it reads those tokens alone.
+    `first` is the first visible token of each row. A member whose page ids differ is removed from this run and from
+    all deeper runs. It then reads these tokens alone.
     """
     kept: list[SharedRun] = []
     out: set[int] = set()
@@ -122,7 +124,7 @@ def _group_by_page(
 def _end_of_agreement(
     tables: npt.NDArray[np.int32], members: npt.NDArray[np.int64], column: int, end: int
 ) -> int:
-    """Return the first block, from `column` on, in which the members' page ids differ or are missing."""
+    """Return the first block at or after `column` in which the members' page ids differ or are missing."""
     part = tables[members, column:end]
     differs = (part != part[:1]).any(0) | (part[0] == 0)
     return column + int(differs.argmax()) if differs.any() else end
@@ -131,8 +133,8 @@ def _end_of_agreement(
 class SharedRuns:
     """Shared runs in fixed device buffers, for plans captured in CUDA graphs.
 
-    The buffers hold `segments` runs, nested up to `depth` levels, for up to `sequences` rows of `queries` query
-    tokens.
+    The buffers have space for `segments` runs on up to `depth` levels, and for `sequences` rows of `queries` query
+    tokens each.
     """
 
     def __init__(
@@ -158,7 +160,8 @@ class SharedRuns:
         """Queue a copy of the runs to the device on the current stream. Return the runs that fit into the buffers.
         Does not wait.
 
-        If a run does not fit, its deeper runs are skipped too. Each sequence reads the skipped tokens alone.
+        If a run does not fit, its deeper runs are skipped too. Each sequence reads the tokens of skipped runs
+        alone.
         """
         starts = np.asarray(starts, dtype=np.int64)
         begin = np.zeros(self.sequences, dtype=np.int32)

@@ -1,12 +1,13 @@
-"""Attention over cold pages, which are in host memory, added to the attention over the pages in the pool.
+"""Attention over cold pages, which are in host memory. Its result is merged with the attention over the pages in
+the pool.
 
     out, lse  over the pool   ──┐
     out, lse  over piece 0    ──┼──▶  out = Σ outᵢ · exp(lseᵢ) / Σ exp(lseᵢ)         (log-sum-exp merge, in float32)
     out, lse  over piece 1 …  ──┘
 
-Every query sees every cold token: cold tokens precede all queries of their sequence. On a CPU a piece is gathered from
-host memory where it is; for a GPU it is gathered on the host and copied to the device. Sinks are part of the attention
-over the pool. This module does not depend on the cache.
+Cold tokens precede all queries of their sequence, so every query sees every cold token. On a CPU, a piece is
+gathered directly from host memory. For a GPU, a piece is gathered on the host and copied to the device. Sinks are
+part of the attention over the pool. This module does not depend on the cache.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ PIECE_BYTES = 32 << 20
 
 
 class KVPages(NamedTuple):
-    """One layer's pages in host memory, as `reference.attend` gets pages of the pool; scales may be on the device."""
+    """The pages of one layer in host memory, with the same shapes as pages of the pool in `reference.attend`.
+    Scales may be on the device."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -44,9 +46,10 @@ def add_cold_attention(
     scale: float,
     softcap: float | None = None,
 ) -> None:
-    """Add attention of one sequence's queries q [queries, heads, dim] over its cold pages `ids` (on the host) to `out`.
+    """Attend one sequence's queries q [queries, heads, dim] to its cold pages `ids` (on the host), and merge the
+    result into `out`.
 
-    `out` [queries, heads, dim of v] and its natural log-sum-exp `lse` [queries, heads] are changed in place."""
+    Changes `out` [queries, heads, dim of v] and its natural log-sum-exp `lse` [queries, heads] in place."""
     kind = accumulator_dtype(q)
     total, log = out.to(kind), lse.to(kind)
     for piece in torch.split(ids, _piece_pages(q, pages)):
@@ -103,7 +106,7 @@ def _tokens(
     device: torch.device,
     kind: torch.dtype,
 ) -> torch.Tensor:
-    """Return the tokens of some pages on a device, times their scales: [tokens, kv heads, dim]."""
+    """Return the tokens of some pages, multiplied by their scales, on a device: [tokens, kv heads, dim]."""
     found = _gather(pages, ids).to(device).to(kind).flatten(0, 1)
     if scales is None:
         return found
@@ -113,7 +116,7 @@ def _tokens(
 
 
 def _gather(pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return a copy of some pages. Copied as bytes if the dtype is fp8, which indexing may not support."""
+    """Return a copy of some pages. fp8 pages are copied as bytes, because indexing may not support fp8."""
     if pages.dtype == torch.float8_e4m3fn:
         return pages.view(torch.uint8).index_select(0, ids).view(pages.dtype)
     return pages.index_select(0, ids)

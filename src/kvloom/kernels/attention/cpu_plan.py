@@ -1,6 +1,6 @@
-"""Attention plans on a CPU: the oracle as a plan, and faster paths for plain float32 attention.
+"""Attention plans on a CPU. One plan runs the oracle, and another adds faster paths for plain float32 attention.
 
-The oracle computes every call that no faster path supports. This module does not depend on the cache.
+If no faster path supports a call, the oracle computes it. This module does not depend on the cache.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ Integers = torch.Tensor | Sequence[int] | npt.NDArray[np.int64]
 
 
 class ReferencePlan:
-    """The oracle behind the plan interface. Used for CPU tensors, and for shapes that the GPU kernels do not
-    support."""
+    """The oracle as a plan. Used for CPU tensors, and for shapes that the GPU kernels do not support."""
 
     def __init__(self, shape: Shape, span: Visibility = FULL) -> None:
         self.shape, self.span = shape, span
@@ -128,8 +127,8 @@ class CpuPlan(ReferencePlan):
     def _attend_plain(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor | None:
-        """Compute the outputs by the fastest path that supports the call. Return None if only the oracle supports
-        it."""
+        """Return the outputs, computed by the fastest path that supports the call. Return None if only the oracle
+        supports it."""
         native, apart = cpu.supports(q, k, v), k.data_ptr() != v.data_ptr()
         if self._native is not None and native and not len(self._prompts) and len(self._queries) == len(q):
             rows = tables if self._single else tables[torch.from_numpy(self._owners)]
@@ -144,7 +143,7 @@ class CpuPlan(ReferencePlan):
     def _attend_gathered(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Gather the visible pages, and attend to them with one query per row."""
+        """Attend with one query per row, over a gathered copy of the visible pages."""
         if tables.data_ptr() not in self._seen:
             self._seen[tables.data_ptr()] = self._gather_plan(tables, k.shape[1])
         ids, hidden, unseen = self._seen[tables.data_ptr()]
@@ -166,7 +165,7 @@ class CpuPlan(ReferencePlan):
     def _attend_mixed(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attend with full attention: prompts row by row in torch, rows with few queries in native code."""
+        """Compute full attention. Prompts run row by row in torch, and rows with few queries run in native code."""
         out = q.new_zeros(len(q), q.shape[1], v.shape[3])
         if self._native is not None:
             rows, at = torch.from_numpy(self._owners), torch.from_numpy(self._queries)
@@ -181,8 +180,8 @@ class CpuPlan(ReferencePlan):
     def _gather_plan(
         self, tables: torch.Tensor, block: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return three tensors: the visible pages of each row, padded to one length; the mask to add to the scores;
-        and the tokens that no row sees.
+        """Return three tensors for gathered attention: the visible pages of each row, padded to one length; the
+        mask to add to the scores; and the tokens that no row sees.
         """
         last = self._lengths - 1
         first = self.span.first_visible_each(last)
@@ -201,11 +200,11 @@ class CpuPlan(ReferencePlan):
 
 
 def _attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return causal attention of q [queries, heads, dim] over k and v [tokens, kv_heads, dim]. The queries belong to
-    the last tokens.
+    """Return causal attention of q [queries, heads, dim] over k and v [tokens, kv_heads, dim]. The queries are the
+    last tokens.
 
-    Torch's CPU kernel aligns the first query with the first token. A second call therefore covers the context before
-    the queries.
+    Torch's CPU kernel assumes that the first query is the first token. A second call therefore covers the context
+    before the queries.
     """
     queries, tokens, kv_heads = len(q), *k.shape[:2]
     before, group = tokens - queries, q.shape[1] // kv_heads

@@ -4,8 +4,8 @@
     plan.make(starts, lengths)                     # one small launch; the host reads no length
     out, lse = plan.attend(q, k, v, tables)        # every layer
 
-A CUDA graph can capture both calls: the buffers are fixed, and no grid depends on lengths. `cascade.SharedRuns`
-describes shared pages. This module does not depend on the cache.
+A CUDA graph can capture both calls, because the buffers are fixed and no grid depends on lengths.
+`cascade.SharedRuns` describes shared pages. This module does not depend on the cache.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MAX_QUERIES = 64
 
 
 class DecodePlan:
-    """Attention of up to `sequences` rows of up to `queries` query tokens each, under one span.
+    """Attention of up to `sequences` rows with up to `queries` query tokens each, under one span.
 
-    With `sharing`, the plan reads pages that several sequences share only once; `make` copies the current runs.
-    Without runs this is plain decode. `tile` and `shared_tile` override the chosen tile sizes.
+    With `sharing`, pages that several sequences share are read only once. `make` copies the current shared
+    runs to the device. `tile` and `shared_tile` override the chosen tile sizes.
     """
 
     def __init__(

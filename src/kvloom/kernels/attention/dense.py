@@ -3,9 +3,9 @@
     out, lse = attend_dense(q, k, v, starts)                      # causal, each sequence over its own new tokens
     out, lse = merge_outputs(out, lse, cached_out, cached_lse)    # joined with attention over the cached tokens
 
-MLA prefill needs both: new tokens are expanded to full heads (dims 192 and 128), while cached tokens are latents in
-pages. CPU tensors run in torch. CUDA tensors run in torch's cuDNN operator or a Triton kernel. This module does not
-depend on pages.
+MLA prefill needs both functions. New tokens are expanded to full heads (dims 192 and 128), while cached tokens are
+latents in pages. CPU tensors run in torch. CUDA tensors run in torch's cuDNN operator or a Triton kernel. This
+module does not depend on pages.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def attend_dense(
     """Return attention of packed q [tokens, heads, d] over packed k and v [tokens, kv_heads, dim], and its
     log-sum-exp.
 
-    `starts` ([sequences + 1], on the host) gives where each sequence begins in q. `k_starts` gives the same for k and
-    v; its default is `starts`. With causal attention a sequence's last query sees all its keys. `backend`
-    ("descriptors" or "cudnn") overrides the choice on a GPU.
+    `starts` ([sequences + 1], on the host) contains the first query of each sequence in q. `k_starts` contains the
+    same for k and v, and defaults to `starts`. With causal attention, the last query of a sequence sees all its
+    keys. `backend` ("descriptors" or "cudnn") overrides the choice on a GPU.
     """
     first = np.asarray(starts, dtype=np.int64)
     k_first = first if k_starts is None else np.asarray(k_starts, dtype=np.int64)
@@ -91,10 +91,11 @@ def merge_outputs(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over two disjoint sets of tokens. Takes and returns outputs [tokens, heads, dim] and natural
-    log-sum-exps [tokens, heads].
+    """Merge attention over two disjoint sets of tokens. Inputs and results are outputs [tokens, heads, dim] and
+    natural log-sum-exps [tokens, heads].
 
-    A part without visible tokens has log-sum-exp minus infinity and changes nothing. `out` may be one of the inputs.
+    A part without visible tokens has the log-sum-exp minus infinity, and does not change the result. `out` may be
+    one of the inputs.
     """
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or lse_a.shape != out_a.shape[:2]:
         raise ValueError(
@@ -126,11 +127,11 @@ def merge_outputs(
 def cudnn_attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call torch's cuDNN operator over [batch, heads, tokens, dim] with any strides. There may be fewer KV heads than
-    heads.
+    """Run torch's cuDNN attention over [batch, heads, tokens, dim] with any strides. There may be fewer KV heads
+    than query heads.
 
-    Returns outputs with q's layout and natural log-sum-exps [batch, heads, tokens]. With `causal`, the first query
-    sees only the first key.
+    Returns outputs with the layout of q, and natural log-sum-exps [batch, heads, tokens]. With `causal`, the first
+    query sees only the first key.
     """
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
@@ -142,7 +143,7 @@ def cudnn_attend(
 def cudnn_supports(
     heads: int, kv_heads: int, k_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Return whether cuDNN is available and supports these heads. The first call for a shape runs cuDNN on 128
+    """Return whether cuDNN is available and supports these heads. The first call for a shape tries cuDNN on 128
     tokens.
     """
     if device.type != "cuda" or dtype not in HALF_DTYPES or (k_dim, v_dim) not in GATHERED_DIMS:

@@ -1,4 +1,5 @@
-"""`Mask` describes the tokens that a query may see. `SPAN_NUMBERS` gives each layer kind its number inside kernels."""
+"""`Mask` describes the tokens that a query may see. `SPAN_NUMBERS` maps each layer kind to its number inside
+kernels."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ class Mask:
     """The tokens that each query sees, and changes to its scores.
 
     `sinks` ([heads]) are logits that count in the softmax but have no value vector. `trees` ([queries, longest])
-    marks which draft tokens of its own sequence each query sees. `spans` ([queries]) are image ids, -1 for text;
-    queries of one image see each other in both directions.
+    marks which draft tokens of its own sequence each query sees. `spans` ([queries]) are image ids, -1 for text.
+    Queries of the same image see each other in both directions.
     """
 
     span: Visibility = FULL

@@ -25,13 +25,13 @@ __all__ = ["Plan", "decode_plan", "prefill_plan"]
 
 
 class Plan(Protocol):
-    """The attention of one step, as the layers call it."""
+    """Computes attention for the layers of a step. `make` plans the step once. Every layer then calls `attend`."""
 
     shape: Shape
     span: Visibility
 
     def make(self, starts: Any, lengths: Any) -> None:
-        """Set the rows of the step. `starts` ([rows + 1]) gives where each row's queries begin in q; `lengths`
+        """Set the rows of the step. `starts` ([rows + 1]) contains the first query of each row in q. `lengths`
         includes the queries.
         """
 
@@ -52,8 +52,8 @@ class Plan(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return outputs [queries, heads, v_dim] and the natural log-sum-exp of scores [queries, heads].
 
-        A plan may return None for the log-sum-exp if no `lse` buffer is given. `new_k` and `new_v` are the new
-        tokens' keys and values, which are also in the pages; a plan may read either.
+        A plan may return None for the log-sum-exp if no `lse` buffer is given. `new_k` and `new_v` are the keys and
+        values of the new tokens, which are also in the pages. A plan may read either copy.
         """
         ...
 
@@ -68,8 +68,8 @@ def decode_plan(
 ) -> Plan:
     """Return a plan for up to `sequences` rows of up to `queries` query tokens.
 
-    On a GPU `starts` and `lengths` must be int32 tensors on the device. A CPU plan ignores `sharing`; its results are
-    the same.
+    On a GPU, `starts` and `lengths` must be int32 tensors on the device. A CPU plan ignores `sharing`, which does
+    not change results.
     """
     if torch.device(device).type == "cpu":
         return ReferencePlan(shape, span)
@@ -80,7 +80,7 @@ def decode_plan(
 
 
 def prefill_plan(shape: Shape, span: Visibility = FULL, device: torch.device | str = "cuda") -> Plan:
-    """Return a plan for rows with any number of queries. `starts` and `lengths` are read on the host."""
+    """Return a plan for rows with any number of queries. `starts` and `lengths` are arrays on the host."""
     if torch.device(device).type == "cpu":
         return CpuPlan(shape, span)
     _check_span(span)

@@ -65,8 +65,8 @@ first.
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """One launch over pages: its blocks, which have one tile size, and buffers for the partial results of split
-    blocks.
+    """The arguments of one launch of the attention kernel over pages. `blocks` lists groups of query rows, all of the
+    size `tile`. If the tokens of a block are split over several programs, the buffers get the partial results.
     """
 
     tile: BlockTile
@@ -80,8 +80,8 @@ class PrefillPlan:
     """Attention of packed rows under one span.
 
     `backend`, `tile` (over pages) and `gathered_tile` (over gathered K and V) override the automatic choice.
-    `libraries` are the attention libraries to time against our kernels; the fastest computes the step. The default is
-    all installed libraries, or none if a backend or tile is given.
+    `libraries` are attention libraries that are timed against our kernels, and the fastest one computes the step.
+    The default is all installed libraries, or none if a backend or tile is given.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PrefillPlan:
         libraries: Sequence[Library] | None = None,
         min_decode_rows: int | None = None,
     ) -> None:
-        """`min_decode_rows` replaces `MIN_DECODE_ROWS`. With 0, no row runs on the decode kernels."""
+        """`min_decode_rows` replaces `MIN_DECODE_ROWS`. With 0, the decode kernels are not used."""
         shape.check()
         self.shape, self.span, self.backend, self.tile = shape, span, backend, tile
         self.device = torch.device(device)
@@ -134,11 +134,11 @@ class PrefillPlan:
         lengths: Sequence[int] | Ints,
         spans: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """Set the rows of the step from host arrays. `starts` ([rows + 1]) gives where each row's queries begin;
+        """Set the rows of the step from host arrays. `starts` ([rows + 1]) contains the first query of each row.
         `lengths` includes the queries.
 
-        `spans` are the image ids of the queries, if there are images. If they are missing, `attend` waits for a copy
-        from the device.
+        `spans` are the image ids of the queries, if there are images. If they are missing, `attend` waits for a
+        copy from the device.
         """
         rows = self._rows = QueryRows.from_lists(starts, lengths)
         self._span = FULL if rows.sees_all_context(self.span) else self.span
@@ -163,8 +163,8 @@ class PrefillPlan:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute `reference.attend` for the rows of the last `make`. Writes to `out` and `lse` if they are given.
 
-        `new_k` and `new_v` ([tokens, kv_heads, dim], packed like q) are the new tokens' keys and values. If they are
-        given, only the cached tokens are gathered from pages.
+        `new_k` and `new_v` ([tokens, kv_heads, dim], packed like q) are the keys and values of the new tokens. If
+        they are given, only the cached tokens are gathered from pages.
         """
         mask = mask or Mask(self.span)
         rows = self._check(q, mask, tables, scale)
@@ -301,8 +301,8 @@ class PrefillPlan:
         return self._chosen[key]
 
     def _set_image_spans(self, host: npt.NDArray[np.int32], spans: torch.Tensor) -> None:
-        """Copy the image ids to the device. Compute, for each query, the last token that it sees: the end of its
-        image.
+        """Copy the image ids to the device. For each query, compute the last token that it sees, which is the end
+        of its image.
         """
         rows = self._rows
         assert rows is not None
@@ -345,8 +345,8 @@ class PrefillPlan:
     def _decode_leading_rows(
         self, rows: QueryRows, call: PrefillCall, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
     ) -> int:
-        """Run leading rows of one query on the decode kernels, if there are many. Return the number of rows that
-        ran."""
+        """If the step begins with many rows of one query, run these rows on the decode kernels. Return the number
+        of rows that ran."""
         if call.mask.spans is not None:
             return 0
         if self._decode is None:

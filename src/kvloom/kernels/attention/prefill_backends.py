@@ -1,4 +1,5 @@
-"""The work lists of prefill, and the choice of a backend. Uses host arrays only: no launches, no Triton.
+"""The work lists of prefill, and the choice of a backend. This module works on host arrays, without launches and
+Triton.
 
 | backend     | reads                              | supports                                                          |
 |-------------|------------------------------------|-------------------------------------------------------------------|
@@ -7,8 +8,8 @@
 | cudnn       | the same, in batches of equal size | half precision; sinks; torch's cuDNN operator, fastest for large batches |
 
 For a windowed row, only the tokens visible in the step are gathered. If no row of a step is longer than the window,
-attention is treated as full. cuDNN takes 40 milliseconds on the host to plan a new size. It therefore computes only
-round sizes, which repeat from chunk to chunk.
+attention is treated as full. cuDNN takes 40 milliseconds on the host to plan a new size. It is therefore used only
+for round sizes, which repeat from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ SMALL_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class QueryRows:
-    """A step's sequences on the host: the starts of their queries in q, and their lengths.
+    """The sequences of a step on the host: the first query of each sequence in q, and the lengths.
 
-    `context_lengths` are the tokens before the queries.
+    `context_lengths` are the numbers of tokens before the queries.
     """
 
     starts: Ints
@@ -101,7 +102,8 @@ class QueryRows:
         return self.lengths - self.queries
 
     def count_pairs(self, span: Visibility, chosen: Ints | slice = slice(None)) -> int:
-        """Count the query-key pairs of the `chosen` rows, for one head. A pair is a query and a token that it sees."""
+        """Count the query-key pairs of the `chosen` rows, for one head. A pair is a query and a token that the
+        query sees."""
         lengths, context_lengths = self.lengths[chosen], np.maximum(self.context_lengths[chosen], 0)
         return int((_count_visible_pairs(span, lengths) - _count_visible_pairs(span, context_lengths)).sum())
 
@@ -110,8 +112,8 @@ class QueryRows:
         return self.count_pairs(span, chosen) / max(1, int(self.queries[chosen].sum()))
 
     def sees_all_context(self, span: Visibility) -> bool:
-        """Return whether every query sees all earlier tokens: the span is full, or no sequence is longer than the
-        window.
+        """Return whether every query sees all earlier tokens. This holds if the span is full, or if no sequence is
+        longer than the window.
         """
         last = self.lengths[self.queries > 0]
         return not bool((span.first_visible_each(np.maximum(last - 1, 0)) > 0).any())
@@ -119,8 +121,8 @@ class QueryRows:
 
 @dataclass(frozen=True, slots=True)
 class BlockTile:
-    """Size and launch parameters of a block: query rows, tokens per step, warps, stages, programs per multiprocessor,
-    and an optional register limit.
+    """The size and launch parameters of a block: query rows, tokens per step, warps, stages, programs per
+    multiprocessor, and an optional register limit.
     """
 
     rows: int
@@ -148,8 +150,8 @@ def choose_tile(shape: Shape, rows: int, dtype: torch.dtype = torch.bfloat16) ->
 def choose_gathered_tile(k_dim: int, span: Visibility, seen: float = 0.0) -> BlockTile:
     """Return the tile for attention over gathered tokens. `seen` is the mean number of tokens that a query sees.
 
-    The tile has 8 warps if the registers of 4 warps cannot hold a block's outputs. Small heads read many tokens per
-    step; in a window they read few.
+    The tile has 8 warps if the registers of 4 warps are too few for the outputs of a block. Small heads read many
+    tokens per step, but few tokens in a window.
     """
     if k_dim <= 64 and span.windowed and span.size <= NARROW_WINDOW:
         return BlockTile(64, 32, 4, 3, 3)
@@ -171,8 +173,8 @@ def choose_backend(
 ) -> Backend:
     """Return the backend for the `chosen` rows, which have many queries. The other rows run over pages.
 
-    `span` is the layer's span, or full if no row is longer than the window. `plain` means no softcap, images or
-    scales. `cudnn` states whether cuDNN is available.
+    `span` is the layer's span, or full if no row is longer than the window. `plain` means that there are no
+    softcap, images or scales. `cudnn` states whether cuDNN is available.
     """
     gathers = (
         plain
@@ -209,8 +211,8 @@ def block_list(
     """Return three values for `attend_blocks`: the blocks of the `chosen` sequences, longest first; the list that
     joins split blocks; and the number of slots.
 
-    Long blocks are split until about `programs` programs can run at the same time. `reach` is, for each query, the
-    last token of its image.
+    Long blocks are split until about `programs` programs can run at the same time. `reach` contains, for each
+    query, the last token of its image.
     """
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     times = -(-queries * group // tile.rows)
@@ -272,8 +274,8 @@ def span_list(
 
 
 def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Ints) -> Lists:
-    """Return the copy list for `gather_pages`. Tokens [begins, ends) of each table row go to `into`, followed by
-    zeros up to `sizes`.
+    """Return the copy list for `gather_pages`. Tokens [begins, ends) of each table row are copied to `into`. Zeros
+    follow up to `sizes`.
     """
     times = -(-sizes // COPY_TOKENS)
     offset = _index_within(times) * COPY_TOKENS
@@ -291,7 +293,8 @@ def copy_list(table_rows: Ints, begins: Ints, ends: Ints, into: Ints, sizes: Int
 
 @dataclass(frozen=True, slots=True)
 class CudnnBatch:
-    """One cuDNN batch: consecutive `rows` of the step that have the same `context` and the same number of `queries`."""
+    """One cuDNN batch. It has consecutive `rows` of the step with the same `context` and the same number of
+    `queries`."""
 
     rows: Ints
     context: int
@@ -299,7 +302,7 @@ class CudnnBatch:
 
 
 def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
-    """Group the chosen rows into batches of equal size. Return no batch if any size is not round."""
+    """Group the chosen rows into batches of equal size. If any size is not round, return no batches."""
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     if (context_lengths % _even_size(context_lengths, 16)).any() or (queries % _even_size(queries, 32)).any():
         return []
@@ -313,19 +316,20 @@ def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
 
 
 def _even_size(tokens: Ints, parts: int) -> Ints:
-    """Return the unit of round sizes: the largest power of two below `tokens`, divided by `parts`, but at least 128."""
+    """Return the unit of round sizes. It is the largest power of two below `tokens`, divided by `parts`, but at
+    least 128."""
     exponents = np.log2(np.maximum(tokens, 1)).astype(np.int64)  # exact for powers of two up to 2**52
     return np.asarray(np.maximum((1 << exponents) // parts, 128), dtype=np.int64)
 
 
 def _index_within(times: Ints) -> Ints:
-    """Return the numbers 0, 1, … below each value of `times`, concatenated."""
+    """For each value n of `times`, return the numbers 0, 1, …, n - 1. The results are concatenated."""
     found: Ints = np.arange(times.sum()) - (np.cumsum(times) - times).repeat(times)
     return found
 
 
 def _count_visible_pairs(span: Visibility, tokens: Ints) -> Ints:
-    """Count the query-key pairs of a sequence with `tokens` tokens, all of which are queries."""
+    """Count the query-key pairs of a sequence with `tokens` tokens, in which every token is a query."""
     if span.kind == "chunked":
         rest = tokens % span.size
         return tokens // span.size * (span.size * (span.size + 1) // 2) + rest * (rest + 1) // 2

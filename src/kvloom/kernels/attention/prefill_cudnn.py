@@ -1,5 +1,5 @@
-"""Prefill by cuDNN. Pages are gathered into batches of equal rows. The causal part and the context part are merged by
-log-sum-exp.
+"""Prefill by cuDNN. Pages are gathered into batches of equal rows. The results for the causal part and for the
+context are merged by log-sum-exp.
 
 `prefill_backends.cudnn_batches` forms the batches. This module is independent of plans and of other backends.
 """
@@ -24,7 +24,7 @@ __all__ = ["CudnnPrefill", "PrefillCall", "gather_buffers"]
 
 @dataclass(frozen=True, slots=True)
 class PrefillCall:
-    """The call of one layer: its inputs and its output buffers. A buffer that is None is allocated when needed."""
+    """The inputs and output buffers of one layer's call. A buffer that is None is allocated when needed."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -36,7 +36,7 @@ class PrefillCall:
     lse: torch.Tensor | None
 
     def with_outputs(self) -> PrefillCall:
-        """Return a copy of the call whose output buffers are allocated."""
+        """Return a copy of the call with allocated output buffers."""
         out, lse = self.outputs()
         return replace(self, out=out, lse=lse)
 
@@ -51,7 +51,8 @@ class PrefillCall:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One cuDNN batch: the copies that gather its pages, and where its queries are in q."""
+    """One call of cuDNN, for several sequences. `copies` lists the tokens to gather from pages. `places` has the
+    positions of the queries in q."""
 
     group: CudnnBatch
     copies: torch.Tensor
@@ -60,7 +61,8 @@ class _Batch:
 
 
 class CudnnPrefill:
-    """The cuDNN batches of a step. They are built at the first call."""
+    """Computes the attention of a step with cuDNN. The first call divides the sequences of the step into batches, and
+    later layers reuse them."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -74,7 +76,7 @@ class CudnnPrefill:
         new_k: torch.Tensor | None,
         new_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention of the `chosen` rows. `new_k` and `new_v` are the new tokens' keys and values, if
+        """Compute attention of the `chosen` rows. `new_k` and `new_v` are the keys and values of the new tokens, if
         available.
         """
         at_hand = new_k is not None and new_v is not None
@@ -144,7 +146,7 @@ def gather_buffers(shape: Shape, q: torch.Tensor, tokens: int) -> tuple[torch.Te
 def _batched(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call cuDNN over [batch, tokens, heads, dim]. Return outputs in the same order of dimensions."""
+    """Run cuDNN over [batch, tokens, heads, dim]. Return outputs in the same order of dimensions."""
     out, lse = cudnn_attend(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, scale=scale
     )
@@ -152,5 +154,5 @@ def _batched(
 
 
 def _split(x: torch.Tensor, number: int, tokens: int) -> torch.Tensor:
-    """Return packed tokens as a batch of `number` equal rows. The result is a view."""
+    """Return packed tokens as a batch of `number` equal rows, without a copy."""
     return x.view(number, tokens, *x.shape[1:])

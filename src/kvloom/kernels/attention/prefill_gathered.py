@@ -1,4 +1,4 @@
-"""Prefill by tensor descriptors. The tokens of a row must be contiguous: they are gathered from pages, or, without
+"""Prefill by tensor descriptors, which need contiguous tokens. The tokens of a row are gathered from pages. Without
 context, the new tokens are read directly.
 
     tokens of a row    |-- outside every window --|-- context, visible --|---- new ----|
@@ -27,7 +27,10 @@ __all__ = ["GatheredPrefill"]
 
 @dataclass(frozen=True, slots=True)
 class _GatherPlan:
-    """The copies from pages, the number of copied tokens, and the blocks over the copy for each tile size."""
+    """The work of a gathered prefill: copy K and V out of the pages, then attend to the copies.
+
+    `copies` lists the runs of tokens to copy, and `tokens` is their total length. `blocks` lists the programs of the
+    attention kernel. Each program computes `tile.rows` query rows of one sequence."""
 
     copies: torch.Tensor
     tokens: int
@@ -36,7 +39,8 @@ class _GatherPlan:
 
 
 class GatheredPrefill:
-    """Attention of a step's rows under one span, planned at the first call. `tile` overrides the chosen tile."""
+    """Computes the attention of a step for layers with the visibility `span`. The first call makes the plan, and later
+    layers reuse it. `tile` overrides the chosen tile size."""
 
     def __init__(self, shape: Shape, span: Visibility, tile: BlockTile | None, device: torch.device) -> None:
         self.shape, self.span, self.tile, self.device = shape, span, tile, device
@@ -51,7 +55,7 @@ class GatheredPrefill:
         new_k: torch.Tensor | None,
         new_v: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention of the `chosen` rows. `new_k` and `new_v` are the new tokens' keys and values, if
+        """Compute attention of the `chosen` rows. `new_k` and `new_v` are the keys and values of the new tokens, if
         available.
         """
         out, lse = call.outputs()

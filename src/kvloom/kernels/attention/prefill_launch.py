@@ -1,4 +1,5 @@
-"""The launches of the prefill kernels: each function is one launch. Imports Triton; makes no choices."""
+"""The launches of the prefill kernels. Each function is one launch, and makes no choices. This module imports
+Triton."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def attend_blocks(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attend every block over its pages. Writes whole blocks to `out`, and pieces of split blocks to `parts`.
+    """Attend every block over its pages. Writes the results of whole blocks to `out`, and those of pieces of split
+    blocks to `parts`.
 
     `span` is the mask's span, or full if no row is longer than the window.
     """
@@ -180,7 +182,8 @@ def _descriptor(flat: torch.Tensor, tokens: int, columns: int) -> TensorDescript
 
 
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return the strides of the scales: per page, token and head, or per head only."""
+    """Return the strides of the scales per page, token and head. If scales are per head, the strides per page and
+    token are 0."""
     if scale is None:
         return 0, 0, 0
     return (

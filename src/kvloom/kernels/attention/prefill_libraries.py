@@ -6,9 +6,9 @@ our kernels.
 | FlashAttention-3 | `flash_attn_interface`, `vllm.vllm_flash_attn` or `fa3`  | full and sliding attention, softcap; dims to 256 |
 | FlashInfer       | `flashinfer`                                             | full attention; dims 64, 128, 256                |
 
-No library is required. The first step of each size class times all candidates on its own tensors, within
-milliseconds. The process keeps the result. `KVLOOM_ATTENTION_LIBRARIES` lists the allowed modules, separated by
-commas; an empty value allows none. This module does not depend on our plans and kernels.
+All libraries are optional. The first step of each size class times all candidates on its own tensors, which takes
+milliseconds. The process reuses the result. `KVLOOM_ATTENTION_LIBRARIES` lists the allowed modules, separated by
+commas. An empty value allows none. This module does not depend on our plans and kernels.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ Result = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PagedCall:
-    """The attention call of one layer: its inputs and its output buffer. If the buffer is None, the library allocates
-    it.
-    """
+    """The inputs and the output buffer of one layer's call. If the buffer is None, the library allocates it."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -84,14 +82,14 @@ class LibraryStep:
 
 
 class Library(Protocol):
-    """The interface to a library: causal attention of packed rows over pages. The last query of a row sees all its
-    tokens.
+    """The interface to a library, which computes causal attention of packed rows over pages. The last query of a
+    row sees all tokens of the row.
     """
 
     name: str
 
     def supports(self, shape: Shape, dtype: torch.dtype, span: Visibility, softcap: float | None) -> bool:
-        """Return whether the library supports such layers on this machine."""
+        """Return whether the library supports layers of this kind on this machine."""
         ...
 
     def attend(self, step: LibraryStep, call: PagedCall) -> Result:
@@ -225,7 +223,8 @@ def installed_libraries() -> tuple[Library, ...]:
 def size_class(
     shape: Shape, dtype: torch.dtype, span: Visibility, softcap: float | None, rows: QueryRows
 ) -> Hashable:
-    """Return the key under which a measurement is kept: one shape, and step sizes within a factor of two."""
+    """Return the key under which a measurement is stored. Steps with the same shape, and with sizes within a factor
+    of two, have the same key."""
     queries = rows.queries
     sizes = (
         int((queries > 0).sum()),
@@ -242,10 +241,10 @@ _FASTEST: dict[Hashable, str] = {}
 def measure_fastest(
     key: Hashable, candidates: Mapping[str, Callable[[], Result]], device: torch.device
 ) -> str:
-    """Return the fastest candidate for `key`. The first call times all candidates and keeps the result.
+    """Return the fastest candidate for `key`. The first call times all candidates and stores the result.
 
-    A candidate that fails, or whose result differs from the first candidate's, is excluded with a warning. During
-    graph capture nothing is timed or kept, and the first candidate is returned.
+    A candidate is excluded with a warning if it fails, or if its result differs from that of the first candidate.
+    During graph capture nothing is timed or stored, and the first candidate is returned.
     """
     if key in _FASTEST and _FASTEST[key] in candidates:
         return _FASTEST[key]

@@ -1,8 +1,8 @@
 """Attention over pages in plain torch, in float32 or float64. It is the oracle: every kernel must compute the same
 results.
 
-Rows are packed: the queries of sequence i are `starts[i]` to `starts[i + 1]` of q. They belong to its last tokens.
-This module does not depend on models or the pool.
+Rows are packed. The queries of sequence i are `starts[i]` to `starts[i + 1]` of q, and belong to the last tokens of
+the sequence. This module does not depend on models or the pool.
 
 | argument   | shape               | meaning                                                              |
 |------------|---------------------|----------------------------------------------------------------------|
@@ -57,10 +57,11 @@ def attend(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs [queries, heads, dim of v] and the natural log-sum-exp of scores [queries, heads]. A query that
-    sees no token has output 0 and log-sum-exp minus infinity. `k_scale` and `v_scale` are pages of scales ([pages, b,
-    kv]) or one scale per head ([kv]). Rows of similar size are computed in one batch. The number of torch calls grows
-    with the bytes read, not with the number of rows.
+    """Return outputs [queries, heads, dim of v] and the natural log-sum-exp of scores [queries, heads].
+
+    A query that sees no token has output 0 and log-sum-exp minus infinity. `k_scale` and `v_scale` are pages of
+    scales ([pages, b, kv]) or one scale per head ([kv]). Rows of similar size are computed in one batch. The number
+    of torch calls grows with the bytes read, not with the number of rows.
     """
     bounds, counted = starts.tolist(), lengths.tolist()
     _check(q, k, v, tables, bounds, counted)
@@ -122,7 +123,8 @@ _SCRATCH = _Scratch()
 
 
 class _Rows:
-    """The sequences of a call: where their queries begin, how many they are, and the position of the first query."""
+    """The sequences of a call. For each one: the first query in q, the number of queries, and the position of the
+    first query."""
 
     __slots__ = ("begins", "context_lengths", "lengths", "queries")
 
@@ -133,7 +135,8 @@ class _Rows:
 
 
 class _Pieces(NamedTuple):
-    """Pieces of the queries of one sequence each, as parallel arrays. `block` is the first block that a piece sees."""
+    """Pieces of rows, as parallel arrays. A piece has consecutive queries of one sequence. `block` is the first
+    block that a piece sees."""
 
     row: Ints
     query: Ints
@@ -144,7 +147,7 @@ class _Pieces(NamedTuple):
 
 
 def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
-    """Split every row with queries into pieces. A row whose scores fit into the budget is one piece."""
+    """Split every row with queries into pieces. If the scores of a row fit into the budget, the row is one piece."""
     row = ((rows.queries > 0) & (rows.lengths > 0)).nonzero()[0]
     count, position, query = rows.queries[row], rows.context_lengths[row], rows.begins[row]
     most = (
@@ -167,7 +170,8 @@ def _cut(rows: _Rows, layer: _Layer) -> _Pieces:
 
 
 def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
-    """Group pieces of similar size: within a factor of two in queries and, if padding is large, in blocks."""
+    """Group pieces of similar size. The numbers of queries in a group differ at most by a factor of two. If padding
+    is large, this also applies to the numbers of blocks."""
     sizes = np.ceil(np.log2(pieces.queries))
     order = np.lexsort((-pieces.blocks, sizes))
     q, k, v = layer.q, layer.k, layer.v
@@ -187,14 +191,14 @@ def _batches(pieces: _Pieces, layer: _Layer) -> Iterator[_Pieces]:
 
 
 def _select(pieces: _Pieces, chosen: npt.NDArray[np.intp]) -> _Pieces:
-    """Return the chosen pieces in query order, so that a batch of all pieces needs no reordering."""
+    """Return the chosen pieces, ordered by query. A batch of all pieces then needs no reordering."""
     chosen = np.sort(chosen)
     return _Pieces(*(column[chosen] for column in pieces))
 
 
 def _places(pieces: _Pieces) -> tuple[Ints, Bools]:
-    """Return the index in q of every query of every piece, and whether it is a query or padding. Both are [pieces,
-    longest piece].
+    """Return the index in q of every query of every piece, and whether the entry is a query or padding. Both are
+    [pieces, longest piece].
     """
     step = np.arange(pieces.queries.max())
     real = step < pieces.queries[:, None]
@@ -263,15 +267,15 @@ def _attend(
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    """Multiply per head; all tensors are [kv, n, …]. Gathered heads are interleaved, so one product over all heads
-    would copy them.
+    """Multiply the matrices of each head. All tensors are [kv, n, …]. Gathered heads are interleaved, so one
+    product over all heads would copy them.
     """
     for a, b, target in zip(left.unbind(), right.unbind(), out.unbind(), strict=True):
         torch.bmm(a, b, out=target)
 
 
 def _visible(mask: Mask, rows: _Rows, pieces: _Pieces, query: Ints, real: Bools, block_tokens: int) -> Bools:
-    """Return which tokens each query sees: [n, c, t]. Tokens count from the first block of the piece."""
+    """Return which tokens each query sees: [n, c, t]. Token positions count from the first block of the piece."""
     position = np.where(real, pieces.position[:, None] + np.arange(real.shape[1]), -1)[:, :, None]
     token = (pieces.block * block_tokens)[:, None, None] + np.arange(pieces.blocks.max() * block_tokens)
     seen: Bools = token <= position
@@ -304,8 +308,8 @@ def _page_ids(tables: torch.Tensor, pieces: _Pieces) -> torch.Tensor:
 
 
 def _gather(name: str, pages: torch.Tensor, ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the pages in the accumulator's dtype. The copy is made of bytes, because torch cannot index
-    fp8 everywhere.
+    """Return a copy of the pages in the accumulator's dtype. Pages are copied as bytes, because torch cannot index
+    fp8 on all devices.
     """
     kept = torch.uint8 if pages.dtype == torch.float8_e4m3fn else pages.dtype
     shape, dtype = (len(ids), *pages.shape[1:]), accumulator_dtype(like)

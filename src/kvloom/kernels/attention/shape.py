@@ -1,5 +1,5 @@
-"""The attention shape of a layer, and the argument checks of the GPU kernels. Contains no kernels and allocates
-nothing.
+"""The attention shape of a layer, and the argument checks of the GPU kernels. This module contains no kernels and
+allocates nothing.
 
     q [queries, heads, k_dim]   k [pages, block, kv_heads, k_dim]   v [pages, block, kv_heads, v_dim]
 
@@ -40,8 +40,8 @@ def plan_capacity(rows: int) -> int:
 
 
 def split_dim(dim: int) -> tuple[int, int]:
-    """Split a head dimension into two powers of two (80 = 64 + 16), so that no lane loads padding. The second may be
-    0.
+    """Split a head dimension into two powers of two (80 = 64 + 16), so that no lane loads padding. The second
+    number may be 0.
     """
     high = 1 << dim.bit_length() - 1
     return high, dim - high
@@ -110,8 +110,8 @@ def check_call(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> int:
-    """Raise ValueError for an unsupported call. Return how pages are scaled: 0 unscaled, 1 per head, 2 per token and
-    head.
+    """Raise ValueError for an unsupported call. Return the kind of page scales: 0 for none, 1 for one per head, 2
+    for one per token and head.
     """
     if q.dim() != 3 or q.shape[1:] != (shape.heads, shape.k_dim):
         raise ValueError(f"q {tuple(q.shape)} is not [queries, {shape.heads}, {shape.k_dim}]")

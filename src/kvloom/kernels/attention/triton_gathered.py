@@ -72,8 +72,8 @@ def _gathered_step(
     i, t0, k_at, v_at, q0, q1, peak, weight, acc, first, last, end, factor, K0, K1, V,
     DK0: tl.constexpr, DK1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, CHECK: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Attend to BN tokens at `i` for the block. CHECK: some rows do not see every token. LAST: the sequence may end
-    inside the tile, so the tile may contain tokens of the next sequence.
+    """Attend to BN tokens at `i` for the block. CHECK states that some rows do not see every token. LAST states
+    that the sequence may end inside the tile. The tile may then contain tokens of the next sequence.
     """
     scores = tl.dot(q0, K0.load([t0 + i, k_at]).T, tl.zeros([BM, BN], tl.float32))
     if DK1 > 0:
@@ -102,11 +102,11 @@ def attend_gathered(
     CAUSAL: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, FEW: tl.constexpr, SINK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend blocks over K and V, which are stored as [tokens, heads * dim] and read by tensor descriptors. Grid:
+    """Attend blocks over K and V. Both are stored as [tokens, heads * dim] and read by tensor descriptors. Grid:
     (blocks * HEADS).
 
-    Positions count from the first gathered token of a sequence. In a window, that is the first token that its first
-    query sees. FEW: the window has few tiles, so one loop checks every tile.
+    Positions count from the first gathered token of a sequence. In a window, this is the first token that the first
+    query sees. FEW states that the window has few tiles, so one loop checks every tile.
     """
     head = tl.program_id(0) % HEADS
     block = LIST + tl.program_id(0) // HEADS * SPAN_WIDTH
@@ -194,10 +194,10 @@ def merge_parts(
     out_token, out_head, lse_token, lse_head,
     HEADS: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BOTH: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """Merge attention over two sets of tokens by their natural log-sum-exps. Copies from batches to packed queries.
-    Grid: (longest, places).
+    """Merge attention over two sets of tokens by their natural log-sum-exps. Copies the results from batches to
+    packed queries. Grid: (longest, places).
 
-    Without BOTH there is one set: its results are copied and combined with the sinks.
+    Without BOTH there is only one set. Its results are copied and combined with the sinks.
     """
     place = PLACES + tl.program_id(1) * PLACE_WIDTH
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""The mask rule of every layer kind, for kernels. A new kind adds one branch here and one number in
+"""The mask rule of every layer kind, for kernels. To add a kind, add one branch here and one number to
 `mask.SPAN_NUMBERS`.
 """
 

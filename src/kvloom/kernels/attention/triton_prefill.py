@@ -31,7 +31,8 @@ def softmax_step(scores, factor, peak, weight, SCALED: tl.constexpr, CHECK: tl.c
     """Compute one step of a running softmax in powers of two. Return the weights, the factor for the old sums, the
     new peak and the new sum.
 
-    Unless SCALED, the scores are multiplied by `factor` (positive), together with the subtraction in the exponent.
+    If SCALED is set, the scores are already multiplied by the positive `factor`. Otherwise this function multiplies
+    them.
     """
     if SCALED:
         top = tl.maximum(peak, tl.max(scores, 1))
@@ -57,8 +58,8 @@ def page_step(
     BN: tl.constexpr, WINDOW: tl.constexpr, IMAGES: tl.constexpr, SOFTCAP: tl.constexpr, SCALES: tl.constexpr,
     LATENT: tl.constexpr, TURNED: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Attend to BN tokens at `t` of one table row, as far as they are in [lo, hi). Without CHECK every row sees every
-    token.
+    """Attend to the tokens of one table row from `t` to `t + BN` that are in [lo, hi). Without CHECK every row sees
+    every token.
     """
     ok = (t >= lo) & (t < hi)
     page = load_pages(TABLE, t, ok, lo, hi, PAGE, TURNED, CHECK)
@@ -125,8 +126,8 @@ def attend_blocks(
     SOFTCAP: tl.constexpr, SINK: tl.constexpr, SCALES: tl.constexpr, LATENT: tl.constexpr, TURNED: tl.constexpr,
     EXACT: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend one block, or one piece of a split block, for one KV head. Grid: (blocks * HEADS). Pieces go to their
-    slots.
+    """Attend one block, or one piece of a split block, for one KV head. Grid: (blocks * HEADS). The results of a
+    piece are written to its slot.
     """
     head = tl.program_id(0) % HEADS
     block = BLOCKS + tl.program_id(0) // HEADS * BLOCK_WIDTH

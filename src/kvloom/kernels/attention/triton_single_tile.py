@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """Attention of few query rows over pages, for short sequences. One loop processes a lane's part of the work list.
 
-With short sequences, starting and ending tiles takes most of the time. This kernel loads the queries with every unit,
-so the next tile's loads overlap the end of the current tile. It supports segments of one tile and pages of 16 or 32
-bits, but no shared runs.
+With short sequences, starting and ending tiles takes most of the time. This kernel loads the queries with every
+unit, so the loads of the next tile overlap the end of the current tile. It supports segments of one tile and pages
+of 16 or 32 bits, but no shared runs.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ READ_AHEAD = 8
 
 @triton.jit
 def _peek(pointer):
-    """Read an int32 of the list, on a GPU by inline assembly. In a pipelined loop `tl.load` would read several stages
-    ahead. That is impossible here, because the next address depends on the value.
+    """Read an int32 of the list. On a GPU this uses inline assembly. In a pipelined loop, `tl.load` would read
+    several stages ahead, but the next address depends on this value.
     """
     if INTERPRETED:
         return tl.load(pointer)
@@ -55,8 +55,8 @@ def _peek(pointer):
 def _store_here(pointers, values, ok):
     """Store values directly from registers, a few bytes each.
 
-    A tile stores little at its end. Going through shared memory would cost barriers, and memory that the loop needs
-    for its buffers.
+    A tile stores few values at its end. A store through shared memory would cost barriers, and memory that the loop
+    needs for its buffers.
     """
     if INTERPRETED:
         tl.store(pointers, values, mask=ok)
@@ -90,9 +90,9 @@ def attend_single_tiles(
     SINGLE: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
     TURNED: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Process one head's part of a lane's stretch. `SINGLE`: every segment has one query.
+    """Process one head's part of a lane's stretch. `SINGLE` states that every segment has one query.
 
-    Whole tiles are written to OUT, and pieces of split tiles to PART, as in `attend_tiles`.
+    Results of whole tiles are written to OUT, and results of pieces of split tiles to PART, as in `attend_tiles`.
     """
     if OVERLAP:
         launch_dependents()

@@ -80,10 +80,11 @@ def attend_tiles(
     PHASES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, SMALL: tl.constexpr,
     BESIDE: tl.constexpr, NATIVE: tl.constexpr, TOLL: tl.constexpr,
 ):  # fmt: skip
-    """Process one head's part of a lane's stretch. Whole tiles are written to OUT if DIRECT.
+    """Process one head's part of a lane's stretch. If DIRECT is set, results of whole tiles are written to OUT.
 
-    `SHARED`: queries are listed in MEMBERS, else they are consecutive in q. `SCALES`: 0 none, 1 per head, 2 per token
-    and head. `PHASES`: units that every row sees run without a mask; this helps if masking costs arithmetic.
+    With `SHARED`, MEMBERS lists the queries, otherwise queries are consecutive in q. `SCALES` is 0 for none, 1 for
+    one per head, 2 for one per token and head. With `PHASES`, units that every row sees run without a mask, which
+    helps if masking costs arithmetic.
     """
     if OVERLAP:
         launch_dependents()

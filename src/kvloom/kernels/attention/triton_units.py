@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
-"""One unit of attention: adds BN tokens of a table row to the running softmax of a tile's query rows. `step` handles
-pages of 16 and 32 bits, and 8-bit pages that it converts to 16 bits in registers. `step_8bit` handles 8-bit pages
-that the tensor cores read directly.
+"""One unit of attention: adds BN tokens of a table row to the running softmax of a tile's query rows.
+
+`step` handles pages of 16 and 32 bits. It also handles 8-bit pages, which it converts to 16 bits in registers.
+`step_8bit` handles 8-bit pages that the tensor cores read directly.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def _log2(x):
-    """Return the base-2 logarithm of normal numbers with an error of 2^-22. It is one instruction; `tl.log2` is
-    twenty.
+    """Return the base-2 logarithm of normal numbers with an error of 2^-22. Takes one instruction, and `tl.log2`
+    takes twenty.
     """
     if INTERPRETED:
         return tl.log2(x)
@@ -46,10 +47,12 @@ def _log2(x):
 
 @triton.jit
 def load_pages(TABLE, t, ok, lo, hi, PAGE: tl.constexpr, RUNS: tl.constexpr, CHECK: tl.constexpr):
-    """Return the page of each token of a unit, and 0 for tokens outside [lo, hi) (not `ok`).
+    """Return the page id of each token position in `t`, read from the block table TABLE.
 
-    With RUNS, one load reads the values of 16 adjacent tokens from the address of the first. All 16 therefore get the
-    page if any of them is inside. A page contains a multiple of 16 tokens.
+    `ok` marks the positions inside [lo, hi). Other positions get page 0. With RUNS, the test is made for whole runs of
+    16 positions: if any position of a run is inside [lo, hi), all 16 get their page id. The later load of values needs
+    this, because it loads a run from the address of its first token. A page contains a multiple of 16 tokens, so a run
+    is inside one page. Without CHECK nothing is tested, and every position gets its page id.
     """
     if CHECK:
         if RUNS:
@@ -81,8 +84,8 @@ def load_rows(base, offsets, ok, WIDTH_: tl.constexpr, START: tl.constexpr, CHEC
 
 @triton.jit
 def _load_turned(base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, CHECK: tl.constexpr):
-    """Load values [WIDTH_, tokens] whose token dimension is dense in memory. The load has no mask, so that adjacent
-    tokens are loaded together. Unwritten values, which may be NaN, are replaced afterwards.
+    """Load values [WIDTH_, tokens] whose token dimension is dense in memory. The load has no mask, so adjacent
+    tokens are loaded together. Afterwards unwritten values, which may be NaN, are replaced.
     """
     column = START + tl.arange(0, WIDTH_)
     turned = tl.load(base + column[:, None] * v_column + offsets[None, :])
@@ -96,8 +99,8 @@ def load_values(
     base, offsets, ok, v_column, WIDTH_: tl.constexpr, START: tl.constexpr, TURNED: tl.constexpr, CHECK: tl.constexpr,
     SMALL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Return the values of a unit: [WIDTH_, tokens] if SMALL, else [tokens, WIDTH_]. TURNED: the token dimension is
-    dense in memory.
+    """Return the values of a unit: [WIDTH_, tokens] if SMALL, else [tokens, WIDTH_]. TURNED states that the token
+    dimension is dense in memory.
     """
     if TURNED:
         turned = _load_turned(base, offsets, ok, v_column, WIDTH_, START, CHECK).to(DTYPE)
@@ -226,8 +229,8 @@ def step(
 
 @triton.jit
 def two_parts(x, DTYPE: tl.constexpr):
-    """Split `x` (at most MOST) into two numbers of 8 bits each, [..., 2], before conversion to DTYPE. x = high + low
-    / LOW; the error is no larger than with 16 bits.
+    """Split `x` (at most MOST) into two numbers of 8 bits each, [..., 2], before conversion to DTYPE. x = high +
+    low / LOW. The error is at most that of 16 bits.
     """
     if DTYPE == tl.int8:
         # Adding this constant last leaves the integer in the lowest bits of the sum, which saves a
@@ -242,8 +245,9 @@ def two_parts(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _one_part(x, DTYPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Add the products with the high and the low part, which are side by side ([A, 2 * B]). In int8 the result is
-    `LOW_INT8` times too large. It is a sum of integers, below 2^31 for 256 products.
+    """Join the products of both parts of `two_parts`. `x` is [A, 2 * B] and contains the products of the high and
+    the low part of each number next to each other. In int8, the result is an integer that is `LOW_INT8` times too
+    large. It is below 2^31 for 256 products.
     """
     high, low = tl.split(tl.reshape(x, [A, B, 2]))
     if DTYPE == tl.int8:
@@ -257,8 +261,8 @@ def _load_unit(
     V, TABLE, begin, t, page, ok, right, v_page, v_token, v_column, WIDTH_: tl.constexpr, START: tl.constexpr,
     PAGE: tl.constexpr, BN: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
-    """Load the values of a unit, [WIDTH_, tokens], whose token dimension is dense in memory. Short pages are read one
-    by one, so that adjacent threads read adjacent bytes of a page.
+    """Load the values of a unit, [WIDTH_, tokens]. Their token dimension is dense in memory. Short pages are read
+    one by one, so that adjacent threads read adjacent bytes of a page.
     """
     if PAGE < 64:
         block = begin // PAGE + tl.arange(0, BN // PAGE)
@@ -283,7 +287,7 @@ def step_8bit(
     BM: tl.constexpr, BN: tl.constexpr, BOUNDS: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALES: tl.constexpr, CHECK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Process one unit of 8-bit pages whose token dimension is dense in V, for few rows. The tensor cores read K and
+    """Process one unit of 8-bit pages for few rows. The token dimension of V is dense. The tensor cores read K and
     V directly.
 
     Queries and weights are split into two 8-bit parts, so no precision is lost. `q_size` scales the products of

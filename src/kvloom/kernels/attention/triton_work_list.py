@@ -58,7 +58,8 @@ SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # smaller scales are replaced 
 
 @triton.jit
 def with_sink(norm, log, SINKS, head, mine):
-    """Return the softmax's norm and base-2 logarithm after adding the sink, a logit without a value."""
+    """Return the norm of the softmax and its base-2 logarithm after the sink is added. A sink is a logit without a
+    value."""
     sink = tl.load(SINKS + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
     top = tl.maximum(log, sink)
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -72,8 +73,8 @@ def _lay_out(
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Order the segments that have work, and find the segment where each lane begins. `places` is the index of each
-    segment in that order, -1 for none.
+    """Order the segments that have work, and find the first segment of each lane. `places` is the index of each
+    segment in that order, or -1 for a segment without work.
     """
     some = ok & (hi > lo) & (count > 0)
     units = tl.where(some, tl.cdiv(hi - lo // PAGE * PAGE, BN) + TOLL, 0)
@@ -109,8 +110,8 @@ def plan_rows(
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
     SIZE: tl.constexpr, QUERIES: tl.constexpr, ROOM: tl.constexpr, BEGIN: tl.constexpr,
 ):  # fmt: skip
-    """Make one segment per sequence: the tokens that its queries see. If shared segments cover the first tokens, the
-    segment starts at `begin`. Run by one program, once per step.
+    """Make one segment per sequence, which contains the tokens that its queries see. If shared segments cover the
+    first tokens, the segment starts at `begin`. Run by one program, once per step.
     """
     at = tl.arange(0, CAPACITY)
     ok = at < sequences
@@ -137,9 +138,11 @@ def plan_rows(
 def plan_visible_runs(
     given, number, members, tokens, seen, SPAN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Shorten the `given` segments to the part that windows see, from the first token that any member sees.
+    """Shorten the `given` segments to the tokens that windows see. A segment then starts at the first token that
+    any member sees.
 
-    The segment uses the block table of that member, because it keeps its pages longest. One program per segment.
+    The segment uses the block table of that member, because that member keeps its pages longest. Run by one program
+    per segment.
     """
     at = tl.program_id(0)
     if at < tl.load(number):
@@ -170,8 +173,8 @@ def plan_segments(
     LANES: tl.constexpr, LEAST: tl.constexpr, TOLL: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Make the list from the `given` segments ([capacity, 5]: row, lo, hi, count, first). `number` is their count, on
-    the device.
+    """Make the work list from the `given` segments ([capacity, 5]: row, lo, hi, count, first). `number` is their
+    count, on the device.
     """
     at = tl.arange(0, CAPACITY)
     ok = at < tl.load(number)
@@ -241,8 +244,8 @@ def merge_split(
     """Merge the pieces of split tiles, with one program for each split, head and row. A sequence that sees no token
     gets zeros.
 
-    The program of a tile's first split merges; the others return. Programs are small, so that all of them can wait on
-    the device while the previous launch runs.
+    Only the program of a tile's first split merges. The other programs return. Programs are small, so that all of
+    them can wait on the device while the previous launch runs.
     """
     cut = tl.program_id(0) + 1
     head = tl.program_id(1)
@@ -295,11 +298,12 @@ def plan_sources(
     SEGMENTS, PLACES, S_SEGMENTS, S_PLACES, LEVELS, TOKENS, STARTS, SOURCES, sequences, rows, count,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the segments that contain results of each query token, its own segment first. SOURCES is [tokens, 1 +
-    depth, 4]: units (0 for none), units and tiles before the segment, and the token's index in it.
+    """Find the segments that contain results of each query token: first its own segment, then its shared segments.
+    SOURCES is [tokens, 1 + depth, 4]. It contains four numbers for each segment: its number of units (0 for none),
+    the units before it, the tiles before it, and the index of the token in the segment.
 
-    LEVELS ([depth, sequences, 2]) has a shared segment (-1 for none) and the index of the sequence's first query in
-    it.
+    LEVELS ([depth, sequences, 2]) contains a shared segment (-1 for none) and the index of the sequence's first
+    query in that segment.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = token < count
@@ -334,7 +338,8 @@ def merge_levels(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     S_BM: tl.constexpr, DEPTH: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Join, for each query token and head, its own pieces and those of every shared segment above it."""
+    """For each query token and head, join the pieces of its own segment with those of every shared segment above
+    it."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     column = tl.arange(0, COLUMNS)

@@ -1,5 +1,5 @@
 """The decode work list: the choice of a tile, the device memory of the list, and the launches of one layer. A fixed
-rule chooses the tile from the shape and the number of rows; nothing is tuned at run time.
+rule chooses the tile from the shape and the number of rows. There is no tuning at run time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ UNIT_BYTES = 36 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a launch divides its work: query `rows` by `tokens`, warps and stages of a program, and the number of
+    """The division of work in a launch: query `rows` by `tokens`, warps and stages of a program, and the number of
     concurrent programs.
 
-    A program takes at least `min_units` units. Starting a tile costs as much as `overhead_units` units; 0 selects the
-    single-tile kernel.
+    A program takes at least `min_units` units. Starting a tile costs as much as `overhead_units` units. 0 selects
+    the single-tile kernel.
     """
 
     rows: int
@@ -46,10 +46,10 @@ class Tile:
 def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = False) -> Tile:
     """Return the tile for `rows` query rows per KV head. The rule was tuned on an H200.
 
-    Few rows are bound by memory: units have about 32 KiB, with three in flight and two programs per multiprocessor.
-    8-bit values in long pages run faster with three programs of two units, which hides arithmetic. Many rows are
-    bound by arithmetic and get tall tiles. `beside` states that two launches share the multiprocessors, so each
-    uses fewer programs.
+    Few rows are bound by memory. Their units have about 32 KiB, with three in flight and two programs per
+    multiprocessor. 8-bit values in long pages run faster with three programs of two units, which hides arithmetic.
+    Many rows are bound by arithmetic and get tall tiles. `beside` states that two launches share the
+    multiprocessors, so each uses fewer programs.
     """
     if device.type != "cuda":
         # Triton's interpreter: tiles are small, so that tests split every kind of work.
@@ -88,7 +88,7 @@ def choose_tile(shape: Shape, rows: int, device: torch.device, beside: bool = Fa
 def uses_single_tile_kernel(shape: Shape, rows: int) -> bool:
     """Return whether tiles of `rows` rows run in the single-tile kernel, which loads the queries with every unit.
 
-    It is faster for small queries, if shared memory still holds two programs.
+    This kernel is faster for small queries, if shared memory is large enough for two programs.
     """
     return rows <= 16 and max(shape.k_dim, shape.v_dim) <= 128 and shape.dtype not in QUANTISED_DTYPES
 
@@ -156,11 +156,13 @@ class LayerCall:
         members: torch.Tensor | None = None,
         beside: bool = False,
     ) -> None:
-        """Attend every tile of the list. `bounds` selects which bounds of a row to check (1 last token, 2 first
-        token).
+        """Launch the attention kernel for every tile of the work list.
 
-        `direct` writes whole tiles to `out`. `members` lists the queries; without it they are consecutive. `beside`
-        overlaps the previous launch, and waits for it at the end.
+        `bounds` is a bit mask of the limits that the kernel checks for each row: 1 the last visible
+        token, 2 the first visible token, 3 both. A tile whose tokens were all read by one program has a final result. With `direct` it
+        is written to `out`. All other results are partial, and are written to `work.parts`. `members` contains the
+        indices of the queries that read a shared prefix. Without `members`, the queries of a tile are consecutive. With
+        `beside`, this launch runs at the same time as the launch before it, and ends only after that one has ended.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         k_scale = self.q if self.k_scale is None else self.k_scale
@@ -200,8 +202,9 @@ class LayerCall:
         )  # fmt: skip
 
     def attend_single_tiles(self, work: WorkList, queries: int, bounds: int) -> None:
-        """Attend every tile of a list whose segments have one tile each, in one loop. Whole tiles are written to
-        `out`.
+        """Launch the single-tile kernel, for a work list in which every segment has one tile. A tile whose tokens were
+        all read by one program has a final result, which is written to `out`. Results of split tiles are partial, and
+        are written to `work.parts`.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         dk0, dk1 = split_dim(shape.k_dim)
@@ -224,8 +227,8 @@ class LayerCall:
         )  # fmt: skip
 
     def merge_split(self, work: WorkList, starts: torch.Tensor, queries: int) -> None:
-        """Merge the partial results of split tiles. On a GPU the launch starts while `attend_tiles` still runs, and
-        waits for it.
+        """Merge the partial results of split tiles. On a GPU this launch starts while `attend_tiles` still runs,
+        and waits for its results.
         """
         shape, tile = self.shape, work.tile
         columns = triton.next_power_of_2(shape.v_dim)

@@ -3,9 +3,10 @@
     with BatchInvariant():
         model(...)
 
-Matrix products and sums along rows are replaced by those of `products`. Element-wise operations, row-wise operations
-and data movement still run in torch. Any other operation raises ValueError with its name. The mode does not intercept
-our own kernels. Dispatch costs a few microseconds per operation, and nothing in a captured graph.
+Matrix products and sums along rows are replaced by those of `products`. Element-wise operations, row-wise
+operations and data movement still run in torch. Any other operation raises ValueError with its name. The mode does
+not intercept kvloom's own kernels. Dispatch costs a few microseconds per operation, and nothing in a captured
+graph.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def _is_batch_invariant(operation: OpOverload) -> bool:
 
 
 class BatchInvariant(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, the results of a row do not depend on its batch. An operation that could break this raises
+    """A context in which the results of a row do not depend on its batch. An operation that could break this raises
     ValueError.
     """
 

@@ -1,5 +1,5 @@
-"""Batch-invariant matrix products and sums: the result of a row is bit-identical in any batch. Triton kernels for
-CUDA tensors.
+"""Batch-invariant matrix products and sums, as Triton kernels for CUDA tensors. The result of a row is
+bit-identical in any batch.
 
 The tile size does not depend on the number of rows. Large products use larger tiles only if a test on random input
 gave identical bits on this device.
@@ -66,8 +66,8 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
 
 
 def grouped_product(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of a [m, k] by groups: the rows of group i end at `offsets[i]` and are multiplied by b[i]
-    ([groups, k, n]). The offsets stay on the device.
+    """Multiply groups of rows of a [m, k] by different matrices. The rows of group i end at `offsets[i]` and are
+    multiplied by b[i] ([groups, k, n]). The offsets stay on the device.
     """
     return _launch(a, b, None, _small_tile(b.shape[-1], a.dtype), offsets)
 

@@ -92,15 +92,15 @@ class FinishedEvent:
 class Copier:
     """Copies pages of one size between a pool and host memory, each batch in one call.
 
-    The first `page_bytes` bytes of every page are copied. To copy only some consecutive layers, pass the buffer from
-    their first byte on: `Copier(buffer[offset:], page_stride, run_bytes)`.
+    The first `page_bytes` bytes of every page are copied. To copy only some consecutive layers, pass the buffer
+    from their first byte on: `Copier(buffer[offset:], page_stride, run_bytes)`.
 
-    On CUDA a call only enqueues and returns an event: `query()` polls it, `synchronize()` blocks, `wait(stream)`
-    makes a stream wait. Until the event completes, the caller must keep `host`, pool and copier alive. It must not
-    access the host rows or the pages of a scatter, and must not overwrite the pages of a gather. A copy starts after
-    all work queued on the current stream, or after the event `after`. Gathers and scatters use separate streams and
-    overlap. Calls of one direction run in order; only one thread at a time may make them. The first staged copy of a
-    direction allocates 32 MiB of device memory.
+    On CUDA a call only enqueues the copy and returns an event. `query()` polls the event, `synchronize()` blocks,
+    and `wait(stream)` makes a stream wait. Until the event completes, the caller must keep `host`, pool and copier
+    alive. It must not access the host rows or the pages of a scatter, and must not overwrite the pages of a gather.
+    A copy starts after all work queued on the current stream, or after the event `after`. Gathers and scatters use
+    separate streams and overlap. Calls of one direction run in order, and only one thread at a time may make them.
+    The first staged copy of a direction allocates 32 MiB of device memory.
     """
 
     def __init__(self, buffer: torch.Tensor, page_stride: int, page_bytes: int | None = None) -> None:
@@ -122,8 +122,8 @@ class Copier:
         method: Method | None = None,
         trusted: bool = False,
     ) -> torch.cuda.Event | FinishedEvent:
-        """Copy page `pages[i]` to row `rows[i]` of `host`, or to row i without `rows`. `host` is [rows, page_bytes]
-        uint8, pinned on CUDA.
+        """Copy page `pages[i]` to row `rows[i]` of `host`. Without `rows`, copy to row i. `host` is [rows,
+        page_bytes] uint8, pinned on CUDA.
 
         `trusted` skips the check that the rows are distinct.
         """
@@ -144,7 +144,7 @@ class Copier:
         after: torch.cuda.Event | None = None,
         method: Method | None = None,
     ) -> torch.cuda.Event | FinishedEvent:
-        """Copy row `rows[i]` of `host`, or row i without `rows`, to page `pages[i]`."""
+        """Copy row `rows[i]` of `host` to page `pages[i]`. Without `rows`, copy row i."""
         target = _ByteRows(self._pages, _checked(pages, len(self._pages), "page", once=True))
         source = _ByteRows(host, self._host_rows(host, rows, len(target.ids)))
         if self._in is None:
@@ -241,7 +241,7 @@ class _ByteRows:
 
 
 class _StagedLane:
-    """The streams of one direction and its two staging buffers. One buffer fills while the other empties."""
+    """The streams of one direction and its two staging buffers. One buffer is filled while the other is emptied."""
 
     def __init__(self, device: torch.device) -> None:
         # The priority is higher than that of the model's kernels: a copy needs few multiprocessors but must
@@ -253,7 +253,7 @@ class _StagedLane:
         self._turn = 0
 
     def gather(self, source: _ByteRows, target: _ByteRows, stream: torch.cuda.Stream) -> None:
-        """Pack rows on one stream, and copy them to the host on the other."""
+        """Pack rows on one stream, and copy them to the host on the other stream."""
         self._packer.wait_stream(stream)
         with torch.cuda.stream(self._packer):
             # One upload for all ids: a copy from pageable memory waits for all earlier work of the stream.
@@ -269,7 +269,7 @@ class _StagedLane:
                 free.record(stream)
 
     def scatter(self, source: _ByteRows, target: _ByteRows, stream: torch.cuda.Stream) -> None:
-        """Copy rows from the host on one stream, and unpack them on the other."""
+        """Copy rows from the host on one stream, and unpack them on the other stream."""
         self._packer.wait_stream(stream)
         with torch.cuda.stream(self._packer):
             ids = _upload(target.ids, self._device)
@@ -285,8 +285,8 @@ class _StagedLane:
         stream.wait_stream(self._packer)
 
     def _parts(self, count: int, row_bytes: int) -> Iterator[tuple[slice, torch.Tensor, torch.cuda.Event]]:
-        """Split `count` rows into parts. Yield for each part its rows, its buffer [rows, row_bytes], and the event of
-        the buffer's last use.
+        """Split `count` rows into parts. Yield for each part its rows, its buffer [rows, row_bytes], and the event
+        after the last use of the buffer.
         """
         if not self._slots:
             with torch.cuda.stream(self._packer):
@@ -308,7 +308,8 @@ def _move(
     target_ids: torch.Tensor | None,
     programs: int | None = None,
 ) -> None:
-    """Copy rows by a kernel on the current stream. The ids are on the device; without ids the first rows are copied."""
+    """Copy rows with a kernel on the current stream. The ids are on the device. Without ids, the first rows are
+    copied."""
     from .triton_copy import move
 
     device = source.device if source.is_cuda else target.device
@@ -340,7 +341,8 @@ def _on_host(ids: Ids) -> bool:
 
 
 def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray[np.int64]:
-    """Return the ids as an array. Raises unless each is in [0, limit) and, with `once`, all are distinct."""
+    """Return the ids as an array. Raises unless each id is in [0, limit). With `once`, also raises if two ids are
+    equal."""
     if not _on_host(ids):
         raise ValueError(
             f"{what} ids are on the device: give them on the host, where their addresses are computed"
@@ -371,9 +373,10 @@ def _contiguous_ranges(rows: npt.NDArray[np.int64], host: torch.Tensor) -> list[
 def merge_adjacent(
     targets: Addresses, sources: Addresses, size: int
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """Merge copies of `size` bytes whose sources and targets are both adjacent. Return targets, sources and sizes.
+    """Merge copies of `size` bytes if their sources and their targets are both adjacent. Return targets, sources
+    and sizes.
 
-    Each copy costs the driver and the copy engine a fixed time, however short it is.
+    Each copy costs the driver and the copy engine a fixed time, so few long copies are faster than many short ones.
     """
     if not len(targets):
         return targets, sources, targets

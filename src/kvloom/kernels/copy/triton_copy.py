@@ -50,11 +50,11 @@ def move(
     programs: int,
     warps: int = 8,
 ) -> None:
-    """Copy `count` rows of `row_bytes`: row `source_ids[i]` of `source` to row `target_ids[i]` of `target`.
+    """Copy `count` rows of `row_bytes` bytes: row `source_ids[i]` of `source` to row `target_ids[i]` of `target`.
 
     Without ids, row i is copied. Row r begins `r * stride` bytes after the tensor's first byte. Addresses, strides
-    and `row_bytes` must be multiples of 16. This function does not check them. At most `programs` programs run at the
-    same time.
+    and `row_bytes` must be multiples of 16, which this function does not check. At most `programs` programs run at
+    the same time.
     """
     tiles = -(-row_bytes // TILE_BYTES)
     items = count * tiles

@@ -8,8 +8,8 @@ __all__ = ["row_argmax"]
 
 
 def row_argmax(rows: torch.Tensor) -> torch.Tensor:
-    """Return the first position of each row's largest value ([rows], int64). A row with NaN gives some valid
-    position.
+    """Return the first position of the largest value of each row ([rows], int64). For a row with NaN, the result is
+    any valid position.
     """
     if rows.is_cuda and rows.dim() == 2 and rows.stride(1) == 1 and rows.numel():
         from . import triton_argmax

@@ -48,7 +48,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """The parameters of an RMS norm. Calling it applies the norm."""
+    """An RMS norm with its parameters. A call applies the norm."""
 
     weight: torch.Tensor
     eps: float
@@ -95,7 +95,7 @@ def _fuse_in_one_launch(norms: tuple[RMSNorm, RMSNorm], x: torch.Tensor) -> bool
 
 
 def act_and_mul(x: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-    """Return the activation of each row's first half, multiplied by its second half."""
+    """Return the activation of the first half of each row, multiplied by the second half."""
     if x.shape[-1] % 2:
         raise ValueError(f"rows of {x.shape[-1]} have no halves")
     if x.is_cuda and x.is_contiguous():
@@ -112,7 +112,7 @@ def act_and_mul(x: torch.Tensor, activation: Activation = "silu") -> torch.Tenso
 def add_norm(
     x: torch.Tensor, y: torch.Tensor, post: RMSNorm, pre: RMSNorm | None = None
 ) -> torch.Tensor | None:
-    """Add the norm of y to x in place. Return the norm `pre` of the new x, or None without `pre`."""
+    """Add the norm `post` of y to x in place. Return the norm `pre` of the new x, or None if `pre` is None."""
     if x.shape != y.shape or x.shape[-1:] != post.weight.shape:
         raise ValueError(
             f"x {tuple(x.shape)}, y {tuple(y.shape)} and a weight of {tuple(post.weight.shape)} do not fit together"
@@ -131,7 +131,8 @@ def linear(
     bias: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x times the weight, plus a bias. With `into`, add the product to `into` in place. Sums are rounded once."""
+    """Return x times the weight, plus a bias. If `into` is given, add the product to `into` in place. Sums are
+    rounded once."""
     if into is not None and bias is not None:
         raise ValueError("a product with a bias cannot be added to another tensor: give either bias or into")
     if _get_current_dispatch_mode() is not None:  # a dispatch mode must see every torch operation
@@ -158,7 +159,7 @@ def apply_rotary(
     sin: torch.Tensor,
     norms: tuple[RMSNorm, RMSNorm] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q and k by angles per token. If `norms` are given, q and k are normalised first.
+    """Rotate q and k by angles per token. If `norms` are given, normalise q and k first.
 
     The two members of a rotated pair are half a head apart. `cos` and `sin` have one value per dim.
     """

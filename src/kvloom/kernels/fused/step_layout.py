@@ -1,11 +1,12 @@
-"""Builds the model inputs of a decode step on the device, in one launch. The host uploads only a few numbers per row.
+"""Builds the model inputs of a decode step on the device, in one launch. The host uploads only a few numbers per
+row.
 
     sent [fields, rows] int32    | token | position | source | table row | length | patched | new pages … | states … | shift |
     tables [columns, sequences, blocks]    the block tables on the device; the `patched` block of a row gets its new pages
 
-A row gets at most one new block per step; `patched` is -1 without one. `source` is the row's index among the tokens
-of the previous step, or -1 to use `token`. CPU tensors run in torch (the oracle). CUDA tensors run in Triton, so that
-a graph can capture the step.
+A row gets at most one new block per step. `patched` is the number of this block, or -1. `source` is the row's index
+among the tokens of the previous step, or -1 to use `token`. CPU tensors run in torch (the oracle). CUDA tensors run
+in Triton, so that a graph can capture the step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROW_FIELDS = 6
 class StepLayout:
     """The model inputs of a decode step. `tables` ([columns, rows, blocks]) are valid up to the length of each row.
 
-    `slots` and `pages` ([columns, rows]) and `places` state where the new tokens are written.
+    The new tokens are written at `slots` and `pages` ([columns, rows]) and `places`.
     """
 
     tokens: torch.Tensor
@@ -46,7 +47,7 @@ def field_count(columns: int, states: int, shifted: bool) -> int:
 def lay_out_step(
     sent: torch.Tensor, tables: torch.Tensor, chosen: torch.Tensor, rows: int, block: int, states: int, shifted: bool
 ) -> StepLayout:  # fmt: skip
-    """Build the inputs of the `rows` rows in `sent`, and update `tables`. Launches work without waiting."""
+    """Build the inputs of the `rows` rows in `sent`, and update `tables`. Launches the work and does not wait."""
     columns = tables.shape[0]
     numbers = sent[: field_count(columns, states, shifted) * rows].view(-1, rows)
     if sent.is_cuda:

@@ -1,4 +1,5 @@
-"""Triton kernels of `argmax.py`. The first finds the largest value of each part of a row; the second, the best part."""
+"""Triton kernels of `argmax.py`. The first kernel finds the largest value of each part of a row. The second kernel
+finds the best part."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 

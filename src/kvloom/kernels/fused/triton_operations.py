@@ -1,6 +1,6 @@
-"""Triton kernels of `operations.py`. Arithmetic is in float32 and rounded where modeling code rounds.
+"""Triton kernels of `operations.py`. They compute in float32 and round at the same places as modeling code.
 
-`enable_fp_fusion=False` keeps the compiler from fusing a product and a sum, which would skip one rounding. Every
+`enable_fp_fusion=False` prevents the compiler from fusing a product and a sum, which would skip one rounding. Every
 kernel sums a row of 16-bit values in the same order, so all kernels give identical bits.
 """
 
@@ -30,7 +30,7 @@ def _norm_kernel(
     DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, GEMMA: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Normalise rows. If FIRST is not 0, the heads from FIRST on use the other weight."""
+    """Normalise rows. If FIRST is not 0, `other_weight` applies to the heads from FIRST on."""
     if OVERLAP:
         launch_dependents()
         wait_for_launcher()
@@ -106,7 +106,7 @@ def _gated_kernel(
 
 @triton.jit
 def act(gate, TANH: tl.constexpr):
-    """Return SiLU, or GELU by tanh."""
+    """Return SiLU, or GELU (tanh approximation) if TANH is set."""
     if TANH:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         # tanh computed from the exponential of a non-positive value, which cannot overflow
@@ -167,8 +167,8 @@ def _norm_rotate_kernel(
 ):  # fmt: skip
     """Normalise and rotate q and k. A row is one head, summed in the same order as in `_norm_kernel`.
 
-    Rotation needs both members of a pair. The other member is loaded again, RUN dims at a time, which hits the cache
-    and is faster than an exchange between threads.
+    Rotation needs both members of a pair. The other member is loaded again, RUN dims at a time. This load hits the
+    cache and is faster than an exchange between threads.
     """
     if OVERLAP:
         launch_dependents()
@@ -263,8 +263,8 @@ def add_norm(x: torch.Tensor, y: torch.Tensor, post: Any, pre: Any) -> torch.Ten
 
 
 def _walk(x: torch.Tensor) -> tuple[int, int, int] | None:
-    """View x [..., dim] as [tokens, heads, dim]. Return the number of heads and both strides, or None if strides do
-    not allow it.
+    """View x [..., dim] as [tokens, heads, dim]. Return the number of heads and the strides of tokens and heads, or
+    None if the strides do not allow this view.
     """
     shape, strides = x.shape[:-1], x.stride()[:-1]
     dims = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size != 1]

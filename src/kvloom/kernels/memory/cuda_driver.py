@@ -1,6 +1,7 @@
 """The CUDA driver calls that torch does not offer: address ranges and batches of copies.
 
-Loads libcuda.so.1 by ctypes at the first call, so importing needs no GPU. A failed call raises `CudaError`.
+The first call loads libcuda.so.1 by ctypes, so importing this module needs no GPU. A failed call raises
+`CudaError`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _DEVICE, _PINNED, _READ_WRITE, _MINIMUM = 1, 1, 3, 0
 _STREAM_ORDER = 1
 _RDMA_SUPPORTED = 110
 _BATCH_SINCE = 12080
-"""The CUDA version of the bound cuMemcpyBatchAsync signature; later drivers still support it."""
+"""The CUDA version whose signature of cuMemcpyBatchAsync is used. Later drivers still support it."""
 
 
 class CudaError(RuntimeError):
@@ -65,7 +66,8 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class CudaDriver:
-    """The CUDA driver (libcuda). Every method raises CudaError on failure, and is as thread-safe as the driver call."""
+    """The CUDA driver (libcuda). Every method raises CudaError on failure. A method is as thread-safe as the driver
+    call behind it."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -91,8 +93,8 @@ class CudaDriver:
     # -- address ranges -------------------------------------------------------------------------
 
     def use(self, device: int) -> None:
-        """Make the device's primary context current in this thread, unless a context is current. Torch does so only
-        when needed.
+        """Make the device's primary context current in this thread, unless a context is already current. Torch sets
+        the context only when it needs one.
         """
         context = c_void_p()
         self._call("cuCtxGetCurrent", byref(context))
@@ -131,7 +133,7 @@ class CudaDriver:
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Release a handle. Its memory is freed after the last mapping is gone."""
+        """Release a handle. The memory is freed when it has no mapping any more."""
         self._call("cuMemRelease", c_uint64(handle))
 
     def map(self, address: int, size: int, handle: int) -> None:
@@ -139,12 +141,12 @@ class CudaDriver:
         self._call("cuMemMap", c_uint64(address), c_size_t(size), c_size_t(0), c_uint64(handle), c_uint64(0))
 
     def allow(self, address: int, size: int, device: int) -> None:
-        """Let the device read and write this mapped range."""
+        """Allow the device to read and write this mapped range."""
         access = _Access(_Location(_DEVICE, device), _READ_WRITE)
         self._call("cuMemSetAccess", c_uint64(address), c_size_t(size), byref(access), c_size_t(1))
 
     def unmap(self, address: int, size: int) -> None:
-        """Unmap whole mappings. Memory is freed if it has no handle and no other mapping."""
+        """Unmap whole mappings. The memory is freed if it has no handle and no other mapping."""
         self._call("cuMemUnmap", c_uint64(address), c_size_t(size))
 
     def _allocation(self, device: int) -> _Allocation:
@@ -159,7 +161,7 @@ class CudaDriver:
 
     @property
     def copies_batches(self) -> bool:
-        """Return whether `copy_batch` is available: drivers of CUDA 12.8 and later."""
+        """Return whether `copy_batch` is available. It needs a driver of CUDA 12.8 or later."""
         return self._batch is not None
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:
@@ -207,5 +209,5 @@ class CudaDriver:
 
 @cache
 def load_cuda_driver() -> CudaDriver:
-    """Return the driver of this machine. It is loaded once. Raises OSError if there is none."""
+    """Return the driver of this machine. The first call loads it. Raises OSError if there is no driver."""
     return CudaDriver(ctypes.CDLL("libcuda.so.1"))

@@ -1,10 +1,10 @@
-"""Pool memory that grows and shrinks while serving. Every slab has an address; only mapped slabs have memory.
+"""Pool memory that grows and shrinks while serving. Every slab has an address, but only mapped slabs have memory.
 
     addresses  |slab 0|slab 1|slab 2|slab 3|…    reserved once, so that pages and captured graphs stay valid
     memory     |######|######|      |######|     mapped and unmapped slab by slab
 
-On CUDA the driver reserves an address range, and each slab is one allocation. On a CPU it is an anonymous mapping,
-which gets memory at the first write. The page pool decides which slabs are in use.
+On CUDA the driver reserves an address range, and each slab is one allocation. On a CPU the range is an anonymous
+mapping, which gets memory at the first write. The page pool decides which slabs are in use.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ def granularity(device: torch.device | str = "cpu") -> int:
 def elastic_buffer(
     layout: PoolLayout, slabs: int, device: torch.device | str = "cpu", mapped: int = 1
 ) -> ElasticBuffer:
-    """Return an elastic pool for `layout`. `layer_views(buffer.tensor, layout)` returns views of all its slabs."""
+    """Return an elastic pool for `layout`. `layer_views(buffer.tensor, layout)` returns the layer views of all
+    slabs."""
     return ElasticBuffer(layout.slab_bytes, slabs, device, mapped)
 
 
 class ElasticBuffer:
     """Reserves addresses for `slabs` slabs, and maps memory to the first `mapped` of them.
 
-    `tensor` is one row of uint8 over all slabs; only mapped slabs may be accessed. On a GPU, access to an unmapped
-    slab faults and destroys the CUDA context of the process. On a CPU it reads zeros. Slab 0 always has memory,
+    `tensor` is one row of uint8 over all slabs. Only mapped slabs may be accessed. On a GPU, access to an unmapped
+    slab faults and destroys the CUDA context of the process. On a CPU, it reads zeros. Slab 0 always has memory,
     because padding refers to page 0. Memory is uninitialised. Not thread-safe: one thread must map and unmap. Views
     keep the addresses alive. `close` frees everything at once and invalidates all views.
     """
@@ -104,10 +105,9 @@ class ElasticBuffer:
         return bool(self._mapped[slab])
 
     def map(self, slabs: Iterable[int]) -> None:
-        """Map memory to these slabs. Raises MemoryError and maps none if memory does not suffice.
-
-        The contents are undefined. Does not wait and does not disturb running kernels. Costs a few driver calls per
-        slab.
+        """Map memory to these slabs. If memory does not suffice, raises MemoryError and maps none of them. The
+        contents are undefined. Returns without waiting for the device, and does not affect running kernels. Costs a
+        few driver calls per slab.
         """
         wanted = self._chosen(slabs)
         if self._mapped[wanted].any():
@@ -116,10 +116,11 @@ class ElasticBuffer:
         self._mapped[wanted] = True
 
     def unmap(self, slabs: Iterable[int], after: torch.cuda.Event | None = None) -> None:
-        """Free the memory of these slabs; their addresses stay reserved.
+        """Free the memory of these slabs. Their addresses stay reserved.
 
-        Waits first for the event `after`, which must come after every access to the slabs on any stream. Without
-        `after`, waits for the whole device. The caller must unregister the memory from network cards before.
+        Waits first for the event `after`, which must follow every access to the slabs on any stream. Without
+        `after`, waits for the whole device. Before the call, the caller must unregister the memory from network
+        cards.
         """
         chosen = self._chosen(slabs)
         if not self._mapped[chosen].all():
@@ -136,7 +137,7 @@ class ElasticBuffer:
         self._mapped[chosen] = False
 
     def close(self) -> None:
-        """Wait for the device, then free memory and addresses. Closing twice is allowed."""
+        """Wait for the device, then free memory and addresses. A second call has no effect."""
         self._tensor = None
         self._closed = True
         self._backing.close()
@@ -161,7 +162,7 @@ class ElasticBuffer:
 
 
 class _Backing(Protocol):
-    """Maps memory to addresses. The caller passes sorted, valid slabs."""
+    """Maps memory to addresses. The caller passes sorted, valid slab numbers."""
 
     def view(self) -> torch.Tensor: ...
     def map(self, slabs: npt.NDArray[np.int64]) -> None: ...
@@ -199,7 +200,7 @@ class _HostRange:
 class _CudaRange:
     """A reserved range of device addresses. Torch keeps the range alive while `view` exists.
 
-    A handle is released once it is mapped: the mapping alone keeps the memory, and unmapping frees it.
+    A handle is released as soon as it is mapped. The mapping alone keeps the memory, and unmapping frees it.
     """
 
     def __init__(self, driver: CudaDriver, device: torch.device, slab_bytes: int, mapped: Flags) -> None:

@@ -2,8 +2,9 @@
 
     page   [layer 0 | layer 1 | …]            layer   [field 0: tokens by shape | field 1: … ]
 
-A view is a strided tensor over the pool: page `p` of a group begins at byte `p * page_stride`. Views copy nothing and
-do not depend on block tables. The order of axes in memory depends on `order`; the axes of a view do not:
+A view is a strided tensor over the pool. Page `p` of a group begins at byte `p * page_stride`. Views copy nothing
+and do not depend on block tables. `order` selects the order of axes in memory. The axes of a view are the same in
+both orders:
 
 | order | keys, values          | scales        | 8-bit values          | for                                     |
 |-------|-----------------------|---------------|-----------------------|-----------------------------------------|
@@ -27,10 +28,10 @@ __all__ = ["LayerView", "Order", "allocate", "layer_views"]
 
 @dataclass(frozen=True, slots=True)
 class LayerView:
-    """The fields of one layer over all pages. `fields[name]` is [pages, tokens, *shape] for a token layer and [pages,
-    *shape] for a state.
+    """The fields of one layer over all pages. `fields[name]` is [pages, tokens, *shape] for a token layer, and
+    [pages, *shape] for a state.
 
-    `group` and `run` select the layer's block table: `cache.table(group)[run]`.
+    `group` and `run` select the block table of the layer: `cache.table(group)[run]`.
     """
 
     group: int
@@ -39,7 +40,7 @@ class LayerView:
 
 
 def allocate(layout: PoolLayout, slabs: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Allocate the bytes of the pool. They are uninitialised; only written bytes are ever read."""
+    """Allocate the bytes of the pool, uninitialised. The engine reads only bytes that were written before."""
     if slabs < 2:
         raise ValueError(f"a pool of {slabs} slabs has none to use: slab 0 is reserved, so give it 2 or more")
     return torch.empty(slabs * layout.slab_bytes, dtype=torch.uint8, device=device)

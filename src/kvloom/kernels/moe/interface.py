@@ -1,11 +1,12 @@
-"""Mixture of experts as grouped matrix products: the weighted sum of the selected experts' outputs, for every token.
+"""Mixture of experts as grouped matrix products. For every token, the result is the weighted sum of the outputs of
+its selected experts.
 
     fused_moe(x [tokens, dim], index [tokens, picked], weights [tokens, picked], gate_up [experts, 2 * inner, dim],
               down [experts, dim, inner]) → [tokens, dim]
 
 CPU tensors run in torch (the oracle). CUDA tensors run in Triton without waiting for the device, so that graphs can
-capture the call. Results are rounded where modeling code rounds. `models/fusion/moe.py` replaces modules by these
-functions.
+capture the call. Results are rounded at the same places as in modeling code. `models/fusion/moe.py` replaces
+modules by these functions.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ SHARED_MEMORY = 200 << 10
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How the products are divided: `rows` of pairs by `columns` of weights, `depth` at a time.
-
-    The first product takes `columns` columns of the gate and as many of the up projection. With `described`, weights
-    are read by tensor descriptors.
+    """The tile sizes of the products: `rows` pairs by `columns` columns of weights, `depth` at a time. The first
+    product takes `columns` columns of the gate and the same number of columns of the up projection. With
+    `described`, weights are read by tensor descriptors.
     """
 
     rows: int
@@ -45,7 +45,8 @@ class Tile:
         return Tile(self.rows, self.columns, self.depth, stages, self.warps, self.described)
 
     def for_down(self) -> Tile:
-        """Return the tile for the down projection. It is one product instead of two, so it takes twice the columns."""
+        """Return the tile for the down projection. The down projection is one product instead of two, so the tile
+        has twice as many columns."""
         return Tile(self.rows, 2 * self.columns, self.depth, self.stages, self.warps, self.described)
 
 
@@ -64,7 +65,7 @@ EXACT_TILE = Tile(32, 32, 32, 2, 4, described=False)
 
 
 def choose_tile(pairs: int, count: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for `pairs` pairs over `count` experts. Reads no device memory."""
+    """Return the tile for `pairs` pairs of token and expert, over `count` experts. Reads no device memory."""
     if dtype == torch.float32:
         return EXACT_TILE
     return next(tile for most, tile in TILES if pairs <= most * count).with_fitting_stages(dtype.itemsize)
@@ -131,7 +132,7 @@ def launch(
     activation: Activation = "silu",
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Run the Triton kernels: four launches, or five for many pairs. `fused_moe` has checked the arguments."""
+    """Run the Triton kernels, with four launches, or five for many pairs. `fused_moe` has checked the arguments."""
     from . import triton_moe as kernels
 
     picked, pairs, count = index.shape[1], index.numel(), len(gate_up)
@@ -161,10 +162,9 @@ def launch(
 def topk_softmax(
     logits: torch.Tensor, picked: int, shared: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights ([tokens, picked], in `dtype`) and indices of the `picked` experts with the largest softmax of each
-    row.
-
-    With `shared`, the weights of a row sum to 1. Of equal values, a GPU takes the first.
+    """Select the `picked` experts with the largest softmax in each row. Return their weights ([tokens, picked], in
+    `dtype`) and indices. With `shared`, the weights of a row sum to 1. If values are equal, a GPU selects the
+    first.
     """
     if logits.ndim != 2 or not 0 < picked <= logits.shape[1]:
         raise ValueError(f"{picked} experts of logits {tuple(logits.shape)}: at least 1, at most each row's")

@@ -42,7 +42,7 @@ def _order_kernel(
     index, counts, rows, owners, tiles, pairs, chunks,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """Sort the pairs of one chunk that selected one expert, in their original order. Program: (expert, chunk)."""
+    """Sort the pairs of one chunk that selected one expert, in their original order. Grid: (expert, chunk)."""
     expert, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     there = at < pairs
@@ -225,7 +225,8 @@ def _choose_kernel(
 
 
 def count_pairs(index: torch.Tensor, counts: torch.Tensor, chunk: int) -> None:
-    """Count how often each expert was selected in each chunk of `chunk` pairs: counts [chunks, bins]."""
+    """Count how often each expert was selected, separately for every `chunk` consecutive pairs of token and expert in
+    `index`. Writes them to `counts` [chunks, bins], where bin i is expert i."""
     chunks, bins = counts.shape
     _count_kernel[(chunks,)](index, counts, index.numel(), CHUNK=chunk, BINS=bins, num_warps=4)
 

@@ -1,6 +1,6 @@
 """Recurrent layers over packed rows. One call reads states from pages and writes the new states back.
 
-`interface` has the five layer kinds and their equations; `rows` describes the rows of a step. `reference` is the
+`interface` has the five layer kinds and their equations. `rows` describes the rows of a step. `reference` is the
 oracle in plain torch. `triton_conv`, `triton_scan`, `triton_ssd` and `triton_delta` are the kernels, and
 `triton_rows` has their common parts.
 """

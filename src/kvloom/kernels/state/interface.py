@@ -1,10 +1,11 @@
 """Recurrent layers over packed rows. One call reads states from pages and writes the new states back.
 
-Each function takes tokens packed as [tokens, …], a view of the pages with this layer's states ([pages, *shape], any
-page stride) and `StateRows`, which locate each sequence's tokens and pages. It returns the outputs and writes the
-last state of each row to its page. Rows of up to STEP_TOKENS tokens take the decode path, longer rows the chunked
-path. The caller states the longest row (`StateRows.longest`), so the host does not wait for the device. CPU tensors
-and float64 tensors run in plain torch. Other CUDA tensors and `batch_invariant` rows run in Triton.
+Each function has three kinds of arguments: packed tokens ([tokens, …]), a view of the pages with this layer's
+states ([pages, *shape], any page stride), and `StateRows`. `StateRows` locate the tokens and pages of each
+sequence. A function returns the outputs and writes the last state of each row to its page. Rows of up to
+STEP_TOKENS tokens take the decode path, and longer rows the chunked path. The caller passes the longest row
+(`StateRows.longest`), so the host does not wait for the device. CPU tensors and float64 tensors run in plain torch.
+Other CUDA tensors and `batch_invariant` rows run in Triton.
 
 | function      | update for one token                                                | state of a page             |
 |---------------|---------------------------------------------------------------|-----------------------------|
@@ -14,9 +15,9 @@ and float64 tensors run in plain torch. Other CUDA tensors and `batch_invariant`
 | mamba2_scan   | h = exp(dt a) h + dt x bᵀ; y = h c + d x   (per head)         | [heads, p, n]               |
 | delta_rule    | S = exp(g) S; S += beta k (v - Sᵀk)ᵀ; y = Sᵀq   (per head)    | [value heads, k dim, v dim] |
 
-Sums are in float32 (float64 for float64 inputs). A state is rounded to the dtype of its page once per call; in
-batch-invariant rows, once per token. Lightning attention (linear attention with a fixed decay) is `mamba2_scan` with
-x = v, b = k, c = q, dt = None and a = -slope; its page is then [heads, v dim, k dim]. RG-LRU is `linear_scan` over
+Sums are in float32 (float64 for float64 inputs). A state is rounded to the dtype of its page once per call, or once
+per token in batch-invariant rows. Lightning attention (linear attention with a fixed decay) is `mamba2_scan` with x
+= v, b = k, c = q, dt = None and a = -slope. Its page is then [heads, v dim, k dim]. RG-LRU is `linear_scan` over
 gated inputs.
 """
 
@@ -50,11 +51,11 @@ def causal_conv(
     bias: torch.Tensor | None = None,
     silu: bool = False,
 ) -> torch.Tensor:
-    """Depthwise convolution over the past of each row. x is [tokens, channels], weight [channels, taps]; the result
-    has the shape of x.
+    """Depthwise convolution over the past of each row. x is [tokens, channels], and weight is [channels, taps]. The
+    result has the shape of x.
 
-    A state contains the last inputs, the newest in the last column. It has at least `taps - 1` columns (Hugging Face
-    keeps `taps`). Columns before the start of a sequence are zeros.
+    A state contains the last inputs, the newest in the last column. It has at least `taps - 1` columns (Hugging
+    Face stores `taps`). Columns before the start of a sequence are zeros.
     """
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(
@@ -113,10 +114,10 @@ def mamba1_scan(
     dt_bias: torch.Tensor | None = None,
     softplus: bool = True,
 ) -> torch.Tensor:
-    """Selective scan of Mamba-1: x, dt, z [tokens, channels], a [channels, n], b and c [tokens, n]. The result has
-    the shape of x.
+    """Selective scan of Mamba-1 with x, dt, z [tokens, channels], a [channels, n], b and c [tokens, n]. The result
+    has the shape of x.
 
-    `a` is the rate itself (-exp(A_log)). b and c may be [tokens, groups, n]; every group then applies to an equal
+    `a` is the rate itself (-exp(A_log)). b and c may be [tokens, groups, n]. Every group then applies to an equal
     number of consecutive channels. With `softplus` the step is softplus(dt + dt_bias). y is gated by silu(z).
     """
     if x.dim() != 2 or a.dim() != 2:
@@ -162,11 +163,11 @@ def mamba2_scan(
     softplus: bool = True,
     limits: tuple[float, float] = NO_LIMITS,
 ) -> torch.Tensor:
-    """Scan of Mamba-2: x, z [tokens, heads, p], dt [tokens, heads], a, d, dt_bias [heads], b and c [tokens, groups,
-    n]. The result has the shape of x.
+    """Scan of Mamba-2 with x, z [tokens, heads, p], dt [tokens, heads], a, d, dt_bias [heads], b and c [tokens,
+    groups, n]. The result has the shape of x.
 
     `a` is the rate itself (-exp(A_log)), at most 0. Without `dt` every step is 1. `limits` clamp the step after
-    softplus (Hugging Face clamps only in prefill). Pass the gate `z` only for modules whose norm does not gate.
+    softplus (Hugging Face clamps only in prefill). Pass the gate `z` only for modules whose norm has no gate.
     """
     if x.dim() != 3 or b.dim() != 3:
         raise ValueError(
@@ -206,12 +207,12 @@ def delta_rule(
     scale: float | None = None,
     normalise: bool = False,
 ) -> torch.Tensor:
-    """Gated delta rule: q, k [tokens, key heads, dk], v [tokens, value heads, dv], g and beta [tokens, value heads].
-    The result has the shape of v.
+    """Gated delta rule with q, k [tokens, key heads, dk], v [tokens, value heads, dv], g and beta [tokens, value
+    heads]. The result has the shape of v.
 
-    `g` is the log of the decay, at most 0. It has one value per head, or one per channel ([tokens, value heads, dk],
-    Kimi). None means no decay. The default of `beta` is 1. Value head h belongs to key head h // (value heads / key
-    heads). `normalise` divides q and k by their length. Then q is multiplied by `scale` (default dk ** -0.5).
+    `g` is the log of the decay, at most 0. It has one value per head, or one per channel ([tokens, value heads,
+    dk], Kimi). None means no decay. The default of `beta` is 1. Value head h belongs to key head h // (value heads
+    / key heads). `normalise` divides q and k by their length. Then q is multiplied by `scale` (default dk ** -0.5).
     """
     if q.dim() != 3 or v.dim() != 3:
         raise ValueError(
@@ -245,8 +246,8 @@ def _as_is(states: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def _plain(x: torch.Tensor, rows: StateRows, states: torch.Tensor) -> bool:
-    """Return whether plain torch computes this call. The values of rows are checked only on a CPU, where reading them
-    is free.
+    """Return whether plain torch computes this call. The values of rows are checked only on a CPU, because on a GPU
+    reading them would wait for the device.
     """
     if x.device.type == "cpu":
         _check_values(x.shape[0], rows, states.shape[0])

@@ -1,6 +1,6 @@
-"""Recurrent layers over packed rows in plain torch: the oracle (in float64) and the CPU path.
+"""Recurrent layers over packed rows in plain torch. This is the oracle (in float64) and the CPU path.
 
-The kernels must compute the same results. `interface` checks shapes. Loops over time are used only where a recurrence
+The kernels must compute the same results. `interface` checks shapes. Loops over time are used only if a recurrence
 needs them, and process blocks of tokens. All other work is one operation over rows, heads and channels.
 
     rows of similar length → one dense batch [rows, longest, …]; padding tokens change no state
@@ -33,10 +33,10 @@ _BLOCK_ELEMENTS = 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The rows of one dense batch. `rows` [b] are their indices in the call; `tokens` and `real` [b, longest] give
-    token indices and mark padding.
+    """The rows of one dense batch. `rows` [b] are their indices in the call. `tokens` [b, longest] are token
+    indices, and `real` [b, longest] is False for padding.
 
-    If the batch has all rows, `rows` is a slice, which copies nothing.
+    If the batch has all rows, `rows` is a slice, so no copy is needed.
     """
 
     rows: torch.Tensor | slice
@@ -274,10 +274,10 @@ def _chunked_delta(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the delta rule; all arguments are [b, heads, length, …]. Updates `state`.
+    """Compute the delta rule and update `state`. All arguments are [b, heads, length, …].
 
-    Inside a chunk, let D be the decay between tokens. The corrected values u solve a unit lower triangular system: (1
-    + strictly lower(beta k kᵀ D)) u = beta (v - decayed k S).
+    Inside a chunk, let D be the decay between tokens. The corrected values u solve a unit lower triangular system:
+    (1 + strictly lower(beta k kᵀ D)) u = beta (v - decayed k S).
     """
     y = torch.empty_like(v)
     single = g.dim() == 3
@@ -303,16 +303,14 @@ def _chunked_delta(
 
 
 def _decay_and_add(state: torch.Tensor, decay: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Compute state = decay * state + left @ right in place. Each pass over the states costs time, so there is only
-    one.
-    """
+    """Compute state = decay * state + left @ right in place, in a single pass over the states."""
     state.mul_(decay)
     state.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
 
 
 def _decay_between(cum: torch.Tensor) -> torch.Tensor:
-    """Return exp(cum_i - cum_j) if j <= i, else 0. The mask comes before the exponential, which would overflow
-    otherwise.
+    """Return exp(cum_i - cum_j) if j <= i, else 0. The mask is applied before the exponential, which would
+    otherwise overflow.
     """
     gap = cum[..., :, None] - cum[..., None, :]
     above = torch.ones(gap.shape[-2:], dtype=torch.bool, device=gap.device).triu(1)
@@ -334,8 +332,8 @@ def _skip_and_gate(
 
 
 def _initial(rows: StateRows, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of every row's first state. The state of a fresh row is set to zeros. It is not multiplied by
-    zero, because an unwritten page may contain NaN.
+    """Return a copy of the first state of every row. The state of a fresh row is set to zeros. It is not multiplied
+    by zero, because an unwritten page may contain NaN.
     """
     blank = rows.read == 0
     if rows.fresh is not None:

@@ -36,7 +36,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateRows:
-    """The rows of one step (see the table above). Building it copies nothing and reads no device memory."""
+    """The rows of one step (see the table above). The constructor copies nothing and reads no device memory."""
 
     starts: torch.Tensor
     read: torch.Tensor
@@ -73,21 +73,21 @@ class StateRows:
 
     @property
     def steps(self) -> bool:
-        """Whether every row is short enough to run token by token. Rows with `stored` always run token by token."""
+        """Whether all rows run token by token. Short rows do, and rows with `stored`."""
         return self.longest <= STEP_TOKENS or self.stored is not None
 
     @classmethod
     def decode(cls, slots: torch.Tensor, tokens: int = 1) -> StateRows:
         """Return rows of `tokens` tokens each that read and write the same slots.
 
-        A row with slot 0 is padding: it starts from zeros and stores nothing.
+        A row with slot 0 is padding. It starts from zeros and stores nothing.
         """
         starts = torch.arange(0, (slots.numel() + 1) * tokens, tokens, dtype=torch.int32, device=slots.device)
         return cls(starts, slots, slots, tokens)
 
 
 def check_states(states: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
-    """Raise unless `states` is [pages, *shape] and each page is contiguous."""
+    """Raise unless `states` has the shape [pages, *shape] and each page is contiguous."""
     if tuple(states.shape[1:]) != shape or states.dim() != len(shape) + 1:
         raise ValueError(
             f"{name} of pages {tuple(states.shape)} do not hold [pages, {', '.join(map(str, shape))}]"

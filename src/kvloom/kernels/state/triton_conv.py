@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""The causal convolution in Triton: one program for each chunk of a row and block of channels.
+"""The causal convolution in Triton, with one program for each chunk of a row and block of channels.
 
 Only the program of a row's first chunk accesses the page of the row. It reads the old inputs, then writes the new
-ones from x. So one call can read and write a page while chunks run in parallel. One thread sums an output over the
-taps in a fixed order. Batch-invariant rows therefore need no loop over tokens.
+inputs from x. One call can therefore read and write a page while chunks run in parallel. One thread sums an output
+over the taps in a fixed order. Batch-invariant rows therefore need no loop over tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""The gated delta rule in Triton. Chunks are matrix products. A decode step reads and writes each state once.
+"""The gated delta rule in Triton. Chunks are computed as matrix products. A decode step reads and writes each state
+once.
 
-Inside a chunk, D is the decay between two tokens, and e is the decay since the start of the chunk. The corrections u
-to the values solve a unit lower triangular system: u = T (beta v) - T (beta e k) S, T = (1 + strictly lower(beta k kᵀ
-D))⁻¹. Both products with T need no state, so all chunks compute them in parallel. Only the steps with S run in order.
+Inside a chunk, D is the decay between two tokens, and e is the decay since the start of the chunk. The corrections
+u to the values solve a unit lower triangular system: u = T (beta v) - T (beta e k) S, T = (1 + strictly lower(beta
+k kᵀ D))⁻¹. Both products with T need no state, so all chunks compute them in parallel. Only the products with S run
+in order.
 
 | kernel        | a program is                         | computes                                                 |
 |---------------|--------------------------------------|----------------------------------------------------------|
@@ -70,10 +72,11 @@ def _over_length(x):
 
 @triton.jit
 def _inverse(below, TOKENS: tl.constexpr, SOLVE: tl.constexpr):
-    """Return (1 + below)⁻¹ for a strictly lower triangular tile. Inverts blocks of 2, then blocks of twice the size,
-    and so on.
+    """Return (1 + below)⁻¹ for a strictly lower triangular tile. Inverts blocks of size 2 first, and doubles the
+    size in each round.
 
-    This is as stable as substitution. The power series of `below` is not, if keys are similar to each other.
+    This method is as stable as substitution. The power series of `below` is unstable if keys are similar to each
+    other.
     """
     i = tl.arange(0, TOKENS)[:, None]
     j = tl.arange(0, TOKENS)[None, :]
@@ -96,7 +99,7 @@ def solve_kernel(
 ):  # fmt: skip
     """Compute u, w and the decays of one chunk and value head.
 
-    `cum` and `sizes` (inverse lengths of keys) are [heads, tokens]; u and w are [tokens, heads, d].
+    `cum` and `sizes` (inverse lengths of keys) are [heads, tokens]. u and w are [tokens, heads, d].
     """
     row, chunk = locate(starts, sequences, tl.program_id(1), TOKENS, SEARCH)
     start, length = row_of(starts, row)
@@ -250,7 +253,7 @@ def _token(
     q, k, v, g, beta, token, some, lines, columns, line, column, q_stride, k_stride, v_stride, g_stride, beta_stride,
     DECAY: tl.constexpr, BETA: tl.constexpr,
 ):  # fmt: skip
-    """Load `lines` and `columns` of the inputs of one token. With `some`, also load the gates of a head."""
+    """Load `lines` and `columns` of the inputs of one token. With `some`, also load the gates of the head."""
     query = tl.load(q + token * q_stride + line, mask=line < lines, other=0.0)
     key = tl.load(k + token * k_stride + line, mask=line < lines, other=0.0)
     value = tl.load(v + token * v_stride + column, mask=column < columns, other=0.0)

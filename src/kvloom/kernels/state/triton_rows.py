@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""Common parts of the recurrent kernels: how a program finds its row and pages, and small functions.
+"""Common parts of the recurrent kernels: small functions, and the search for the row and pages of a program.
 
-A long call has one program per chunk of each row, but the host does not read the number of chunks. The chunks of row
-s start at index `starts[s] // CHUNK + s`. These indices are distinct and at most `tokens // CHUNK + sequences`. A
-program counts starts to find its row. The grid depends only on sizes, so a captured graph works for any lengths.
+A long call has one program per chunk of each row, but the host does not read the number of chunks. The chunks of
+row s start at index `starts[s] // CHUNK + s`. These indices are distinct and at most `tokens // CHUNK + sequences`.
+A program counts starts to find its row. The grid depends only on sizes, so a captured graph works for any lengths.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def row_of(starts, row):
-    """Return a row's first token (int64: offsets of packed tokens may exceed 2^31) and its length."""
+    """Return the first token of a row and its length. The first token is int64, because offsets of packed tokens
+    may exceed 2^31."""
     start = tl.load(starts + row).to(tl.int64)
     return start, (tl.load(starts + row + 1) - start).to(tl.int32)
 
 
 @triton.jit
 def locate(starts, sequences, place, CHUNK: tl.constexpr, SEARCH: tl.constexpr):
-    """Return the row and the chunk of that row at index `place`. A chunk after the end of the row is empty."""
+    """Return the row and the chunk that belong to index `place`. A chunk after the end of the row is empty."""
     index = tl.arange(0, SEARCH)
     begins = tl.load(starts + index, mask=index < sequences, other=0).to(tl.int32)
     before = (begins // CHUNK + index <= place) & (index < sequences)
@@ -99,14 +100,15 @@ def product(left, right, DOT: tl.constexpr):
 def dot_precision(dtype: torch.dtype) -> str:
     """Return the precision of matrix products for a dtype. bf16 inputs are multiplied as bf16.
 
-    fp16 inputs are multiplied as tf32, which represents them exactly; states may exceed the range of fp16. float32
-    inputs are multiplied in full precision: in Triton 3.6, three passes of tf32 read past shared memory.
+    fp16 inputs are multiplied as tf32, which represents them exactly, because states may exceed the range of fp16.
+    float32 inputs are multiplied in full precision, because in Triton 3.6 three passes of tf32 read past shared
+    memory.
     """
     return {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(dtype, "ieee")
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` with a contiguous last dimension: `x` itself, or a copy."""
+    """Return `x` if its last dimension is contiguous, else a contiguous copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -116,8 +118,8 @@ def places(rows: StateRows, tokens: int, chunk: int) -> int:
 
 
 def search_width(rows: StateRows) -> int:
-    """Return how many starts a program reads to find its row. Only a few widths exist, so that few kernels are
-    compiled.
+    """Return how many starts a program reads to find its row. The result is one of a few widths, so that few
+    kernels are compiled.
     """
     return max(64, int(triton.next_power_of_2(rows.sequences)))
 
@@ -149,8 +151,8 @@ def batch_invariant_kernel(kernel: Any) -> Any:
     """Return the kernel for batch-invariant rows. It is compiled once per layer, for all sizes and alignments of a
     call.
 
-    Specialising on a size of 1 or an aligned address could change the order of a sum. The addresses of the pages
-    never change.
+    A kernel that is specialised for a size of 1 or an aligned address could sum in another order. The addresses of
+    the pages never change.
     """
     varying = [
         name

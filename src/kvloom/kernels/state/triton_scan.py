@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""Scans with one state vector per channel (Mamba-1, RG-LRU) in Triton. Channels run in parallel, time in a loop.
+"""Scans with one state vector per channel (Mamba-1, RG-LRU) in Triton. Channels run in parallel, and time runs in a
+loop.
 
-If there are enough rows to fill the device, a program processes a whole row for a block of channels. A few long rows
-are also split in time, and processed twice:
+If there are enough rows to fill the device, a program processes a whole row for a block of channels. A few long
+rows are also split into chunks in time, and each chunk is processed twice:
 
     SUMMARY   every chunk from zeros             →  its last state, the sum of its steps
     pass      along the chunks of a row          →  every chunk's first state, the row's last
@@ -181,8 +182,8 @@ def pass_kernel(
     N: tl.constexpr, N_UP: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, LINEAR: tl.constexpr,
     FRESH: tl.constexpr,
 ):  # fmt: skip
-    """Replace the last state of every chunk (computed from zeros) by its first state, in place. Each thread owns its
-    elements.
+    """Compute the first state of every chunk. On entry, `chunk_states` has the last state of each chunk, computed
+    from zeros. On return, it has the first state of each chunk. Each thread updates its own elements.
     """
     row = tl.program_id(0)
     _, length = row_of(starts, row)

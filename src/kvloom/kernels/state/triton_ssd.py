@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""The scan of Mamba-2 in Triton. Chunks are matrix products. A decode step reads and writes each state once.
+"""The scan of Mamba-2 in Triton. Chunks are computed as matrix products. A decode step reads and writes each state
+once.
 
 | kernel        | a program is                        | computes                                                  |
 |---------------|-------------------------------------|-----------------------------------------------------------|

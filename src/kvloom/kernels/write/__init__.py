@@ -1,7 +1,7 @@
-"""Writes new K and V to their slots: rotary embedding, quantisation and the write are one call.
+"""Writes new K and V to their slots. One call computes the rotary embedding, quantises, and writes.
 
-`interface` checks a call and chooses the kernel. `reference` is the oracle in plain torch, and `triton_write` the
-kernel.
+`interface` checks a call and chooses the kernel. `reference` is the oracle in plain torch, and `triton_write` is
+the kernel.
 """
 
 from .interface import write

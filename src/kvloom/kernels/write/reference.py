@@ -1,4 +1,4 @@
-"""Writes to pages in plain torch: rotary embedding, quantisation, slots. The kernel must write the same bytes."""
+"""Writes to pages in plain torch, with rotary embedding and quantisation. The kernel must write the same bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALLEST_SCALE = 2.0**-100
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """A rotation of pairs of dims by angles per token: `cos` and `sin` are [tokens, pairs], any strides.
+    """A rotation of pairs of dims by angles per token. `cos` and `sin` are [tokens, pairs], with any strides.
 
     | form     | pair i is         | and is written to   | as in                    |
     |----------|-------------------|---------------------|--------------------------|
@@ -25,9 +25,9 @@ class Rotary:
     | pairs    | x[2i], x[2i + 1]  | the same places     | GPT-J, Cohere, GLM       |
     | unpaired | x[2i], x[2i + 1]  | x[i], x[i + n]      | DeepSeek's modeling code |
 
-    n pairs rotate the first 2n dims of a head, or the last 2n dims with `tail` (latents). Computed in float32
-    (float64 for float64) and rounded once to the input's dtype. With `rounded`, products are also rounded before they
-    are added, as in modeling code.
+    n pairs rotate the first 2n dims of a head, or the last 2n dims with `tail` (latents). Results are computed in
+    float32 (float64 for float64 inputs) and rounded once to the input's dtype. With `rounded`, products are also
+    rounded before they are added, as in modeling code.
     """
 
     cos: torch.Tensor
@@ -45,8 +45,8 @@ class Rotary:
         tail: bool = False,
         repeated: Literal["halves", "pairs"] = "halves",
     ) -> Rotary:
-        """Build from tables [..., tokens, 2n], in which every angle occurs twice: n columns apart, or adjacent
-        (Cohere). Copies nothing.
+        """Build a rotation from tables [..., tokens, 2n] that contain every angle twice. The two copies are n
+        columns apart, or adjacent (Cohere). Copies nothing.
 
         M-RoPE tables have this form. For complex tables use `Rotary(f.real, f.imag, "pairs")`.
         """
@@ -79,12 +79,12 @@ def write(
     scales: torch.Tensor | None = None,
     rotary: Rotary | None = None,
 ) -> None:
-    """Write `new` ([tokens, heads, dim]) to `slots` ([tokens], each page * block tokens + offset). A negative slot is
-    skipped.
+    """Write `new` ([tokens, heads, dim]) to `slots` ([tokens], each page * block tokens + offset). A token with a
+    negative slot is skipped.
 
     Values are quantised for int8 and fp8 pages. If `scales` are pages ([pages, b, heads]), each token and head gets
-    its own scale, which is stored in the page. If `scales` are per head ([heads] or one value), values are divided by
-    them and clamped. fp8 pages without scales have scale 1.
+    its own scale, which is stored in the page. If `scales` are per head ([heads] or one value), values are divided
+    by them and clamped. fp8 pages without scales have scale 1.
     """
     if slots.shape[0] != new.shape[0]:
         raise ValueError(f"{slots.shape[0]} slots for {new.shape[0]} tokens")
@@ -106,7 +106,7 @@ def write(
 
 
 def _quantised(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Clamp, then round half to even. Without the clamp, conversion could turn large values into NaN."""
+    """Clamp the values, then round half to even. Without the clamp, conversion could turn large values into NaN."""
     most = quantised_max(dtype)
     if dtype == torch.int8 and most is not None:
         scaled = scaled.round()

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,import-untyped"
 
-"""The kernel that writes K and V to pages. One launch rotates, quantises and stores both, and rotates q.
+"""The kernel that writes K and V to pages. One launch rotates, quantises and stores K and V, and also rotates q.
 
 A row is one head of one token. A program takes `ROWS` rows of K or V, or `Q_ROWS` rows of q, in memory order:
 
@@ -148,7 +148,8 @@ def _append(
     ROUNDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write rows of K or V to their pages. SCALES: 0 none, 1 per head, 2 per token and head, stored in the page."""
+    """Write rows of K or V to their pages. SCALES is 0 for none, 1 for one per head, 2 for one per token and head,
+    stored in the page."""
     token, head = row // HEADS, row % HEADS
     slot = tl.load(slots + token.to(tl.int64) * slot_stride, mask=token < tokens, other=-1).to(tl.int64)
     kept = slot >= 0

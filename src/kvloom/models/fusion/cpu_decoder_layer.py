@@ -2,8 +2,8 @@
 
     norm, one product, `cpu.attention_step` (rotation, pages, attention), a product added to x;  norm, product, gate, product
 
-A layer is replaced only if all its parts are already fused. On a CPU, calls between modules take most of a small
-model's step. All other steps use the layer's previous forward.
+On a CPU, calls between modules take most of a small model's step. A layer is replaced only if all its parts are
+already fused. Steps with several tokens per sequence use the layer's previous forward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CpuNorm(NamedTuple):
 
 
 class CpuDecoderLayer:
-    """The new forward of a decoder layer. `own` is its previous forward."""
+    """The new forward of a decoder layer. `own` is the previous forward."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
 """Attention modules in a few calls: one product for q, k and v, one rotation, then the pages.
 
-On a CPU this saves calls. On a GPU it saves launches in replayed steps, because the launch that writes keys also
-rotates keys and queries. In prompts of models with q and k norms it saves memory traffic, because one launch
-normalises and rotates.
+On a CPU, fewer calls save time. On a GPU, replayed steps need fewer launches, because the launch that writes keys
+also rotates keys and queries. In prompts of models with q and k norms, one launch normalises and rotates, which
+saves memory traffic.
 
-Families are not selected by name. Each module is run on random input with pages that record their calls. If the fused
-forward gives other calls or results, the module is not changed.
+Modules are selected by a test, not by family name. Each module runs on random input with pages that record their
+calls. If the fused forward gives other calls or results, the module is not changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _RecordingPages:
-    """Stands in for the pages: records q, k and v, and returns a tensor that depends on q."""
+    """A stand-in for the pages. Records q, k and v, and returns a tensor that depends on q."""
 
     def __init__(self, is_replaying: bool) -> None:
         self.is_replaying = is_replaying
@@ -79,7 +79,7 @@ class FusedAttention:
 
     @property
     def plain(self) -> bool:
-        """Whether q, k and v are only a matrix product of the hidden states, without norms."""
+        """Whether q, k and v are plain matrix products of the hidden states, without norms."""
         return self.bias is None and self.norms == [None, None]
 
     def __call__(self, *given: Any, **named: Any) -> tuple[torch.Tensor, None]:
@@ -99,7 +99,7 @@ class FusedAttention:
         return self.supports_rotary(cos, sin)
 
     def _adjacent(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return q, k and v, adjacent in memory: [tokens, heads, dim]."""
+        """Return q, k and v as one tensor [tokens, heads, dim], in which they are adjacent."""
         return linear(hidden, self.weight, self.bias).view(len(hidden), self.heads + 2 * self.kv, self.dim)
 
     def _attended(
@@ -129,8 +129,8 @@ class FusedAttention:
 
 
 class GpuFusedAttention(FusedAttention):
-    """The fused forward of an attention module on a GPU. In a replayed step of single tokens, the launch that writes
-    keys also rotates. In other steps, the launch that normalises also rotates.
+    """The fused forward of an attention module on a GPU. In a replayed step of single tokens, the launch that
+    writes keys also rotates them. In other steps, the launch that normalises also rotates.
     """
 
     def __init__(self, module: Any, *given: Any) -> None:
@@ -185,8 +185,8 @@ KNOWN_ARGUMENTS = IGNORED | {
 
 
 def fuse_attention(module: Any, implementation: type[FusedAttention] | None = None) -> bool:
-    """Replace the forward of an attention module if the fused forward calls the pages with the same tensors and
-    returns the same result. Returns whether it was replaced.
+    """Replace the forward of an attention module by a fused forward. Returns whether it was replaced. The fused
+    forward must call the pages with the same tensors and return the same result.
 
     The projections of the module must already be joined. The default `implementation` depends on the device.
     """

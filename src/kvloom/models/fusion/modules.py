@@ -1,5 +1,5 @@
-"""Replaces operations of Hugging Face modules by fewer, larger ones. Optional; runs after the model was prepared for
-pages.
+"""Replaces operations of Hugging Face modules by fewer, larger operations. This step is optional, and runs after
+the model was prepared for pages.
 
 | found in a model                      | replaced by                                               |
 |---------------------------------------|-----------------------------------------------------------|
@@ -14,9 +14,9 @@ pages.
 |                                       | prompts by the launch that norms q and k                  |
 | experts and routers (`moe`)           | two grouped matrix products, one launch for the routing   |
 
-Families are not selected by name. Each replacement is first compared on random input, and a module with different
-results is not changed. Weights are joined in one tensor, and the weights of the modules become views of it. A fused
-decoder layer overwrites its input.
+Modules are selected by a test, not by family name. Each replacement is first compared on random input, and a module
+with different results is not changed. Weights are joined in one tensor, and the weights of the modules become views
+of it. A fused decoder layer overwrites its input.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ __all__ = ["fuse"]
 
 
 def fuse(model: Any, limit: int = 0) -> Counter[str]:
-    """Fuse every module that can be fused. Return counts by kind. Can be repeated. The model must be on its device.
+    """Fuse every module that can be fused. Return counts by kind. The call can be repeated. The model must be on
+    its device.
 
-    `limit` is above every position that the model will get; 0 means unknown, and disables the rotary cache.
+    `limit` must be above every position that the model will get. 0 means unknown, and disables the rotary cache.
     """
     done: Counter[str] = Counter()
     with torch.no_grad():
@@ -83,7 +84,7 @@ def fuse(model: Any, limit: int = 0) -> Counter[str]:
 
 
 def _fuse_head(model: Any) -> None:
-    """Let a model's head multiply a few rows without BLAS, on a CPU."""
+    """On a CPU, let the model's head multiply a few rows without BLAS."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(head) is nn.Linear and "bias" not in dict(head.named_parameters()) and head.weight.is_cpu:
         vars(head).setdefault("forward", lambda x: linear(x, head.weight))
@@ -101,7 +102,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _FusedNorm:
-    """The fused forward of a norm. Its weight is read at each call, because loading weights later replaces it. If the
+    """The fused forward of a norm. Reads the weight at each call, because loading weights may replace it. If the
     weight does not fit the input (Falcon Mamba), the module's own forward runs.
     """
 
@@ -148,7 +149,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 
 class _FusedMLP:
-    """The fused forward of a gated MLP. With `into`, its result is added to that tensor."""
+    """The fused forward of a gated MLP. With `into`, the result is added to that tensor."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: Activation) -> None:
         self._joined, self._bias = _join(gate, up)
@@ -194,8 +195,8 @@ class _ResidualOutput:
 class _FusedDecoderLayer:
     """The fused forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place.
 
-    With `posts`, each addend is normalised first. The last launch then also computes the norm `after`, the first norm
-    of the next layer. Its result is an attribute of x, so it is freed with x.
+    With `posts`, each addend is normalised first. The last launch then also computes the norm `after`, which is the
+    first norm of the next layer. Its result is stored as an attribute of x, so it is freed with x.
     """
 
     def __init__(
@@ -259,8 +260,8 @@ SANDWICH = (
 
 
 def _fuse_layer(module: Any) -> bool:
-    """Fuse a decoder layer of attention and a gated MLP. The layer must give the same result with a stand-in for its
-    attention. Returns whether it was fused.
+    """Fuse a decoder layer of attention and a gated MLP. Returns whether the layer was fused. With a stand-in for
+    its attention, the fused layer must give the same result.
     """
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     output: Any = getattr(attention, "o_proj", None)
@@ -285,8 +286,8 @@ def _fuse_layer(module: Any) -> bool:
 
 
 def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
-    """Return a version of the layer with fewer calls if it is on a CPU and all its parts are plain. Otherwise return
-    the layer.
+    """Return a version of the layer with fewer calls, if the layer is on a CPU and all its parts are plain.
+    Otherwise return the layer.
     """
     attention, mlp = layer._module.self_attn.forward, layer._mlp
     if layer._posts or type(attention) is not FusedAttention or not attention.plain or mlp._bias is not None:
@@ -301,7 +302,7 @@ def _cpu_layer(layer: _FusedDecoderLayer) -> Any:
 
 
 def _computes_same(module: Any, attention: Any, output: Any, found: _FusedDecoderLayer) -> bool:
-    """Return whether a layer computes the same as `found` for any attention module."""
+    """Return whether a layer computes the same result as `found` for any attention module."""
     plain = output.forward
 
     def aside(*_: Any, hidden_states: torch.Tensor, **__: Any) -> tuple[torch.Tensor, None]:
@@ -368,7 +369,8 @@ def _can_join(a: nn.Linear, b: nn.Linear, rows: bool = True) -> bool:
 
 
 def _join(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Join weights and biases into one tensor each. The weights of the layers become views of it."""
+    """Join the weights of several layers into one tensor, and the biases into another. The weights of the layers
+    become views of the joined tensor."""
     weight = torch.cat([layer.weight.data for layer in layers])
     biases = [part.data for part in (getattr(layer, "bias", None) for layer in layers) if part is not None]
     bias = torch.cat(biases) if biases else None
@@ -383,8 +385,8 @@ def _join(*layers: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _fuse_rotary(modeling: Any, model: Any) -> int:
-    """Replace `apply_rotary_pos_emb` of a modeling file if one launch computes the same. Return 1 if it was replaced,
-    else 0.
+    """Replace `apply_rotary_pos_emb` of a modeling file by one launch if both compute the same. Return 1 if it was
+    replaced, else 0.
     """
     original = getattr(modeling, "apply_rotary_pos_emb", None)
     weight = next(model.parameters())

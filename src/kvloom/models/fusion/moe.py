@@ -1,4 +1,4 @@
-"""Mixtures of experts in Hugging Face modules, as grouped matrix products.
+"""Mixtures of experts in Hugging Face modules, computed as grouped matrix products.
 
 | found in a model                                             | replaced by                                   |
 |--------------------------------------------------------------|-----------------------------------------------|
@@ -24,7 +24,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 
 def fuse_experts(module: Any) -> bool:
-    """Replace the experts of a module by grouped products if they compute the same. Return whether they were
+    """Replace the experts of a module by grouped products if the results are the same. Return whether they were
     replaced.
     """
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
@@ -57,7 +57,8 @@ def fuse_experts(module: Any) -> bool:
 
 
 def fuse_router(module: Any) -> bool:
-    """Replace a router's softmax and top-k by one launch if it selects the same experts. Return whether it was replaced."""
+    """Replace a router's softmax and top-k by one launch if it selects the same experts. Return whether it was
+    replaced."""
     weight, picked = getattr(module, "weight", None), getattr(module, "top_k", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not isinstance(picked, int):
         return False

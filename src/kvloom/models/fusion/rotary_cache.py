@@ -1,7 +1,7 @@
 """Reads cos and sin of rotary embeddings from a table, which saves launches on a GPU.
 
-The module itself computes the table, and a step gathers rows from it. A module whose angles depend on more than
-position and layer kind is not changed.
+The module itself computes the table, and a step gathers rows from it. If the angles of a module depend on more than
+position and layer kind, the module is not changed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ TABLE_CHUNK = 16384
 
 
 class RotaryCache:
-    """The forward of a rotary embedding for positions below a limit."""
+    """Replaces the `forward` of a rotary embedding. Reads cos and sin of positions below `limit` from a table, instead
+    of computing them."""
 
     def __init__(self, module: Any, limit: int, kinds: list[tuple[str, ...]], like: torch.Tensor) -> None:
-        """`kinds` are the arguments of a call besides positions. Each kind stores 2 * head dim * limit numbers."""
+        """`kinds` are the arguments of a call besides positions. The table of each kind has 2 * head dim * limit
+        numbers."""
         self.own, self.limit = module.forward, limit
         self._tables = {kind: self._table(like, kind) for kind in kinds}
 
@@ -46,8 +48,9 @@ class RotaryCache:
 
 
 def fuse_rotary_embedding(module: Any, limit: int, like: torch.Tensor) -> bool:
-    """Replace a rotary embedding by a table of `limit` positions if it gives the same values. `like` sets the dtype
-    and device. A module with a shorter table gets a longer one. Returns whether it was replaced.
+    """Replace a rotary embedding by a table of `limit` positions if the table gives the same values. Returns
+    whether the embedding was replaced. `like` sets the dtype and device. A shorter table from an earlier call is
+    extended.
     """
     if not type(module).__name__.endswith("RotaryEmbedding"):
         return False

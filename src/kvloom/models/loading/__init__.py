@@ -1,10 +1,19 @@
-"""Loads models by name, with weights of a checkpoint or random weights. Checks the model before it reads any weight.
+"""Loads models by name, with weights of a checkpoint or random weights. The model is checked before any weight is
+read.
 
-`loader` reads configs, weights and tokenizers. `probe` runs the code of a model without weights, to check that it can
-run on pages. `fingerprint` identifies the weights, so that pages of different models are never mixed.
+`loader` reads configs, weights and tokenizers. `probe` runs the code of a model without weights, to check that it
+can run on pages. `fingerprint` identifies the weights, so that pages of different models are never mixed.
 """
 
 from .fingerprint import model_fingerprint
-from .loader import LoadFormat, choose_device, load, refusal, transformers_config
+from .loader import LoadFormat, choose_device, load, progress_bars, refusal, transformers_config
 
-__all__ = ["LoadFormat", "choose_device", "load", "model_fingerprint", "refusal", "transformers_config"]
+__all__ = [
+    "LoadFormat",
+    "choose_device",
+    "load",
+    "model_fingerprint",
+    "progress_bars",
+    "refusal",
+    "transformers_config",
+]

@@ -1,6 +1,6 @@
 """The fingerprint of a model. Two models that could compute different keys and values have different fingerprints.
 
-It covers the config, and the name, shape, dtype and 64 values of every tensor.
+A fingerprint covers the config, and the name, shape, dtype and 64 values of every tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _IRRELEVANT_FIELDS = (
 
 
 def model_fingerprint(model: Any) -> str:
-    """Return 32 characters. Call it before weights are fused. Takes some milliseconds on a GPU."""
+    """Return the fingerprint, which has 32 characters. Call this function before weights are fused. Takes some
+    milliseconds on a GPU."""
     digest = blake2b(digest_size=16, person=b"kvloom.weights")
     config = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT_FIELDS}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())

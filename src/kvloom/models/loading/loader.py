@@ -25,7 +25,7 @@ from kvloom.models.vision import VISION_FAMILIES
 
 from .probe import examine
 
-__all__ = ["LoadFormat", "choose_device", "load", "refusal", "transformers_config"]
+__all__ = ["LoadFormat", "choose_device", "load", "progress_bars", "refusal", "transformers_config"]
 
 LoadFormat = Literal["auto", "random"]
 STD = 0.02
@@ -35,8 +35,8 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vo
 
 
 def choose_device(named: torch.device | str | None) -> torch.device:
-    """Return the named device. Without a name, return a GPU if there is one. Raises ValueError if the device does not
-    exist.
+    """Return the device with the given name. Without a name, return a GPU if there is one, else the CPU. Raises
+    ValueError if the device does not exist.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
@@ -59,9 +59,11 @@ def load(
     seed: int = 0,
 ) -> tuple[Any, Any | None]:
     """Return a model on `device`, ready to run, and its tokenizer or None. The default device is a GPU if there is
-    one. `dtype` "auto" selects the dtype of the checkpoint. Random weights depend only on seed, device and dtype.
-    `progress` shows bars on stderr. Raises ModelError, before weights are read, if a file is missing or the model
-    cannot run.
+    one.
+
+    With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and
+    dtype. `progress` shows bars on stderr. Raises ModelError if a file is missing or the model cannot run. These
+    checks precede the reading of weights.
     """
     if load_format not in ("auto", "random"):
         raise ModelError(f"unknown load format {load_format!r}; known: auto, random")
@@ -74,7 +76,7 @@ def load(
         raise ModelError(f"{model}: {reason}")
     own = config.dtype or config.get_text_config().dtype or torch.bfloat16
     kind = _dtype(own if dtype == "auto" else dtype)
-    with _progress_bars(progress):
+    with progress_bars(progress):
         if load_format == "random":
             loaded = _random(config, kind, where, seed)
         else:
@@ -112,8 +114,8 @@ def transformers_config(model: str, load_format: LoadFormat = "auto") -> Any:
 
 
 def refusal(config: Any) -> str | None:
-    """Return the reason why a model with this config cannot run, or None. Runs the model code on shapes only: no
-    memory, about 10 ms per layer.
+    """Return the reason why a model with this config cannot run, or None. Runs the model code on shapes only, which
+    needs no memory and about 10 ms per layer.
     """
     try:
         cls, own = _class(config)
@@ -238,7 +240,8 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
 
 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """Fill the weights on their device. Afterwards transformers sets norms, biases, rates and rotary tables."""
+    """Fill the weights with random numbers on their device. Afterwards transformers initialises norms, biases,
+    rates and rotary tables."""
     cls, own = _class(config)
     with torch.device("meta"):
         model = cls._from_config(copy.deepcopy(own), dtype=dtype)
@@ -285,7 +288,7 @@ def _tokenizer(model: str) -> Any | None:
 
 
 @contextmanager
-def _progress_bars(shown: bool) -> Iterator[None]:
+def progress_bars(shown: bool) -> Iterator[None]:
     """Show transformers' loading progress as rich bars on stderr, or hide it."""
     from transformers.utils import logging
 

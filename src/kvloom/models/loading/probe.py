@@ -1,9 +1,10 @@
-"""Runs a model's code without its weights, to check that its layers write and read the data that their specs state.
+"""Runs a model's code without its weights. Checks that its layers write and read the data that their specs
+describe.
 
-The model runs on a few tokens on the meta device, where tensors have shapes but no data. A `RecordingCache` replaces
-the cache and the attention function and records the calls. This finds unsupported architectures before any weight is
-read: models that never call the attention registry, use their own mask, or store other data than their config states.
-Checks calls and shapes, not values.
+The model runs on a few tokens on the meta device, where tensors have shapes but no data. A `RecordingCache`
+replaces the cache and the attention function and records the calls. This detects unsupported architectures before
+any weight is read. Examples are models that never call the attention registry, use their own mask, or store other
+data than their config states. The probe checks calls and shapes, not values.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ KNOWN_KEYWORDS = IGNORED | set(inspect.signature(attend).parameters)
 
 
 class RecordingCache(EmptyCache):
-    """The cache argument of a probed model. Acts as an empty cache, and records calls by layer."""
+    """The cache argument of a probed model. Behaves like an empty cache, and records calls by layer."""
 
     def __init__(self) -> None:
         self.written: dict[int, list[torch.Size]] = {}
@@ -78,8 +79,10 @@ class RecordingCache(EmptyCache):
 
 def examine(model: Any, layers: Callable[[], Mapping[str, LayerSpec]]) -> None:
     """Run `model`, which must be on the meta device, and compare its calls with the specs of its layers. Raises
-    ModelError with the reason if the model cannot run on pages. Modifies the model's config. `layers` is called after
-    the run. Takes about 10 ms per layer.
+    ModelError with the reason if the model cannot run on pages. Modifies the model's config. Takes about 10 ms per
+    layer.
+
+    `layers` returns the specs, and is called after the run.
     """
     cache = _record_run(model)
     if not cache.attended and not cache.states:

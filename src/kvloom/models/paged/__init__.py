@@ -1,4 +1,4 @@
-"""Hugging Face modeling code on the page pool: the batch of a step, and how layers write and read pages.
+"""Hugging Face modeling code on the page pool: the batch of a step, and the writes and reads of layers.
 
 | file              | content                                                                        |
 |-------------------|--------------------------------------------------------------------------------|
@@ -8,6 +8,7 @@
 | mixers, scans     | recurrent layers: their states in pages, their functions as kernels            |
 | cross_attention   | layers that attend to images                                                   |
 | image_inputs      | a prompt's images as data                                                      |
+| hidden_states     | hidden states of the target in the pages of a head                             |
 | empty_cache       | the cache interface of an empty cache                                          |
 | family_exceptions | changes for single families                                                    |
 | scales            | static scales of quantised K and V                                             |
@@ -17,6 +18,7 @@ from .attention import ATTENTION, IGNORED, attend, install
 from .batch import DRAFT_STEP_TOKENS, Batch, BatchBuilder, Work
 from .empty_cache import EmptyCache
 from .family_exceptions import calls_registry, prepare, refusal_reason
+from .hidden_states import HiddenStates, hidden_states_field
 from .image_inputs import EMBEDDINGS, Image, ImageGroup, ImageInputs, VisibleImages
 from .pages import GraphSplitter, Pages
 from .scales import Scales, checkpoint_of, fingerprint, load_scales, read_scales, scale_sizes, write_scales
@@ -30,6 +32,7 @@ __all__ = [
     "BatchBuilder",
     "EmptyCache",
     "GraphSplitter",
+    "HiddenStates",
     "Image",
     "ImageGroup",
     "ImageInputs",
@@ -41,6 +44,7 @@ __all__ = [
     "calls_registry",
     "checkpoint_of",
     "fingerprint",
+    "hidden_states_field",
     "install",
     "load_scales",
     "prepare",

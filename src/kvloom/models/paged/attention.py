@@ -3,10 +3,10 @@
     modeling code   past_key_values.update(k, v, layer)        attention_interface(module, q, k, v, …, pages=…)
     here            `Pages.update`: remembers new K and V      `attend`: writes them to their slots, reads the pages
 
-`attend` both writes and reads. A compiler sees it as one opaque operation (`kvloom::attend`), which finds its pages
-by a number. The compiler therefore traces nothing here and never copies the pool. A model runs on one packed row of
-tokens ([1, tokens]) without a cache of its own. `mixers` handles layers with states, and `cross_attention` layers
-that attend to images. Architectures that never call the attention registry are refused by name.
+`attend` both writes and reads. A compiler sees one opaque operation (`kvloom::attend`), which finds its pages by a
+number. The compiler therefore traces nothing here and never copies the pool. A model runs on one packed row of
+tokens ([1, tokens]), without its own cache. `mixers` handles layers with states, and `cross_attention` handles
+layers that attend to images. Architectures that never call the attention registry are refused by name.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _operation(
     latent_values: int,
 ) -> torch.Tensor:
     """`Pages.attend` as one operation in the graph of a compiler. It modifies the pool, which is not part of the
-    graph. The order is still correct: it reads its own writes, and writes of operations on whose results its queries
-    depend.
+    graph. The order is still correct, for two reasons. The operation reads its own writes. It also depends on the
+    results of earlier operations through its queries.
     """
     found = PAGES_BY_HANDLE[handle].attend(layer, query, key, value, scale, softcap, sinks, latent_values)
     return found.contiguous()
@@ -105,8 +105,8 @@ def attend(
 
 
 def _attend_pages(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
-    """Call the custom operation while compiling. Otherwise call `attend` directly, because the dispatcher costs more
-    than the call.
+    """Call the custom operation while a compiler traces. Otherwise call `attend` directly, because the dispatcher
+    costs more than the call.
     """
     if torch.compiler.is_compiling():
         out: torch.Tensor = _operation(pages.handle, layer, *rest)
@@ -115,9 +115,9 @@ def _attend_pages(pages: Pages, layer: int, *rest: Any) -> torch.Tensor:
 
 
 def install(model: Any, context: int | None = None) -> None:
-    """Prepare a Hugging Face model: its layers call `attend`, and its mixers accept packed rows. `context` is the
-    length of the longest sequence (the model's limit if None). Raises ModelError for a layer that cannot run on
-    pages.
+    """Prepare a Hugging Face model. Its layers then call `attend`, and its mixers accept packed rows. `context` is
+    the length of the longest sequence, by default the model's limit. Raises ModelError for a layer that cannot run
+    on pages.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

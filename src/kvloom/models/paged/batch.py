@@ -1,10 +1,11 @@
-"""The batch of one step, as a model sees it: the next tokens of several sequences in one packed row, and their pages.
+"""The batch of one step, as the model gets it: the next tokens of several sequences in one packed row, and their
+pages.
 
     tokens   | sequence 0: a chunk of its prompt | sequence 1: one token | sequence 2: … |
     starts   0                                   7                       8               …
 
-`BatchBuilder` fills fixed buffers. The device has a copy of the block tables. A step uploads only one small block of
-numbers and the changed table entries. The device computes all other fields.
+`BatchBuilder` fills fixed buffers. The device has a copy of the block tables. A step uploads only one small block
+of numbers and the changed table entries. The device computes all other fields.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ Ints = npt.NDArray[np.int64]
 class Work(NamedTuple):
     """The part of a sequence in a step: the next `tokens`, for which `extend` has reserved pages.
 
-    `source` is the index of its one token among those sampled by the previous step, if that token is not on the host
-    yet (-1: none). `images` are the prompt's images, if any.
-
-    The first `replayed` tokens are computed already: they end at the sequence's length. Recurrent layers compute them
-    again, because the states end before them. With `rewrites`, their K and V are written again, too: a draft model may
-    lack them. The last `drafts` tokens are a draft: recurrent layers keep the state before them. `skipped` tokens lie
-    between the sequence's length and the first token: a draft that a draft model has computed."""
+    - `source`: if the only token is not on the host yet, its index among the tokens that the previous step sampled,
+      else -1.
+    - `images`: the images of the prompt, if any.
+    - `replayed`: the number of first tokens that are already computed and end at the sequence's length. Recurrent
+      layers compute them again, because the states end before them. With `rewrites`, their K and V are also written
+      again, because a draft model may lack them.
+    - `drafts`: the number of last tokens that are a draft. Recurrent layers do not store a state for them.
+    - `skipped`: the number of tokens between the sequence's length and the first token. A draft model has already
+      computed them as a draft."""
 
     sequence: Sequence
     tokens: Ints
@@ -50,13 +53,14 @@ class Work(NamedTuple):
 
     @property
     def new_tokens(self) -> int:
-        """Number of tokens that follow the sequence's length and are not drafts."""
+        """Number of tokens after the sequence's length, without drafts."""
         return len(self.tokens) - self.replayed - self.drafts
 
 
 @dataclass(frozen=True, slots=True)
 class ColdRows:
-    """The cold blocks of a step's rows, and its rows without them: as layers with full attention read them.
+    """The block tables of a step in which some rows have cold blocks (blocks in host memory). Layers with full
+    attention read the cold blocks from host memory, and all other blocks from the pool.
 
     | field         | meaning                                                                                      |
     |---------------|----------------------------------------------------------------------------------------------|
@@ -72,7 +76,7 @@ class ColdRows:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The packed row of one step.
+    """The inputs of one step. The new tokens of all sequences are packed into one row, one sequence after another.
 
     | field                 | meaning                                                                              |
     |-----------------------|--------------------------------------------------------------------------------------|
@@ -123,7 +127,8 @@ class Batch:
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """The row of each token and the length that it sees, if every row has one token and drafts; else None."""
+        """For each token, its row and the number of tokens that it sees. None unless each row consists of one token
+        and its drafts."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
@@ -142,7 +147,8 @@ REPLAYED = -2
 
 @dataclass(slots=True)
 class _StepNumbers:
-    """The numbers of a step on the host, in the order of the upload."""
+    """The integer inputs of a step, on the host. Their order here is the order in the buffer that is uploaded to the
+    device."""
 
     tokens: Ints
     positions: Ints
@@ -158,7 +164,7 @@ class _StepNumbers:
     drafts: tuple[int, ...] = field(default=())
 
     def append_rows(self, other: _StepNumbers) -> _StepNumbers:
-        """Return the numbers of both objects, those of `other` last."""
+        """Return the numbers of both objects. Those of `other` come last."""
         rows, tokens = len(self.rows), len(self.tokens)
         return _StepNumbers(
             np.concatenate((self.tokens, other.tokens)),
@@ -182,11 +188,12 @@ class _StepNumbers:
 
 
 class BatchBuilder:
-    """The buffers of one device for steps of up to `tokens` tokens and `rows` rows.
+    """Builds the `Batch` of each step in fixed buffers of one device. A step has at most `tokens` tokens and `rows`
+    rows.
 
-    A step must be launched before the next one is built. Building waits if the device is two steps behind. `mirrored`
-    states that the device has its own block tables; a CPU uses those of the cache. `shifted` states that images shift
-    rotary positions.
+    A step must be launched before the next one is built. Building waits if the device is two steps behind.
+    `mirrored` states that the device has its own block tables. A CPU uses the tables of the cache. `shifted` states
+    that images shift rotary positions.
     """
 
     def __init__(
@@ -219,8 +226,8 @@ class BatchBuilder:
         self._turn = 0
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
-        """Return the batch of `works`, in order. `chosen` are the sampled tokens of the previous step, if a work uses
-        one.
+        """Return the batch of `works`, in order. `chosen` are the sampled tokens of the previous step. It is needed
+        if a work uses one of them.
         """
         numbers = self._numbers(works)
         blocks = -(-int(numbers.lengths.max()) // self._block)
@@ -257,8 +264,8 @@ class BatchBuilder:
         )
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
-        """Upload the numbers of a step for a replay of `packed(tokens)` or `drafted(tokens)`. Padding rows fill it.
-        Each gets one of the remaining tokens, and the last one all others.
+        """Upload the inputs of a step, for a replay of the graph of `packed(tokens)` or `drafted(tokens)`. Padding rows
+        fill the batch. Each gets one of the remaining tokens, and the last padding row gets all others.
         """
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)
@@ -294,8 +301,8 @@ class BatchBuilder:
         self._copy(block.reshape(-1))
 
     def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False) -> Batch:
-        """Return the batch of a replayed step with `rows` single tokens. Every replay computes it from the last
-        `send_singles`.
+        """Return the batch of a replayed step with `rows` single tokens. Every replay computes the batch from the
+        last `send_singles`.
         """
         found = lay_out_step(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
         layout = self.cache.layout
@@ -319,10 +326,10 @@ class BatchBuilder:
         )
 
     def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
-        """Return the batch of a replayed step of up to `tokens` tokens. Every replay computes it from the last
-        `send`.
+        """Return the batch of a replayed step of up to `tokens` tokens. Every replay computes the batch from the
+        last `send`.
 
-        Its `bounds` and `sizes` are placeholders.
+        The `bounds` and `sizes` of the batch are placeholders.
         """
         rows = self.rows + 1
         bounds = (*(0,) * rows, tokens)
@@ -399,8 +406,8 @@ class BatchBuilder:
             self._read[turn].record()
 
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Return the new block of each row (-1 for none) and its pages. Rows with more than one new block are
-        uploaded at once.
+        """Return the new block of each row (-1 for none) and its pages. If a row has more than one new block, its
+        table is uploaded at once.
         """
         block_tables = self.cache.block_tables
         first = block_tables.take_changed(rows)
@@ -412,7 +419,7 @@ class BatchBuilder:
         return patched, block_tables.tables[:, rows, np.maximum(patched, 0)]
 
     def _send_tables(self, rows: Ints, first: npt.NDArray[Any]) -> None:
-        """Upload the block tables of some rows, from their blocks `first` on."""
+        """Upload the block tables of some rows. The upload of each row starts at its block in `first`."""
         block_tables = self.cache.block_tables
         until = block_tables.blocks[rows]
         changed = np.flatnonzero(until > first)
@@ -429,7 +436,8 @@ class BatchBuilder:
         self._tables.view(-1).index_copy_(0, sent[0], sent[1].int())
 
     def _host_batch(self, numbers: _StepNumbers, blocks: int, chosen: torch.Tensor | None) -> Batch:
-        """Return the batch without device tables. It is computed in numpy, whose calls cost a third of torch's."""
+        """Return the batch without device tables, computed in numpy. A numpy call takes a third of the time of a
+        torch call."""
         ids, positions = torch.from_numpy(numbers.tokens), torch.from_numpy(numbers.positions)
         if chosen is not None and (numbers.source >= 0).any():
             source = torch.from_numpy(numbers.source)

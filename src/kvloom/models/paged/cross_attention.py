@@ -1,6 +1,6 @@
-"""Cross-attention layers on pages: tokens that see an image read its keys and values from pages.
+"""Cross-attention layers on pages. Tokens that see an image read its keys and values from pages.
 
-Reading is plain torch, without a kernel. `vision.cross_vision` writes the pages.
+Reads are plain torch, without a kernel. `vision.cross_vision` writes the pages.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def attend_images(
 def _read_field(
     fields: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor, real: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return one field of the tokens in some pages: [heads, tokens, dim]. It is copied as bytes, because torch cannot
-    index fp8 everywhere.
+    """Return one field of the tokens in some pages: [heads, tokens, dim]. Pages are copied as bytes, because torch
+    cannot index fp8 on all devices.
     """
     pages, scale = fields[name], fields.get(f"{name}_scale")
     raw = pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
@@ -50,9 +50,9 @@ def _read_field(
 
 
 def wrap_cross_attention(layer: Any) -> bool:
-    """Make a cross-attention decoder layer accept packed rows. Return whether `layer` is such a layer. Can be
-    repeated. Tokens that see an image pass through the layer and read the image from pages. Other tokens skip the
-    layer.
+    """Make a cross-attention decoder layer accept packed rows. Return whether `layer` is such a layer. The call can
+    be repeated. Tokens that see an image pass through the layer and read the image from pages. Other tokens skip
+    the layer.
     """
     attention = getattr(layer, "cross_attn", None)
     if attention is None or not hasattr(layer, "cross_attn_attn_gate"):

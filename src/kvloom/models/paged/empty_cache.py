@@ -1,4 +1,4 @@
-"""The cache interface of modeling code, for an empty cache. To the model, a packed row looks like a new prompt."""
+"""The cache interface of modeling code for an empty cache. To the model, a packed row looks like a new prompt."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ REFUSED = {
 
 
 def refusal_reason(config: Any) -> str | None:
-    """Return the reason why a family is refused by name, or None. Used where `probe.examine` would give a misleading
-    reason.
+    """Return the reason why a family is refused by name, or None. Only families for which `probe.examine` would
+    give a misleading reason are refused by name.
     """
     text = config.get_text_config()
     return REFUSED.get(text.model_type) or (INDEXER if getattr(text, "index_topk", None) else None)
@@ -57,7 +57,7 @@ def calls_registry(model: Any) -> bool:
 
 
 def prepare(model: Any, context: int | None = None) -> None:
-    """Prepare a model to run on pages or on the meta device. Can be repeated. Raises ModelError (see
+    """Prepare a model to run on pages or on the meta device. The call can be repeated. Raises ModelError (see
     `fix_rope_frequencies`).
     """
     for module in model.modules():
@@ -72,8 +72,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def add_mask_names(model: Any) -> None:
-    """Add an empty mask for every layer kind to a Granite hybrid, whose forward omits sliding layers. Can be
-    repeated.
+    """Add an empty mask for every layer kind to a Granite hybrid, because its forward omits sliding layers. The
+    call can be repeated.
     """
     kinds = getattr(model.config, "layer_types", None) or ()
     if model.config.model_type != "granitemoehybrid" or "sliding_attention" not in kinds:
@@ -92,9 +92,9 @@ def fix_rope_frequencies(model: Any, context: int | None = None) -> None:
     """Fix rotary frequencies that would otherwise depend on the longest sequence of a batch. Stored keys must not
     depend on other requests.
 
-    Chooses the long frequencies if `context` (the model's limit if None) exceeds the original training length.
-    Shorter requests then differ from `generate()`. Can be repeated with another `context`. Raises ModelError for
-    dynamic scaling.
+    Chooses the long frequencies if `context` exceeds the original training length. The default `context` is the
+    model's limit. Shorter requests then differ from `generate()`. The call can be repeated with another `context`.
+    Raises ModelError for dynamic scaling.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -128,8 +128,8 @@ def keeps_latents(module: Any) -> bool:
 
 
 def absorb_latent(module: Any, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries multiplied by the keys' up-projection, and the values' up-projection [heads, dim, rank]. With
-    these, MLA attends in latent space.
+    """Return queries multiplied by the up-projection of keys, and the up-projection of values [heads, dim, rank].
+    With both, MLA attends in latent space.
     """
     weight = module.kv_b_proj.weight.view(query.shape[1], -1, module.kv_lora_rank)
     keys, values = torch.split(weight, [module.qk_nope_head_dim, module.v_head_dim], 1)

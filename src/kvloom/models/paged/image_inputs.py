@@ -20,8 +20,8 @@ EMBEDDINGS = "vision.embeddings"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """The model inputs of one image, and the digest of its content. `read` and `store` state whether its embeddings
-    may be loaded from tiers and stored there, for `tenant`.
+    """The model inputs of one image, and the digest of its content. `read` and `store` state whether tiers may load
+    and store its embeddings, for `tenant`.
     """
 
     inputs: Mapping[str, torch.Tensor]
@@ -33,8 +33,8 @@ class Image:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
-    """The images of a prompt. Image `i` has the prompt tokens `places[bounds[i] : bounds[i + 1]]`. `media` describes
-    the images to the cache.
+    """The images of a prompt. Image `i` has the prompt tokens `places[bounds[i] : bounds[i + 1]]`. `media`
+    describes the images to the cache.
 
     `axes` ([3, tokens up to the end of the last image]) are rotary positions, if they differ from token positions.
     Later tokens have their position plus `shift`. `whole` states that no step may end inside an image.
@@ -52,7 +52,7 @@ class ImageInputs:
 
     def step_tokens(self, start: int, count: int) -> int:
         """Return how many of the `count` tokens from `start` on a step may compute. A step must not end inside a
-        whole image, so it may be 0.
+        whole image, so the result may be 0.
         """
         if self.whole:
             for item in self.media:
@@ -70,7 +70,7 @@ class ImageInputs:
         return self.cross_attended or start < self.media[-1].stop
 
     def content_key(self, end: int) -> bytes:
-        """Return a key of the images that begin before `end`. Prompts with equal tokens are compared by it."""
+        """Return a key of the images that begin before `end`. Prompts with equal tokens are compared by this key."""
         return b"".join(item.digest for item in self.media if item.start < end)
 
 
@@ -87,7 +87,8 @@ class ImageGroup:
 
 @dataclass(frozen=True, slots=True)
 class VisibleImages:
-    """The tokens of a packed row that see images, in order, and their groups."""
+    """The tokens of a packed row that see images. `places` are their indices in the row, in order. `parts` groups
+    tokens that see the same images."""
 
     places: torch.Tensor
     parts: tuple[ImageGroup, ...]

@@ -1,8 +1,8 @@
-"""Recurrent mixers on pages: each mixer runs once on the packed row of a step, with its states in pages.
+"""Recurrent mixers on pages. Each mixer runs once on the packed row of a step, with its states in pages.
 
-While a mixer runs, kernels (`scans`) replace functions of its modeling file. They split the row into sequences, and
-read and write states in pages. A mixer without such functions (MiniMax) gets a new forward. This file handles the
-cache interface, not the arithmetic.
+While a mixer runs, kernels (`scans`) replace functions of its modeling file. The kernels split the row into
+sequences, and read and write states in pages. A mixer without such functions (MiniMax) gets a new forward. This
+file handles the cache interface, not the arithmetic.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class _Part(NamedTuple):
 
 
 class MixerSteps:
-    """The rows of a step for mixers. They are computed on demand, once for all layers."""
+    """Computes how a step is divided into rows for recurrent layers (mixers). Each division is computed when the first
+    layer needs it, and all layers share it."""
 
     def __init__(self, batch: Batch, batch_invariant: bool = False) -> None:
-        """With `batch_invariant`, the bits of a state do not depend on how a sequence is split into steps
+        """With `batch_invariant`, the bits of a state do not depend on the split of a sequence into steps
         (`StateRows.batch_invariant`).
         """
         self.batch, self.batch_invariant = batch, batch_invariant
@@ -52,7 +53,7 @@ class MixerSteps:
         self._split: dict[tuple[int, int], DraftRows] = {}
 
     def rows(self, view: LayerView) -> StateRows:
-        """Return the rows of the step, with the state pages of layers that share `view`'s block table."""
+        """Return the rows of the step, with the state pages of the layers that share the block table of `view`."""
         of = view.group, view.run
         if of not in self._known:
             ids, fresh = self.batch.states[view.group][view.run], self._fresh
@@ -66,7 +67,7 @@ class MixerSteps:
         return self._known[of]
 
     def draft_rows(self, view: LayerView) -> DraftRows | None:
-        """Return the step's rows in two parts, certain tokens and drafts; None if no row has a draft."""
+        """Return the step's rows in two parts: certain tokens and drafts. Returns None if no row has a draft."""
         batch, of = self.batch, (view.group, view.run)
         if not batch.drafts:
             return None
@@ -85,7 +86,8 @@ class MixerSteps:
 
     @cached_property
     def _places(self) -> tuple[_Part, _Part]:
-        """The packed indexes of certain tokens and of drafts, with the starts of each row among them."""
+        """Two parts: the certain tokens and the drafts of the step. Each part has the packed indexes of its tokens,
+        and the start of each row in it."""
         bounds, drafts = np.array(self.batch.bounds), np.array(self.batch.drafts)
         is_draft = np.zeros(bounds[-1], np.bool_)
         for end, count in zip(bounds[1:].tolist(), drafts.tolist(), strict=True):
@@ -113,16 +115,16 @@ class MixerSteps:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Return whether a module is a recurrent mixer. A mixer has a layer index and a convolution over tokens, or a
-    decay.
+    """Return whether a module is a recurrent mixer. A mixer has a layer index, and either a convolution over tokens
+    or a decay.
     """
     marks = ("conv1d", "conv", "key_decay")
     return hasattr(module, "layer_idx") and any(hasattr(module, mark) for mark in marks)
 
 
 def wrap_mixer(module: Any) -> None:
-    """Make a mixer accept packed rows. It gets its states from the `Pages` in its cache argument. Can be repeated.
-    Raises ModelError for an unknown kind of mixer.
+    """Make a mixer accept packed rows. The mixer gets its states from the `Pages` in its cache argument. The call
+    can be repeated. Raises ModelError for an unknown kind of mixer.
     """
     if getattr(module, "takes_packed_rows", False):
         return

@@ -1,9 +1,9 @@
-"""The page pool as the layers of a model see it in one step: how they write and read pages.
+"""The page pool in one step of a model: layers write and read pages through it.
 
     begin(batch)   update(k, v, layer): remember new K and V      attend(layer, q, …): write them to their slots, read pages
 
-One attention plan is made per step and span; plan objects are reused between steps. State and cross-attention layers
-get their views here and read pages themselves (`mixers`, `cross_attention`).
+One attention plan is made per step and span. Plan objects are reused between steps. State and cross-attention
+layers get their views here and read pages themselves (`mixers`, `cross_attention`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ PAGES_BY_HANDLE: WeakValueDictionary[int, Pages] = WeakValueDictionary()
 
 
 class GraphSplitter(Protocol):
-    """Splits a captured run of the model at its attention calls. Graphs contain only the parts between these calls."""
+    """Splits a captured run of the model at its attention calls. CUDA graphs contain only the parts between these
+    calls."""
 
     def split_at(
         self,
@@ -64,15 +65,15 @@ class GraphSplitter(Protocol):
         new_v: torch.Tensor,
         v_dim: int,
     ) -> torch.Tensor:
-        """Return a buffer [tokens, heads, v_dim]. Every replay of the run fills it with `call(query, new_k, new_v,
+        """Return a buffer [tokens, heads, v_dim]. Every replay fills this buffer by `call(query, new_k, new_v,
         out=…)`.
         """
         ...
 
 
 class Pages(EmptyCache):
-    """The object that modeling code gets as `past_key_values`. It has a view of the pool for each layer, for the step
-    of `begin`.
+    """The object that modeling code gets as `past_key_values`. It has a view of the pool for each layer. `begin`
+    sets the step.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class Pages(EmptyCache):
     ) -> None:
         """`prefix` selects the layers of one of two models that share a pool: "" or `DRAFT_PREFIX`.
 
-        `scales` are the static scales that quantised layers need and do not store in their pages.
+        `scales` are the static scales of quantised layers that do not store scales in their pages.
 
-        With a `piece`, attention is batch-invariant and sums by that many tokens, and states are batch-invariant too."""
+        With a `piece`, attention and states are batch-invariant. Attention then sums `piece` tokens at a time."""
         self.layout, self.device, self._piece = layout, buffer.device, piece
         self._views: dict[int, tuple[LayerView, Visibility]] = {}
         self._states: dict[int, LayerView] = {}
@@ -132,7 +133,7 @@ class Pages(EmptyCache):
         PAGES_BY_HANDLE[self.handle] = self
 
     def set_host_memory(self, arena: torch.Tensor) -> None:
-        """Set the bytes of host memory, in which cold pages are: slabs of the pool's layout. Copies nothing."""
+        """Set the bytes of host memory that contain cold pages, in slabs of the pool's layout. Copies nothing."""
         arena = arena[: arena.numel() // self.layout.slab_bytes * self.layout.slab_bytes]
         for name, view in layer_views(arena, self.layout).items():
             found = re.fullmatch(r"layers\.(\d+)\.\w+", name)
@@ -141,8 +142,8 @@ class Pages(EmptyCache):
                 self._host_fields[int(found[1])] = {**pool_fields, **view.fields}
 
     def begin(self, batch: Batch, splitter: GraphSplitter | None = None) -> None:
-        """Set the step that the next run of the model computes. With a `splitter`, that run reads no pages; the
-        splitter gets the attention call of each layer.
+        """Set the step that the next run of the model computes. With a `splitter`, this run reads no pages. The
+        splitter gets the attention call of each layer instead.
         """
         self._batch, self._splitter = batch, splitter
         self.steps = MixerSteps(batch, self._piece > 0)
@@ -174,6 +175,10 @@ class Pages(EmptyCache):
         if self._batch is None:
             raise RuntimeError("no step was begun: call begin(batch) before running the model")
         return self._batch
+
+    def token_view(self, layer_idx: int) -> LayerView:
+        """Return the view of the pages that contain an attention layer's tokens."""
+        return self._views[layer_idx][0]
 
     def state_view(self, layer_idx: int) -> LayerView:
         """Return the view of the pages that contain a recurrent layer's states."""
@@ -254,9 +259,8 @@ class Pages(EmptyCache):
         """Write the new keys and values of a layer ([1, heads, tokens, dim]), then attend packed queries [tokens,
         heads, dim] to its pages.
 
-        `latent_values` is the number of dims of a latent that are values. With `rotary` (cos and sin, [1, tokens,
-        dim], every angle twice), queries are rotated in place and keys while they are written. Replayed steps use
-        this.
+        `latent_values` is the number of dims of a latent that are values. `rotary` (cos and sin, [1, tokens, dim],
+        every angle twice) is used in replayed steps. It rotates queries in place, and keys while they are written.
         """
         view = self._views[layer_idx][0]
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
@@ -281,7 +285,7 @@ class Pages(EmptyCache):
         new_v: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return attention of packed queries over a layer's pages, in `out` if given."""
+        """Return attention of packed queries over a layer's pages. Writes to `out` if it is given."""
         (view, span), batch = self._views[layer_idx], self.batch
         k, v, k_scale, v_scale = _attention_pages(view.fields, latent_values)
         cold = None if span.windowed else batch.cold
@@ -346,8 +350,9 @@ class Pages(EmptyCache):
         return layer, self._single_token_rows[key]
 
     def set_shared_runs(self, runs: list[SharedRun], windows: list[SharedRun] | None, rows: int) -> bool:
-        """Set the shared runs of replayed single tokens, so that each run is read once. Return whether there are any.
-        `windows` are the shared runs of windowed layers, or None. The runs stay valid until the next call.
+        """Set the shared runs for the replay of a decode step, so that each run is read once. Return whether there
+        are any runs. `windows` are the shared runs of windowed layers, or None. The runs stay valid until the next
+        call.
         """
         if windows is not None:
             self._shared_runs_for(rows, True).set_runs(windows, np.arange(rows + 1))
@@ -395,7 +400,7 @@ class Pages(EmptyCache):
 
 
 def _attention_pages(fields: dict[str, torch.Tensor], latent_values: int) -> KVPages:
-    """Return a layer's keys, values and scales; of a latent, `latent_values` dims are values."""
+    """Return the keys, values and scales of a layer. The first `latent_values` dims of a latent are the values."""
     if not latent_values:
         return KVPages(fields["k"], fields["v"], fields.get("k_scale"), fields.get("v_scale"))
     k, scale = fields["latent"][:, :, None], fields.get("latent_scale")

@@ -46,8 +46,8 @@ _SOURCES = {"k_scale": ("k", "kv"), "v_scale": ("v", "kv"), "latent_scale": ("la
 
 
 def scale_sizes(spec: LayerSpec) -> dict[str, int]:
-    """Return the static scales that a layer needs, with their sizes. Returns none if its pages are not quantised or
-    store scales.
+    """Return the names and sizes of the static scales that a layer needs. Returns an empty dictionary if its pages
+    are not quantised or contain scales.
     """
     fields = {field.name: field for field in spec.fields}
     if spec.unit == "state" or spec.fields[0].dtype not in QUANTISED:
@@ -57,8 +57,8 @@ def scale_sizes(spec: LayerSpec) -> dict[str, int]:
 
 
 def load_scales(source: str | os.PathLike[str], model: Any, layers: Mapping[str, LayerSpec]) -> Scales:
-    """Return the static scales of `layers` on the model's device. `source` is "checkpoint", a file or a folder.
-    Raises ModelError with the layer's name if a scale is missing or not positive.
+    """Return the static scales of `layers` on the model's device. `source` is "checkpoint", a file or a folder. If
+    a scale is missing or not positive, raises ModelError with the name of the layer.
     """
     if not any(map(scale_sizes, layers.values())):
         raise ModelError(
@@ -89,8 +89,8 @@ def checkpoint_of(model: Any) -> Path:
 
 
 def read_scales(path: Path, layers: Mapping[str, LayerSpec]) -> Scales:
-    """Return the scales of `layers` from a safetensors file or folder. Scales for another dtype are converted to the
-    same range.
+    """Return the scales of `layers` from a safetensors file or folder. Scales for another dtype are converted, so
+    that the range stays the same.
     """
     tensors, made_for = _tensors(path)
     scales: Scales = {}
@@ -136,7 +136,8 @@ def fingerprint(scales: Scales) -> str:
 
 
 def _tensors(path: Path) -> tuple[dict[tuple[int, str], tuple[str, torch.Tensor]], str]:
-    """Return every scale in a file or folder by layer and part, with its name, and the dtype of the scaled values."""
+    """Return every scale in a file or folder. The key is (layer, part), and the value is the name and the tensor.
+    Also return the dtype of the scaled values."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[tuple[int, str], tuple[str, torch.Tensor]] = {}
@@ -182,7 +183,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _dtype_of(path: Path) -> str:
-    """Return the dtype of a checkpoint's scales: fp8, unless its config has an int scheme."""
+    """Return the dtype of a checkpoint's scales. It is fp8, unless the config has an int scheme."""
     config = path / "config.json"
     if not config.is_file():
         return "fp8"

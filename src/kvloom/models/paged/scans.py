@@ -1,9 +1,9 @@
 """Replaces functions of transformers that run over the tokens of a row. The kernels process all rows of a step at
 once, with states in pages.
 
-Recurrent mixers call functions of their modeling file by name. While a mixer runs on `PackedStates`, these names call
-the kernels of `kernels.state`; otherwise they call the original functions. Each function gets one packed row ([1,
-tokens, …] or [1, channels, tokens]), as if it were a new prompt.
+Recurrent mixers call functions of their modeling file by name. While a mixer runs on `PackedStates`, these names
+call the kernels of `kernels.state`. Otherwise they call the original functions. Each function gets one packed row
+([1, tokens, …] or [1, channels, tokens]), as if it were a new prompt.
 
 | modeling code calls                                      | kernel        | of                                   |
 |----------------------------------------------------------|---------------|--------------------------------------|
@@ -13,8 +13,8 @@ tokens, …] or [1, channels, tokens]), as if it were a new prompt.
 | torch_chunk_gated_delta_rule, chunk_kimi_delta_attention | delta_rule    | Qwen3-Next and 3.5, OLMo, Kimi       |
 | nothing: `lightning_forward` replaces its forward        | mamba2_scan   | MiniMax                              |
 
-A step with drafts calls a kernel twice (`_scan`): on the certain tokens, whose last states are stored, then on the
-drafts, which read those states and store none.
+A step with drafts calls a kernel twice (`_scan`). The first call computes the certain tokens and stores their last
+states. The second call computes the drafts from these states, and stores no state.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SILU = {None: False, "silu": True, "swish": True}
 
 
 class DraftRows(NamedTuple):
-    """A step's rows in two parts, with the packed index of each part's tokens. Draft rows store no state."""
+    """The rows of a step in two parts, with the packed index of each part's tokens. Draft rows store no state."""
 
     tokens: torch.Tensor
     rows: StateRows
@@ -54,9 +54,7 @@ class DraftRows(NamedTuple):
 
 
 class PackedStates(EmptyCache):
-    """The object that a mixer gets as its cache argument. It acts as an empty cache, and the kernels read the states
-    from pages.
-    """
+    """The cache argument of a mixer. It behaves like an empty cache, and the kernels read the states from pages."""
 
     def __init__(
         self, fields: dict[str, torch.Tensor], rows: StateRows, drafts: DraftRows | None = None
@@ -100,7 +98,8 @@ def _dispatch(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 def _scan(
     packed: PackedStates, kernel: Callable[..., torch.Tensor], *parts: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return `kernel(rows, *parts)` for parts [tokens, …]; for a step with drafts, first certain tokens, then drafts."""
+    """Return `kernel(rows, *parts)` for parts [tokens, …]. In a step with drafts, run the kernel on the certain
+    tokens first, then on the drafts."""
     split = packed.drafts
     if split is None:
         return kernel(packed.rows, *parts)
@@ -147,7 +146,7 @@ def _mamba1(
     return_last_state: bool = False,
     **_: Any,
 ) -> Any:
-    """Mamba-1. Arguments are [1, channels, tokens]; b and c are [1, n, tokens]."""
+    """Run Mamba-1. Arguments are [1, channels, tokens], and b and c are [1, n, tokens]."""
     x, dt, b, c = (part[0].mT.contiguous() for part in (x, dt, b, c))
     gate = None if z is None else z[0].mT.contiguous()
     states = packed.fields["recurrent"]
@@ -175,8 +174,8 @@ def _mamba2(
     return_final_states: bool = False,
     **_: Any,
 ) -> Any:
-    """Mamba-2. x is [1, tokens, heads, p], dt [1, tokens, heads], b and c [1, tokens, groups, n]. Steps are clamped
-    for every token; transformers clamps only in prompts.
+    """Run Mamba-2. x is [1, tokens, heads, p], dt [1, tokens, heads], b and c [1, tokens, groups, n]. Steps are
+    clamped for every token, but transformers clamps them only in prompts.
     """
     x, dt, b, c = (part[0].contiguous() for part in (x, dt, b, c))
     gate = None if z is None else z[0].contiguous()
@@ -200,8 +199,8 @@ def _delta(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Delta rule. Arguments are [1, tokens, heads, dim]; g is [1, tokens, heads] or has one decay per channel; beta
-    is [1, tokens, heads].
+    """Run the delta rule. Arguments are [1, tokens, heads, dim]. g is [1, tokens, heads] or has one decay per
+    channel. beta is [1, tokens, heads].
     """
     query, key, value, g, beta = (part[0].contiguous() for part in (query, key, value, g, beta))
     states = packed.fields["recurrent"]

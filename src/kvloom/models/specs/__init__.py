@@ -1,5 +1,5 @@
-"""Reads Hugging Face configs and returns layer specs: the data that each layer stores. No torch, no weights, no
-network.
+"""Reads Hugging Face configs and returns layer specs, which describe the data that each layer stores. Needs no
+torch, weights or network.
 
 | file           | content                                                                  |
 |----------------|--------------------------------------------------------------------------|

@@ -30,7 +30,7 @@ def known_models() -> tuple[str, ...]:
 
 
 def load_config(model: str) -> dict[str, Any]:
-    """Return the config of a known model, of a config.json, or of a folder that contains one."""
+    """Return the config of a known model, of a config.json, or of a folder with a config.json."""
     if model.lower() in known_models():
         shipped = resources.files(_MODELS).joinpath("configs", f"{model.lower()}.json")
         return _parse(shipped.read_text(encoding="utf-8"), model)
@@ -46,7 +46,7 @@ def load_config(model: str) -> dict[str, Any]:
 
 
 def load_spec(model: str, kv_dtype: str | None = None) -> ModelSpec:
-    """Return `model_spec` for the result of `load_config`, with a readable name."""
+    """Read the config of `model` and return its layer specs, with a readable name."""
     path = Path(model)
     name = path.parent.name or path.stem if path.name == "config.json" else path.name.removesuffix(".json")
     return model_spec(load_config(model), name.lower() if name.lower() in known_models() else name, kv_dtype)
@@ -73,7 +73,7 @@ def _embedded() -> Path:
 
 
 def folder_of(model: str) -> str:
-    """Return the folder of an embedded model, given its name. Any other name or path is returned unchanged."""
+    """Return the folder of an embedded model. If `model` is not the name of an embedded model, return it unchanged."""
     if not model.startswith(PREFIX) or Path(model).exists():
         return model
     return embedded(model.removeprefix(PREFIX))

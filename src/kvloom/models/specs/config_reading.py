@@ -45,7 +45,7 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp
 
 
 class ModelError(ValueError):
-    """A model cannot be read or run. The message states the value and the remedy."""
+    """Raised if a model cannot be read or run. The message states the value and the remedy."""
 
 
 def dtype_name(name: object) -> str:
@@ -57,8 +57,8 @@ def dtype_name(name: object) -> str:
 
 
 class Config:
-    """The fields of a config, with the defaults of its family. A missing or invalid field raises ModelError with its
-    name.
+    """The fields of a config, with the defaults of its family. Reading a missing or invalid field raises ModelError
+    with the name of the field.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Config:
         return default if value is None else value
 
     def size(self, *keys: str) -> int:
-        """Return the first of `keys` that is set, as a positive integer."""
+        """Return the value of the first set field among `keys`, as a positive integer."""
         for key in keys:
             if self.get(key) is not None:
                 return self._integer(key, self.get(key), least=1)
@@ -133,7 +133,7 @@ def every_layer(kind: str) -> Pattern:
 
 def interleaved(period: int | str, rare: str, common: str) -> Pattern:
     """Return a pattern in which every `period`-th layer is `rare` and all others are `common`. `period` is a number
-    or the name of a field.
+    or the name of a config field.
     """
 
     def pattern(config: Config) -> list[str]:
@@ -150,14 +150,15 @@ def uniform_window(config: Config) -> list[str]:
 
 
 def windows_from_layer(config: Config) -> list[str]:
-    """Return the layer kinds of Qwen: if windows are enabled, layers from `max_window_layers` on are sliding."""
+    """Return the layer kinds of Qwen. If windows are enabled, layers from `max_window_layers` on are sliding."""
     on = config.get("use_sliding_window") and config.get("sliding_window")
     first = config.count("max_window_layers") if on else config.depth
     return ["sliding_attention" if i >= first else "full_attention" for i in range(config.depth)]
 
 
 def llama4(config: Config) -> list[str]:
-    """Return the layer kinds of Llama 4: layers with rotary positions attend in chunks, the others to all tokens."""
+    """Return the layer kinds of Llama 4. Layers with rotary positions attend in chunks, and the others attend to
+    all tokens."""
     rotary = config.numbers("no_rope_layers") or [
         (i + 1) % config.size("no_rope_layer_interval") for i in range(config.depth)
     ]
@@ -213,7 +214,8 @@ def _key_value(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def latent(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the field of MLA: the compressed latent followed by the shared rotary key. Every rank has a copy."""
+    """Return the field of MLA, which is the compressed latent followed by the shared rotary key. Every rank has a
+    copy."""
     fields: tuple[Field, ...] = (
         Field("latent", (config.size("kv_lora_rank") + config.size("qk_rope_head_dim"),), dtype),
     )
@@ -225,8 +227,8 @@ def _state(
 ) -> tuple[Field, ...]:
     """Return two fields: the last `kernel` inputs of the convolution, and the recurrent state.
 
-    The channels of the convolution consist of several parts (inputs, then shared parts of the heads). Sharding along
-    axis 0 must split each part. The recurrence runs in float32.
+    The channels of the convolution consist of several parts: first inputs, then shared parts of the heads. Sharding
+    along axis 0 must split each part. The recurrence runs in float32.
     """
     recurrent = config.get("mamba_ssm_cache_dtype", config.get("mamba_ssm_dtype", "float32"))
     return (
@@ -236,8 +238,8 @@ def _state(
 
 
 def mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of Mamba-1. A pure Mamba config states the inner width. In a hybrid, that config field is the
-    width of an MLP.
+    """Return the fields of Mamba-1. In a pure Mamba config, the intermediate size is the inner width. In a hybrid
+    config, the same field is the width of an MLP.
     """
     own = None if config.get("mamba_expand") else config.optional("intermediate_size")
     inner = own or config.size("mamba_expand", "expand") * config.size("hidden_size")
@@ -246,7 +248,7 @@ def mamba1(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def mamba2(heads: str, head_dim: str, groups: str, state: str, kernel: str) -> Fields:
-    """Return a function that reads the fields of Mamba-2, given the field names of one family."""
+    """Return a function that reads the fields of Mamba-2. The arguments are the field names of one family."""
 
     def fields(config: Config, dtype: str) -> tuple[Field, ...]:
         n = config.size(heads)
@@ -266,7 +268,7 @@ MAMBA2 = mamba2("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_stat
 
 
 def delta(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of the gated delta rule: a key-by-value matrix per value head."""
+    """Return the fields of the gated delta rule. Its state is a key-by-value matrix per value head."""
     keys, values = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
     key_heads, value_heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
     channels = 2 * key_heads * keys + value_heads * values
@@ -286,7 +288,7 @@ def kimi_delta(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def olmo_delta(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of OLMo's gated delta rule. Unset sizes are derived from those of attention."""
+    """Return the fields of OLMo's gated delta rule. Sizes that are not set are derived from the sizes of attention."""
     heads = config.size("num_attention_heads")
     key_heads = config.optional("linear_num_key_heads") or heads
     keys = config.optional("linear_key_head_dim") or 3 * config.size("hidden_size") // (4 * key_heads)
@@ -301,20 +303,21 @@ def olmo_delta(config: Config, dtype: str) -> tuple[Field, ...]:
 
 
 def lightning(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of lightning attention: a value-by-key matrix per head, in the model's dtype, and no convolution."""
+    """Return the fields of lightning attention. Its state is a value-by-key matrix per head, in the model's dtype.
+    There is no convolution."""
     heads = config.size("num_attention_heads")
     width = config.optional("head_dim") or config.quotient("hidden_size", "num_attention_heads")
     return (Field("lightning", (heads, width, width), dtype, shard_axis=0),)
 
 
 def short_conv(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the field of a gated convolution: its last inputs."""
+    """Return the field of a gated convolution, which contains its last inputs."""
     return (Field("conv", (config.size("hidden_size"), config.size("conv_L_cache")), dtype, shard_axis=0),)
 
 
 def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
-    """Return the fields of GPT-2 and related models, with one KV head for all query heads or one KV head per query
-    head.
+    """Return the fields of GPT-2 and related models. They have one KV head for all query heads, or one KV head per
+    query head.
     """
     heads = config.size("num_attention_heads")
     width = config.quotient("hidden_size", "num_attention_heads")
@@ -323,8 +326,8 @@ def multi_query(config: Config, dtype: str) -> tuple[Field, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the config of one model type is read. `defaults` are values that published configs may omit; `names` are
-    its field names.
+    """The rules for reading the config of one model type. `defaults` are values that published configs may omit.
+    `names` maps field names of this type.
     """
 
     pattern: Pattern

@@ -1,4 +1,5 @@
-"""How the config of each model family is read. Each family is one row of FAMILIES; a rule covers unlisted types.
+"""The rules for reading the config of each model family. Each family is one row of FAMILIES. A general rule covers
+unlisted types.
 
 A row has the layer pattern, the fields of tokens and states, and values that published configs may omit. Attention
 sinks (gpt-oss) are weights, so they need no field.
@@ -248,8 +249,8 @@ _NOT_PLAIN = (
 
 
 def plain_attention_family(text: Mapping[str, Any]) -> Family:
-    """Return the family of an unlisted model type. Raises ModelError unless all its config fields are those of plain
-    attention.
+    """Return the family of an unlisted model type. Raises ModelError if the config has fields other than those of
+    plain attention.
     """
     model_type = text["model_type"]
     missing = [

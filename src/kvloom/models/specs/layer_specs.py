@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from kvloom.core import LayerSpec, Visibility
+from kvloom.core import Field, LayerSpec, Visibility
 
 from .config_reading import Config, Family, ModelError, dtype_name
 from .families_table import FAMILIES, TEXT_TYPES, plain_attention_family
@@ -49,8 +49,8 @@ KVDtype = str | Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """Where the tokens of an image go: "stream" (positions like text, in every layer) or "cross" (only
-    cross-attention layers).
+    """How a model processes the tokens of an image. With "stream" they have positions like text, in every layer.
+    With "cross" only cross-attention layers read them.
 
     `token_id` is the placeholder in the prompt.
     """
@@ -61,8 +61,8 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The layer specs of one model by name ("layers.3.attention", "layers.3.mamba"). `max_context` is None for models
-    with only recurrent layers, which have no limit. `media` is None for text models.
+    """The layer specs of one model by name ("layers.3.attention", "layers.3.mamba"). `max_context` is None for
+    models with only recurrent layers, because they have no limit. `media` is None for text models.
     """
 
     name: str
@@ -71,8 +71,8 @@ class ModelSpec:
     media: Media | None = None
 
     def canonical(self) -> str:
-        """Return a text that is the same for equal specs in every process. A layout fingerprint is computed from it.
-        It does not cover weights, so two checkpoints of one architecture have the same text.
+        """Return a text that is the same for equal specs in every process. Layout fingerprints are computed from
+        this text. It does not contain weights, so two checkpoints of one architecture have the same text.
         """
         layers = {name: asdict(spec) for name, spec in self.layers.items()}
         for fields in layers.values():
@@ -86,9 +86,10 @@ def model_spec(
     kv_dtype: KVDtype | None = None,
     static_scales: bool = False,
 ) -> ModelSpec:
-    """Return the layer specs of a Hugging Face config. Raises ModelError for a config that cannot be read. `kv_dtype`
-    is the dtype of stored K and V (None: that of the model). Recurrent states have the model's dtype. With
-    `static_scales`, quantised pages contain no scales.
+    """Return the layer specs of a Hugging Face config. Raises ModelError for a config that cannot be read.
+
+    `kv_dtype` is the dtype of stored K and V. None means the model's dtype. Recurrent states have the model's
+    dtype. With `static_scales`, quantised pages contain no scales.
     """
     every, by_kind = kv_dtypes(kv_dtype)
     text = _text_config(config)
@@ -111,8 +112,8 @@ def model_spec(
 
 
 def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
-    """Return the dtype of K and V for all layers (None: that of the model), and the exceptions by kind. Raises
-    ModelError for unknown kinds and dtypes.
+    """Return the dtype of K and V for all layers, and the exceptions by kind. A dtype of None means the model's
+    dtype. Raises ModelError for unknown kinds and dtypes.
     """
     if given is None:
         return None, {}
@@ -134,9 +135,13 @@ def kv_dtypes(given: KVDtype | None) -> tuple[str | None, dict[str, str]]:
     return every, by_kind
 
 
-def with_draft(target: ModelSpec, draft: ModelSpec) -> ModelSpec:
-    """Return both models in one spec. The draft's layers have the prefix `DRAFT_PREFIX` and their own lifetime."""
-    beside = {f"{DRAFT_PREFIX}{name}": replace(spec, lifetime="draft") for name, spec in draft.layers.items()}
+def with_draft(target: ModelSpec, draft: ModelSpec, *fields: Field) -> ModelSpec:
+    """Return one spec with the layers of both models. The draft's layers have the prefix `DRAFT_PREFIX`, a separate
+    lifetime, and the additional `fields`."""
+    beside = {
+        f"{DRAFT_PREFIX}{name}": replace(spec, lifetime="draft", fields=spec.fields + fields)
+        for name, spec in draft.layers.items()
+    }
     limits = [spec.max_context for spec in (target, draft) if spec.max_context is not None]
     return ModelSpec(
         name=f"{target.name} + {draft.name}",
@@ -158,7 +163,8 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(config: Config, family: Family) -> list[str]:
-    """Return the kind of every layer, from the config's list or, without a list, from the family's pattern."""
+    """Return the kind of every layer. It comes from the config's list or, without a list, from the family's
+    pattern."""
     older = {"attention": "full_attention", "mamba": "linear_attention"}
     listed = config.get("layer_types") or config.get("layers_block_type")
     if listed is not None and not isinstance(listed, list):

@@ -3,8 +3,8 @@
     prompt   | text | ▪ | text … |        ▪ one token; the image's states become K and V of every such layer,
     media    [ tokens of the image ]      in separate pages: written once for each content, read by every token after it
 
-A token sees the last image before it or, if several images are adjacent, all of these. A token that sees no image
-skips the cross-attention layers. Tower and projections are those of Hugging Face; the cache owns the pages.
+A token sees the last image before it. If several images are adjacent, it sees all of them. A token that sees no
+image skips the cross-attention layers. Tower and projections are Hugging Face's. The cache owns the pages.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class CrossVision(Vision):
         return replace(batch, seen=VisibleImages(upload(np.concatenate(places), self._device), tuple(parts)))
 
     def _encode_new_images(self, work: Work, start: int, stop: int) -> None:
-        """Fill the pages of images whose tokens are in [start, stop), unless the cache already has them."""
+        """Fill the pages of images whose tokens are in [start, stop). Skips images whose pages are already cached."""
         image_inputs, sequence = work.images, work.sequence
         assert image_inputs is not None
         for place, item in enumerate(image_inputs.media):
@@ -137,8 +137,8 @@ class CrossVision(Vision):
         )
 
     def embed(self, image: Image) -> torch.Tensor:
-        """Run the vision tower. Return the states of an image for cross attention ([tokens, hidden]), without padding
-        tiles.
+        """Run the vision tower. Return the states of an image for cross attention ([tokens, hidden]), without
+        padding tiles.
         """
         pixels, ratio, mask = (image.inputs[name].to(self._device) for name in INPUTS)
         self.encoder_runs += 1
@@ -156,8 +156,8 @@ class CrossVision(Vision):
         return tiles * int(self._base.vision_model.num_patches)
 
     def _image(self, given: Any, tenant: str = "") -> Image:
-        """Check an image and return it. It is checked early, because the tower runs inside a step that other requests
-        share.
+        """Check an image and return it. The check is early, because a later error in the vision tower would affect
+        all requests of a step.
         """
         image = super()._image(given, tenant)
         pixels, ratio, mask = (image.inputs[name] for name in INPUTS)
@@ -195,7 +195,7 @@ class CrossVision(Vision):
 
 
 def _visible_ranges(places: Any, start: int, stop: int) -> list[tuple[int, int, range]]:
-    """Return the ranges [begin, end) of [start, stop) whose tokens see the same images, with these images."""
+    """Divide [start, stop) into ranges whose tokens see the same images. Return each range with its images."""
     edges = [start, *(int(place) for place in places if start < place < stop), stop]
     found = []
     for begin, end in pairwise(edges):

@@ -1,10 +1,10 @@
 """Image embeddings in pages of the pool. They are a separate layer kind, found by content and evicted like other
 pages.
 
-page [token 0 | token 1 | … | rest] as large as a slab; contains as many whole tokens as fit
+    page [token 0 | token 1 | … | rest]      as large as a slab; contains as many whole tokens as fit
 
-A page of slab size leaves the layout of other groups unchanged. A sequence retains an image's pages while it computes
-the image's tokens. They stay cached for the next prompt with that image.
+Because a page has the size of a slab, the layout of other groups does not change. A sequence retains an image's
+pages while it computes the image's tokens. Afterwards they stay cached for the next prompt with that image.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Embeddings:
         self._pages = pages[:, : self.each * hidden]
 
     def tokens(self, count: int) -> int:
-        """Return the number of cache tokens that `count` embeddings need, rounded up to whole pages."""
+        """Return the number of cache tokens for `count` embeddings, rounded up to whole pages."""
         return -(-count // self.each) * self._block
 
     def write(self, rows: Ids, made: torch.Tensor) -> None:

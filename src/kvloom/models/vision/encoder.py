@@ -1,11 +1,11 @@
 """Images in prompts: embeddings that replace placeholder tokens, rotary positions, and masks between image tokens.
 
-    prompt   | text | image tokens … | text |          `Vision.read_prompt` assigns them; the cache finds them by content
+    prompt   | text | image tokens … | text |          found by `Vision.read_prompt`, cached by image content
     a step          | a chunk of it  |                 `Vision.add_images` puts that chunk's embeddings into the batch
 
 The vision tower of Hugging Face runs once for each image content. Its embeddings stay in pages of the pool
-(`embeddings`) until they are evicted. A family is supported only if it merges embeddings and does nothing else. Other
-families are refused by name.
+(`embeddings`) until they are evicted. A family is supported only if it merges embeddings and processes images in no
+other way. Other families are refused by name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ DIGEST_BYTES = 32
 
 
 class EmbeddingStore(Protocol):
-    """Stores embeddings outside the pool."""
+    """The interface of a store for image embeddings outside the pool. `load` returns None if the store does not have
+    the image."""
 
     def load(self, image: Image) -> torch.Tensor | None: ...
 
@@ -121,8 +122,8 @@ class Vision:
     def bind_pool(
         self, layout: PoolLayout, buffer: torch.Tensor, cross_views: Mapping[int, tuple[LayerView, int]]
     ) -> None:
-        """Store image embeddings in this pool from now on. `cross_views` are the views of cross-attention layers,
-        with their column among the page ids of an image.
+        """Store image embeddings in this pool from now on. `cross_views` are the views of cross-attention layers.
+        Each comes with its column in the page ids of an image.
         """
         width = self._model.get_input_embeddings().weight.shape[1]
         self.embeddings = Embeddings(layout, buffer, width, self._dtype)
@@ -130,10 +131,12 @@ class Vision:
     def read_prompt(
         self, prompt: Many[int], images: Many[Any], tenant: str = "", read: bool = True, store: bool = True
     ) -> ImageInputs:
-        """Return the images of a prompt with placeholders. `images` are in prompt order; each is the output of the
-        model's processor, or pixels. Raises ValueError if prompt and images do not match. The first image of each
-        shape is encoded here, because only the tower determines its token count. Embeddings are stored per `tenant`,
-        so that no tenant can find out whether another used an image. `read` and `store` apply to tiers.
+        """Return the images of a prompt with placeholders. `images` are in prompt order. Each is pixels, or the
+        output of the model's processor. Raises ValueError if prompt and images do not match.
+
+        The first image of each shape is encoded here, because only the tower determines its token count. Embeddings
+        are stored per `tenant`, so that no tenant can find out whether another tenant used an image. `read` and
+        `store` apply to tiers.
         """
         known = tuple(replace(self._image(given, tenant), read=read, store=store) for given in images)
         bounds = np.cumsum([0, *(self._count(image) for image in known)])
@@ -155,8 +158,8 @@ class Vision:
         return ImageInputs(known, tuple(media), places, bounds, axes, shift, self.bidirectional)
 
     def add_images(self, batch: Batch, works: Many[Work]) -> Batch:
-        """Return the batch of `works` with the embeddings, positions and spans of its images. A batch without images
-        is returned unchanged.
+        """Return the batch of `works` with the embeddings, positions and spans of its images. If there are no
+        images, return the batch unchanged.
         """
         concerned = [
             i
@@ -190,7 +193,8 @@ class Vision:
         return replace(batch, embeds=embeds, spans=joined)
 
     def find_embeddings(self, image: Image) -> torch.Tensor:
-        """Return the embeddings of an image ([tokens, hidden]) from a tier, or run the vision tower and store them."""
+        """Return the embeddings of an image ([tokens, hidden]). Loads them from a tier. If no tier has them, runs
+        the vision tower and stores the result."""
         if self._last_encoded is not None and self._last_encoded[0] == image.digest:
             made, self._last_encoded = self._last_encoded[1], None
             return made
@@ -216,8 +220,8 @@ class Vision:
             return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces]).to(self._dtype)
 
     def _part(self, work: Work, place: int, begin: int, end: int) -> torch.Tensor:
-        """Return some embeddings of an image from its pages. If the pages are empty, encode the image and fill them
-        first.
+        """Return some embeddings of an image from its pages. If the pages are not filled yet, encode the image and
+        fill them first.
         """
         image_inputs, sequence = work.images, work.sequence
         assert image_inputs is not None
@@ -231,7 +235,7 @@ class Vision:
         return self.embeddings.read(rows, begin, end)
 
     def sample(self) -> Image:
-        """Return an image of zeros, with the size in the config, or with 1024 tokens if any size is supported."""
+        """Return an image of zeros. It has the size in the config, or 1024 tokens if the model supports any size."""
         config = self._model.config.vision_config
         channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
         if GRID in self.inputs:
@@ -246,7 +250,7 @@ class Vision:
         return self._image({**pixels, SIZE: torch.tensor([[high, wide]])} if SIZE in self.inputs else pixels)
 
     def split(self, made: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
-        """Split a processor's batch into single images."""
+        """Split the output of a processor into one dictionary per image."""
         pixels = torch.as_tensor(made["pixel_values"])
         if GRID in self.inputs:
             grids = torch.as_tensor(made[GRID])
@@ -334,8 +338,8 @@ class Vision:
                 raise ValueError(f"two images are adjacent at token {one.stop}: put a token between them")
 
     def _rope_index(self, ids: Ints, images: tuple[Image, ...]) -> tuple[Ints, int]:
-        """Return positions on three axes up to the end of the last image, and the shift of later positions. Calls the
-        model's own code.
+        """Return positions on three axes up to the end of the last image, and the shift of later positions. Calls
+        the model's own code.
         """
         found, shift = self._base.get_rope_index(
             torch.from_numpy(ids)[None],

@@ -1,4 +1,5 @@
-"""Endpoints for operators: the size of an elastic pool, the role of a worker. With API keys they need an admin key."""
+"""Endpoints for operators: the size of an elastic pool, and the role of a worker. If the server has API keys, they
+require an admin key."""
 
 from __future__ import annotations
 
@@ -35,17 +36,17 @@ class AdminEndpoint(ABC):
 
     @abstractmethod
     async def _respond(self, request: Request) -> Response:
-        """Return the response. Raises ApiError."""
+        """Return the response. Raises ApiError for a refused request."""
 
 
 class PoolFields(msgspec.Struct, frozen=True):
-    """Body of POST /admin/pool: an object with the field `bytes`, a number or a text such as "4GiB"."""
+    """Body of POST /admin/pool. The field `bytes` is a number or a text such as "4GiB"."""
 
     bytes: int | str
 
 
 class PoolEndpoint(AdminEndpoint):
-    """GET /admin/pool returns the size of the pool, POST changes it."""
+    """GET /admin/pool returns the size of the pool. POST changes it."""
 
     async def _respond(self, request: Request) -> Response:
         context = self._context
@@ -82,7 +83,7 @@ class RoleFields(msgspec.Struct, frozen=True):
 
 
 class RoleEndpoint(AdminEndpoint):
-    """GET /admin/role returns the role of the worker, POST changes it for later requests."""
+    """GET /admin/role returns the role of the worker. POST changes the role for later requests."""
 
     async def _respond(self, request: Request) -> Response:
         context = self._context

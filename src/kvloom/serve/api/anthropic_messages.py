@@ -43,8 +43,8 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class Breakpoint(msgspec.Struct, frozen=True):
-    """A position in a chat: the end of its first `messages` messages. With `characters`, only that many characters of
-    the last message are before the position.
+    """A position in a chat, which is the end of its first `messages` messages. With `characters`, only this number
+    of characters of the last message is before the position.
     """
 
     messages: int
@@ -53,7 +53,7 @@ class Breakpoint(msgspec.Struct, frozen=True):
 
 
 class MessagesFields(ChatFields, frozen=True, kw_only=True):
-    """The fields of a chat, and its cache breakpoints."""
+    """The fields of one request to `/v1/messages`: those of a chat, and its cache breakpoints."""
 
     breakpoints: list[Breakpoint] = msgspec.field(default_factory=list)
 
@@ -315,6 +315,8 @@ def _tools(given: Any) -> Any:
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         if "description" in tool:
             function["description"] = tool["description"]
+        if tool.get("strict"):
+            function["strict"] = tool["strict"]
         tools.append({"type": "function", "function": function})
     return tools
 
@@ -410,7 +412,7 @@ class _Reader:
             self._mark(block, where, size)
 
     def _parts(self) -> list[dict[str, Any]]:
-        """Return the content of the last message as a list of parts, which images need."""
+        """Return the content of the last message as a list of parts, which is the form that images need."""
         content = self.messages[-1]["content"]
         if isinstance(content, str):
             content = [{"type": "text", "text": content}] if content else []

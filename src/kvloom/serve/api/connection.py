@@ -1,6 +1,6 @@
 """HTTP connections with limits. Silent and slow clients are disconnected.
 
-Data that is not HTTP, and connections above the limit, get an error response in OpenAI's format.
+If data is not HTTP, or if there are too many connections, the client gets an error response in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEAD_BYTES = 1 << 16
 
 
 def _final_response(error: ApiError) -> bytes:
-    """Return a complete response that closes the connection, for connections without a parsed request."""
+    """Return a complete response that closes the connection. It is for connections without a parsed request."""
     head = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
     head += [b"%s: %s" % header for header in error.headers]
     return b"\r\n".join(
@@ -42,8 +42,8 @@ _TOO_MANY = ApiError(
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. The scope of a request has `kvloom.abort`, which closes the connection without sending queued
-    data.
+    """One connection. The scope of a request contains the function `kvloom.abort`, which closes the connection
+    without sending queued data.
     """
 
     max_connections = 1 << 30
@@ -70,7 +70,7 @@ class Connection(HttpToolsProtocol):
             self._close_with(_HEAD_TOO_LARGE)
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for data that it cannot parse."""
+        """Send an error response. uvicorn calls this method for data that it cannot parse."""
         self._close_with(_NOT_HTTP)
 
     def _close_with(self, error: ApiError) -> None:

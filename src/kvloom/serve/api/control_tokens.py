@@ -69,8 +69,8 @@ class ControlTokens:
             self._build(tokenizer, backend, added)
 
     def mark(self, messages: list[dict[str, Any]], others: dict[str, Any]) -> tuple[Any, Any, str]:
-        """Insert marks into messages and other template variables. Return both, and the mark, which is "" if none is
-        needed.
+        """Insert marks into messages and other template variables. Return both, and the mark. The mark is "" if
+        none is needed.
         """
         trusted = [message.get("role") in TRUSTED_ROLES for message in messages]
         count = self._all.count(others)
@@ -88,8 +88,9 @@ class ControlTokens:
         return marked, self._all.marked(others, mark), mark
 
     def unmark(self, text: str, mark: str, encode: Encode, special: bool) -> tuple[str, str, Encode]:
-        """Remove the marks from a prompt. Return its text, the text to encode, and the encoder to use. `special` adds
-        the tokens that the tokenizer puts around a prompt. Raises ApiError if the template has split a mark.
+        """Remove the marks from a prompt. Return its text, the text to encode, and the encoder to use. With
+        `special`, the encoder adds the tokens that the tokenizer puts around a prompt. Raises ApiError if the
+        template has split a mark.
         """
         parts = text.split(mark)
         places, place = set(), 0
@@ -129,7 +130,7 @@ class ControlTokens:
         return encode
 
     def _build(self, tokenizer: Any, backend: Any, added: dict[str, Any]) -> None:
-        """Build a second tokenizer that knows control tokens only under secret aliases."""
+        """Build a second tokenizer that recognises control tokens only under secret aliases."""
         from tokenizers import AddedToken, Tokenizer
 
         state = json.loads(backend.to_str())
@@ -157,9 +158,7 @@ class ControlTokens:
 
 
 class _Texts:
-    """The texts of control tokens, and the search for them. The cost of a search is proportional to the length of the
-    text.
-    """
+    """The texts of control tokens, and the search for them. The cost of a search grows with the length of the text."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = frozenset(texts)
@@ -205,8 +204,8 @@ class _Texts:
 
 
 def _pattern(texts: Iterable[str]) -> str:
-    """Return a regular expression that matches the longest of some texts. It is built as a trie, so that a search
-    does not try each text.
+    """Return a regular expression that matches the longest of some texts. It is a trie, so a search does not try
+    each text separately.
     """
     tree: dict[str, Any] = {}
     for text in texts:
@@ -226,7 +225,7 @@ def _pattern(texts: Iterable[str]) -> str:
 
 
 def _alias(token: Any, alias: str, kind: Any) -> Any:
-    """Return an added token with another text that treats surrounding spaces like `token`."""
+    """Return an added token with the text `alias`. Spaces around it are handled as around `token`."""
     flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
     return kind(alias, normalized=False, special=False, **flags)
 

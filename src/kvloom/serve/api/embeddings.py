@@ -13,7 +13,7 @@ from kvloom.engine import SamplingParams
 from kvloom.serve.errors import ApiError, bad_request
 from kvloom.serve.worker import Delta, Ready
 
-from .generation import CompletionEndpoint
+from .generation import CheckedRequest, CompletionEndpoint
 from .prompts import Prompt
 from .request_fields import CacheFields, ChatFields, CompletionFields, check_fields, read_fields
 from .responses import CompletionResponse, ResponseBuilder
@@ -90,18 +90,10 @@ class EmbeddingsEndpoint(CompletionEndpoint):
         assert isinstance(fields, _PooledFields)
         return SamplingParams(max_tokens=1, temperature=0, pooling=fields.pooling)
 
-    def response(
-        self,
-        fields: CompletionFields | ChatFields,
-        prompts: list[Prompt],
-        ids: list[int],
-        params: SamplingParams,
-        served: ServedModel,
-    ) -> ResponseBuilder:
-        assert isinstance(fields, _PooledFields)
-        encoder = served.require_encoder()
+    def response(self, request: CheckedRequest) -> ResponseBuilder:
+        assert isinstance(request.fields, _PooledFields)
         return _EmbeddingsResponse(
-            fields, served.name, prompts, ids, 1, encoder, token_ids=False, top_logprobs=0
+            request.fields, *request.builder_arguments, token_ids=False, top_logprobs=0
         )
 
 
@@ -130,7 +122,7 @@ class _EmbeddingsResponse(CompletionResponse):
         )
 
     def _values(self, delta: Delta) -> list[float] | str:
-        """Return an embedding in the requested encoding and length. A shortened embedding is normalized again."""
+        """Return an embedding in the requested encoding and length. A shortened embedding is normalised again."""
         assert delta.embedding is not None
         values = np.frombuffer(delta.embedding, "<f4")
         size = self._fields.dimensions

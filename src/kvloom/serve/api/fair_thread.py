@@ -1,4 +1,4 @@
-"""A thread that works for one tenant after another, so that no tenant waits for all the work of another."""
+"""A thread that works for tenants in turn, so that no tenant waits for all the work of another."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The endpoints that generate. They parse a request, send its prompts to the engine, and return the answers, whole or
-as a stream of events.
+"""The endpoints that generate. They parse a request, send its prompts to the engine, and return the answers, whole
+or as a stream of events.
 
-check, encode ──▶ Add to the engine ──▶ ResponseStream ──▶ events, at the client's speed
-                         ▲── cancelled if the client disconnects or reads too slowly, or on an error
+    check, encode ──▶ Add to the engine ──▶ ResponseStream ──▶ events, at the client's speed
+                             ▲── cancelled if the client disconnects or reads too slowly, or on an error
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -44,9 +44,11 @@ from .responses import ChatResponse, CompletionResponse, ResponseBuilder
 from .served_model import ServedModel
 from .server_context import ServerContext
 
-__all__ = ["ChatEndpoint", "CompletionEndpoint", "GenerationEndpoint"]
+__all__ = ["ChatEndpoint", "CheckedRequest", "CompletionEndpoint", "GenerationEndpoint"]
 
 DEFAULT_TOKENS = 16
+STRUCTURES = ("response_format", "structured_outputs", "regex", "grammar")
+"""Fields that require a structure of the whole answer."""
 SMALL_LOGPROBS = 64
 """A response with log-probabilities of at most this many tokens is written in the event loop."""
 LOGPROBS_BYTES = 1 << 10
@@ -54,6 +56,23 @@ LOGPROBS_BYTES = 1 << 10
 EMBEDDING_BYTES = 1 << 8
 """Bytes of an embedding whose text is about as long as the log-probabilities of one token."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request whose fields are valid: its prompts, the ids of its messages to the engine, and its model."""
+
+    fields: CompletionFields | ChatFields
+    prompts: list[Prompt]
+    ids: list[int]
+    params: SamplingParams
+    served: ServedModel
+
+    @property
+    def builder_arguments(self) -> tuple[str, list[Prompt], list[int], int, PromptEncoder]:
+        """The arguments that all response builders share."""
+        served = self.served
+        return served.name, self.prompts, self.ids, self.params.n, served.require_encoder()
 
 
 class GenerationEndpoint(ABC):
@@ -80,7 +99,7 @@ class GenerationEndpoint(ABC):
         started = time.monotonic()
         context, request = self.context, Request(scope, receive)
         with ExitStack() as admitted:
-            served, messages, response, is_stream, forced = await self._prepare(request, admitted)
+            served, messages, response, is_stream, forced = await self._prepare(request, admitted, started)
             ids, n = [message.id for message in messages], messages[0].params.n
             stream = ResponseStream(ids, n, context.limits.unread_characters if is_stream else None)
             served.require_ready()
@@ -100,7 +119,7 @@ class GenerationEndpoint(ABC):
                 else:
                     await self._send_whole(served, stream, response, messages[0].tenant, send)
             except ApiError as error:
-                record.error_code = error.code or str(error.status)
+                record.error_code, record.refused_slo = error.code or str(error.status), error.slo
                 if error.param == "grammar" and forced:
                     error.param = "tools"  # its schemas make the grammar
                 raise
@@ -140,13 +159,13 @@ class GenerationEndpoint(ABC):
         await send({"type": "http.response.body", "body": body})
 
     async def _prepare(
-        self, request: Request, admitted: ExitStack
+        self, request: Request, admitted: ExitStack, started: float
     ) -> tuple[ServedModel, list[Add], ResponseBuilder, bool, bool]:
         """Read and check a request. Return the model, the messages to its engine, the response builder, whether to
-        stream, and whether a call is forced.
+        stream, and whether a tool call is forced. Raises ApiError for a refused request.
 
         Closing `admitted` ends the admission of the request. Body and fields may be large, so they are freed before
-        the answer begins. Raises ApiError.
+        the answer begins.
         """
         context = self.context
         account = context.authenticate(request) or ""  # before reading the body
@@ -168,9 +187,9 @@ class GenerationEndpoint(ABC):
             given = await prompts.run(
                 lambda: self.prompts(fields, prompts, limits), account, len(body), has_template
             )
-        messages = self._messages(fields, given, tenant, served, facts)
+        messages = self._messages(fields, given, tenant, served, facts, started)
         ids = [message.id for message in messages]
-        response = self.response(fields, given, ids, messages[0].params, served)
+        response = self.response(CheckedRequest(fields, given, ids, messages[0].params, served))
         response.kv_transfer_params = _offered_pages(
             fields, facts, served.name, response, len(given[0].tokens)
         )
@@ -178,18 +197,11 @@ class GenerationEndpoint(ABC):
         return served, messages, response, bool(fields.stream), forced
 
     @abstractmethod
-    def response(
-        self,
-        fields: CompletionFields | ChatFields,
-        prompts: list[Prompt],
-        ids: list[int],
-        params: SamplingParams,
-        served: ServedModel,
-    ) -> ResponseBuilder:
+    def response(self, request: CheckedRequest) -> ResponseBuilder:
         """Return the builder of the response."""
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
-        """Return the longest time for which a request retains pages, or infinity if the time is unlimited."""
+        """Return the longest time for which a request retains pages. It is infinity if there is no limit."""
         ranges = () if fields.cache is None else fields.cache.retain or ()
         every = [
             fields.ttl,
@@ -205,6 +217,7 @@ class GenerationEndpoint(ABC):
         tenant: str,
         served: ServedModel,
         facts: Ready,
+        started: float,
     ) -> list[Add]:
         """Return one Add message per prompt. Raises ApiError for the first invalid prompt."""
         transfer = fields.kv_transfer_params or TransferFields()
@@ -224,12 +237,14 @@ class GenerationEndpoint(ABC):
                 fields.cache_salt or "",
                 bool(fields.end_session),
                 bool(fields.lossy),
-                _token_ranges(fields, prompt, facts.block_tokens),
+                _token_ranges(fields, prompt),
                 self._image_prompt(fields, prompt, tenant, facts),
                 fields.resume_token_ids or [],
                 None if fields.cache is None else fields.cache.pin,
                 transfer.do_remote_decode,
                 transfer.awaited_peer,
+                None if fields.slo is None else fields.slo.objective(),
+                started,
             )
             for id_, prompt in zip(served.engine.new_ids(len(prompts)), prompts, strict=True)
         ]
@@ -237,8 +252,8 @@ class GenerationEndpoint(ABC):
     def _image_prompt(
         self, fields: CompletionFields | ChatFields, prompt: Prompt, tenant: str, facts: Ready
     ) -> ImagePrompt | None:
-        """Return the text and images of a prompt, which the engine process encodes. Returns None if it has no
-        images."""
+        """Return the text and images of a prompt, which the engine process encodes. Return None if the prompt has
+        no images."""
         if not prompt.images:
             return None
         assert isinstance(fields, ChatFields)
@@ -304,7 +319,7 @@ class GenerationEndpoint(ABC):
         return params
 
     def _max_prompt_tokens(self, tenant: str, facts: Ready) -> int:
-        """Return the largest number of prompt tokens of a tenant's request. One token is left for the output."""
+        """Return the largest allowed number of prompt tokens for a tenant. One token is left for the output."""
         longest = facts.tenant_max_tokens.get(tenant, facts.max_tokens)
         return min(longest - 1, self.context.limits.prompt_tokens or longest)
 
@@ -319,19 +334,11 @@ class CompletionEndpoint(GenerationEndpoint):
         assert isinstance(fields, CompletionFields)
         return prompts.encode_completion(fields, limits)
 
-    def response(
-        self,
-        fields: CompletionFields | ChatFields,
-        prompts: list[Prompt],
-        ids: list[int],
-        params: SamplingParams,
-        served: ServedModel,
-    ) -> ResponseBuilder:
+    def response(self, request: CheckedRequest) -> ResponseBuilder:
+        fields, params = request.fields, request.params
         assert isinstance(fields, CompletionFields)
-        more = _response_options(fields, params)
-        encoder = served.require_encoder()
         return CompletionResponse(
-            served.name, prompts, ids, params.n, encoder, echo=bool(fields.echo), **more
+            *request.builder_arguments, echo=bool(fields.echo), **_response_options(fields, params)
         )
 
 
@@ -347,25 +354,28 @@ class ChatEndpoint(GenerationEndpoint):
     def adapt(
         self, fields: CompletionFields | ChatFields, served: ServedModel
     ) -> CompletionFields | ChatFields:
-        """Return the fields with the grammar of a forced call. Special tokens stay in the text if a parser needs
-        them.
+        """Return the fields with the grammar of a forced tool call. If a parser needs special tokens, they stay in
+        the text.
         """
         assert isinstance(fields, ChatFields)
         changes: dict[str, Any] = {}
+        formats, grammar = served.answers, ""
         functions = forced_functions(fields.tools, fields.tool_choice)
         if functions is not None:
-            for name in ("response_format", "structured_outputs", "regex", "grammar"):
+            for name in STRUCTURES:
                 if getattr(fields, name) is not None:
                     raise bad_request(refused("forced call, structure", name=name), name)
             many = fields.tool_choice == "required" and fields.parallel_tool_calls is not False
             grammar = forced_grammar(functions, many)
+        elif _has_tools(fields) and not any(getattr(fields, name) is not None for name in STRUCTURES):
+            grammar = formats.strict_grammar(_functions(fields)) or ""
+        if grammar:
             if len(grammar) > MAX_GRAMMAR_CHARACTERS:
                 raise bad_request(
                     f"tools: their schemas have more than {MAX_GRAMMAR_CHARACTERS:,} characters: send fewer",
                     "tools",
                 )
             changes["grammar"] = ANSWER + grammar
-        formats = served.answers
         if formats.special and fields.skip_special_tokens is None and (fields.tools or formats.reasoning):
             changes["skip_special_tokens"] = False
         return msgspec.structs.replace(fields, **changes) if changes else fields
@@ -376,22 +386,12 @@ class ChatEndpoint(GenerationEndpoint):
         assert isinstance(fields, ChatFields)
         return [prompts.encode_chat(fields, limits)]
 
-    def response(
-        self,
-        fields: CompletionFields | ChatFields,
-        prompts: list[Prompt],
-        ids: list[int],
-        params: SamplingParams,
-        served: ServedModel,
-    ) -> ResponseBuilder:
+    def response(self, request: CheckedRequest) -> ResponseBuilder:
+        fields, params, served = request.fields, request.params, request.served
         assert isinstance(fields, ChatFields)
         return self.builder(
-            served.name,
-            prompts,
-            ids,
-            params.n,
-            served.require_encoder(),
-            new_parser=self.new_parser(fields, prompts[0], params, served),
+            *request.builder_arguments,
+            new_parser=self.new_parser(fields, request.prompts[0], params, served),
             warning=self.tools_warning(fields, served),
             **self.response_options(fields, params),
         )
@@ -402,15 +402,18 @@ class ChatEndpoint(GenerationEndpoint):
 
     def tools_warning(self, fields: ChatFields, served: ServedModel) -> str | None:
         """Return a warning if the model does not support the tools of a request, else None."""
-        return served.answers.tools_warning(_forces_call(fields)) if _has_tools(fields) else None
+        if not _has_tools(fields):
+            return None
+        return served.answers.tools_warning(_forces_call(fields), _functions(fields))
 
     def new_parser(
         self, fields: ChatFields, prompt: Prompt, params: SamplingParams, served: ServedModel
     ) -> Callable[[], AnswerParser | None]:
         """Return a function that creates the parser of each answer."""
         formats, parallel = served.answers, fields.parallel_tool_calls is not False
-        has_tools, forced, end = _has_tools(fields), _forces_call(fields), _end_of_prompt(fields, prompt)
-        return lambda: formats.parser(end, params.structure, has_tools, forced, parallel)
+        functions = _functions(fields) if _has_tools(fields) else None
+        forced, end = _forces_call(fields), _end_of_prompt(fields, prompt)
+        return lambda: formats.parser(end, params.structure, functions, forced, parallel)
 
 
 class _EventStream:
@@ -432,7 +435,8 @@ class _EventStream:
         self._last = 0.0
 
     async def run(self) -> bool:
-        """Send all events. Return False if the client reads too slowly; the caller should then abort the connection."""
+        """Send all events. Return False if the client reads too slowly. The caller should then abort the
+        connection."""
         pieces = await self._stream.take()  # a rejection here becomes an error response
         if not pieces:
             return True
@@ -477,7 +481,7 @@ class _EventStream:
 def _end_of_prompt(fields: ChatFields, prompt: Prompt) -> str:
     """Return the text that shows whether the answer begins with reasoning.
 
-    It is the prompt, or the last reasoning marker if the answer continues the final message."""
+    If the answer continues the final message, it is the last reasoning marker, else the prompt."""
     if not fields.continue_final_message:
         return prompt.text or ""
     content = fields.messages[-1].get("content")
@@ -494,6 +498,10 @@ def _forces_call(fields: ChatFields) -> bool:
 
 def _warning(response: ResponseBuilder) -> list[tuple[bytes, bytes]]:
     return [] if response.warning is None else [(b"x-kvloom-warning", response.warning.encode())]
+
+
+def _functions(fields: ChatFields) -> list[dict[str, Any]]:
+    return [tool["function"] for tool in fields.tools or ()]
 
 
 def _response_options(fields: CompletionFields | ChatFields, params: SamplingParams) -> dict[str, Any]:
@@ -514,7 +522,7 @@ async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
 
 
 def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | None:
-    """Return how many of the last prompt tokens to keep, or None to keep all. For -1 in the request, return the
+    """Return how many of the last prompt tokens to keep, or None to keep all. If the request has -1, return the
     largest number that leaves enough tokens for the output.
     """
     if fields.truncate_prompt_tokens != -1:
@@ -523,22 +531,20 @@ def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | N
     return max(1, most + 1 - (new or 1))
 
 
-def _token_ranges(
-    fields: CompletionFields | ChatFields, prompt: Prompt, block_tokens: int
-) -> list[TokenRange]:
-    """Return the priorities of token ranges in whole blocks: those of the request, and those of cache breakpoints."""
+def _token_ranges(fields: CompletionFields | ChatFields, prompt: Prompt) -> list[TokenRange]:
+    """Return the priorities of token ranges: those of the request, and those of cache breakpoints."""
     own = () if fields.cache is None else fields.cache.retain or ()
     ranges = [TokenRange(one.start, one.stop, one.priority, one.ttl) for one in own]
     for stop, ttl in sorted(prompt.retain):
-        ranges.append(TokenRange(stop=-(-stop // block_tokens) * block_tokens, ttl=ttl))
+        ranges.append(TokenRange(stop=stop, ttl=ttl))
     return ranges
 
 
 def _offered_pages(
     fields: CompletionFields | ChatFields, facts: Ready, model: str, response: ResponseBuilder, tokens: int
 ) -> dict[str, Any] | None:
-    """Return the fields with which a decode worker finds the pages of this request. None if it asks for no hand-over,
-    or if this worker shares no host memory."""
+    """Return the fields with which a decode worker finds the pages of this request. Return None if the request asks
+    for no hand-over, or if this worker shares no host memory."""
     if fields.kv_transfer_params is None or not fields.kv_transfer_params.do_remote_decode:
         return None
     if facts.peer_address is None:

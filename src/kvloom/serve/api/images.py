@@ -1,6 +1,7 @@
 """The images of a request: data URLs, and files in the folders of --image-dir. Nothing is fetched from the network.
 
-This module reads only bytes and headers; the engine process decodes the pixels. Call it outside the event loop.
+This module reads only bytes and headers. The engine process decodes the pixels. Call the functions outside the
+event loop.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class RequestImages:
         self._bytes = self._pixels = 0
 
     def add(self, part: dict[str, Any], where: str) -> None:
-        """Read the image of a content part. Raises ApiError if it is invalid or exceeds a limit."""
+        """Read the image of a content part. Raises ApiError if the image is invalid or exceeds a limit."""
         if self._refusal:
             raise bad_request(
                 refused("images, model", where=where, model=self._model, reason=self._refusal), "messages"

@@ -1,4 +1,5 @@
-"""Limits on the JSON of a request: lists and objects before decoding, values and nesting after it.
+"""Limits on the JSON of a request. Lists and objects are counted before decoding, and values and nesting after
+decoding.
 
 Decoding millions of small lists would hold Python's interpreter lock for seconds. The lists of large bodies are
 therefore counted before decoding.
@@ -36,7 +37,7 @@ MAX_ITEMS = 1 << 20
 
 
 def check_structure(body: bytes) -> None:
-    """Raise ApiError for a body with too many lists, objects or items. Takes about 8 ms per MB. Decodes nothing."""
+    """Raise ApiError for a body with too many lists, objects or items. Takes about 8 ms per MB, without decoding."""
     if len(body) <= MAX_CONTAINERS:
         return
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
@@ -58,7 +59,8 @@ def check_structure(body: bytes) -> None:
 
 
 def check_values(values: Iterable[Any], name: str, param: str | None = None) -> int:
-    """Return the characters of all texts in `values`. Raises ApiError for too many values, or for values nested too deeply."""
+    """Return the number of characters of all texts in `values`. Raises ApiError for too many values, or for values
+    nested too deeply."""
     characters = count = depth = 0
     level: list[Any] = list(values)
     while level:
@@ -87,7 +89,7 @@ def check_values(values: Iterable[Any], name: str, param: str | None = None) -> 
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pause garbage collection until the block ends, because with many new objects it would take long."""
+    """Pause garbage collection until the block ends. With many new objects, a collection would take long."""
     on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's Responses API, translated to a chat and back. It stores nothing.
+"""POST /v1/responses: OpenAI's Responses API, translated to a chat and back. Responses are not stored.
 
 input items ──▶ messages of a chat ──▶ ChatEndpoint ──▶ pieces of the answer ──▶ output items, or events
 """
@@ -35,7 +35,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesFields(ChatFields, frozen=True, kw_only=True):
-    """The fields of a chat, and the fields of the request that its response repeats."""
+    """The fields of one request to `/v1/responses`: those of a chat, and those that the response repeats."""
 
     original: dict[str, Any]
 
@@ -254,7 +254,9 @@ def _tools(given: Any) -> Any:
             raise bad_request(
                 f"tools[{place}]: type {str(kind)[:64]!r} is not supported: send functions", "tools"
             )
-        function = {name: value for name, value in tool.items() if name not in ("type", "strict")}
+        function = {name: value for name, value in tool.items() if name != "type"}
+        if not function.get("strict"):
+            function.pop("strict", None)
         tools.append({"type": "function", "function": function})
     return tools
 

@@ -1,7 +1,7 @@
-"""Encodes texts and chats as token ids with the model's tokenizer. Runs in the API process; does not use the engine.
+"""Encodes texts and chats as token ids with the model's tokenizer. Runs in the API process, without the engine.
 
-Two threads encode, one for short and one for long requests, so that long texts do not delay short requests. Each
-thread serves one tenant after another. A text that is clearly too long is refused before it is encoded completely.
+One thread encodes short requests and another encodes long requests, so that long texts do not delay short requests.
+Each thread serves tenants in turn. If a text is clearly too long, it is refused before it is encoded completely.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ Some = TypeVar("Some")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and their text if known. `retain` gives positions before which pages are retained, and for how many
-    seconds.
+    """Token ids, and their text if known. `retain` contains positions, and for each position the seconds for which
+    pages before it are retained.
 
     With `images`, the tokens contain one placeholder per image, which the engine process expands.
     """
@@ -88,9 +88,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """Limits of a prompt. It may have `tokens` tokens, with ids below `vocab_size`. Only the last `keep` tokens are
-    kept (None: all). `characters` replaces the limit of characters that follows from `tokens`. `images` collects the
-    images; None refuses images.
+    """Limits of a prompt. It may have `tokens` tokens, with ids below `vocab_size`. With `keep`, only the last
+    `keep` tokens are kept. By default, the limit of characters follows from `tokens`. `characters` replaces this
+    limit. `images` collects the images. If it is None, images are refused.
     """
 
     tokens: int
@@ -115,7 +115,8 @@ def characters_for(tokens: int) -> int:
 
 
 def load_tokenizer(model: str, template: str | None = None) -> Any | None:
-    """Load the tokenizer of a folder or hub id. Returns None if it has none. `template` replaces its chat template.
+    """Load the tokenizer of a folder or hub id. Returns None if there is no tokenizer. `template` replaces its chat
+    template.
 
     A plain tokenizer.json is loaded without importing torch.
     """
@@ -151,7 +152,7 @@ def _plain_file(folder: Path) -> bool:
 
 class PromptEncoder:
     """Encodes with one tokenizer. Without a tokenizer, prompts are token ids and answers have no text. Encoding may
-    take seconds, so call it through `run`.
+    take seconds, so use `run`.
     """
 
     def __init__(
@@ -179,18 +180,18 @@ class PromptEncoder:
             self._templates = TemplateProcess()
 
     async def run(self, work: Callable[[], Some], tenant: str, size: int, has_template: bool = False) -> Some:
-        """Run `work` for a request of `size` bytes in a thread, and return its result. A thread runs one function at
-        a time, and waiting tenants take turns. Requests of more than LONG_BYTES share a second thread. Requests with
-        their own chat template (`has_template`) share a third one, because a template may take long.
+        """Run `work` for a request of `size` bytes in a thread, and return its result. A thread runs one function
+        at a time, and waiting tenants take turns. Requests of more than LONG_BYTES use a second thread. Requests
+        with their own chat template (`has_template`) use a third thread, because a template may take long.
         """
         if has_template:
             return await self._own.run(tenant, work)
         return await (self._short if size <= LONG_BYTES else self._long).run(tenant, work)
 
     def encode_completion(self, fields: CompletionFields, limits: PromptLimits) -> list[Prompt]:
-        """Return the prompts of a completion: texts or token ids. A text with far too many tokens is refused before
-        it is encoded completely. Special tokens in a text are recognised, because the client writes the whole
-        prompt."""
+        """Return the prompts of a completion, which are texts or token ids. If a text has far too many tokens, it
+        is refused before it is encoded completely. Special tokens in a text are recognised, because the client
+        writes the whole prompt."""
         given = fields.prompt
         if isinstance(given, str):
             many: list[Any] = [given]
@@ -307,7 +308,7 @@ class PromptEncoder:
         template: str | None,
     ) -> Prompt:
         """Render the chat template and encode the result. Raises ApiError if the template fails or exceeds a limit.
-        `template` is the template of the request, if it has one.
+        `template` is the request's own template, if any.
         """
         control = self._any_control if template else self._control
         assert self.tokenizer is not None and control is not None
@@ -363,7 +364,7 @@ class PromptEncoder:
         return self.truncate(Prompt(_encode(wanted, limits, "messages", encoder), text), limits.keep)
 
     def truncate(self, prompt: Prompt, keep: int | None) -> Prompt:
-        """Return the last `keep` tokens of a prompt; None keeps all."""
+        """Return the last `keep` tokens of a prompt. None keeps all."""
         if keep is None or len(prompt.tokens) <= keep:
             return prompt
         ids = prompt.tokens[len(prompt.tokens) - keep :]
@@ -380,8 +381,8 @@ class PromptEncoder:
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def bad_words(self, words: list[str]) -> list[list[int]]:
-        """Return the token sequences of words that must not be sampled. Each word is tokenised alone, and after a
-        space if that gives other tokens.
+        """Return the token sequences of words that must not be sampled. Each word is tokenised without and, if the
+        tokens differ, with a space before it.
         """
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -404,7 +405,8 @@ class PromptEncoder:
         return [] if self.tokenizer is None else list(self.tokenizer.convert_ids_to_tokens(ids))
 
     def token_text(self, token: int) -> str:
-        """Return a token's text for log-probabilities. A partial character is returned as the tokenizer spells it."""
+        """Return the text of a token for log-probabilities. A partial character is returned as the tokenizer spells
+        it."""
         if self.tokenizer is None:
             return f"{PARTIAL_TOKEN}{token}"
         found = self._token_texts.get(token)
@@ -418,10 +420,10 @@ class PromptEncoder:
         return found
 
     def text_offsets(self, ids: list[int], start: int, text: str | None = None) -> tuple[list[int], int]:
-        """Return the offset of each token's first character, from `start` on, and the offset after the last.
+        """Return the offset of each token's first character, from `start` on, and the offset after the last token.
 
-        With `text`, offsets are positions in `text`. A token that `text` does not contain (a special token, the end
-        of a stop text) has no characters. Tokens of one character have the same offset.
+        With `text`, offsets are positions in `text`. If `text` does not contain a token (a special token, the end
+        of a stop text), the token has no characters. Several tokens of one character have the same offset.
         """
         offsets, at = [], start
         partial: list[int] = []
@@ -470,7 +472,7 @@ def _encode(text: str, limits: PromptLimits, param: str, encode: Encode) -> list
 
 
 def _encode_tail(text: str, keep: int, param: str, encode: Encode) -> list[int]:
-    """Return at least the last `keep` tokens of a text, or all. The cost is proportional to `keep`."""
+    """Return at least the last `keep` tokens of a text, or all. The cost grows with `keep`."""
     size, most = SAMPLE_CHARACTERS * keep + MIN_PIECE_CHARACTERS, characters_for(keep)
     while size < len(text):
         found = encode(text[len(text) - size :])
@@ -499,8 +501,9 @@ class _ContentForms:
 
     @staticmethod
     def of(tokenizer: Any) -> _ContentForms:
-        """Test both kinds with the tokenizer's template. If it supports neither, use texts; the template then states
-        its reason.
+        """Render a test message as a text and as a list of parts, and return which of the two the tokenizer's chat
+        template supports. If the template supports neither of them, return texts. The first request then gets the error
+        that the template raises.
         """
 
         def writes(content: Any) -> bool:

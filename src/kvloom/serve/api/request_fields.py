@@ -2,8 +2,8 @@
 checks values.
 
 There are OpenAI's fields, fields of other servers (top_k, min_p, ignore_eos, …), and fields of the cache (tenant,
-priority, ttl, cache, session_id). Unknown fields are ignored. Known fields that are not supported and would change
-the answer are refused (UNSUPPORTED). docs/server.md lists all of them.
+priority, ttl, cache, session_id). Unknown fields are ignored. Some known fields are not supported but would change
+the answer. They are refused (UNSUPPORTED). docs/server.md lists all fields.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvloom.combinations import refused
+from kvloom.core import Objective
 from kvloom.engine import SamplingParams
 from kvloom.serve.api.answers import check_tools, forced_functions
 from kvloom.serve.api.json_limits import check_structure, check_values, paused_gc
@@ -91,8 +92,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
 
 class RetainFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Priority of the prompt tokens [start, stop) for `ttl` seconds. A positive priority evicts them later, a
-    negative one earlier.
+    """The priority of the prompt tokens [start, stop) for `ttl` seconds. Tokens with a positive priority are
+    evicted later than others, and tokens with a negative priority earlier.
     """
 
     start: int = 0
@@ -102,8 +103,8 @@ class RetainFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheFields(msgspec.Struct, frozen=True):
-    """Whether a request stores pages in the cache and reads pages from it, the priorities of token ranges, and the
-    seconds for which the prompt stays in the pool.
+    """Caching options of a request: whether it stores and reads pages, priorities of token ranges, and the seconds
+    for which the prompt is pinned in the pool.
     """
 
     store: bool | None = None
@@ -112,9 +113,24 @@ class CacheFields(msgspec.Struct, frozen=True):
     pin: float | None = None
 
 
+class SloFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The objective of a request in milliseconds: see `core.Objective`."""
+
+    ttft_ms: float | None = None
+    tbt_ms: float | None = None
+    deadline_ms: float | None = None
+
+    def objective(self) -> Objective:
+        """Return the objective. Raises ApiError for a value that is not positive."""
+        try:
+            return Objective(self.ttft_ms, self.tbt_ms, self.deadline_ms)
+        except ValueError as error:
+            raise bad_request(str(error), "slo") from None
+
+
 class TransferFields(msgspec.Struct, frozen=True):
     """vLLM's fields of a hand-over. A prefill worker gets `do_remote_decode`, and returns the fields for the decode
-    worker. Pages are found by hash, so block ids, engine ids and token counts are only passed on."""
+    worker. Pages are found by hash, so block ids, engine ids and token counts are passed on unused."""
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
@@ -131,7 +147,7 @@ class TransferFields(msgspec.Struct, frozen=True):
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that both endpoints share. Unsupported fields are declared too, so that they are detected."""
+    """The fields that both endpoints share. Unsupported fields are declared too, so that they can be refused."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -179,6 +195,7 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     end_session: bool | None = None
     cache_salt: str | None = None
     lossy: bool | None = None
+    slo: SloFields | None = None
     audio: Any = None
     function_call: Any = None
     functions: Any = None
@@ -270,6 +287,8 @@ def check_fields(fields: RequestFields) -> None:
         raise bad_request(f"top_k {fields.top_k} exceeds any vocabulary; 0 keeps every token", "top_k")
     if fields.ttl is not None and not 0 < fields.ttl < math.inf:
         raise bad_request(f"ttl {fields.ttl} must be a positive number of seconds", "ttl")
+    if fields.slo is not None:
+        fields.slo.objective()
     pin = None if fields.cache is None else fields.cache.pin
     if pin is not None and not 0 < pin <= MAX_PIN_SECONDS:
         raise bad_request(f"cache: pin {pin} must be from 0 to {MAX_PIN_SECONDS:,} seconds", "cache")
@@ -322,8 +341,8 @@ def check_fields(fields: RequestFields) -> None:
 
 
 def beam_width(fields: RequestFields) -> int:
-    """Return the number of beams, or 1 without beam search. As in vLLM, `use_beam_search` uses `best_of` or `n`
-    beams.
+    """Return the number of beams, or 1 without beam search. As in vLLM, `use_beam_search` without `beam_width`
+    uses the larger of `best_of` and `n`.
     """
     if fields.beam_width is not None or not fields.use_beam_search:
         return fields.beam_width or 1
@@ -466,7 +485,7 @@ def _schema(wanted: ResponseFormat | None) -> str | None:
 
 
 def _structured(wanted: StructuredOutputs | None) -> list[tuple[str, str]]:
-    """Return the values of structured_outputs under the names of SamplingParams."""
+    """Return the values of structured_outputs, under the names of SamplingParams."""
     if wanted is None:
         return []
     found = [(name, form) for name in ("regex", "grammar") if (form := getattr(wanted, name)) is not None]
@@ -495,9 +514,9 @@ def _too_much_structure() -> ApiError:
 
 
 def engine_error(message: str) -> ApiError:
-    """Convert an error message of SamplingParams or the engine to an error response for the client.
+    """Convert an error message of SamplingParams or the engine to an error response.
 
-    If the message starts with the name of a request field, the response names that field."""
+    If the message starts with the name of a request field, `param` of the response is this field."""
     word = _WORD.match(message)
     name = "" if word is None else word[0]
     if name == "json_schema":

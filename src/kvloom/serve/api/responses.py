@@ -45,9 +45,9 @@ class Usage:
 
 
 class ResponseBuilder(ABC):
-    """Builds the response of one HTTP request. `ids` are its prompts, with `n` answers each. `echo` repeats the text
-    of each prompt. `new_parser` creates the parser of an answer; if it returns None, the whole text is content.
-    `warning` is sent as a header. Each delta updates `usage` and `finish_reasons`.
+    """Builds the response of one HTTP request. `ids` are its prompts, with `n` answers each. With `echo`, the text
+    of each prompt is repeated. `new_parser` creates the parser of an answer. If it returns None, the whole text is
+    content. `warning` is sent as a header. Each delta updates `usage` and `finish_reasons`.
     """
 
     prefix = ""
@@ -143,7 +143,7 @@ class ResponseBuilder(ABC):
         return _event({**entry, "usage": self.usage.to_dict()} if self._usage_always else entry)
 
     def last_event(self) -> bytes:
-        """Return the last event of a stream, with its usage if requested."""
+        """Return the last event of a stream. It contains the usage if requested."""
         last = {**self._head, "object": self.event_object, "choices": [], "usage": self.usage.to_dict()}
         return (_event(last) if self._usage_last else b"") + b"data: [DONE]\n\n"
 
@@ -168,7 +168,7 @@ class ResponseBuilder(ABC):
             self.usage.prompt = delta.prompt_tokens
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        """Return the fields that both kinds of choices have, with the text in "text"."""
+        """Return the fields that both kinds of choices have. The text is in "text"."""
         index = self._index(delta)
         text = delta.text
         if self._echo and index not in self._sent_characters:
@@ -221,7 +221,8 @@ class CompletionResponse(ResponseBuilder):
         }
 
     def _tokens(self, delta: Delta) -> list[int]:
-        """Return the tokens with log-probabilities: those of an echoed prompt, then those of the answer."""
+        """Return the tokens for which log-probabilities are returned. Tokens of an echoed prompt come first, then
+        those of the answer."""
         if not self._echo or delta.id not in self._prompt_logprobs:
             return delta.tokens
         return [*self._prompts[self._prompt_index[delta.id]].tokens, *delta.tokens]
@@ -317,7 +318,7 @@ class ChatResponse(ResponseBuilder):
 
 
 def _whole_message(pieces: list[Piece]) -> dict[str, Any]:
-    """Return the fields of a message for the pieces of its answer."""
+    """Return the fields of a message, built from the pieces of its answer."""
     texts: dict[str, list[str]] = {"content": [], "reasoning": []}
     calls: list[dict[str, Any]] = []
     for piece in pieces:

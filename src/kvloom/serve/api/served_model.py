@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvloom.core import HASH_TOKENS
 from kvloom.serve.api.answers import AnswerFormats
@@ -53,7 +54,7 @@ class ServedModel:
 
     def require_ready(self) -> tuple[Ready, PromptEncoder]:
         """Return the engine's Ready message and the encoder. Raises ApiError while one of them is missing, or while
-        the model is unloaded.
+        the model is being unloaded.
         """
         if self.error:
             raise ApiError(503, f"model {self.name!r} failed to load: {self.error}", "model", "load_failed")
@@ -68,9 +69,10 @@ class ServedModel:
         return self.encoder
 
     def routing_info(self) -> dict[str, Any] | None:
-        """Return what a router needs to follow and score this model: hashes, groups, sizes, addresses of its events.
+        """Return the data with which a router follows and scores this model: hashes, groups, sizes, addresses of
+        its events.
 
-        None while the model loads."""
+        Returns None while the model loads."""
         facts = self.engine.info
         if facts is None:
             return None
@@ -87,7 +89,29 @@ class ServedModel:
             "events": settings.get("kv_events"),
             "replay": settings.get("kv_events_replay"),
             "role": self.engine.role,
+            "step_times": self.engine.stats.step_times,
+            "slo_ttft": settings.get("slo_ttft"),
+            "slo_tbt": settings.get("slo_tbt"),
+            "token_budget": facts.token_budget,
             "peer": None if facts.peer_address is None else "{}:{}".format(*facts.peer_address),
+            "reads": [
+                urlsplit(tier).netloc.rpartition("@")[2]
+                for tier in settings.get("tiers", ())
+                if tier.startswith("peer:")
+            ],
+            "load": self._load(),
+        }
+
+    def _load(self) -> dict[str, Any]:
+        """Return the load, hits and tiers of the engine, for the fleet page of a router."""
+        stats, metrics = self.engine.stats, self.metrics
+        return {
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "prompt_tokens": metrics.prompt_tokens,
+            "cached_tokens": metrics.cached_tokens,
+            "used": 1 - stats.free_slabs / stats.slabs if stats.slabs else 0.0,
+            "tiers": [{"name": one.name, "pages": one.objects, "bytes": one.bytes} for one in stats.tiers],
         }
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,8 +29,8 @@ Some = TypeVar("Some")
 
 @dataclass(slots=True)
 class ServerContext:
-    """The state of one server. `models` are by name; the first one is the default. Without `keys`, only requests to
-    loopback names are accepted.
+    """The state of one server. `models` maps names to models, and the first one is the default. Without `keys`,
+    only requests to loopback names are accepted.
     """
 
     keys: ApiKeys
@@ -56,7 +56,8 @@ class ServerContext:
         self.bodies = BodyLimiter(self.limits.bodies * self.limits.body_bytes, self.limiter.shared)
 
     def require_accepting(self) -> None:
-        """Raise ApiError while the server drains, or while no model is ready. Call it before reading a body."""
+        """Raise ApiError while the server drains, or while no model is ready. Call this method before reading a
+        body."""
         if self.limiter.is_draining:
             raise draining()
         if not any(served.status == "ok" for served in self.models.values()):
@@ -85,7 +86,8 @@ class ServerContext:
         return self.served(request.query_params.get("model"))
 
     def authenticate(self, request: Request) -> str | None:
-        """Return the tenant of a request's key, or None if the server has no keys. Raises ApiError 401."""
+        """Return the tenant of a request's key, or None if the server has no keys. Raises ApiError 401 for an
+        unknown key."""
         if not self.keys:
             return None
         tenant = self.keys.authenticate(_authorization(request))
@@ -93,16 +95,16 @@ class ServerContext:
         return tenant
 
     def visible_tenant(self, request: Request) -> str | None:
-        """Return the tenant whose requests the caller may see. Raises ApiError 401.
+        """Return the tenant whose requests the caller may see. Raises ApiError 401 for an unknown key.
 
-        None means all tenants: the key is an admin key, or the server has no keys.
+        None means all tenants, because the key is an admin key or the server has no keys.
         """
         given = _authorization(request)
         tenant = self.authenticate(request)
         return None if self.keys.is_admin(given) else tenant
 
     def require_admin(self, request: Request) -> None:
-        """Raise ApiError 401 or 403 unless the request may see all tenants. Without keys every request may."""
+        """Raise ApiError 401 or 403 unless the request may see all tenants. Without keys, every request may."""
         if self.visible_tenant(request) is None:
             return
         raise ApiError(
@@ -126,7 +128,7 @@ class ServerContext:
     def check_host(self, request: Request) -> None:
         """On a server without keys, raise ApiError 403 for a foreign Host or Origin.
 
-        Otherwise any web page could make a browser on this machine send requests."""
+        Without this check, any web page could make a browser on this machine send requests."""
         if self.keys:
             return
         host = request.headers.get("host", "localhost")
@@ -140,7 +142,7 @@ class ServerContext:
                 )
 
     async def read_body(self, request: Request, held: HeldBody) -> bytes:
-        """Return the JSON body of a request and count its bytes in `held`.
+        """Return the JSON body of a request, and count its bytes in `held`.
 
         Raises ApiError for another content type, too many bytes, or a slow client."""
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -168,8 +170,8 @@ class ServerContext:
         return bytes(data)
 
     async def parse(self, read: Callable[[], Some], account: str, size: int) -> Some:
-        """Return the fields that `read` returns for a body of `size` bytes. Large bodies are read outside the event
-        loop."""
+        """Return the fields that `read` returns for a body of `size` bytes. Large bodies are parsed outside the
+        event loop."""
         encoders = (one.encoder for one in self.models.values() if one.encoder is not None)
         encoder = next(encoders, None)
         if size <= SMALL_BODY_BYTES or encoder is None:
@@ -178,8 +180,8 @@ class ServerContext:
 
 
 def _authorization(request: Request) -> str | None:
-    """Return the Authorization header of a request. A key in `x-api-key`, which Anthropic's clients send, is
-    converted to it.
+    """Return the Authorization header of a request. If the key is in `x-api-key`, as in Anthropic's clients, it is
+    converted to this form.
     """
     key = request.headers.get("x-api-key")
     return request.headers.get("authorization", None if key is None else f"Bearer {key}")

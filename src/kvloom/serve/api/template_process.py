@@ -1,11 +1,11 @@
-"""Renders chat templates of requests in processes of their own.
+"""Renders chat templates of requests in separate processes.
 
     server ── frames on stdin ──▶ parent: has transformers imported ── fork ──▶ one child per template: renders, and exits
     server ◀─ frames on stdout ── parent
 
 A template of a request is code of the client. An endless loop, or a huge constant that the compiler computes, would
-stop the server. A child process therefore has limits on CPU time and memory, and is killed if it exceeds one. It also
-uses jinja's sandbox. The parent ends with the server.
+stop the server. A child process therefore has limits on CPU time and memory, and is killed if it exceeds a limit.
+It also uses jinja's sandbox. The parent ends with the server.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ START_SECONDS = 60.0
 
 
 class TemplateProcess:
-    """Renders templates of requests, one at a time, within limits. Its process starts with the first template.
+    """Renders templates of requests, one at a time, within limits. The process starts with the first template.
     Thread-safe.
     """
 
@@ -85,7 +85,7 @@ class TemplateProcess:
 
 
 def main() -> None:
-    """Answer frames until the server closes the pipe."""
+    """Render templates from frames on stdin until the server closes the pipe."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     for number in (signal.SIGINT, signal.SIGTERM):  # the server may drain
@@ -124,7 +124,7 @@ def _limit(seconds: float) -> None:
 
 
 def _rendered(render: Any, asked: dict[str, Any]) -> bytes:
-    """Return the frame of a rendered template, or of its error."""
+    """Return the frame with the rendered template, or with its error."""
     try:
         rendered = render(**asked["given"])
         text = rendered[0][0] if isinstance(rendered, tuple) else rendered[0]

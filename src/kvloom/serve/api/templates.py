@@ -1,8 +1,8 @@
 """Renders chat templates with limits on characters and CPU seconds.
 
 A template may repeat values of the request for every message. The output is therefore counted while the template
-writes it, and rendering stops at the first limit. transformers still renders the template with the same result;
-`limit_templates` only adds the counting.
+writes it, and rendering stops at the first exceeded limit. transformers still renders the template.
+`limit_templates` adds only the counting, and does not change the result.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _thread = threading.local()
 
 
 class RenderError(Exception):
-    """A template exceeded a limit. The message states the limit."""
+    """Raised if a template exceeded a limit. The message states the limit."""
 
 
 class _RenderBudget:
-    """The limits of one rendering, and the amounts used so far."""
+    """Limits the characters and the CPU time of rendering one chat template. Counts what the rendering has used so far."""
 
     __slots__ = ("_characters", "_end", "_limit", "_seconds", "_steps")
 
@@ -43,7 +43,8 @@ class _RenderBudget:
         self._end = time.thread_time() + seconds
 
     def step(self) -> None:
-        """Count one step. Only the CPU time of this thread counts, so a busy machine causes no error."""
+        """Count one step, and check the CPU time. Only the CPU time of this thread counts, so a busy machine causes
+        no error."""
         self._steps += 1
         if self._steps % STEPS == 0 and time.thread_time() > self._end:
             raise RenderError(
@@ -70,7 +71,7 @@ def _budget() -> _RenderBudget | None:
 
 @contextmanager
 def render_limits(characters: int, seconds: float) -> Iterator[None]:
-    """Limit templates in this thread until the block ends. A template that exceeds a limit raises RenderError."""
+    """Limit templates in this thread until the block ends. If a template exceeds a limit, it raises RenderError."""
     _thread.work = _RenderBudget(characters, seconds)
     try:
         yield
@@ -98,7 +99,7 @@ def reserved_names(tokenizer: Any) -> frozenset[str]:
 
 
 def limit_templates(tokenizer: Any) -> None:
-    """Make the tokenizer's chat templates obey `render_limits`. Outside this context they run without limits."""
+    """Make the tokenizer's chat templates obey `render_limits`. Outside `render_limits` they run without limits."""
     for source in _sources(tokenizer):
         compiled = _compiled(source)
         if compiled is None or hasattr(compiled, "kvloom_limited"):
@@ -118,8 +119,8 @@ def _sources(tokenizer: Any) -> list[str]:
 
 
 def _compiled(source: str) -> Any | None:
-    """Return the compiled template that transformers caches, or None for an invalid template, which fails at every
-    request.
+    """Return the compiled template that transformers caches. Return None for an invalid template, which fails at
+    every request.
     """
     from jinja2.exceptions import TemplateError
     from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -217,7 +218,8 @@ def _environment(original: Any) -> Any:
 
 
 def _result_length(text: str, method: str, given: list[Any]) -> int:
-    """Return the largest number of characters that a str method can return, for methods that can lengthen a text."""
+    """Return the largest number of characters that a str method can return. Only methods that can lengthen a text
+    are considered."""
     if method == "replace" and len(given) >= 2 and all(isinstance(one, str) for one in given[:2]):
         return len(text) + text.count(given[0]) * max(0, len(given[1]) - len(given[0]))
     if method == "join" and given and isinstance(given[0], list | tuple):

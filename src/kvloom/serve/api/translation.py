@@ -32,7 +32,7 @@ COPIED = [
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body. Raises ApiError."""
+    """Return the JSON object in a body. Raises ApiError if the body is not a JSON object."""
     if not body.strip():
         raise bad_request("the request body is empty: send a JSON object")
     check_structure(body)

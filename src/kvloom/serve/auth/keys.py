@@ -1,10 +1,11 @@
 """API keys and their tenants. Keys are stored as SHA-256 digests and compared in constant time.
 
 A key file is JSON, {"KEY": "tenant"} or {"KEY": {"tenant": "t", "quota": "2GiB", "weight": 1}}, or lines of `KEY
-tenant [quota [weight]] [max_…=N] [admin]` (# starts a comment, - means no quota). All keys of one tenant must have
-the same quota, weight and caps. If any tenant has a weight, the default weight of the others is 1. Otherwise all
-tenants have equal default shares (`core.Tenant.firm`). `max_answers`, `max_open`, `max_ttl` and `max_priority` set
-the tenant's `Caps`. "admin": true (or the last word `admin`) marks an admin key, which sees all tenants.
+tenant [quota [weight]] [max_…=N] [admin]`. In lines, # starts a comment, and - means no quota. All keys of one
+tenant must have the same quota, weight and caps. If any tenant has a weight, the default weight of the others is 1.
+Otherwise all tenants have equal default shares (`core.Tenant.firm`). `max_answers`, `max_open`, `max_ttl` and
+`max_priority` set the tenant's `Caps`. "admin": true (or the last word `admin`) marks an admin key, which can read
+the data of all tenants.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ __all__ = ["OWN_TENANT", "ApiKeys", "permission_warning", "read_keys"]
 MIN_KEY_CHARACTERS = 8
 OWN_TENANT = "default"
 """Tenant of keys on the command line, which are admin keys."""
+OBJECTIVES = {"slo_ttft": float, "slo_tbt": float}
+"""Objectives that a key can set for its tenant, in milliseconds."""
 CAPS = {"max_answers": int, "max_open": int, "max_ttl": float, "max_priority": int}
 """Caps that a key can set for its tenant, and their types."""
 KeyRow = tuple[str, str, str, int | None, float | None, dict[str, Any], bool]
@@ -38,7 +41,8 @@ KeyRow = tuple[str, str, str, int | None, float | None, dict[str, Any], bool]
 
 
 class ApiKeys:
-    """Keys by digest. Without keys there is no authentication."""
+    """Finds the tenant of an API key. Stores only digests of keys. If no keys are configured, it is false, and the
+    server does not authenticate."""
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class ApiKeys:
         return bool(self._digests)
 
     def authenticate(self, authorization: str | None) -> str:
-        """Return the tenant of a request's Authorization header. Raises ApiError 401."""
+        """Return the tenant of a request's Authorization header. Raises ApiError 401 for an unknown key."""
         given = _bearer_key(authorization)
         digest = _digest(given.encode())
         found = None
@@ -86,7 +90,7 @@ def _bearer_key(authorization: str | None) -> str:
 
 def read_keys(path: str | None, default: Caps | None = None, own: Collection[str] = ()) -> ApiKeys:
     """Read a key file, and add the operator's keys in `own`. Keys without caps get the caps `default`. Raises
-    ValueError with the line or position, but never with the key.
+    ValueError for an invalid file. The message contains the line or position, but never the key.
     """
     default = default or Caps()
     rows = [] if path is None else _read_file(path)
@@ -99,7 +103,8 @@ def read_keys(path: str | None, default: Caps | None = None, own: Collection[str
     tenants: dict[str, tuple[TenantConfig, Caps]] = {}
     is_firm = any(weight is not None for *_, weight, _, _ in rows)
     for where, key, name, quota, weight, caps, _ in rows:
-        rules = TenantConfig(name, quota, 1.0 if weight is None else weight, is_firm)
+        slo = [caps.pop(name, None) for name in OBJECTIVES]
+        rules = TenantConfig(name, quota, 1.0 if weight is None else weight, is_firm, *slo)
         if len(key) < MIN_KEY_CHARACTERS:
             raise ValueError(f"{path}, {where}: a key must have at least {MIN_KEY_CHARACTERS} characters")
         if key in keys:
@@ -109,7 +114,7 @@ def read_keys(path: str | None, default: Caps | None = None, own: Collection[str
         given = rules, replace(default, **caps)
         if tenants.setdefault(name, given) != given:
             raise ValueError(
-                f"{path}, {where}: tenant {name!r} has a different quota, weight or max_… in an earlier key"
+                f"{path}, {where}: tenant {name!r} has a different quota, weight, slo_… or max_… in an earlier key"
             )
         keys[key] = rules
     if not keys:
@@ -146,7 +151,9 @@ def _from_lines(text: str, path: str) -> list[KeyRow]:
         caps = dict(word.split("=", 1) for word in words[2:] if "=" in word)
         words = words[:2] + [word for word in words[2:] if "=" not in word]
         if not 2 <= len(words) <= 4:
-            raise ValueError(f"{path}, {where}: expected `KEY tenant [quota [weight]] [max_…=N] [admin]`")
+            raise ValueError(
+                f"{path}, {where}: expected `KEY tenant [quota [weight]] [slo_…=MS] [max_…=N] [admin]`"
+            )
         key, name, quota, weight, *_ = (*words, "-", "-")
         most = None if quota == "-" else _size(quota, f"{path}, {where}")
         share = None if weight == "-" else _weight(weight, f"{path}, {where}")
@@ -163,13 +170,13 @@ def _from_json(text: str, path: str) -> list[KeyRow]:
     for number, (key, value) in enumerate(found.items(), 1):
         where = f"key {number}"
         fields = {"tenant": value} if isinstance(value, str) else value
-        caps = {name: one for name, one in fields.items() if name in CAPS}
-        unknown = set(fields) - {"tenant", "quota", "weight", "admin", *CAPS}
+        caps = {name: one for name, one in fields.items() if name in CAPS or name in OBJECTIVES}
+        unknown = set(fields) - {"tenant", "quota", "weight", "admin", *CAPS, *OBJECTIVES}
         name, quota, weight = fields.get("tenant"), fields.get("quota"), fields.get("weight")
         is_admin = fields.get("admin", False)
         if unknown or not isinstance(name, str) or not isinstance(is_admin, bool):
             raise ValueError(
-                f"{path}, {where}: expected a tenant, or an object with tenant, quota (bytes), weight (0 or more), {', '.join(CAPS)}, admin (true)"
+                f"{path}, {where}: expected a tenant, or an object with tenant, quota (bytes), weight (0 or more), {', '.join([*OBJECTIVES, *CAPS])}, admin (true)"
             )
         most = None if quota is None else _size(str(quota), f"{path}, {where}")
         share = None if weight is None else _weight(weight, f"{path}, {where}")
@@ -183,10 +190,11 @@ def _read_caps(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
-        if name not in CAPS:
-            raise ValueError(f"{where}: unknown cap {name!r}; known are {', '.join(CAPS)}")
+        known = CAPS | OBJECTIVES
+        if name not in known:
+            raise ValueError(f"{where}: unknown cap {name!r}; known are {', '.join(known)}")
         try:
-            number = math.nan if isinstance(value, bool) else CAPS[name](value)
+            number = math.nan if isinstance(value, bool) else known[name](value)
             number = math.nan if isinstance(value, float) and number != value else number
         except (TypeError, ValueError, OverflowError):
             number = math.nan

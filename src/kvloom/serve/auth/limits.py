@@ -19,7 +19,7 @@ PRESSURE = 4
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Limits of one tenant; None is no limit.
+    """Limits of one tenant. None means no limit.
 
     | field      | limit                                                   |
     |------------|---------------------------------------------------------|
@@ -93,7 +93,7 @@ class Limits:
 
 
 class BodyLimiter:
-    """Counts the bytes of a request body, from its first byte until its prompt is encoded.
+    """Limits the bytes of all request bodies in memory. A body counts from its first byte until its prompt is encoded.
 
     If several tenants share the server, each may use up to PRESSURE times the free bytes.
     """
@@ -117,7 +117,7 @@ class BodyLimiter:
 
 
 class HeldBody:
-    """The body of one request."""
+    """Counts the bytes of one request body that the server has received and not yet released."""
 
     def __init__(self, limiter: BodyLimiter, tenant: str) -> None:
         self._limiter, self._tenant = limiter, tenant
@@ -138,8 +138,8 @@ class RequestLimiter:
     """Counts answers in progress. While `is_draining`, no request is admitted. `idle` is set while there are no
     requests.
 
-    If several tenants share the server, each may have at most PRESSURE open answers per free place. Tenants with many
-    open answers are therefore refused first, and a new tenant is always admitted.
+    If several tenants share the server, each may have at most PRESSURE open answers per free place. Tenants with
+    many open answers are therefore refused first, and a new tenant is always admitted.
     """
 
     def __init__(self, limit: int, shared: bool = False) -> None:
@@ -153,7 +153,7 @@ class RequestLimiter:
 
     @contextmanager
     def admit(self, answers: int, tenant: str = "", max_open: int | None = None) -> Iterator[None]:
-        """Admit a request of a tenant for `answers` answers until the block ends.
+        """Admit a request of a tenant with `answers` answers until the block ends.
 
         Raises ApiError if the server's limit, the tenant's part of it, or the tenant's `max_open` is reached."""
         if self.is_draining:
@@ -181,7 +181,7 @@ class RequestLimiter:
                 self.idle.set()
 
     def _check_tenant(self, answers: int, open_answers: int, max_open: int | None) -> None:
-        """Raise ApiError 429 if a tenant with `open_answers` answers may not open more now."""
+        """Raise ApiError 429 if a tenant with `open_answers` open answers may not open more now."""
         if max_open is not None and open_answers + answers > max_open:
             raise above_share(answers, open_answers, max_open)
         if not self.shared or not self.in_progress or (not open_answers and answers == 1):

@@ -1,13 +1,16 @@
-"""The dashboard: a live page about one server's cache, and the same in a terminal. See docs/dashboard.md.
+"""The dashboard: a live page about one server's cache, and the same data in a terminal. See docs/dashboard.md.
 
     routes.py             /dashboard and /kvloom/state
+    assets.py             files and headers of the pages
     dashboard_state.py    Dashboards: cache snapshot and history of each model as JSON
     history.py            samples of counters
     terminal.py           the dashboard as terminal output
     command.py            `kvloom top`
-    page/                 HTML, CSS and JavaScript of the page
+    fleet_terminal.py     a router's fleet as terminal output
+    page/                 HTML, CSS and JavaScript: index.html shows a server, fleet.html a router's fleet
 
-Imports api. Names are imported on first use: `kvloom top` needs no server packages.
+This package imports `serve.api`. Its names are imported on first use, because `kvloom top` needs no server
+packages.
 """
 
 from __future__ import annotations
@@ -16,17 +19,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .assets import HEADERS, file_type, page_files
     from .dashboard_state import Dashboards
-    from .routes import dashboard_routes, page_files
+    from .history import QUANTILES, Samples
+    from .routes import dashboard_routes
 
-__all__ = ["Dashboards", "dashboard_routes", "page_files"]
+__all__ = ["HEADERS", "QUANTILES", "Dashboards", "Samples", "dashboard_routes", "file_type", "page_files"]
 
 _MODULES = {
     "dashboard_state": ("Dashboards",),
-    "routes": (
-        "dashboard_routes",
-        "page_files",
-    ),
+    "history": ("QUANTILES", "Samples"),
+    "assets": ("HEADERS", "file_type", "page_files"),
+    "routes": ("dashboard_routes",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""`kvloom top`: the dashboard of a running server in a terminal. Fetches the same data as the page."""
+"""`kvloom top`: the dashboard of a running server or router in a terminal. Fetches the same data as the page."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from kvloom.arguments import SERVER, server
 from kvloom.serve.http_client import KEY, fetch
+
+if TYPE_CHECKING:
+    from rich.layout import Layout
 
 __all__ = ["arguments", "run"]
 
@@ -33,7 +36,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show a server's cache until q or Ctrl-C. Raises ValueError if the server refuses, OSError without a server."""
+    """Show a server's cache until q or Ctrl-C. Raises ValueError if the server refuses the request, and OSError
+    without a server."""
     key = args.api_key or os.environ.get(KEY)
     source = _Server(args.url, key, args.model)
     source.refresh()  # the first error is raised; later ones are shown
@@ -42,20 +46,18 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from .terminal import screen
-
     assert source.state is not None
     terminal = sys.stdout.isatty()
     if args.once or not terminal:  # a pipe gets lines, not a screen
         console = Console(width=None if terminal else 110, height=None if terminal else 44, highlight=False)
-        console.print(screen(source.state, source.requests, args.colour), height=min(console.height - 1, 60))
+        console.print(source.screen(args.colour), height=min(console.height - 1, 60))
         return 0
     _live(source, args.colour)
     return 0
 
 
 class _Server:
-    """The latest state of a server, and the latest error."""
+    """Polls a server for its dashboard state. Stores the latest state and the latest error."""
 
     def __init__(self, url: str, key: str | None, model: str | None) -> None:
         self._url, self._key = url, key
@@ -68,11 +70,25 @@ class _Server:
         state = fetch(self._url, f"/kvloom/state?{self._model}", self._key)
         if "history" not in state:
             raise ValueError(f"{self._url} is not a kvloom server")
-        self.requests = fetch(self._url, f"/kvloom/requests?limit=100&{self._model}", self._key)["requests"]
+        if "router" not in state:
+            self.requests = fetch(self._url, f"/kvloom/requests?limit=100&{self._model}", self._key)[
+                "requests"
+            ]
         self.state, self.error = state, ""
 
+    def screen(self, mode: str) -> Layout:
+        """Return the screen of a server, or of a router's fleet."""
+        assert self.state is not None
+        if "router" in self.state:
+            from .fleet_terminal import fleet_screen
+
+            return fleet_screen(self.state, self.error)
+        from .terminal import screen
+
+        return screen(self.state, self.requests, mode, self.error)
+
     def refresh_until(self, stop: threading.Event) -> None:
-        """Refresh until `stop` is set."""
+        """Fetch the state regularly until `stop` is set."""
         while not stop.wait(1.0 if self.state is None else float(self.state["interval"])):
             try:
                 self.refresh()
@@ -84,7 +100,7 @@ def _live(source: _Server, mode: str) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from .terminal import MODES, screen
+    from .terminal import MODES
 
     stop = threading.Event()
     threading.Thread(target=source.refresh_until, args=(stop,), daemon=True).start()
@@ -95,7 +111,7 @@ def _live(source: _Server, mode: str) -> None:
             while True:
                 now = (id(source.state), source.error, mode, console.size)
                 if now != shown and source.state is not None:
-                    live.update(screen(source.state, source.requests, mode, source.error), refresh=True)
+                    live.update(source.screen(mode), refresh=True)
                     shown = now
                 key = pressed(KEY_SECONDS)
                 if key in ("q", "Q"):

@@ -3,7 +3,7 @@
     viewers ──▶ state_json() ──▶ the latest snapshot, or one SnapshotRequest that all viewers wait for
     every 2 s   a sample of counters, with or without viewers
 
-While the engine is busy in a long step, loading or dead, viewers see the last snapshot with its age. This module is
+While the engine is loading, dead or in a long step, viewers see the last snapshot with its age. This module is
 independent of HTTP.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from dataclasses import asdict
 from typing import Any
 
@@ -31,12 +30,11 @@ REFRESH_SECONDS = 1.0
 WAIT_SECONDS = 2.0
 """Seconds that viewers wait for a new snapshot. After that they get the previous one."""
 SAMPLE_SECONDS = 2.0
-SAMPLES = 300
 _encode = msgspec.json.Encoder().encode
 
 
 class Dashboards:
-    """The data of every served model."""
+    """Has one `DashboardState` for each served model, and takes their samples."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -59,11 +57,11 @@ class Dashboards:
 
 
 class DashboardState:
-    """The data that the viewers of one model see."""
+    """Produces the data of one model for its dashboard pages. All viewers of the model share it."""
 
     def __init__(self, context: ServerContext, served: ServedModel) -> None:
         self._context, self._served = context, served
-        self._history = History(served, deque(maxlen=SAMPLES), SAMPLE_SECONDS)
+        self._history = History(served, SAMPLE_SECONDS)
         self._snapshot: bytes | None = None
         self._snapshot_at = 0.0
         self._cached_json: tuple[float, bytes] = (0.0, b"")
@@ -121,7 +119,7 @@ class DashboardState:
         }
 
     def _totals(self) -> dict[str, Any]:
-        """Return counters since the start of the server; ages since the start of the engine."""
+        """Return counters since the start of the server. Ages count since the start of the engine."""
         metrics, stats = self._served.metrics, self._served.engine.stats
         evicted, reused = age_histogram(stats.eviction_age), age_histogram(stats.reuse_age)
         latency = {"ttft": metrics.ttft, "itl": metrics.inter_token, "request": metrics.request_time}
@@ -133,6 +131,13 @@ class DashboardState:
             "hit_tokens": dict(metrics.hit_tokens),
             "tenants": {name: asdict(use) for name, use in metrics.tenant_tokens.items()},
             "latency": {name: _quantiles(histogram) for name, histogram in latency.items()},
+            "drafts": {
+                "count": stats.drafts,
+                "proposed": stats.proposed_tokens,
+                "accepted": stats.accepted_tokens,
+                "saved_seconds": round(stats.draft_seconds_saved, 3),
+                "decisions": stats.speculation,
+            },
             "ages": {
                 "bounds": SECONDS,
                 "evicted": evicted.counts,

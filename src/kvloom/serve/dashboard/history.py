@@ -1,13 +1,15 @@
-"""Samples of a server's counters over the last minutes, as rates between consecutive samples."""
+"""Samples of counters over the last minutes, as rates between consecutive samples."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvloom.core import Histogram
 from kvloom.serve.api import ServedModel
 
-__all__ = ["History"]
+__all__ = ["QUANTILES", "History", "Samples"]
 
 SERIES = (
     "running",
@@ -25,23 +27,58 @@ SERIES = (
     "in_use",
     "evicted_rate",
 )
-
-
 QUANTILES = (0.5, 0.95, 0.99)
 WINDOW = 30
 """Samples over which quantiles of time to first token (ttft) and time between tokens (itl) are taken: one minute."""
+MAX_SAMPLES = 300
+
+
+class Samples:
+    """The last samples of some series, about `seconds` apart. Rates are per second. None means that there is no
+    measurement. Quantiles of `histograms` cover the last WINDOW samples."""
+
+    def __init__(self, names: Sequence[str], histograms: Sequence[Histogram], seconds: float) -> None:
+        self._names, self._histograms, self._seconds = names, histograms, seconds
+        self._rows: deque[list[float | None]] = deque(maxlen=MAX_SAMPLES)
+        self._before: tuple[float, Mapping[str, float]] | None = None
+        self._last = 0.0
+        self._counts: deque[list[list[int]]] = deque([self._histogram_counts()], WINDOW + 1)
+
+    def increments(self, now: float, counters: Mapping[str, float]) -> tuple[float, dict[str, float]] | None:
+        """Return the seconds since the last sample, and the increase of each counter. Returns None for the first
+        sample."""
+        before, self._before, self._last = self._before, (now, counters), now
+        if before is None:
+            return None
+        return max(1e-3, now - before[0]), {name: n - before[1][name] for name, n in counters.items()}
+
+    def quantiles(self) -> list[float | None]:
+        """Return the quantiles of each histogram over the last WINDOW samples. Takes microseconds."""
+        self._counts.append(self._histogram_counts())
+        recent = [one.since(counts) for one, counts in zip(self._histograms, self._counts[0], strict=True)]
+        return [one.quantile(q) for one in recent for q in QUANTILES]
+
+    def add(self, row: Sequence[float | None]) -> None:
+        """Add a sample: one value per name."""
+        self._rows.append([None if value is None else round(max(0.0, value), 6) for value in row])
+
+    def _histogram_counts(self) -> list[list[int]]:
+        return [list(histogram.counts) for histogram in self._histograms]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return one list per series, oldest value first. The last value belongs to `until`."""
+        rows = list(self._rows)
+        series = {name: [row[i] for row in rows] for i, name in enumerate(self._names)}
+        return {"seconds": self._seconds, "until": self._last or None, "series": series}
 
 
 class History:
-    """The last samples, about `seconds` apart. Rates are per second. None means that nothing was measured."""
+    """Takes samples of the metrics of one served model at fixed intervals, for the curves of the dashboard."""
 
-    def __init__(self, served: ServedModel, samples: deque[list[float | None]], seconds: float) -> None:
-        self._served, self._samples, self._seconds = served, samples, seconds
-        self._before: tuple[float, dict[str, float]] | None = None
-        self._last = 0.0
+    def __init__(self, served: ServedModel, seconds: float) -> None:
+        self._served = served
         metrics = served.metrics
-        self._histograms = metrics.ttft, metrics.inter_token
-        self._counts: deque[list[list[int]]] = deque([self._histogram_counts()], WINDOW + 1)
+        self._samples = Samples(SERIES, (metrics.ttft, metrics.inter_token), seconds)
 
     def sample(self, now: float) -> None:
         """Take a sample. Takes microseconds."""
@@ -53,18 +90,17 @@ class History:
             "evictions": stats.evictions,
             "restarts": link.restarts,
         }
-        before, self._before = self._before, (now, counters)
-        self._last = now
-        quantiles = self._quantiles()
-        if before is None:
+        found = self._samples.increments(now, counters)
+        quantiles = self._samples.quantiles()
+        if found is None:
             return
-        seconds = max(1e-3, now - before[0])
-        again = counters["restarts"] != before[1]["restarts"]  # the engine's counters restarted
-        more = {name: value - (0 if again else before[1][name]) for name, value in counters.items()}
+        seconds, more = found
+        if more["restarts"]:  # the engine's counters restarted
+            more = counters
         slabs = max(1, stats.slabs)
         pages = stats.in_use_pages + stats.cached_pages
         used = 1 - stats.free_slabs / slabs if stats.slabs else 0.0
-        row: list[float | None] = [
+        self._samples.add([
             stats.running,
             stats.waiting,
             more["output"] / seconds,
@@ -74,20 +110,8 @@ class History:
             used,
             used * stats.in_use_pages / pages if pages else 0.0,
             more["evictions"] / seconds,
-        ]
-        self._samples.append([None if value is None else round(max(0.0, value), 6) for value in row])
-
-    def _histogram_counts(self) -> list[list[int]]:
-        return [list(histogram.counts) for histogram in self._histograms]
-
-    def _quantiles(self) -> list[float | None]:
-        """Return the quantiles of both times over the last WINDOW samples. Takes microseconds."""
-        self._counts.append(self._histogram_counts())
-        recent = [one.since(counts) for one, counts in zip(self._histograms, self._counts[0], strict=True)]
-        return [one.quantile(q) for one in recent for q in QUANTILES]
+        ])  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """Return one list per series, oldest first; the last value belongs to `until`."""
-        rows = list(self._samples)
-        series = {name: [row[i] for row in rows] for i, name in enumerate(SERIES)}
-        return {"seconds": self._seconds, "until": self._last or None, "series": series}
+        """Return the samples as JSON."""
+        return self._samples.to_dict()

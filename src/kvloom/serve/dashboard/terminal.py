@@ -3,7 +3,6 @@ independent of HTTP."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvloom.serve.words import fault_text, tier_word
+
+from .text_formats import format_ago, format_bytes, format_count, format_percent, format_seconds
 
 __all__ = ["MODES", "screen"]
 
@@ -30,7 +31,7 @@ Series = Sequence[float | None]
 
 
 def screen(state: State, requests: list[State] | None, mode: str = "kind", note: str = "") -> Layout:
-    """Return the whole screen; `note` is shown at the end of the last line."""
+    """Return the whole screen. `note` is shown at the end of the last line."""
     whole = Layout()
     whole.split_column(
         Layout(_head(state), size=2),
@@ -64,10 +65,12 @@ def _titled(title: str, inside: Any, subtitle: str) -> Panel:
 
 def _head(state: State) -> Table:
     server = state["server"]
-    facts = [server["device"], server["dtype"], server["pool_bytes"] and f"{_bytes(server['pool_bytes'])} pool", f"up {_seconds(state['now'] - server['since'])}"]  # fmt: skip
+    facts = [server["device"], server["dtype"], server["pool_bytes"] and f"{format_bytes(server['pool_bytes'])} pool", f"up {format_seconds(state['now'] - server['since'])}"]  # fmt: skip
     late = 0.0 if state["engine_at"] is None else state["now"] - state["engine_at"]
     ok = server["status"] == "ok" and late < 5
-    word = "live" if ok else server["status"] if server["status"] != "ok" else f"busy for {_seconds(late)}"
+    word = (
+        "live" if ok else server["status"] if server["status"] != "ok" else f"busy for {format_seconds(late)}"
+    )
     table = Table.grid(expand=True)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -97,9 +100,9 @@ class _Curves:
         totals = self.totals
         overall = totals["cached_tokens"] / totals["prompt_tokens"] if totals["prompt_tokens"] else None
         rate = hits[-1] if hits and hits[-1] is not None else overall
-        saved = f"saved {_count(totals['cached_tokens'])} tok {_seconds(totals['saved_seconds'])}"
+        saved = f"saved {format_count(totals['cached_tokens'])} tok {format_seconds(totals['saved_seconds'])}"
         found = (
-            ("hit rate", _percent(rate), saved, hits, "green", 1.0),
+            ("hit rate", format_percent(rate), saved, hits, "green", 1.0),
             ("TTFT p50", *self._latency("ttft"), series["ttft_p50"], "yellow", None),
             ("ITL p50", *self._latency("itl"), series["itl_p50"], "cyan", None),
             ("tokens/s", _mean(output), f"{_mean(prompt)} prompt", series["output_rate"], "blue", None),
@@ -127,7 +130,7 @@ class _Curves:
             or self.totals["latency"][name][q]
             for q in ("p50", "p95", "p99")
         )
-        return _seconds(p50), f"p95 {_seconds(p95)} p99 {_seconds(p99)}"
+        return format_seconds(p50), f"p95 {format_seconds(p95)} p99 {format_seconds(p99)}"
 
 
 def _curve(values: Series, width: int, top: float | None, high: int) -> list[str]:
@@ -145,8 +148,8 @@ def _curve(values: Series, width: int, top: float | None, high: int) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """The page pool. Each character stands for several cells: its colour shows their largest part, and its shape the
-    state.
+    """The page pool. Each character represents several cells. Its colour shows their largest part, and its shape
+    shows the state.
     """
 
     engine: State
@@ -211,23 +214,24 @@ def _pool(engine: State) -> str:
     pool = engine["pool"]
     occupied = pool["slabs"] - pool["free_slabs"]
     size = pool["slab_bytes"]
-    return f"{_bytes(occupied * size)} of {_bytes(pool['slabs'] * size)} occupied, {pool['in_use_pages']:,} pages in use, {pool['cached_pages']:,} cached"
+    return f"{format_bytes(occupied * size)} of {format_bytes(pool['slabs'] * size)} occupied, {pool['in_use_pages']:,} pages in use, {pool['cached_pages']:,} cached"
 
 
 def _tiers(engine: State, totals: State) -> Group:
     lines: list[Any] = []
     for tier in engine["tiers"]:
-        of = f" of {_bytes(tier['capacity'])}" if tier["capacity"] else ""
-        moved = f"↓ {_bytes(tier['bytes_written'])} ↑ {_bytes(tier['bytes_read'])}"
+        of = f" of {format_bytes(tier['capacity'])}" if tier["capacity"] else ""
+        moved = f"↓ {format_bytes(tier['bytes_written'])} ↑ {format_bytes(tier['bytes_read'])}"
         wrong = [fault_text(tier["faults"])] if tier["faults"] else []
         wrong += [] if tier["breaker"] == "closed" else ["disabled after faults"]
-        used = f"{_bytes(tier['bytes'])}{of}  "
+        used = f"{format_bytes(tier['bytes'])}{of}  "
         lines.append(Text.assemble((f"{tier['name']} ", "bold"), used, (moved, "cyan")))
         if wrong:
             lines.append(Text(f"  {', '.join(wrong)}", style="red"))
     if not lines:
         lines.append(Text("no tiers", style="bright_black"))
-    lines += [Text(text, style="bright_black") for text in (_sources(totals), _ages(totals["ages"])) if text]
+    texts = _sources(totals), _ages(totals["ages"]), _drafts(totals["drafts"])
+    lines += [Text(text, style="bright_black") for text in texts if text]
     table = Table.grid(padding=(0, 1, 0, 0))
     reasons = engine["pool"]["miss_reasons"]
     most = max(reasons.values(), default=1)
@@ -238,7 +242,9 @@ def _tiers(engine: State, totals: State) -> Group:
     for tenant in [one for one in named if one["used"] or one["quota"]][:MAX_TENANTS]:
         tokens = totals["tenants"].get(tenant["name"])
         rate = tokens["cached_tokens"] / tokens["prompt_tokens"] if tokens else None
-        tenants.add_row(tenant["name"] or "unnamed", _bytes(tenant["used"]), f"hit rate {_percent(rate)}")
+        tenants.add_row(
+            tenant["name"] or "unnamed", format_bytes(tenant["used"]), f"hit rate {format_percent(rate)}"
+        )
     return Group(*lines, Text(""), table, Text(""), tenants)
 
 
@@ -251,10 +257,18 @@ def _sources(totals: State) -> str:
     return "tokens: " + ", ".join([*parts, f"computed {1 - totals['cached_tokens'] / whole:.0%}"])
 
 
+def _drafts(drafts: State) -> str:
+    """Return the number of drafts and the share of accepted draft tokens."""
+    if not drafts["count"]:
+        return ""
+    accepted = sum(drafts["accepted"])
+    return f"drafts: {drafts['count']:,}, {accepted / sum(drafts['proposed']):.0%} of their tokens accepted"
+
+
 def _ages(ages: State) -> str:
     """Return the median idle time of hit and of evicted entries."""
     words = [("hit again", ages["reused_p50"]), ("evicted", ages["evicted_p50"])]
-    known = [f"{word} after {_seconds(age)}" for word, age in words if age is not None]
+    known = [f"{word} after {format_seconds(age)}" for word, age in words if age is not None]
     return "p50: " + ", ".join(known) if known else ""
 
 
@@ -280,12 +294,13 @@ class _Tree:
             name = Text.assemble("  " * min(depth, 8), (f"{branch['id']} ", "bright_black"), (bar, style))
             if branch["parent"] is None and len(self.engine["tenants"]) > 1:
                 name.append(f" {_tenant(self.engine, branch['tenant'])}", "bright_black")
-            table.add_row(name, f"{branch['tokens']:,}", f"{branch['hits']:,}", _ago(idle))
+            table.add_row(name, f"{branch['tokens']:,}", f"{branch['hits']:,}", format_ago(idle))
         yield table
 
 
 def _walk(below: dict[str | None, list[State]], at: str | None, depth: int) -> Iterable[tuple[int, State]]:
-    """Yield branches in tree order, those with the most hits first. An only child keeps its parent's depth."""
+    """Yield branches in tree order. Branches with the most hits come first. An only child is shown at its parent's
+    depth."""
     children = sorted(below.get(at, ()), key=lambda one: (-one["hits"], one["idle"]))
     for child in children:
         yield depth, child
@@ -312,8 +327,10 @@ class _Requests:
             name = record["id"] if len(record["id"]) < 13 else f"…{record['id'][-8:]}"
             why = (record["stopped"] or {}).get("reason", "").replace("_", " ")
             style = "yellow" if record["state"] in ("running", "waiting") else ""
-            share = _percent(cached / prompt if prompt else None)
-            table.add_row(Text(name, style=style), f"{prompt:,}", share, _seconds(record["ttft_s"]), why)
+            share = format_percent(cached / prompt if prompt else None)
+            table.add_row(
+                Text(name, style=style), f"{prompt:,}", share, format_seconds(record["ttft_s"]), why
+            )
         yield table
 
 
@@ -339,38 +356,3 @@ def _tenant(engine: State, place: int | None) -> str:
 
 def _mean(values: list[float]) -> str:
     return f"{sum(values) / len(values):,.0f}" if values else "-"
-
-
-def _count(number: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:,.0f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.3g} {unit}"
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    if value < 1:
-        return f"{1000 * value:.1f} ms" if value < 0.01 else f"{1000 * value:.0f} ms"
-    if value < 60:
-        return f"{value:.3g} s"
-    return time.strftime(
-        "%H:%M:%S" if value < 86400 else f"{int(value // 86400)} d %H:%M", time.gmtime(value)
-    )
-
-
-def _ago(value: float) -> str:
-    return "now" if value < 1.5 else _seconds(round(value))

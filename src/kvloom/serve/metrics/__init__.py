@@ -8,7 +8,7 @@
     otel_traces.py        Traces: OpenTelemetry spans
     trace_recorder.py     Recorder: writes a traffic recording for `kvloom replay`
 
-Imports worker and auth. Names are imported on first use: `kvloom replay` needs the recorder only.
+Imports worker and auth. Names are imported on first use, because `kvloom replay` needs only the recorder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The server's counters and histograms, and the text that /metrics returns.
 
-The counters are plain numbers; series.py adds their names at scrape time. Engine counters restart with the engine.
+The counters are plain numbers. `series.py` adds their names when /metrics is read. Engine counters start at zero
+when the engine restarts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)  # fmt: skip
 TOKEN_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 
-VLLM_FINISH_REASONS = {"cancelled": "abort", "no_room": "error", "grammar": "error", "failed": "error"}
+VLLM_FINISH_REASONS = {
+    "cancelled": "abort",
+    "no_room": "error",
+    "grammar": "error",
+    "slo": "error",
+    "failed": "error",
+}
 """vLLM's names of finish reasons, where they differ."""
 
 
@@ -62,7 +69,7 @@ class ServerMetrics:
         tenant: str | None = None,
         everyone: bool = False,
     ) -> bytes:
-        """Return all series as text, including the series of `tenant`, or of every tenant for an admin. With
+        """Return all series as text. They include the series of `tenant`, or of every tenant for an admin. With
         `is_labelled`, the series of a model have the label `model`.
         """
         found = {one.model: [*one.series(), *one.tenant_series(tenant, everyone)] for one in models}
@@ -70,7 +77,7 @@ class ServerMetrics:
 
 
 class Metrics:
-    """Counters of one model. If not `is_enabled`, nothing is counted."""
+    """Counters of one model. If `is_enabled` is False, nothing is counted."""
 
     def __init__(self, engine: EngineClient, model: str = "", is_enabled: bool = True) -> None:
         self._engine, self.model = engine, model
@@ -126,7 +133,7 @@ class Metrics:
                 self.inter_token.add(each, record.output_tokens - record.answers)
 
     def _count_tenant(self, record: RequestRecord) -> None:
-        """Count the tokens of a request for its tenant. Tenants above MAX_TENANTS are not counted."""
+        """Count the tokens of a request for its tenant. At most MAX_TENANTS tenants are counted."""
         use = self.tenant_tokens.get(record.tenant)
         if use is None:
             if len(self.tenant_tokens) >= MAX_TENANTS:

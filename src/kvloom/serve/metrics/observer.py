@@ -1,10 +1,10 @@
-"""Observes requests. Each request gets a record, which is counted, traced and written to the recording when the
-request finishes.
+"""Observes requests. Each request gets a record. When the request finishes, the record is counted, traced and
+written to the recording.
 
     generation ── start, finish       ──▶ RequestObserver ──▶ RequestRecords, Metrics, Traces, Recorder
     engine     ── progress, deltas    ──▶
 
-Requests do not depend on it.
+Requests do not depend on the observer.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class RequestObserver:
     def start(
         self, id_: str, endpoint: str, messages: list[Add], started: float, headers: Mapping[str, str]
     ) -> RequestRecord:
-        """Create and return the record of a request whose prompts are sent to the engine. `started` is its arrival on
-        the monotonic clock.
+        """Create and return the record of a request. Call this method when the prompts are sent to the engine.
+        `started` is the arrival of the request on the monotonic clock.
         """
         first = messages[0]
         record = RequestRecord(
@@ -99,7 +99,7 @@ class RequestObserver:
             one.answers.setdefault(delta.id, []).extend(delta.tokens)
 
     def finish(self, record: RequestRecord) -> None:
-        """Count, trace and record a request that has finished, successfully or not."""
+        """Count, trace and record a finished request. It may have succeeded or failed."""
         record.finished = time.monotonic()
         if record.error_code is None and not record.finish_reasons and not record.is_disconnected:
             record.error_code = "interrupted"  # no reason given: the server shuts down or has a fault

@@ -3,8 +3,9 @@
     request ├─ queue ─┤├ match ┤├──── prefill ────┤├──────── decode ────────┤
                                  ├ load host ┤
 
-Spans are built from a request's record when it finishes; nothing extra is measured. They contain names and numbers,
-never text, keys or token ids. A client's W3C `traceparent` is continued. Needs the extra `otel`.
+Spans are built from a request's record when it finishes, without additional measurements. They contain names and
+numbers, never text, keys or token ids. If the client sends a W3C `traceparent`, the trace continues it. This module
+needs the extra `otel`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completio
 
 class Traces:
     """Sends spans to the OTLP receiver at `url`, in batches from a separate thread. OpenTelemetry drops and logs
-    spans that cannot be sent. No request waits for it.
+    spans that cannot be sent. Requests never wait for the receiver.
     """
 
     def __init__(self, url: str, model: str) -> None:
@@ -124,7 +125,8 @@ class Traces:
 
 
 def traces_url(url: str) -> str:
-    """Return the URL for traces: the receiver's address with the default path added. Raises ValueError."""
+    """Return the URL for traces, which is the receiver's address with the default path. Raises ValueError for an
+    invalid URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(

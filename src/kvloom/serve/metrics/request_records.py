@@ -1,6 +1,8 @@
-"""Records of recent requests: names and numbers that explain hits and misses. Never text, keys or token ids.
+"""Records of recent requests: names and numbers that explain hits and misses. A record never contains text, keys or
+token ids.
 
-The last MAX_RECORDS are kept. `/kvloom/requests` returns `RequestRecord.to_dict`; `kvloom explain` reads it.
+The last MAX_RECORDS records are kept. `/kvloom/requests` returns `RequestRecord.to_dict`, and `kvloom explain`
+reads this endpoint.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class RequestRecord:
     | `error_code`                         | of the error response, if any                                      |
     | `progress`                           | the engine's latest report of each prompt                          |
     | `request_id`                         | of the header x-request-id                                         |
+    | `refused_slo`                        | objective and prediction of a request that was refused for it      |
     """
 
     id: str
@@ -52,6 +55,7 @@ class RequestRecord:
     progress: dict[int, RequestProgress] = field(default_factory=dict)
     request_id: str = ""
     model: str = ""
+    refused_slo: dict[str, Any] | None = None
 
     @property
     def state(self) -> str:
@@ -77,7 +81,8 @@ class RequestRecord:
 
     @property
     def load_seconds(self) -> float:
-        """Seconds from the start of the first load from a tier to the end of the last load, summed over the prompts."""
+        """Seconds from the start of the first load from a tier to the end of the last load. Several prompts are
+        summed."""
         loads = [progress.loads for progress in self.progress.values() if progress.loads]
         return sum(max(load[2] for load in each) - min(load[1] for load in each) for each in loads)
 
@@ -89,7 +94,8 @@ class RequestRecord:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Seconds until the first token was sent. If tokens are sent only at the end, until it was computed."""
+        """Seconds until the first token was sent. If tokens are sent only at the end, seconds until it was
+        computed."""
         seen = [progress.first_token for progress in self.progress.values() if progress.first_token]
         first_token = self.first_token or min(seen, default=0.0)
         return max(0.0, first_token - self.started) if first_token else None
@@ -111,6 +117,12 @@ class RequestRecord:
     def largest_miss(self) -> RequestProgress | None:
         """The progress of the prompt that has the most tokens to compute."""
         return max(self.progress.values(), key=lambda s: self.prompts[s.id] - s.cached_tokens, default=None)
+
+    @property
+    def slo(self) -> dict[str, Any] | None:
+        """Objective, prediction and outcome in milliseconds, of the slowest prompt. None without an objective."""
+        found = [progress.slo for progress in self.progress.values() if progress.slo is not None]
+        return max(found, key=lambda slo: slo["actual_ttft_ms"] or 0.0, default=self.refused_slo)
 
     def to_dict(self, operator: bool) -> dict[str, Any]:
         """Return the record as plain data for JSON. Only an `operator` sees that another tenant has the missing
@@ -140,7 +152,10 @@ class RequestRecord:
             "hits": [{"tier": tier, "tokens": tokens} for tier, tokens in self.hit_tokens.items()],
             "stopped": stopped,
             "preemptions": sum(progress.preemptions for progress in self.progress.values()),
+            "draft_tokens": sum(progress.draft_tokens for progress in self.progress.values()),
+            "accepted_tokens": sum(progress.accepted_tokens for progress in self.progress.values()),
             "finish_reason": self.finish_reason,
+            "slo": self.slo,
         }
 
 
@@ -161,8 +176,8 @@ class RequestRecords:
             self._ring.popitem(last=False)
 
     def find(self, id_: str, tenant: str | None) -> RequestRecord | None:
-        """Return the record with this id, or the newest with this request id, if `tenant` may see it (None: any).
-        O(records).
+        """Return the record with this id, or the newest record with this request id. Returns None if `tenant` may
+        not see it. A `tenant` of None may see all records. O(records).
         """
         found = self._ring.get(id_)
         if found is not None:
@@ -170,7 +185,8 @@ class RequestRecords:
         return next((one for one in self.latest(len(self), tenant) if id_ and one.request_id == id_), None)
 
     def latest(self, count: int, tenant: str | None, model: str | None = None) -> list[RequestRecord]:
-        """Return the newest records of `model` (None: any) that `tenant` (None: any) may see. O(records)."""
+        """Return the newest records of `model` that `tenant` may see. None means any model, or any tenant.
+        O(records)."""
         seen = (
             one
             for one in reversed(self._ring.values())
@@ -180,8 +196,8 @@ class RequestRecords:
 
 
 def explain_miss(progress: RequestProgress, length: int, operator: bool) -> tuple[str, str]:
-    """Return the miss reason of a prompt of `length` tokens, and a sentence that states where its lookup ended and
-    why.
+    """Return the miss reason of a prompt of `length` tokens, and a sentence with the position and reason of the
+    miss.
     """
     reason = "other tenant" if operator and progress.in_other_tenant else progress.miss_reason
     at, found = progress.miss_position, progress.cached_tokens

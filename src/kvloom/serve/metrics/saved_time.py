@@ -9,8 +9,8 @@ MIN_SPREAD = 1e-6
 
 
 class SavedTime:
-    """`seconds` is the sum of all savings: cached tokens times the measured seconds per computed token, minus the
-    load time.
+    """Sums the saved prefill time in `seconds`. The saving of a request is its cached tokens times the measured
+    seconds per computed token, minus the load time.
 
     The seconds per token are the slope of a line through the prefill times of recent requests. Savings are counted
     once two different prompt lengths were measured.
@@ -22,14 +22,14 @@ class SavedTime:
 
     @property
     def seconds_per_token(self) -> float:
-        """The slope, at least 0. It is 0 while it is unknown."""
+        """The slope, at least 0. It is 0 if it is unknown."""
         spread = self._n * self._xx - self._x * self._x
         if spread <= MIN_SPREAD * self._n * self._xx:
             return 0.0
         return max(0.0, (self._n * self._xy - self._x * self._y) / spread)
 
     def add(self, computed: int, cached: int, prefill_seconds: float, load_seconds: float) -> None:
-        """Add a finished request."""
+        """Add the saved time of a finished request."""
         values = (1.0, computed, prefill_seconds, computed * computed, computed * prefill_seconds)
         before = (self._n, self._x, self._y, self._xx, self._xy)
         self._n, self._x, self._y, self._xx, self._xy = (

@@ -6,11 +6,11 @@ Deprecated aliases are served for one version. This module counts nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvloom.core import MISS_REASONS, SECONDS, Histogram
+from kvloom.core import MISS_REASONS, RATIOS, SECONDS, Histogram
 from kvloom.serve.worker import EngineStats, HistogramCounts, TenantUsage
 
 __all__ = [
@@ -64,8 +64,9 @@ def exposition(rows: Iterable[Series], model: str) -> str:
 def expositions(
     models: Mapping[str, Iterable[Series]], is_labelled: bool, server: Iterable[Series] = ()
 ) -> str:
-    """Return the series of several models and of the server. Each family occurs once, with the samples of all models.
-    With `is_labelled`, kvloom's series of a model have the label `model`. vLLM's series always have `model_name`.
+    """Return the series of several models and of the server. Each family occurs once, with the samples of all
+    models. With `is_labelled`, kvloom's series of a model have the label `model`. vLLM's series always have the
+    label `model_name`.
     """
     families: dict[str, list[str]] = {}
     for row in server:
@@ -148,6 +149,7 @@ def engine_series(stats: EngineStats, pool: PoolInfo) -> list[Series]:
     counters = [
         Series("kvloom_steps", "counter", "Engine steps", stats.steps),
         *_speculation_series(stats),
+        *_slo_series(stats),
         Series("kvloom_preemptions", "counter", "Preemptions", stats.preemptions, ("vllm:num_preemptions",)),
         Series("kvloom_looked_up_tokens", "counter", "Prompt tokens looked up in the cache", stats.looked_up_tokens, ("vllm:prefix_cache_queries",)),
         Series("kvloom_hit_tokens", "counter", "Prompt tokens found in the pool or a tier", stats.hit_tokens),
@@ -247,13 +249,26 @@ def tenant_series(tenants: Mapping[str, TenantUsage]) -> list[Series]:
 
 
 def _labelled(counts: Mapping[str, int], known: Iterable[str]) -> dict[str, float]:
-    """Return counts by label value. Every known value is present from the start."""
+    """Return counts by label value. All `known` values are included, even with count 0."""
     return {word.replace(" ", "_"): count for word, count in {**dict.fromkeys(known, 0), **counts}.items()}
 
 
-def age_histogram(counts: HistogramCounts) -> Histogram:
-    """Return the histogram of the engine's counts of ages."""
-    found = Histogram(SECONDS)
+def _slo_series(stats: EngineStats) -> list[Series]:
+    """Return the counts of verdicts about objectives, and the accuracy of predictions."""
+    admitted, deferred, refused = (stats.slo.get(verdict, 0) for verdict in ("admit", "defer", "refuse"))
+    ttft, tbt = (age_histogram(one, RATIOS) for one in (stats.slo_ttft_ratio, stats.slo_tbt_ratio))
+    return [
+        Series("kvloom_slo_admitted", "counter", "Requests with an objective that were admitted at once", admitted),
+        Series("kvloom_slo_deferred", "counter", "Requests with an objective and a deadline that had to wait", deferred),
+        Series("kvloom_slo_refused", "counter", "Requests refused because they could not meet their objective", refused),
+        Series("kvloom_slo_ttft_ratio", "histogram", "Actual divided by predicted time to first token", ttft),
+        Series("kvloom_slo_tbt_ratio", "histogram", "Actual divided by predicted time between tokens", tbt),
+    ]  # fmt: skip
+
+
+def age_histogram(counts: HistogramCounts, bounds: Sequence[float] = SECONDS) -> Histogram:
+    """Return the engine's counts as a Histogram. The default bounds are those of ages."""
+    found = Histogram(bounds)
     if counts[0]:
         found.counts, found.total = list(counts[0]), counts[1]
     return found

@@ -34,9 +34,9 @@ _ID_BYTES = 6
 
 
 class Recorder:
-    """Writes one line per finished request. Not thread-safe. A request costs one hash of its tokens. Lines are in the
-    file after `flush`. A non-empty file is refused, because hashes of two recordings are not comparable. A recording
-    without requests is deleted on close.
+    """Writes one line per finished request. Not thread-safe. A request costs one hash of its tokens. Lines are in
+    the file after `flush`. A non-empty file is refused, because hashes of two recordings are not comparable. If
+    there were no requests, `close` deletes the file.
     """
 
     def __init__(self, path: str | Path, block_tokens: int = 64, model: str = "") -> None:
@@ -75,8 +75,8 @@ class Recorder:
         """Write a request that arrived at second `at`. `tokens` are its prompt (the first `prompt` tokens) and its
         answer.
 
-        `last_computed` is False if the engine did not compute the last token, so its block is never cached. `at`
-        should not decrease."""
+        `last_computed` is False if the engine did not compute the last token. The block of this token is then never
+        cached. `at` should not decrease."""
         data = token_bytes(tokens)
         length = len(data) // TOKEN_BYTES
         if not 0 <= prompt <= length:
@@ -103,7 +103,7 @@ class Recorder:
         self._file.flush()
 
     def close(self) -> None:
-        """Finish the file and discard the key. May be called twice."""
+        """Finish the file and discard the key. A second call has no effect."""
         self._file.close()
         self._key = b""
         unused, self._unused = self._unused, None

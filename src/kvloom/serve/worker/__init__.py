@@ -12,7 +12,8 @@
     stats.py              the engine's counters as one message
     cache_snapshot.py     CacheSnapshot: the cache as JSON for the dashboard
 
-The last five run in the engine process. Names are imported on first use: the API process does not load torch.
+The last five run in the engine process. Names are imported on first use, because the API process does not load
+torch.
 """
 
 from __future__ import annotations

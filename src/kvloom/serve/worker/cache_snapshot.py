@@ -46,6 +46,6 @@ class CacheSnapshot:
 
 
 def _faults(use: TierUsage) -> dict[str, int]:
-    """Return the reads and writes of a tier that failed, by outcome."""
+    """Return the failed reads and writes of a tier, by outcome."""
     counts = Counter(use.reads) + Counter(use.writes)
     return {outcome: count for outcome, count in counts.items() if outcome not in ("ok", "missing")}

@@ -21,7 +21,7 @@ from typing import Any, cast
 import msgspec
 
 from kvloom.engine import Role
-from kvloom.serve.errors import ApiError, bad_request, engine_died, engine_loading, grammars_busy
+from kvloom.serve.errors import ApiError, bad_request, engine_died, engine_loading, grammars_busy, slo_not_met
 from kvloom.tiers import mark_optional
 
 from .messages import (
@@ -67,11 +67,12 @@ Must be set before torch is loaded.
 
 
 class StartError(Exception):
-    """The first start of the engine failed."""
+    """Raised if the first start of the engine failed."""
 
 
 class Backoff:
-    """The pause before each restart. It doubles, and allows at most MAX_RESTARTS within WINDOW_SECONDS."""
+    """Computes the pause before each restart. The pause doubles. At most MAX_RESTARTS restarts are allowed within
+    WINDOW_SECONDS."""
 
     def __init__(self) -> None:
         self._starts: deque[float] = deque()
@@ -95,7 +96,7 @@ class EngineClient:
     | `log`         | a line for the server's log                          |
     | `on_ready`    | the Ready message of each engine                     |
     | `on_progress` | the progress of each prompt                          |
-    | `on_delta`    | each delta with a reader, if set                     |
+    | `on_delta`    | each delta that a caller reads; may be None          |
     | `explain`     | a rejection's text; returns the client's error       |
     """
 
@@ -157,7 +158,7 @@ class EngineClient:
         stream.pending.clear()
 
     def expect_session(self, tenant: str, session: str) -> None:
-        """Announce the next request of a session, so that the engine can prefetch its pages."""
+        """Announce that a session will soon send a request, so that the engine can prefetch its pages."""
         self._send(ExpectSession(tenant, session))
 
     def end_session(self, tenant: str, session: str) -> None:
@@ -181,7 +182,8 @@ class EngineClient:
         self._send(SetRole(role))
 
     async def snapshot(self, seconds: float) -> bytes:
-        """Return a snapshot of the cache as JSON. Raises ApiError without an engine, TimeoutError after `seconds`."""
+        """Return a snapshot of the cache as JSON. Raises ApiError without an engine, and TimeoutError after
+        `seconds`."""
         self.require_ready()
         answer = asyncio.get_running_loop().create_future()
         self._snapshot_waiters.append(answer)
@@ -189,10 +191,11 @@ class EngineClient:
         return await asyncio.wait_for(answer, seconds)
 
     async def resize_pool(self, pool_bytes: int, seconds: float | None) -> PoolState:
-        """Grow or shrink an elastic pool. Return its size, which may reach the target later, when requests have
+        """Grow or shrink an elastic pool. Return its size. The pool may reach the target later, when requests have
         finished.
 
-        Raises ApiError without an engine, TimeoutError after `seconds` (None: wait until the engine answers or dies).
+        Raises ApiError without an engine, and TimeoutError after `seconds`. If `seconds` is None, waits until the
+        engine answers or dies.
         """
         self.require_ready()
         answer: asyncio.Future[PoolState] = asyncio.get_running_loop().create_future()
@@ -202,7 +205,7 @@ class EngineClient:
         return await asyncio.wait_for(answer, seconds)
 
     def close(self) -> None:
-        """End the engine process; `run` returns."""
+        """End the engine process. Afterwards `run` returns."""
         self._closing.set()
         if self._writer is not None:
             self._writer.close()
@@ -238,7 +241,7 @@ class EngineClient:
             self.restarts += 1
 
     async def _run_engine(self) -> str:
-        """Run one engine process until it ends. Return how it ended."""
+        """Run one engine process until it ends. Return the reason why it ended."""
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
@@ -291,7 +294,7 @@ class EngineClient:
         return failure or (f"died by signal {-code}" if code < 0 else f"exited with code {code}")
 
     def _handle(self, message: FromEngine) -> str:
-        """Handle a message. Return the reason why the engine cannot be used, or ""."""
+        """Handle a message. If the engine cannot be used, return the reason, else ""."""
         if isinstance(message, Outputs):
             self._deliver(message)
             return ""
@@ -319,7 +322,11 @@ class EngineClient:
             if stream is not None:
                 stream.pending.discard(rejected.id)
                 error = self._explain(rejected.reason)
-                stream.fail(grammars_busy(rejected.reason, error.param) if rejected.is_retryable else error)
+                if rejected.slo is not None:
+                    error = slo_not_met(rejected.reason, rejected.slo)
+                elif rejected.is_retryable:
+                    error = grammars_busy(rejected.reason, error.param)
+                stream.fail(error)
         if outputs.stats is not None:
             self.stats = outputs.stats
         if outputs.pool is not None and self.info is not None:

@@ -66,7 +66,7 @@ _decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 
 def main(fd: int) -> None:
-    """Serve the other end of socket `fd` until it closes."""
+    """Serve requests from socket `fd` until the other end closes it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     link = socket.socket(fileno=fd)
@@ -115,13 +115,15 @@ class _Sender:
 
 def load_engine(start: Start) -> Engine:
     """Load the engine that `start` describes. Takes minutes for a large model."""
-    from kvloom.core import Tenant
+    from kvloom.core import Objective, Tenant
     from kvloom.engine import Engine, engine_config, opened_tiers, use_threads
     from kvloom.models.loading import choose_device, load
 
     device = choose_device(start.device)
     use_threads(start.threads)
-    tenants = [Tenant(t.name, t.quota, t.weight, t.firm) for t in start.tenants]
+    tenants = [
+        Tenant(t.name, t.quota, t.weight, t.firm, Objective(t.slo_ttft, t.slo_tbt)) for t in start.tenants
+    ]
     config = engine_config(**start.settings, tenants=tenants)
     with opened_tiers(config.tiers) as tiers:  # before minutes of loading
         model, tokenizer = load(
@@ -185,6 +187,7 @@ def _load_worker(start: Start) -> tuple[Worker, Ready]:
             if g.spec.axis == "text" and g.spec.lifetime == "target"
         ],
         max_context=cache.max_tokens,
+        token_budget=engine.scheduler.token_budget,
     )
     return worker, ready
 

@@ -1,4 +1,4 @@
-"""Decodes the images of requests and expands their placeholders, in a separate thread, for one tenant after another."""
+"""Decodes the images of requests and expands their placeholders. A separate thread does this for tenants in turn."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ MAX_WAITING_BYTES = 256 << 20
 
 
 class ImagesBusyError(ValueError):
-    """Too many images wait; a later attempt may succeed."""
+    """Raised if too many images wait. A later attempt may succeed."""
 
 
 class ImagePrompts:
-    """Prepares requests with images in a thread. `model` is the folder of the processor; `processor` replaces it."""
+    """Prepares requests with images in a thread. `model` is the folder of the processor. `processor` replaces that
+    processor."""
 
     def __init__(self, model: str, vision: Vision, processor: Any = None) -> None:
         self._model, self._vision, self._processor = model, vision, processor
@@ -40,7 +41,7 @@ class ImagePrompts:
         return self._current is not None or bool(self._waiting)
 
     def submit(self, message: Add) -> None:
-        """Queue a request with images. Raises ImagesBusyError if too many wait."""
+        """Queue a request with images. Raises ImagesBusyError if too many requests wait."""
         size = _encoded_bytes(message)
         if self._waiting_bytes + size > MAX_WAITING_BYTES and self._waiting_bytes:
             raise ImagesBusyError(
@@ -63,8 +64,8 @@ class ImagePrompts:
             self._current = msgspec.structs.replace(self._current[0], id=-1), self._current[1]
 
     def take(self) -> tuple[Add, list[Any] | ValueError] | None:
-        """Return a prepared request and its images, or the reason why it is refused. Returns None if none is ready.
-        Does not wait.
+        """Return a prepared request and its images, or the reason why it is refused. Returns None if no request is
+        ready. Does not wait.
         """
         if self._current is None or not self._current[1].done():
             return None

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvloom.core import Objective
 from kvloom.engine import SamplingParams
 
 __all__ = [
@@ -56,12 +57,15 @@ TokenLogprob = tuple[int, float, int]
 
 
 class TenantConfig(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant: its name, its quota of pool bytes (None: no quota) and its share of the pool: see `core.Tenant`."""
+    """A tenant: its name, its quota of pool bytes (None means no quota) and its share of the pool. See
+    `core.Tenant`. `slo_ttft` and `slo_tbt` are its objectives in milliseconds."""
 
     name: str
     quota: int | None = None
     weight: float = 0.0
     firm: bool = True
+    slo_ttft: float | None = None
+    slo_tbt: float | None = None
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -94,7 +98,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt with images: its text, with a placeholder for each image, and the encoded images.
+    """A prompt with images. It has the text, with a placeholder for each image, and the encoded images.
 
     The engine process expands the placeholders. The expanded prompt may have at most `max_prompt_tokens` tokens.
     `max_tokens` limits prompt and output together.
@@ -108,8 +112,8 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenRange(msgspec.Struct, frozen=True, array_like=True):
-    """Priority of tokens [start, stop) of a prompt for `ttl` seconds. A positive priority evicts them later, a
-    negative one earlier.
+    """The priority of tokens [start, stop) of a prompt for `ttl` seconds. Tokens with a positive priority are
+    evicted later than others, and tokens with a negative priority earlier.
     """
 
     start: int = 0
@@ -119,10 +123,15 @@ class TokenRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """One prompt. The deltas of its answers have its `id`. With `stream`, a delta is sent per step, else once at the
-    end. Only requests with the same `salt` share pages. `ends_session` marks the last request of a session. `lossy`
-    accepts pages that a tier re-encoded. `retain` contains priorities of token ranges. `image_prompt` replaces
-    `prompt`. `offers_pages` and `awaits_peer` belong to a hand-over, see `Engine.add`.
+    """A message that sends one prompt to the engine. The messages with parts of its answers have the same `id`.
+
+    - `stream`: a delta is sent per step, otherwise once at the end.
+    - `salt`: only requests with the same salt share pages.
+    - `ends_session`: this is the last request of a session.
+    - `lossy`: the request accepts pages that a tier re-encoded.
+    - `retain`: priorities of token ranges.
+    - `image_prompt`: replaces `prompt`.
+    - `offers_pages`, `awaits_peer`: hand-over, see `Engine.add`.
     """
 
     id: int
@@ -146,6 +155,10 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     """Seconds for which the prompt stays in the pool after the request."""
     offers_pages: bool = False
     awaits_peer: str | None = None
+    slo: Objective | None = None
+    """The objective of the request; where it has none, those of its tenant and of the server count."""
+    arrived: float | None = None
+    """When the request arrived, on the monotonic clock."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -169,13 +182,15 @@ class EndSession(msgspec.Struct, frozen=True, tag=True):
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
-    """Request a snapshot of the cache with the next outputs."""
+    """Request a snapshot of the cache. The next Outputs message contains it."""
 
 
 class ResizePool(msgspec.Struct, frozen=True, tag=True):
-    """Grow or shrink an elastic pool to `pool_bytes`. The engine answers with a PoolState that has the same `number`.
+    """Grow or shrink an elastic pool to `pool_bytes`. The engine answers with a PoolState that has the same
+    `number`.
 
-    `share_bytes` is a size that the pool can always reach. Requests that need this size wait for the growth.
+    `share_bytes` is a size that the pool can always reach. If a request needs this size, it waits until the pool
+    has grown.
     """
 
     pool_bytes: int
@@ -184,16 +199,19 @@ class ResizePool(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetRole(msgspec.Struct, frozen=True, tag=True):
-    """Change the role of the worker."""
+    """A message from the server that changes the role of the worker."""
 
     role: Literal["both", "prefill", "decode"]
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """New tokens of answer `index` to prompt `id`. Text may lag behind tokens. `cached_tokens` is the number of
-    cached prompt tokens. `finish_reason` is set in the last delta. If requested, the first answer has
-    `prompt_logprobs` for all prompt tokens except the first. For prompts with images, `prompt_tokens` is the count
-    with expanded placeholders. `embedding` is float32, little-endian, if it is requested.
+    """New tokens of answer `index` to prompt `id`. Text may lag behind tokens.
+
+    - `cached_tokens`: the number of cached prompt tokens.
+    - `finish_reason`: set in the last delta.
+    - `prompt_logprobs`: for all prompt tokens except the first, in the first answer, if requested.
+    - `prompt_tokens`: for prompts with images, the count with expanded placeholders.
+    - `embedding`: float32, little-endian, if requested.
     """
 
     id: int
@@ -215,12 +233,14 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True):
     id: int
     reason: str
     is_retryable: bool = False
+    slo: dict[str, Any] | None = None
+    """Objective and prediction of a request that cannot meet its objective, in milliseconds."""
 
 
 class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     """Progress of one prompt: sent when it starts, at its first token, and when it finishes.
 
-    Times are on the monotonic clock; 0 means "not yet".
+    Times are on the monotonic clock. 0 means "not yet".
 
     | field                       | meaning                                                                    |
     |-----------------------------|----------------------------------------------------------------------------|
@@ -231,6 +251,9 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     | `in_other_tenant`           | another tenant has more of this prompt                                     |
     | `loads`                     | loads from tiers: tier, start, end, tokens                                 |
     | `prompt_tokens`             | of a prompt with images: the count with expanded placeholders              |
+    | `draft_tokens`              | tokens proposed by speculation for all answers                             |
+    | `accepted_tokens`           | number of `draft_tokens` that were accepted                                |
+    | `slo`                       | objective, prediction and outcome, if it has an objective: `SloState.report` |
     """
 
     id: int
@@ -247,6 +270,9 @@ class RequestProgress(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int = 0
     loads: list[tuple[str, float, float, int]] = []
     prompt_tokens: int | None = None
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    slo: dict[str, Any] | None = None
 
 
 HistogramCounts = tuple[list[int], float]
@@ -254,8 +280,8 @@ HistogramCounts = tuple[list[int], float]
 
 
 class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
-    """A tenant's pool bytes (`used`: all; `in_use`: of its running requests), tokens looked up and found, evicted
-    entries, and its running and waiting requests."""
+    """A tenant's pool bytes (`used` by all its pages, `in_use` by its running requests). Also its tokens looked up
+    and found, its evicted entries, and its running and waiting requests."""
 
     used: int = 0
     in_use: int = 0
@@ -269,7 +295,8 @@ class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
 class TierUsage(msgspec.Struct, frozen=True, array_like=True):
     """A tier: its objects and bytes, and its traffic.
 
-    `breaker` is its circuit breaker: "closed" (in use), "open" (disabled after faults) or "half-open" (being probed)."""
+    `breaker` is the state of its circuit breaker: "closed" (in use), "open" (disabled after faults) or "half-open"
+    (being probed)."""
 
     name: str
     objects: int = 0
@@ -300,6 +327,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     | `offload`                   | counters of the offload manager                                            |
     | `role`                      | both, prefill or decode                                                    |
     | `tier_faults`               | failures: tier, operation, outcome, count                                  |
+    | `slo`                       | requests with an objective, by verdict: admit, defer, refuse                |
+    | `slo_ttft_ratio`, `slo_tbt_ratio` | actual divided by predicted time, of admitted requests                |
+    | `step_times`                | coefficients of `core.StepTimes`; empty before enough steps were measured  |
+    | `needs_growth`              | an open request needs more pages than the pool has                          |
     """
 
     running: int = 0
@@ -336,11 +367,16 @@ class EngineStats(msgspec.Struct, frozen=True):
     offload: dict[str, int] = {}
     role: str = "both"
     tier_faults: list[tuple[str, str, str, int]] = []
+    slo: dict[str, int] = {}
+    slo_ttft_ratio: HistogramCounts = ([], 0.0)
+    slo_tbt_ratio: HistogramCounts = ([], 0.0)
+    step_times: list[float] = []
+    needs_growth: bool = False
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True):
-    """Current size and target size of an elastic pool in bytes, and the largest number of tokens of one request.
-    `number` is that of the last ResizePool that was carried out.
+    """The current size and target size of an elastic pool in bytes, and the largest number of tokens of one
+    request. `number` belongs to the last completed ResizePool.
     """
 
     pool_bytes: int
@@ -365,7 +401,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A layer group: its index, its kind (full, sliding, chunked, state) and the size of its window; 0 without one."""
+    """A layer group: its index, its kind (full, sliding, chunked, state) and the size of its window, or 0 without a
+    window."""
 
     index: int
     kind: str
@@ -373,12 +410,17 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is loaded. `max_tokens` limits prompt and output of one request together; `tenant_max_tokens` is the
-    limit for tenants with a quota. `tiers` contains name, capacity and stored pages; `unavailable_tiers` contains
-    name and reason. `pool_limits` are the smallest and largest size of an elastic pool. `image_refusal` is the reason
-    why the model accepts no images, or "". `hash_model` is the model's part of block hashes; `groups` are its layer
-    groups on the text axis. `max_context` is the model's limit. `peer_address` is where
-    other workers read its host memory, or None.
+    """A message of the engine process: the engine is loaded and accepts requests.
+
+    - `max_tokens`: the limit of prompt and output of one request together. `tenant_max_tokens` is the limit for
+      tenants with a quota.
+    - `tiers`: name, capacity and stored pages. `unavailable_tiers`: name and reason.
+    - `pool_limits`: the smallest and largest size of an elastic pool.
+    - `image_refusal`: the reason why the model accepts no images, or "".
+    - `hash_model`: the model's part of block hashes. `groups`: its layer groups on the text axis.
+    - `max_context`: the model's limit.
+    - `peer_address`: the address at which other workers read its host memory, or None.
+    - `token_budget`: the largest number of prompt tokens in a step.
     """
 
     device: str
@@ -400,6 +442,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     groups: list[GroupInfo] = []
     max_context: int = 0
     peer_address: tuple[str, int] | None = None
+    token_budget: int = 0
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
@@ -427,5 +470,5 @@ def frame(message: ToEngine | FromEngine) -> bytes:
 
 
 def body_length(header: bytes) -> int:
-    """Return the number of body bytes that a header announces."""
+    """Return the length of the body, which is stored in the header."""
     return int(_LENGTH.unpack(header)[0])

@@ -2,8 +2,8 @@
 
     every PERIOD:   loads of all models ──▶ plan ──▶ shrink the givers, wait for their answers ──▶ grow the takers
 
-A pool grows only by bytes that no pool has, so the sum never exceeds the budget. A full pool gets bytes in this
-order: unassigned bytes, bytes of idle models, bytes of models above their equal share.
+A pool grows only by bytes that no pool has, so the sum never exceeds the budget. A full pool gets unassigned bytes
+first, then bytes of idle models, then bytes of models above their equal share.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from .messages import EngineStats, PoolState
 
 __all__ = ["PoolBroker", "PoolLoad", "plan_pools"]
 
-PERIOD = 0.25
+PERIOD = 0.05
+"""Seconds between two rounds. An engine that lacks pages sends its stats as often."""
 BUSY_SECONDS = 0.5
-"""A model is idle after this many seconds without a request. Stats arrive every 0.25 s."""
+"""A model is idle after this many seconds without a request. Stats of a busy engine arrive every 0.25 s."""
 ANSWER_SECONDS = 0.5
 """Seconds that a round waits for pools to shrink. Memory that is freed later is used in the next round."""
 
@@ -48,11 +49,12 @@ class PoolLoad:
 
 
 def plan_pools(loads: Mapping[str, PoolLoad], budget: int) -> dict[str, int]:
-    """Return the new sizes of the pools that change. A pool may shrink by less than planned; other pools may grow
-    only after it has shrunk.
+    """Return the new sizes of the pools that change. A pool may shrink by less than planned, so other pools may
+    grow only after it has shrunk.
 
-    Unused bytes of an idle model are taken first, then its cached pages. Cached pages of a busy model are taken only
-    if it is above its equal share and the growing pool is below. The sum of all sizes stays within `budget`.
+    Unused bytes of an idle model are taken first, then its cached pages. Cached pages of a busy model are taken
+    only if it is above its equal share and the growing pool is below its share. The sum of all sizes stays within
+    `budget`.
     """
     takers = {name: load for name, load in loads.items() if load.is_full and load.is_busy}
     if not takers:
@@ -86,14 +88,16 @@ def plan_pools(loads: Mapping[str, PoolLoad], budget: int) -> dict[str, int]:
 
 
 def _growth(load: PoolLoad, share: int) -> int:
-    """Return the bytes by which a full pool should grow: up to an equal share at once, above it in steps."""
+    """Return the number of bytes by which a full pool should grow. It grows up to an equal share at once, and above
+    that in steps."""
     wanted = max(load.slab_bytes, int(load.pool_bytes * GROWTH), share - load.pool_bytes)
     return min(load.max_bytes - load.pool_bytes, wanted)
 
 
 @dataclass(slots=True)
 class _Activity:
-    """The counters of an engine at the last round. Counters are compared, because gauges do not show short requests."""
+    """The counters of an engine at the last round. A changed counter shows that requests ran since then, even if
+    none runs now."""
 
     steps: int = 0
     evictions: int = 0
@@ -103,6 +107,7 @@ class _Activity:
     def observe(self, stats: EngineStats, has_open: bool, now: float) -> tuple[bool, bool]:
         """Return whether the engine was busy within BUSY_SECONDS, and whether it lacked pages since the last round."""
         lacks_pages = stats.waiting > 0 and (not stats.free_slabs or not stats.running)
+        lacks_pages = lacks_pages or stats.needs_growth
         is_full = stats.evictions > self.evictions or stats.preemptions > self.preemptions or lacks_pages
         if has_open or stats.running or stats.waiting or stats.steps != self.steps:
             self.busy_at = now
@@ -144,11 +149,11 @@ class PoolBroker:
 
     @property
     def free_bytes(self) -> int:
-        """Return the bytes of the budget that no pool has."""
+        """Return the number of bytes of the budget that no pool has."""
         return self.budget - self._reserved - sum(self._size(engine) for engine in self._engines().values())
 
     async def reserve(self, seconds: float) -> int:
-        """Free the share of one more model, and return its size in bytes. Call `release` once the model has a pool.
+        """Free the share of one more model, and return its size in bytes. Call `release` when the model has a pool.
 
         Raises TimeoutError if requests use the memory for longer than `seconds`.
         """
@@ -161,18 +166,18 @@ class PoolBroker:
                     for engine in engines.values():
                         if engine.is_ready and self._size(engine) > share and engine not in self._unanswered:
                             self._resize(engine, share)
-                    await asyncio.sleep(PERIOD / 5)
+                    await asyncio.sleep(PERIOD)
         except BaseException:
             self._reserved = 0
             raise
         return share
 
     def release(self) -> None:
-        """End a reservation."""
+        """End the reservation that `reserve` made."""
         self._reserved = 0
 
     def _send_shares(self, engines: Mapping[str, EngineClient]) -> None:
-        """Send the equal share to engines when the number of models has changed."""
+        """If the number of models has changed, send the new equal share to the engines."""
         share = self.budget // max(1, len(engines))
         for engine in engines.values():
             if engine.start.share_bytes != share:
@@ -181,7 +186,7 @@ class PoolBroker:
                     self._resize(engine, self._size(engine))
 
     def _resize(self, engine: EngineClient, size: int) -> asyncio.Task[PoolState]:
-        """Send a resize message. Until the engine answers, its pool counts with the larger size."""
+        """Send a resize message. Until the engine answers, the larger of both sizes counts."""
         self._unanswered[engine] = size
         task = asyncio.create_task(engine.resize_pool(size, None))
         task.add_done_callback(partial(self._answered, engine))
@@ -193,7 +198,7 @@ class PoolBroker:
             task.exception()  # the engine died: it restarts with its last size
 
     def _size(self, engine: EngineClient) -> int:
-        """Return the largest size that an engine's pool may have now."""
+        """Return the largest size that an engine's pool may have at this moment."""
         known = engine.start.settings["pool_bytes"] if engine.info is None else engine.info.pool_bytes
         return max(int(known), self._unanswered.get(engine, 0))
 

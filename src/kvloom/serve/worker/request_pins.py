@@ -1,6 +1,7 @@
-"""RequestPins: prompts that stay in the pool after their request, for a time that the request asks for (`cache.pin`).
+"""RequestPins: prompts that stay in the pool after their request. The request sets the time (`cache.pin`).
 
-All pins together use at most a quarter of the pool. A pin ends with its time or its session, or when a request needs its pages.
+All pins together use at most a quarter of the pool. A pin ends with its time or its session, or when a request
+needs its pages.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class RequestPins:
         self._pins: deque[tuple[str | None, Pin]] = deque()
 
     def check(self, message: Add) -> str | None:
-        """Return why a request cannot be pinned, or None if it can."""
+        """Return the reason why a request cannot be pinned, or None if it can."""
         if message.pin is None:
             return None
         needed, used = self._bytes(len(message.prompt)), self._pinned_bytes()
@@ -45,11 +46,11 @@ class RequestPins:
             self._pins.append((control.session, pin))
 
     def end_session(self, session: str) -> None:
-        """End the pins of a session. The argument is the session of their CacheControl."""
+        """End the pins of a session. `session` is the session in their CacheControl."""
         self._end([pin for name, pin in self._pins if name == session])
 
     def free(self, needed: int) -> None:
-        """End the oldest pins until a request that needs `needed` bytes fits beside the others."""
+        """End the oldest pins until a request that needs `needed` bytes fits into the pool."""
         while self._pins and self._pinned_bytes() + needed > self._pool_bytes():
             self._end([self._pins[0][1]])
 

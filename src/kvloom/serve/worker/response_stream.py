@@ -1,7 +1,7 @@
 """The answers of one HTTP request, between the engine and the client.
 
-Unread deltas are merged, so a slow client gets fewer and larger ones. In streams `max_characters` limits the unread
-text. A client above this limit is disconnected.
+Unread deltas are merged, so a slow client gets fewer and larger deltas. In streams, `max_characters` limits the
+unread text. A client above this limit is disconnected.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["ResponseStream"]
 
 
 class ResponseStream:
-    """Collects the deltas of one HTTP request: `n` answers to each of the prompts `ids`. One task calls `take`; the
-    engine client calls the other methods.
+    """Collects the deltas of one HTTP request, with `n` answers to each of the prompts `ids`. One task calls
+    `take`. The engine client calls the other methods.
 
     `pending` are the prompts that have not finished.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvloom.core import Histogram
+from kvloom.core import Histogram, SloAdmission
 from kvloom.engine import Engine, OffloadManager
 from kvloom.engine.speculation import Speculation
 from kvloom.tiers import TierStats
@@ -77,12 +77,23 @@ def engine_stats(
         tenants=tenants,
         **({} if engine.speculation is None else _speculation_stats(engine.speculation)),
         role=engine.role,
+        **_slo_stats(engine.scheduler.slo.admission),
         **({} if engine.offload is None else _offload_stats(engine.offload)),
     )
 
 
+def _slo_stats(admission: SloAdmission) -> dict[str, Any]:
+    """Return the counts of verdicts about objectives, and the accuracy of predictions."""
+    return {
+        "slo": {verdict.value: count for verdict, count in admission.counts.items()},
+        "slo_ttft_ratio": _counts(admission.ttft_ratio),
+        "slo_tbt_ratio": _counts(admission.tbt_ratio),
+        "step_times": list(admission.times.coefficients) if admission.times.is_known else [],
+    }
+
+
 def _speculation_stats(speculation: Speculation) -> dict[str, Any]:
-    """Return what became of drafts, and the decisions about proposers."""
+    """Return the counts of drafts and the decisions about proposers."""
     stats, controller = speculation.stats, speculation.controller
     return {
         "drafts": stats.rows,

@@ -23,7 +23,8 @@ HEARTBEAT_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WatchdogLimits:
-    """Seconds without any message, and seconds in one step; 0 means no limit."""
+    """The times after which the watchdog treats the engine process as hung: seconds without any message, and seconds in
+    one step. 0 means no limit."""
 
     silent_seconds: float = 30.0
     step_seconds: float = 600.0
@@ -39,7 +40,7 @@ class WatchdogLimits:
 
 
 class Watchdog:
-    """Watches one engine process. Pass every message to `received`; call `tick` about every HEARTBEAT_SECONDS."""
+    """Watches one engine process. Pass every message to `received`, and call `tick` about every HEARTBEAT_SECONDS."""
 
     def __init__(self, limits: WatchdogLimits) -> None:
         self._limits = limits

@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvloom.core import CacheControl, RetainRange
 from kvloom.engine import Engine, Grammar, GrammarBusyError, GrammarState, Request, TokenLogprobs
 
@@ -42,12 +44,14 @@ __all__ = ["Worker", "max_request_tokens"]
 GROWTH_SECONDS = 0.002
 """Pause after a step in which requests wait for a growth of the pool."""
 STATS_SECONDS = 0.25
+SHORT_SECONDS = 0.05
+"""Seconds between stats while a model lacks pages that other models could give."""
 
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request in the engine, the number of tokens sent of each answer (-1: finished), and the time of its first
-    token.
+    """A request in the engine. It has the number of tokens sent of each answer (-1 if finished), and the time of
+    its first token.
     """
 
     message: Add
@@ -67,8 +71,8 @@ class _TenantQuota:
 
 
 class Worker:
-    """Runs the requests of one engine. One thread calls it. Without `observe` it sends neither stats nor progress.
-    Without `images` it refuses requests with images.
+    """Runs the requests of one engine. One thread calls it. Without `observe`, it sends neither stats nor progress.
+    Without `images`, it refuses requests with images.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Worker:
         self._snapshot: CacheSnapshot | None = None  # created on the first request
         self._snapshot_requested = False
         self._stats_at = 0.0
+        self._sent_evictions = 0
         self._tiers: list[TierUsage] = []
         self._stats_changed = True  # since the last stats
         self._sent_slabs = engine.cache.usable_slabs
@@ -106,7 +111,7 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `step` has work or something to send."""
+        """Whether `step` has work, or a message to send."""
         return (
             self.engine.busy
             or bool(self._rejected)
@@ -143,7 +148,7 @@ class Worker:
     def handle(
         self, message: Add | Cancel | ExpectSession | EndSession | SnapshotRequest | ResizePool | SetRole
     ) -> None:
-        """Carry out a message. The next step reports rejections."""
+        """Handle a message. The next step reports rejected requests."""
         if isinstance(message, SnapshotRequest):
             self._snapshot_requested = True
             return
@@ -181,7 +186,10 @@ class Worker:
         deltas: list[Delta] = []
         ended: list[_OpenRequest] = []
         for one in self._open.values():
-            if self._collect_deltas(one, deltas):
+            if one.request.finish_reason == "slo":  # it was deferred
+                self._refuse(one.message.id, one.request)
+                ended.append(one)
+            elif self._collect_deltas(one, deltas):
                 ended.append(one)
         for one in ended:
             self._close(one)
@@ -227,7 +235,7 @@ class Worker:
         return PoolState(size.pool_bytes, target, self.max_tokens, self._resize_number)
 
     def _share(self, share_bytes: int) -> None:
-        """Let requests wait until the pool has grown to its share of memory."""
+        """Let requests that fit into the pool's share of memory wait until the pool has grown."""
         self._share_bytes = share_bytes
         self.engine.scheduler.reachable_slabs = share_bytes // self.engine.layout.slab_bytes
 
@@ -300,6 +308,12 @@ class Worker:
         is_retryable = isinstance(error, GrammarBusyError | ImagesBusyError)
         self._rejected.append(Rejected(id_, str(error), is_retryable))
 
+    def _refuse(self, id_: int, request: Request) -> None:
+        """Refuse a request that cannot meet its objective."""
+        assert request.slo is not None
+        report = request.slo.report(0)
+        self._rejected.append(Rejected(id_, report["refusal"], True, report))
+
     def _enqueue(self, message: Add) -> None:
         quota = self._quotas.get(message.tenant)
         if quota is None:
@@ -358,9 +372,14 @@ class Worker:
                 resume=message.resume,
                 offers_pages=message.offers_pages,
                 awaits_peer=message.awaits_peer,
+                slo=message.slo,
+                arrived=message.arrived,
             )
         except ValueError as error:
             self._reject(message.id, error)
+            return False
+        if request.finish_reason == "slo":
+            self._refuse(message.id, request)
             return False
         one = self._open[message.id] = _OpenRequest(
             message, request, reserved_bytes, [0] * len(request.family)
@@ -453,16 +472,38 @@ class Worker:
             return None
         now = time.monotonic()
         idle = not self.engine.busy
-        if not (self._stats_changed and idle) and now < self._stats_at:
+        wait = SHORT_SECONDS - STATS_SECONDS if self._lacks_pages else 0.0
+        if not (self._stats_changed and idle) and now < self._stats_at + wait:
             return None
         self._stats_at = now + STATS_SECONDS
+        self._sent_evictions = self.engine.cache.inspect.evicted.total()
         self._mark_reported()
         waiting_for_quota = {name: len(quota.waiting) for name, quota in self._quotas.items()}
         open_requests = [(one.message.tenant, one.request.started > 0) for one in self._open.values()]
         made = self._finished_tokens + sum(_output_tokens(one.request) for one in self._open.values())
-        return engine_stats(
+        stats = engine_stats(
             self.engine, self._steps, made, self._preemptions, waiting_for_quota, open_requests
         )
+        return msgspec.structs.replace(stats, needs_growth=True) if self._needs_growth else stats
+
+    @property
+    def _lacks_pages(self) -> bool:
+        """Whether this model shares memory with others and lacks pages. It lacks pages if it has evicted pages
+        since the last stats, or if requests wait for pages."""
+        if not self._share_bytes:
+            return False
+        evictions = self.engine.cache.inspect.evicted.total()
+        awaits_growth = self.engine.scheduler.awaits_growth
+        return awaits_growth or evictions > self._sent_evictions or self._needs_growth
+
+    @property
+    def _needs_growth(self) -> bool:
+        """Whether models share memory, and an open request needs more pages than the pool of this one has."""
+        if not self._share_bytes:
+            return False
+        longest = max((len(one.request.tokens) for one in self._open.values()), default=0)
+        needed = self.engine.layout.slab_bytes_for(longest)
+        return needed > self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
 
     def _mark_reported(self) -> None:
         """Clear the change flag when the engine is idle."""
@@ -486,11 +527,15 @@ def _progress(one: _OpenRequest) -> RequestProgress:
         sum(answer.preemptions for answer in request.family),
         request.loads,
         _prompt_tokens(request),
+        sum(answer.draft_tokens for answer in request.family),
+        sum(answer.accepted_tokens for answer in request.family),
+        None if request.slo is None else request.slo.report(request.output_count),
     )
 
 
 def max_request_tokens(engine: Engine, pool_bytes: int, tenant: str = "") -> int:
-    """Return the most tokens of one request that the model, `pool_bytes` and host memory for cold pages allow."""
+    """Return the largest number of tokens of one request. The model, `pool_bytes` and the host memory for cold
+    pages limit it."""
     low, high = 1, engine.cache.max_tokens
     while low < high:
         middle = (low + high + 1) // 2
@@ -513,7 +558,7 @@ def _prompt_tokens(request: Request) -> int | None:
 
 
 def _session_key(tenant: str, session: str) -> str:
-    """Return a session's key in the cache. Keys of different tenants never collide."""
+    """Return the key of a session in the cache. Keys of different tenants never collide."""
     return f"{len(tenant)}:{tenant}:{session}"
 
 

@@ -1,5 +1,5 @@
-"""Lists the pages of a disk tier's directory for operators. Works on the directory of a running server; only drops
-need its lock.
+"""Lists the pages in the directory of a disk tier, for operators. A server may use the directory at the same time.
+Only `drop` needs the lock of the directory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class _UnchangedFiles(SystemFiles):
 
 
 class DiskPages(StoredPages):
-    """Opening reads the heads of all pages. Raises TierError if the directory has no disk tier."""
+    """The pages of one disk tier. The constructor reads the heads of all pages. It raises TierError if the
+    directory has no disk tier."""
 
     def __init__(self, config: DiskConfig) -> None:
         self._config, self._notes = config, dict[str, None]()
@@ -98,7 +99,7 @@ class DiskPages(StoredPages):
         return tenant_owner(tenant)
 
     def drop(self, pages: Iterable[StoredPage]) -> int:
-        """Removes pages, and files that have no pages left. Returns the number removed."""
+        """Removes pages. Also removes files that have no pages left. Returns the number of removed pages."""
         config = replace(self._config, ttl=0)  # opening would remove expired pages uncounted
         tier = DiskTier(config)
         try:

@@ -1,4 +1,4 @@
-"""The disk tier: pages in segment files of one directory. They stay available after a restart or a crash.
+"""The disk tier stores pages in segment files of one directory. Pages stay available after a restart or a crash.
 
     write -> sealing thread (checksums, compression) -> appending thread (one write per frame, shared syncs) -> OK
     read  -> reading threads, directly into aligned memory of the caller; each read is verified while others run
@@ -35,6 +35,7 @@ from kvloom.tiers.encoding import (
     read_keys,
 )
 from kvloom.tiers.options import Options
+from kvloom.tiers.page_changes import PageChanges
 from kvloom.tiers.shares import Shares
 from kvloom.tiers.tier import Objects, Ranges, Tier, TierError, part_range
 from kvloom.tiers.transfer import (
@@ -59,11 +60,15 @@ log = logging.getLogger("kvloom.tiers")
 
 @dataclass(frozen=True, slots=True)
 class DiskConfig:
-    """Settings of a disk tier. With `durable="power"` a stored page survives power loss; queued pages share one sync.
-    With `"process"` it survives the end or crash of the process. If `segment_bytes` is None, it is a 64th of the
-    capacity, but at least the smaller of 64 MiB and a quarter of the capacity. `pending_bytes` limits the bytes in
-    flight per direction; objects beyond the limit are BUSY. When a segment is evicted, `copy_forward` keeps its pages
-    that were read. `ttl` is the number of seconds after which a page is a miss; 0 means never.
+    """Settings of a disk tier.
+
+    - `durable`: with "power" a stored page survives power loss, and queued pages share one sync. With "process" it
+      survives the end or crash of the process.
+    - `segment_bytes`: the size of a segment. The default (None) is a 64th of the capacity, but at least the smaller
+      of 64 MiB and a quarter of the capacity.
+    - `pending_bytes`: the limit of bytes in flight per direction. Objects beyond the limit get the outcome BUSY.
+    - `copy_forward`: when a segment is evicted, its pages that were read are copied to another segment.
+    - `ttl`: the number of seconds after which a page is a miss. 0 means never.
     """
 
     directory: Path | str
@@ -112,10 +117,11 @@ class DiskConfig:
 
 
 class DiskTier(Tier):
-    """Thread-safe. Opening locks the directory and reads the heads of all stored pages.
+    """A tier in one directory. Thread-safe. Opening the tier locks the directory and reads the heads of all stored
+    pages.
 
-    Raises TierError if the directory has wrong permissions or another process uses it. After opening, faults such as
-    a full disk or a damaged file are outcomes of a transfer and never raise.
+    Raises TierError if the directory has wrong permissions or another process uses it. After opening, faults such
+    as a full disk or a damaged file are outcomes of a transfer and never raise.
     """
 
     def __init__(self, config: DiskConfig, files: Callable[[int], Files] = SystemFiles) -> None:
@@ -152,7 +158,7 @@ class DiskTier(Tier):
         self._reader = SegmentReader(self.name, self._files, self._store, self._make_codec, config.readers)
 
     def _warn_if_disk_is_small(self) -> None:
-        """Logs a warning if the disk is smaller than the capacity, because a full disk would refuse pages later."""
+        """Logs a warning if the disk is smaller than the capacity, because the disk may then become full."""
         disk = os.fstatvfs(self._directory)
         space = disk.f_bavail * disk.f_frsize + self._store.file_bytes
         if space < self._config.capacity:
@@ -176,7 +182,8 @@ class DiskTier(Tier):
         return self._closed
 
     def set_shares(self, shares: Shares) -> None:
-        """Raises TierError if files above a share cannot be removed."""
+        """Sets the shares to enforce, and removes files above a share. Raises TierError if such a file cannot be
+        removed."""
         try:
             self._store.set_shares(shares)
         except OSError as error:
@@ -187,9 +194,14 @@ class DiskTier(Tier):
     def used_by(self, tenant: str) -> int:
         return self._store.used_by(tenant)
 
+    def watch(self) -> PageChanges | None:
+        """Records changes (see `SupportsChanges`). Returns None if the tier has a key file, because stored keys
+        then hide block hashes."""
+        return self._store.watch() if self._keys is None else None
+
     def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:
-        """Returns the objects with the keys that they have on disk, which differ from `Objects.keys` if the tier has
-        a key file. Raises NoKeyError if the tenant has no key.
+        """Returns the objects with their keys on disk. If the tier has a key file, these keys differ from
+        `Objects.keys`. Raises NoKeyError if the tenant has no key.
 
         `legacy` selects the plain keys, under which format version 2 stored encrypted pages.
         """
@@ -302,7 +314,8 @@ class DiskTier(Tier):
         return transfer
 
     def drop(self, objects: Objects) -> int:
-        """Removes objects from the index at once, and from disk in the order of writes. Returns the number removed."""
+        """Removes objects from the index at once. The removal on disk is queued with the writes. Returns the number
+        of removed objects."""
         try:
             stored = self._with_stored_keys(objects)
         except NoKeyError:
@@ -355,7 +368,7 @@ class DiskTier(Tier):
 
 
 def disk_config(options: Options, directory: str, capacity: int) -> DiskConfig:
-    """Reads the options of a disk tier from a URL. Raises ValueError for a bad value."""
+    """Reads the options of a disk tier from a URL. Raises ValueError for an invalid value."""
     durable: Any = options.text("durable", "power")
     evict: Any = options.text("evict", "least-used")
     return DiskConfig(

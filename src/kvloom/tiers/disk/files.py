@@ -1,7 +1,7 @@
-"""All system calls of a disk tier, so that tests can make any of them fail.
+"""All system calls of a disk tier. Tests replace the class `Files` to let a call fail.
 
-Uses O_DIRECT if the file system supports it. Reads then run at device speed, without a second copy in the page cache.
-This module does not depend on formats.
+Uses O_DIRECT if the file system supports it. Reads then run at device speed, without a second copy in the page
+cache. This module does not depend on formats.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LOCK_BYTES = 32  # the lock file contains the id of the process that has the lo
 
 
 class Files:
-    """The files of one directory, accessed through its open descriptor. A later mount over the path does not redirect
-    writes.
+    """The files of one directory, accessed through an open descriptor of the directory. A later mount over the path
+    therefore does not redirect writes.
     """
 
     def __init__(self, directory: int) -> None:
@@ -46,8 +46,9 @@ class Files:
         return os.stat(name, dir_fd=self.directory, follow_symlinks=False).st_size
 
     def open(self, name: str, create: bool, direct: bool) -> int:
-        """Opens a regular file of this user. `create` makes a new file with mode 0600. Follows no symbolic link.
-        Raises UntrustedFileError for another file type or owner, and does not change such a file.
+        """Opens a regular file that belongs to this user. If `create` is set, creates a new file with mode 0600.
+        Does not follow symbolic links. Raises UntrustedFileError for another file type or owner, and does not
+        change such a file.
         """
         flags = os.O_CREAT | os.O_EXCL if create else 0
         flags |= getattr(os, "O_DIRECT", 0) if direct else 0
@@ -78,7 +79,8 @@ class Files:
         os.ftruncate(fd, size)
 
     def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
-        """Fills the pieces in order. Returns the number of bytes read, which is smaller at the end of the file."""
+        """Reads bytes from `offset` into the buffers `into`, in order. Returns the number of bytes read, which is
+        smaller at the end of the file."""
         done = 0
         for at in range(0, len(into), _MAX_PIECES):
             pieces = into[at : at + _MAX_PIECES]
@@ -89,7 +91,8 @@ class Files:
         return done
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
-        """Fills `into` (whole runs) step by step. Returns the number of bytes read and the checksums of the runs.
+        """Reads bytes from `offset` into `into`, which consists of whole runs. Returns the number of bytes read and
+        the checksums of the runs.
 
         Checksums of runs that were not read are undefined.
         """
@@ -103,7 +106,7 @@ class Files:
         return done, b"".join(sums)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
-        """Writes all pieces. Raises OSError if it cannot."""
+        """Writes all pieces. Raises OSError if a write fails."""
         done = 0
         for at in range(0, len(pieces), _MAX_PIECES):
             some = pieces[at : at + _MAX_PIECES]
@@ -121,22 +124,23 @@ class Files:
 
 
 class SystemFiles(Files):
-    """Files that read and verify a page in one native call, where native code is available."""
+    """Files that read and verify a page in one native call if native code is available."""
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
         return read_checked(fd, into, offset, run_bytes) or super().read_checked(fd, into, offset, run_bytes)
 
 
 class UntrustedFileError(OSError):
-    """A file in a tier's directory that is not a regular file of this user. The tier neither reads nor changes it."""
+    """Raised for a file in a tier's directory that is not a regular file of this user. The tier neither reads nor
+    changes such a file."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(errno.EPERM, f"{name!r} {why}")
 
 
 def _owners_of(directory: int) -> frozenset[int]:
-    """Returns the users whose files a tier accepts in a directory: this user and, for root, also the owner of the
-    directory.
+    """Returns the user ids whose files a tier accepts in a directory. These are this user and, if this user is
+    root, the owner of the directory.
     """
     us = os.geteuid()
     return frozenset((us,) if us else (us, os.fstat(directory).st_uid))
@@ -196,7 +200,8 @@ def _make_directory(path: Path) -> None:
 
 
 def _check_directory(path: Path, directory: int) -> None:
-    """Raises TierError if another user can replace the tier's files. Logs a warning if another user might."""
+    """Raises TierError if another user can replace the tier's files. Logs a warning if this user owns the directory
+    but other users may write to it."""
     us, link, found = os.geteuid(), path.lstat(), os.fstat(directory)
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (us, 0):
         raise TierError(
@@ -216,7 +221,7 @@ def _check_directory(path: Path, directory: int) -> None:
 
 
 def lock_directory(path: Path) -> tuple[int, int]:
-    """Creates and locks a directory for one process. Returns the descriptors of directory and lock.
+    """Creates a directory and locks it for one process. Returns the descriptors of the directory and of the lock.
 
     The lock ends with the process, even after a crash.
     """
@@ -236,7 +241,7 @@ def lock_directory(path: Path) -> tuple[int, int]:
 
 
 def _lock(path: Path, directory: int) -> int:
-    """Locks a verified directory. Returns the descriptor of the lock."""
+    """Locks a directory that was checked before. Returns the descriptor of the lock."""
     _check_directory(path, directory)
     try:
         lock = _open_own("lock", os.O_CREAT, directory)

@@ -1,8 +1,10 @@
-"""Reads the directory of a disk tier at opening: its segments, and their records in the order of writing.
+"""Reads the directory of a disk tier when it is opened. Returns its segments, and their records in the order of
+writing.
 
 A killed process may leave partly written pages in an unsealed segment. After power loss, the segment before it may
-have such pages, too. Therefore no record of these two segments is `is_verified`: the tier prefers an older copy of the
-page, and a new write stores the page again. This module uses neither the tier's shares nor its index.
+also have such pages. Records of these two segments are therefore not `is_verified`. For such a page the tier
+prefers an older copy, and a new write stores the page again. This module uses neither the tier's shares nor its
+index.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ def recover(
     segments: dict[int, Segment],
     notes: dict[str, None],
 ) -> RecoveredSegments:
-    """Opens every segment and reads its heads. Adds the segments to `segments`. `dead` is the last dropped position
-    of each key.
+    """Opens every segment, reads its heads, and adds the segment to `segments`. `dead` maps each dropped key to the
+    last position at which it was dropped.
 
     Raises OSError if the directory cannot be read.
     """

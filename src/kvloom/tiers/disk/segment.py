@@ -1,14 +1,14 @@
-"""The file format of a disk tier: a header, then frames. A frame has the heads of some objects and their bodies.
-Append-only.
+"""The file format of a disk tier. A segment file has a header, then frames. A frame has the heads of some objects,
+then their bodies. Files are append-only.
 
     block 0   "KVLSEG"  version u16  id 16  number u64  checksum u64     owner 16  checksum u64   (0: shared)
     frame     "KVLF"  version u16  0 u16  id 16  offset u64  records u32  heads u32  bodies u64
               heads (see codec)  checksum u64              of the frame's header and heads; heads take 32 MiB at most
               … from the next block on: bodies, each beginning on a block of 4096 bytes
 
-There is no separate index: opening a segment reads the heads of all frames. In an unfinished frame, its own checksum
-or those of its objects are wrong. Every frame repeats the segment's random id, so page content cannot look like a
-frame. This module does not depend on tiers.
+There is no separate index, so opening a segment reads the heads of all frames. An unfinished frame is detected by
+its checksum or by the checksums of its objects. Every frame repeats the segment's random id, so page content cannot
+look like a frame. This module does not depend on tiers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _OWNER_AT = _HEADER.size + _CHECK.size
 
 
 class Record:
-    """One object on disk. Its head is in memory; its body is at `offset` of its segment."""
+    """One object on disk. Its head is in memory. Its body is at position `offset` of its segment."""
 
     __slots__ = ("head", "is_verified", "offset", "reads", "segment")
 
@@ -67,10 +67,10 @@ class Record:
 
 
 class Frame:
-    """The heads and bodies of some objects. Bodies have `size` bytes, each padded to whole blocks.
+    """The heads and bodies of some objects. Each body has `size` bytes and is padded to whole blocks.
 
-    A frame is built before its position in the file is known, and its records after the write. The appending thread
-    therefore has little to do.
+    A frame is built before its position in the file is known. The records are built after the write. The appending
+    thread therefore has little work.
     """
 
     __slots__ = ("_offset", "_segment", "_used", "block", "bodies", "heads", "size")
@@ -141,7 +141,8 @@ class Segment:
     def create(
         cls, files: Files, number: int, size: int, direct: bool, owner: bytes = SHARED_OWNER
     ) -> Segment:
-        """Creates a file of `size` bytes. If O_DIRECT is refused, I/O is buffered. After an OSError no file remains."""
+        """Creates a segment file of `size` bytes. Uses buffered I/O if the file system refuses O_DIRECT. Removes
+        the file if an OSError occurs."""
         name = cls.file_name(number)
         try:
             fd = files.open(name, create=True, direct=direct)
@@ -175,8 +176,8 @@ class Segment:
 
     @classmethod
     def open(cls, files: Files, number: int, direct: bool) -> Segment | Outcome:
-        """Opens a segment. Returns an Outcome if its header is invalid. Raises OSError if the file cannot be read,
-        and UntrustedFileError for a file that is no segment; such a file is not removed.
+        """Opens a segment. Returns an Outcome if the header is invalid. Raises OSError if the file cannot be read.
+        Raises UntrustedFileError for a file that is not a segment, and does not remove such a file.
         """
         try:
             fd = files.open(cls.file_name(number), create=False, direct=direct)
@@ -216,11 +217,11 @@ class Segment:
         return outcome
 
     def records(self) -> Iterator[Record]:
-        """Yields every record in the order of writing. Sets `end` to the end of the last frame. Costs a read of the
+        """Yields every record in the order of writing, and sets `end` to the end of the last frame. Reads all
         heads.
 
-        After a damaged frame it searches for the next one, which costs a read of the bytes between. The search is
-        bounded: a damaged file is read at most a few times.
+        After a damaged frame, searches for the next frame. The search reads the bytes between the frames, but reads
+        a damaged file at most a few times.
         """
         at, self._scanned = BLOCK, 0
         limit = _MAX_SCANS * self.size + 64 * _SCAN_BYTES
@@ -237,7 +238,8 @@ class Segment:
             self.end = min(stop, aligned(self.size))
 
     def _dated(self, heads: Sequence[Head]) -> list[Head]:
-        """Returns heads with their times. A page of an earlier release gets the time of the file's last write."""
+        """Returns the heads with their write times. A page of an earlier release gets the time of the file's last
+        write."""
         self.has_undated |= any(not head.stored_at for head in heads)
         heads = [head if head.stored_at else head._replace(stored_at=self.modified_at) for head in heads]
         self._count_times(heads)
@@ -249,8 +251,8 @@ class Segment:
         self.newest = max([*times, self.newest])
 
     def _frame(self, at: int) -> tuple[list[Head], int, int] | None:
-        """Returns the heads of the frame at `at`, the start of its bodies and its end. Returns None if no complete
-        frame is there.
+        """Returns the heads of the frame at `at`, the start of its bodies and its end. Returns None if there is no
+        complete frame at `at`.
         """
         buffer = aligned_bytes(BLOCK)
         if self._files.read(self.fd, [buffer], at) < BLOCK:
@@ -295,7 +297,7 @@ class Segment:
         return self.size
 
     def append(self, frame: Frame) -> None:
-        """Writes a whole frame. After an OSError, later frames must go to a different segment."""
+        """Writes a whole frame. After an OSError, the caller must write later frames to another segment."""
         frame.place(self, self.end)
         self._files.write(self.fd, [frame.block, *frame.bodies], self.end)
         self.end += frame.span
@@ -305,7 +307,7 @@ class Segment:
         return self.end + frame.span <= self.size
 
     def reopen(self, size: int) -> None:
-        """Extends the file, so that frames can follow the existing ones."""
+        """Extends the file, so that more frames can be appended."""
         self._files.truncate(self.fd, self.end)
         self._files.allocate(self.fd, size)
         self.size = size
@@ -324,7 +326,7 @@ class Segment:
         self._files.remove(self.file_name(self.number))
 
     def take_closable_fd(self) -> int:
-        """Return the descriptor to close if the segment is `removed` and has no readers, else -1.
+        """Returns the descriptor to close if the segment is `removed` and has no readers, else -1.
 
         The caller holds the store's lock. It must close the descriptor after it has released the lock, because
         freeing a file may take long."""

@@ -1,7 +1,8 @@
-"""The owners of a disk tier's segments: the segment size, current segment and next victim of each owner.
+"""The owners of a disk tier's segments. Each owner has a segment size, a current segment and a next segment to
+evict.
 
-Tenants without a share store pages in shared segments. A tenant with a share has its own segments, so removing its
-files enforces its limit. Only the appending thread calls these methods, except `used_bytes`.
+Tenants without a share store pages in shared segments. A tenant with a share has its own segments, so its limit is
+enforced by removing its files. Only the appending thread calls these methods, except `used_bytes`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ _PIECE_BYTES = 64 << 20
 
 
 class SegmentOwner(Account):
-    """`name` is the owner id in segment headers. `current` is the segment that receives writes. `used` is the size of
-    all files.
+    """Counts the bytes of one owner of segments. An owner is a tenant with a share, or all other tenants together.
+    `name` is the owner id in segment headers. `current` is the segment that receives writes. `used` is the size of all
+    files.
     """
 
     __slots__ = ("current", "name", "segment_bytes")
@@ -35,8 +37,8 @@ class SegmentOwner(Account):
         self.current: Segment | None = None
 
     def check_limit(self, segment_bytes: int) -> None:
-        """Raises OSError unless three such segments fit into the share: the current one, the next one, and one to
-        read.
+        """Raises OSError unless three segments of this size fit into the share: the current segment, the next one,
+        and one to read.
         """
         if 3 * segment_bytes > self.limit:
             raise OSError(
@@ -45,7 +47,9 @@ class SegmentOwner(Account):
 
 
 class SegmentOwners:
-    """`segments` is the table of the segment store, by number."""
+    """The owners of the segments in a disk tier: one for each tenant with a share, and one for all other tenants.
+    `segments` is the table of the segment store, by number.
+    """
 
     def __init__(self, segments: Mapping[int, Segment], capacity: int, segment_bytes: int) -> None:
         self._segments, self._capacity, self._segment_bytes = segments, capacity, segment_bytes
@@ -90,9 +94,9 @@ class SegmentOwners:
     def victim(self, owner: SegmentOwner, own: bool, oldest: bool) -> Segment | None:
         """Returns the segment to evict so that `owner` gets space, or None. O(segments).
 
-        Candidates are the segments of this owner and of owners above their guarantee. If there are none, all segments
-        are candidates. The oldest or least recently used candidate is chosen. Current segments of other owners come
-        last. The current segment of this owner is never chosen.
+        Candidates are the segments of this owner and of owners above their guarantee. If there are none, all
+        segments are candidates. The oldest or the least recently used candidate is returned. Current segments of
+        other owners are chosen last. The current segment of this owner is never chosen.
         """
         evictable = {one.name for one in self if one is owner or self.used_bytes(one) > one.guaranteed}
 

@@ -1,10 +1,10 @@
-"""Reads pages from disk with several threads. Each read is a quarter of a megabyte and is verified on arrival.
+"""Reads pages from disk with several threads. Each read has a quarter of a megabyte and is verified at once.
 
     many pages     a job has whole pages; one call reads pages that are adjacent on disk
     few pages      each page is split into several jobs, so all threads have work
 
-The caller only splits the work into jobs. The reading threads compute the ranges, so the disk starts at once. A page
-is OK after all its reads are OK. One bad read decides its outcome.
+The calling thread only splits the work into jobs. The reading threads compute the disk ranges, so reading starts
+early. A page is OK if all its reads are OK. A single failed read sets the outcome of the page.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_JOB_BYTES = 2 << 20  # per job
 
 
 class SegmentReader:
-    """`pending` counts the bytes of pages that are queued or being read."""
+    """Threads that read pages. `pending` counts the bytes of pages that are queued or being read."""
 
     def __init__(
         self, name: str, files: Files, store: SegmentStore, make_codec: Callable[[], Codec], readers: int
@@ -49,8 +49,10 @@ class SegmentReader:
         part: tuple[int, int],
         tenant: str,
     ) -> None:
-        """Reads bytes `part` of each record. All records have one form; each comes with its index in the transfer.
-        The caller has counted one reader per record in the segment store. The job releases them.
+        """Reads the bytes `part` of each record. `found` has the records with their index in the transfer. All
+        records have the same form.
+
+        The caller has counted one reader per record in the segment store. The job releases these readers.
         """
         size = part[1] - part[0]
         with self._lock:
@@ -71,7 +73,8 @@ class SegmentReader:
             at, remaining = at + len(some), remaining - len(some) * size
 
     def close(self, timeout: float) -> bool:
-        """Ends the threads after the submitted jobs. Returns False if they still run after `timeout` seconds."""
+        """Ends the threads after all submitted jobs have run. Returns False if threads still run after `timeout`
+        seconds."""
         return self._workers.close(timeout)
 
     def _reader(self) -> Callable[[_Job], None]:
@@ -158,7 +161,7 @@ class SegmentReader:
     def _settle_damaged(
         self, job: _Job, piece: _DiskRange, read_bytes: int, sums: bytes, wanted: slice
     ) -> list[int]:
-        """Settles the damaged pages of a read. Returns the intact pages."""
+        """Sets the outcomes of damaged pages in a read. Returns the intact pages."""
         size, each = job.part[1] - job.part[0], wanted.stop - wanted.start
         good = []
         for number, (index, record, _) in enumerate(piece.items):
@@ -197,7 +200,8 @@ def _disk_order(item: tuple[int, Record]) -> tuple[int, int]:
 
 
 class _PageReads:
-    """Counts the reads of one page. The reader's lock guards it."""
+    """Counts how many reads of one page are still running, and how many have not succeeded. A page may need several
+    reads. The reader's lock guards the counters."""
 
     __slots__ = ("_good", "_remaining")
 
@@ -229,14 +233,15 @@ class _ReadCall:
     def is_in_place(self, record: Record) -> bool:
         """Returns whether a record can be read directly into its range. O_DIRECT needs whole blocks.
 
-        If one page of a call is unaligned, all its pages are treated as unaligned.
+        If one page of a call is unaligned, all pages of the call are treated as unaligned.
         """
         return record.head.stored_lengths is None and (self._aligned or not record.segment.direct)
 
 
 @dataclass(slots=True)
 class _Job:
-    """Bytes `part` of some records, each with its index in the transfer. `count` is set if a page has several jobs."""
+    """Bytes `part` of some records, each with its index in the transfer. `count` is set if one page is split into
+    several jobs."""
 
     call: _ReadCall
     found: list[tuple[int, Record]]
@@ -244,7 +249,7 @@ class _Job:
     count: _PageReads | None = None
 
     def mark_verified(self, records: list[Record]) -> None:
-        """Marks records as verified after their whole pages were read intact."""
+        """Marks records as verified if this job read their whole pages without an error."""
         size = self.call.part[1] - self.call.part[0]
         for record in records:
             if not record.is_verified:

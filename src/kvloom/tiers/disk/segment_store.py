@@ -1,8 +1,8 @@
 """The segments of a disk tier and their index: positions of pages, recovery after a crash, eviction.
 
-One thread appends frames, starts segments and evicts. Any thread may look up pages. Starting a segment frees the
-space for the next one, so files never exceed the capacity. A tenant with a share has its own segments. Does not
-depend on transfers.
+One thread appends frames, starts segments and evicts. Any thread may look up pages. When a segment is started,
+space for the following segment is freed, so the files never exceed the capacity. A tenant with a share has its own
+segments. This module does not depend on transfers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvloom.core import HASH_BYTES
 from kvloom.tiers.aligned_memory import BLOCK, aligned_bytes
+from kvloom.tiers.page_changes import PageChanges
 from kvloom.tiers.shares import Shares
 from kvloom.tiers.ttl import expiry_cutoff
 
@@ -32,9 +34,9 @@ _MAX_NAME_TRIES = 1024  # number of file names tried for a new segment
 
 @dataclass(frozen=True, slots=True)
 class SegmentStoreConfig:
-    """Settings of the store. `evict` selects the segment to evict. `copy_forward` copies pages that were read, up to
-    half a segment, from an evicted segment to a new one. `ttl` is the number of seconds after which a page expires; 0
-    means never.
+    """Settings of the store. `evict` selects the segment to evict. With `copy_forward`, an evicted segment keeps
+    some of its pages: those that have been read are copied to a new segment, up to half a segment. `ttl` is the
+    number of seconds after which a page expires. 0 means never.
     """
 
     capacity: int
@@ -46,13 +48,16 @@ class SegmentStoreConfig:
 
 
 class SegmentStore:
-    """`lock` guards the index and the counts of the segments. Opening reads every head."""
+    """All segments and the index of a disk tier. `lock` guards the index and the counts of the segments. The
+    constructor reads the heads of all pages."""
 
     def __init__(self, files: Files, config: SegmentStoreConfig) -> None:
         self._files, self._config = files, config
         self.lock = threading.Lock()
         self.index: dict[bytes, Record] = {}
         self.evicted = 0
+        self.changes: PageChanges | None = None
+        """Records stored and removed pages, if the tier is watched."""
         self.notes: dict[str, None] = {}  # messages for the operator, each logged once
         self._segments: dict[int, Segment] = {}
         self._owners = SegmentOwners(self._segments, config.capacity, config.segment_bytes)
@@ -88,8 +93,8 @@ class SegmentStore:
         return min(60.0, max(1.0, self._config.ttl / 4)) if self._config.ttl else None
 
     def getter(self) -> Callable[[bytes], Record | None]:
-        """Returns the function that finds the record of a key. It does not find expired pages. The caller holds the
-        lock.
+        """Returns the function that finds the record of a key. This function does not find expired pages. The
+        caller holds the lock.
         """
         get, cutoff = self.index.get, expiry_cutoff(self._config.ttl)
         if not cutoff:
@@ -111,7 +116,7 @@ class SegmentStore:
             return self._owners.used_bytes(self._owners.of_tenant(tenant))
 
     def begin_reads(self, records: Sequence[Record]) -> None:
-        """Counts a reader of each record. The caller holds the lock, and calls `release_readers` afterwards."""
+        """Counts one reader for each record. The caller holds the lock, and later calls `release_readers`."""
         self._clock += 1
         for record in records:
             record.reads += 1
@@ -131,6 +136,7 @@ class SegmentStore:
         with self.lock:
             if self.index.get(key) is record:
                 del self.index[key]
+                self._record_removed([key])
                 record.segment.keys.discard(key)
 
     def remove_keys(self, keys: Iterable[bytes]) -> list[tuple[bytes, int, int]]:
@@ -142,7 +148,19 @@ class SegmentStore:
                 if record is not None:
                     record.segment.keys.discard(key)
                     dropped.append((key, record.segment.number, record.offset))
+            self._record_removed([key for key, _, _ in dropped])
         return dropped
+
+    def watch(self) -> PageChanges:
+        """Records changes of pages from now on. The first changes are the pages that are already in the index."""
+        with self.lock:
+            self.changes = PageChanges()
+            self.changes.stored(self.index, [key[:HASH_BYTES] for key in self.index])
+            return self.changes
+
+    def _record_removed(self, keys: Iterable[bytes]) -> None:
+        if self.changes is not None:
+            self.changes.removed(keys)
 
     def publish(self, records: Iterable[Record]) -> None:
         """Adds records to the index, unless their segment has been evicted."""
@@ -158,12 +176,14 @@ class SegmentStore:
                     record.reads += before.reads
                 self.index[key] = record
                 record.segment.keys.add(key)
+                if self.changes is not None and before is None:
+                    self.changes.stored([key], [key[:HASH_BYTES]])
 
     # --- the appending thread
 
     def set_shares(self, shares: Shares) -> None:
-        """Gives every tenant with a share its own segments, including segments of an earlier run. Call it before the
-        first frame.
+        """Gives every tenant with a share its own segments, including those of an earlier run. Call this method
+        before the first frame.
         """
         self._owners.set_shares(shares)
         for owner in self._owners:
@@ -172,7 +192,7 @@ class SegmentStore:
             self._free_space(owner, copy_forward=False)
 
     def append(self, frame: Frame, tenant: str = "") -> None:
-        """Writes a frame. Lookups find its records after `publish`. After an OSError nothing was stored."""
+        """Writes a frame. Lookups find its records only after `publish`. If OSError is raised, nothing was stored."""
         need = frame.span
         if need > self._config.segment_bytes - BLOCK:
             raise OSError(
@@ -200,8 +220,8 @@ class SegmentStore:
         self._dirty.add(segment)
 
     def sync(self) -> None:
-        """Syncs all appended frames, so that they survive power loss. After an OSError, frames since the last sync
-        may be lost.
+        """Syncs all appended frames, so that they survive power loss. If OSError is raised, frames since the last
+        sync may be lost.
         """
         error, self._sync_error = self._sync_error or self._sync(), None
         if error is not None:
@@ -224,7 +244,7 @@ class SegmentStore:
         self._tombstones.add(dropped)
 
     def remove_expired(self) -> None:
-        """Removes segments of which all pages have expired. Does nothing without a TTL."""
+        """Removes segments whose pages have all expired. Does nothing without a TTL."""
         cutoff = expiry_cutoff(self._config.ttl)
         for segment in [one for one in self._segments.values() if 0 < one.newest < cutoff]:
             owner = self._owners.owner_of(segment)
@@ -233,8 +253,8 @@ class SegmentStore:
             self._drop_segment(segment)
 
     def _is_old(self, segment: Segment) -> bool:
-        """Returns whether a segment has an expired page. Later pages go to another segment, so that its file can be
-        removed.
+        """Returns whether a segment has an expired page. New pages are not appended to such a segment, so that its
+        file can be removed later.
         """
         return 0 < segment.oldest < expiry_cutoff(self._config.ttl)
 
@@ -269,8 +289,8 @@ class SegmentStore:
     # --- freeing space
 
     def _grow_segments(self, owner: SegmentOwner, need: int) -> None:
-        """Enlarges the segments of an owner to fit its largest page. Raises OSError if three of them do not fit into
-        the share.
+        """Enlarges the segments of an owner to fit its largest page. Raises OSError if three segments of this size
+        do not fit into the share.
         """
         if need > owner.segment_bytes:
             owner.check_limit(need)
@@ -335,8 +355,8 @@ class SegmentStore:
         return segment
 
     def _evict_segment(self, owner: SegmentOwner, copy_forward: bool, own: bool = False) -> bool:
-        """Evicts one segment: one of the owner's with `own`, else one of an owner above its guarantee. Returns False
-        if there is none.
+        """Evicts one segment. With `own`, it is a segment of this owner, else a segment of an owner above its
+        guarantee. Returns False if there is no such segment.
         """
         if self._foreign and not own:
             number = min(self._foreign)
@@ -358,6 +378,7 @@ class SegmentStore:
     def _drop_segment(self, victim: Segment) -> None:
         """Removes a segment with its pages."""
         with self.lock:
+            self._record_removed(victim.keys)
             for key in victim.keys:
                 del self.index[key]
             self.evicted += len(victim.keys)
@@ -376,8 +397,8 @@ class SegmentStore:
             self.release_readers(segment, 0)
 
     def _copy_forward(self, victim: Segment, victim_owner: SegmentOwner) -> None:
-        """Copies the victim's pages that were read to the current segment of their owner, most read first. Other
-        pages are evicted.
+        """Copies some pages of the victim to the current segment of their owner. These are pages that have been
+        read, the most read first. Other pages are evicted.
         """
         with self.lock:
             get = self.getter()
@@ -455,8 +476,8 @@ class SegmentStore:
         self._free_space(shared, copy_forward=False)
 
     def _reopen_last(self, owner: SegmentOwner) -> None:
-        """Continues the newest segment of an owner if at least half of it is free. A write would change the time of
-        pages of an earlier release, so their segment is not continued.
+        """Continues to write the newest segment of an owner if at least half of it is free. A segment with pages of
+        an earlier release is not continued, because a write would change the age of these pages.
         """
         last = self._owners.newest_segment(owner)
         if last is None or last.end >= owner.segment_bytes // 2 or last.has_undated or self._is_old(last):

@@ -1,7 +1,8 @@
-"""Writes pages to disk with three threads: one seals frames, one appends them, and one publishes and settles them.
+"""Writes pages to disk with three threads. The first seals frames, the second appends them, and the third publishes
+them and sets outcomes.
 
-The disk never waits for checksums or bookkeeping. Frames are appended in the order of the calls. With durable writes,
-queued frames share one sync. An object is OK, and lookups find it, only after this sync.
+The disk never waits for checksums or bookkeeping. Frames are appended in the order of the calls. With durable
+writes, queued frames share one sync. An object is OK, and lookups find it, only after this sync.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class _WriteRequest:
 
 @dataclass(slots=True)
 class _SealedFrame:
-    """Objects `which` of a transfer, sealed in a frame. `scratch` has the bodies, unless they are in the caller's
-    memory.
+    """The objects `which` of a transfer, sealed in a frame. `scratch` contains the bodies, unless the frame uses
+    the caller's memory.
     """
 
     transfer: Transfer
@@ -95,7 +96,7 @@ class SegmentWriter:
         self._requests.put(dropped)
 
     def close(self, timeout: float) -> bool:
-        """Ends the threads after the submitted writes. Returns False if they still run after `timeout` seconds."""
+        """Ends the threads after all submitted writes. Returns False if threads still run after `timeout` seconds."""
         self._requests.put(None)
         deadline = time.monotonic() + timeout
         for thread in self._threads:
@@ -140,7 +141,7 @@ class SegmentWriter:
         self._sealed.put(sealed)
 
     def _in_place(self, sealed: _SealedFrame, job: _WriteRequest) -> Frame | None:
-        """Returns a frame over the caller's memory, or None if the disk cannot write from it."""
+        """Returns a frame that uses the caller's memory, or None if the disk cannot write from this memory."""
         keys, form, view = job.objects.keys, job.objects.form, job.source.view
         size, starts = form.page_bytes, job.source.starts[sealed.which]
         if not self._codec.is_plain or size % BLOCK or ((job.source.address + starts) % BLOCK).any():

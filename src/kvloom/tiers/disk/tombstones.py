@@ -1,8 +1,8 @@
-"""The list of objects that a disk tier dropped. Without it, the next opening would restore objects whose bytes are
-still in a segment.
+"""The list of objects that a disk tier dropped. Without this list, the next opening would restore objects whose
+bytes are still in a segment.
 
-Each line has a key, a segment, an offset and a checksum. Copies of the key up to that position are dropped. The file
-is append-only. Opening rewrites it if some of the copies are no longer on disk.
+Each line has a key, a segment, an offset and a checksum. All copies of the key up to this position are dropped. The
+file is append-only. Opening a tier rewrites the file if some of the copies are no longer on disk.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Tombstones:
             self._files.close(fd)
 
     def read(self) -> dict[bytes, tuple[int, int]]:
-        """Returns a dictionary from key to the last position at which it was dropped."""
+        """Returns a dictionary from each dropped key to the last position at which it was dropped."""
         dead: dict[bytes, tuple[int, int]] = {}
         data, start = bytearray(_READ_LINES * _LINE.size), 0
         fd = self._open()

@@ -4,6 +4,7 @@ codec.py          the stored format: head, checksums, compression
 checksums.py      xxh3 per run, also during copies and I/O
 encryption.py     keys of tenants: encrypt or authenticate
 quantisation.py   re-encoding to int8 or fp8
+page_values.py    the values of a page, for any KV dtype
 formats.py        memory formats of other systems and other block sizes
 """
 
@@ -36,6 +37,7 @@ from .codec import (
 )
 from .encryption import Keyring, NoKeyError, Protect, check_protect, read_keys
 from .formats import Format, PageFields, PageShape, from_format, join_units, split_units, to_format
+from .page_values import PageValues
 from .quantisation import CODINGS, Coding, decode, encode, lossy_form
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "NoKeyError",
     "PageFields",
     "PageShape",
+    "PageValues",
     "Protect",
     "check_protect",
     "checksum",

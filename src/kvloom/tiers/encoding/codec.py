@@ -11,7 +11,8 @@
 
 The cipher is 0 (plain), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher 1 is AES-256-GCM of format version
 2, whose pages are stored under their plain keys. Such pages are still read, but no longer written. A codec with keys
-does not open plain pages. A page that fails verification becomes an Outcome; it never raises and never returns bytes.
+does not open plain pages. If a page fails verification, the result is an
+Outcome. No exception is raised, and no bytes are returned.
 This module does not depend on files or stores.
 """
 
@@ -66,8 +67,9 @@ Bytes = memoryview | bytes
 
 
 class Head(NamedTuple):
-    """A parsed head. `stored_lengths` are the lengths of the runs in the body, or None if runs are stored unchanged.
-    `salt` and `cipher` are set if runs are sealed. `stored_at` is the time of the write, or 0 if it is not known.
+    """A parsed head. `stored_lengths` are the lengths of the runs in the body, or None if runs are stored
+    unchanged. `salt` and `cipher` are set if runs are sealed. `stored_at` is the time of the write, or 0 if it is
+    unknown.
     """
 
     key: bytes
@@ -110,7 +112,7 @@ class Head(NamedTuple):
 
 
 def plain_head_bytes(form: Form) -> int:
-    """Returns the length of the head of a plain page: neither compressed nor sealed."""
+    """Returns the length of the head of a plain page, which is neither compressed nor sealed."""
     return _FIXED.size + 8 * form.runs + _CHECK.size
 
 
@@ -154,15 +156,16 @@ def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
 
 
 def stored_time(data: memoryview) -> int:
-    """Returns the time in the first FIXED_HEAD_BYTES bytes of a head, without a check. 0 means that it is not known."""
+    """Returns the write time from the first FIXED_HEAD_BYTES bytes of a head, without verifying the head. 0 means
+    unknown."""
     if len(data) < _FIXED.size or bytes(data[:4]) != _MAGIC:
         return 0
     return int(_FIXED.unpack_from(data)[-1])
 
 
 class Codec:
-    """Compresses and decompresses single runs. Use one instance per thread, because the contexts of the compression
-    libraries are not thread-safe. With `keys` every page is sealed, and plain pages are refused.
+    """Compresses and decompresses single runs. Use one instance per thread, because compression contexts are not
+    thread-safe. With `keys` every page is sealed, and plain pages are refused.
     """
 
     def __init__(self, method: int, keys: Keyring | None = None) -> None:
@@ -227,8 +230,8 @@ def _library(module: str) -> Any:
 
 
 def make_codec(compression: Compression = "none", keys: Keyring | None = None) -> Codec:
-    """Returns a codec that writes with `compression` and reads every compression. With `keys` it seals pages. Raises
-    TierError if a package is missing.
+    """Returns a codec that writes with `compression` and can read every compression. With `keys` the codec seals
+    pages. Raises TierError if a package is missing.
     """
     if compression not in _METHODS:
         raise ValueError(f"compression={compression!r} is none of {_METHODS}")
@@ -239,7 +242,7 @@ def make_codec(compression: Compression = "none", keys: Keyring | None = None) -
 
 
 def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[Head]:
-    """Returns the heads of consecutive plain pages in one call. They equal the heads that `seal` returns."""
+    """Returns the heads of consecutive plain pages in one call. The heads equal those that `seal` returns."""
     sums, each, stored_at = run_checksums(pages, form.run_bytes), 8 * form.runs, now()
     return [
         Head(key, 0, form.run_bytes, sums[number * each : (number + 1) * each], stored_at=stored_at)
@@ -250,8 +253,8 @@ def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[He
 def seal(
     key: bytes, form: Form, page: memoryview, codec: Codec, tenant: str = ""
 ) -> tuple[Head, list[Bytes]]:
-    """Returns the head of a page, and its body as a list of pieces. A plain codec returns the caller's memory as one
-    piece. Raises NoKeyError if the codec has keys but none for the tenant.
+    """Returns the head of a page, and its body as a list of pieces. A plain codec returns the caller's memory as
+    one piece. Raises NoKeyError if the codec has keys but no key for the tenant.
     """
     step, stored_at = form.run_bytes, now()
     if codec.is_plain:
@@ -272,9 +275,11 @@ def seal(
 
 
 def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) -> bytes:
-    """Returns the data that authenticates a sealed run, besides its number and its page's salt.
+    """Returns the context that the tag of a sealed run covers, besides the number of the run and the salt of the
+    page.
 
-    `key` contains the block hash and the fingerprint of the layout, so a run cannot be used in another place.
+    `key` contains the block hash and the fingerprint of the layout, so a run cannot be used in place of another
+    run.
     """
     bound = key + bytes([method]) + run_bytes.to_bytes(4, "little")
     return bound if cipher == LEGACY_CIPHER else bound + runs.to_bytes(4, "little") + bytes([cipher])
@@ -283,9 +288,10 @@ def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) ->
 def unseal(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str = ""
 ) -> Outcome:
-    """Verifies runs from `first` on and decodes as many as fit into `into`. Returns the outcome. `body` begins with
-    run `first`, and may be `into` itself if nothing is compressed. Unless the outcome is OK, `into` is undefined. A
-    plain page is UNTRUSTED if the codec has keys.
+    """Verifies runs from `first` on, decodes as many as fit into `into`, and returns the outcome. `body` begins
+    with run `first`. It may be the same memory as `into` if nothing is compressed.
+
+    If the outcome is not OK, the bytes of `into` are undefined. A plain page is UNTRUSTED if the codec has keys.
     """
     step = head.run_bytes
     last = first + len(into) // step
@@ -321,8 +327,8 @@ def _unpack(head: Head, packed: memoryview, run: memoryview, codec: Codec) -> bo
 def _unseal_protected(
     head: Head, body: memoryview, first: int, into: memoryview, codec: Codec, tenant: str
 ) -> Outcome:
-    """Opens sealed runs for `unseal`. Checksums cover the stored bytes, so damage (CORRUPT) differs from a wrong key
-    (LOCKED).
+    """Opens sealed runs for `unseal`. Checksums cover the stored bytes, so damage (CORRUPT) can be distinguished
+    from a wrong key (LOCKED).
     """
     assert head.stored_lengths is not None
     if codec.keys is None:

@@ -5,8 +5,8 @@
     stored key   BLAKE2b(tenant's key, the object's key)             only a holder of the key can derive it
 
 `protect="encrypt"` is AES-256-GCM. `protect="authenticate"` leaves the bytes readable and adds 16 bytes of
-HMAC-SHA-256. A run is bound to its tenant's key, its position and its object: in another place it does not open. Does
-not depend on formats or tiers.
+HMAC-SHA-256. A run is bound to its tenant's key, its position and its object. It cannot be opened in another place.
+This module does not depend on formats or tiers.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ _PERSON, _PERSON_MAC, _PERSON_NAME = b"kvloom.key", b"kvloom.mac", b"kvloom.name
 
 
 class NoKeyError(LookupError):
-    """A tenant has no key. Its pages must not be stored in the clear, and stored pages cannot be opened."""
+    """Raised if a tenant has no key. Its pages must not be stored without protection, and its stored pages cannot
+    be opened."""
 
 
 class PageCipher(Protocol):
-    """Seals the runs of one page. A run opens only with the `context` with which it was sealed."""
+    """Seals and opens the runs of one page. A run can be opened only with the `context` with which it was sealed."""
 
     def encrypt(self, number: int, run: memoryview | bytes, context: bytes) -> bytes:
         """Returns the sealed run, followed by its tag of TAG_BYTES."""
@@ -58,7 +59,7 @@ class PageCipher(Protocol):
 
 
 class _Aes(PageCipher):
-    """AES-256-GCM. Each page has its own key, so the number of the run is a unique nonce."""
+    """AES-256-GCM. Each page has its own key, so the number of a run is a unique nonce."""
 
     def __init__(self, cipher: Any, invalid: type[Exception]) -> None:
         self._cipher, self._invalid = cipher, invalid
@@ -75,7 +76,8 @@ class _Aes(PageCipher):
 
 
 class _Mac(PageCipher):
-    """Authentication only: the unchanged run, followed by 16 bytes of HMAC-SHA-256 over context, number and run."""
+    """Authentication without encryption. A sealed run is the unchanged run, followed by 16 bytes of HMAC-SHA-256
+    over context, number and run."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -118,8 +120,8 @@ class Keyring:
 
     @classmethod
     def read(cls, path: Path | str, protect: Protect = "encrypt") -> Keyring:
-        """Reads keys from a file that only its owner may read. Raises TierError, whose message never contains the
-        file's content.
+        """Reads keys from a file. Raises TierError if the file is invalid or other users may read it. The message
+        never contains the content of the file.
         """
         path = Path(path)
         try:
@@ -182,7 +184,7 @@ def read_keys(path: Path | str | None, protect: Protect | None) -> Keyring | Non
 
 
 def check_protect(path: Path | str | None, protect: str | None) -> None:
-    """Raises ValueError for settings that ask for protection without a key file."""
+    """Raises ValueError if the settings request protection without a key file."""
     if path is not None and not str(path):
         raise ValueError("keys= has no file name: give keys=FILE, or omit it to store pages in the clear")
     if protect is not None and protect not in get_args(Protect):

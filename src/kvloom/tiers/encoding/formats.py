@@ -49,7 +49,8 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class PageFields:
-    """The fields of a page: `layers` layers of `layer_bytes` each, then padding. `tokens` is 0 for a state."""
+    """The fields of a page. The page has `layers` layers of `layer_bytes` each, then padding. `tokens` is 0 for a
+    state."""
 
     fields: tuple[Field, ...]
     layers: int
@@ -59,7 +60,7 @@ class PageFields:
     order: Order = "HND"
 
     def views(self, page: Any) -> list[Array]:
-        """Returns a view of each field as [layers, tokens, *shape], for any order in memory."""
+        """Returns a view of each field as [layers, tokens, *shape], whatever its order in memory."""
         data = np.frombuffer(memoryview(page).cast("B"), np.uint8)
         if len(data) != self.page_bytes:
             raise ValueError(f"the page has {len(data)} bytes; {self} has {self.page_bytes}")
@@ -78,12 +79,13 @@ class PageFields:
 
 
 def split_units(page: Any, shape: PageFields, units: Sequence[Any], unit: PageFields) -> None:
-    """Copies the first tokens of a page to pages of fewer tokens. A state is copied as a whole, to one page."""
+    """Splits a page into pages with fewer tokens and copies its first tokens to them. A state is copied as a whole,
+    to one page."""
     _copy_units(page, shape, units, unit, joined=False)
 
 
 def join_units(units: Sequence[Any], unit: PageFields, page: Any, shape: PageFields) -> None:
-    """Fills a page from pages of fewer tokens. The remaining tokens are set to 0."""
+    """Fills a page from pages with fewer tokens. Remaining tokens of the page are set to 0."""
     _copy_units(page, shape, units, unit, joined=True)
 
 
@@ -130,7 +132,7 @@ class PageShape:
         return self.layers * self.fields * self.tokens * self.heads * self.dims * self.element_bytes
 
     def views(self, page: Any) -> list[Array]:
-        """Returns a view of each field as [layers, tokens, heads, dims], for any order in memory."""
+        """Returns a view of each field as [layers, tokens, heads, dims], whatever its order in memory."""
         dtype = _DTYPES[self.element_bytes]
         names = ("k", "v") if self.fields == 2 else ("latent",)
         fields = tuple(Field(name, (self.heads, self.dims), dtype, shard_axis=0) for name in names)
@@ -173,8 +175,8 @@ def _check(shape: PageShape, kind: Format) -> None:
 
 
 def to_format(page: Any, shape: PageShape, kind: Format) -> Array:
-    """Returns a page in another format, as a new array of unsigned elements. The caller views it as the element
-    type."""
+    """Returns a page in another format, as a new array of unsigned elements. The caller reinterprets the array as
+    the element type."""
     _check(shape, kind)
     stacked = np.stack(shape.views(page), axis=1)
     return np.ascontiguousarray(stacked.transpose(_AXES[kind])).reshape(_block_shape(shape, kind))

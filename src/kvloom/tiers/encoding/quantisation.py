@@ -15,20 +15,30 @@ import numpy.typing as npt
 
 from kvloom.tiers.tier import Form
 
-__all__ = ["CODINGS", "Coding", "decode", "encode", "lossy_form"]
+__all__ = [
+    "CODINGS",
+    "FP8_MAX",
+    "Coding",
+    "Floats",
+    "decode",
+    "encode",
+    "fp8_values",
+    "from_floats",
+    "lossy_form",
+    "to_floats",
+    "to_fp8",
+]
 
 Coding = Literal["int8", "fp8"]
 CODINGS: tuple[Coding, ...] = get_args(Coding)
 BLOCK_VALUES = 64
 _WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2}
-_FP8_MAX = 448.0
+FP8_MAX = 448.0
 Floats = npt.NDArray[np.float32]
 
 
 def lossy_form(form: Form, coding: Coding) -> Form:
-    """Returns the form under which a page of `form` is stored. Raises ValueError if its element type cannot be
-    re-encoded.
-    """
+    """Returns the form of a re-encoded page. Raises ValueError if the element type cannot be re-encoded."""
     if coding not in CODINGS:
         raise ValueError(f"coding={coding!r} is none of {', '.join(CODINGS)}")
     width = _WIDTH.get(form.dtype)
@@ -48,8 +58,8 @@ def lossy_form(form: Form, coding: Coding) -> Form:
 
 def encode(run: memoryview, dtype: str, coding: Coding, into: memoryview) -> None:
     """Encodes one or several runs to values and scales. Infinity becomes the largest value, and NaN becomes 0."""
-    floats = _floats(np.frombuffer(run, np.uint8), dtype).reshape(-1, BLOCK_VALUES)
-    largest = _FP8_MAX if coding == "fp8" else 127.0
+    floats = to_floats(np.frombuffer(run, np.uint8), dtype).reshape(-1, BLOCK_VALUES)
+    largest = FP8_MAX if coding == "fp8" else 127.0
     floats = np.nan_to_num(floats, nan=0.0, posinf=3e38, neginf=-3e38)
     scales = np.abs(floats).max(axis=1) / np.float32(largest)
     scales[scales == 0] = 1.0
@@ -57,28 +67,28 @@ def encode(run: memoryview, dtype: str, coding: Coding, into: memoryview) -> Non
     target = np.frombuffer(into, np.uint8)
     values = floats.size
     target[:values] = (
-        _to_fp8(scaled).ravel() if coding == "fp8" else np.rint(scaled).astype(np.int8).view(np.uint8).ravel()
+        to_fp8(scaled).ravel() if coding == "fp8" else np.rint(scaled).astype(np.int8).view(np.uint8).ravel()
     )
     target[values : values + 4 * len(scales)] = scales.view(np.uint8)
 
 
 def decode(data: memoryview, dtype: str, coding: Coding, into: memoryview) -> None:
-    """Decodes values and scales to the page's element type."""
+    """Decodes values and scales to the element type of the page."""
     values = len(into) // _WIDTH[dtype]
     coded = np.frombuffer(data, np.uint8, values)
     scales = np.frombuffer(data, np.float32, values // BLOCK_VALUES, values)
-    plain = _fp8_values()[coded] if coding == "fp8" else coded.view(np.int8).astype(np.float32)
+    plain = fp8_values()[coded] if coding == "fp8" else coded.view(np.int8).astype(np.float32)
     floats = (plain.reshape(-1, BLOCK_VALUES) * scales[:, None]).ravel()
-    np.frombuffer(into, np.uint8)[:] = _bytes(floats, dtype)
+    np.frombuffer(into, np.uint8)[:] = from_floats(floats, dtype)
 
 
-def _floats(data: npt.NDArray[np.uint8], dtype: str) -> Floats:
+def to_floats(data: npt.NDArray[np.uint8], dtype: str) -> Floats:
     if dtype == "bf16":
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return data.view(np.float32 if dtype == "fp32" else np.float16).astype(np.float32)
 
 
-def _bytes(floats: Floats, dtype: str) -> npt.NDArray[np.uint8]:
+def from_floats(floats: Floats, dtype: str) -> npt.NDArray[np.uint8]:
     if dtype == "bf16":  # round to nearest, ties to even
         bits = floats.view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).view(np.uint8)
@@ -88,7 +98,7 @@ def _bytes(floats: Floats, dtype: str) -> npt.NDArray[np.uint8]:
 
 
 @cache
-def _fp8_values() -> Floats:
+def fp8_values() -> Floats:
     """Returns the values of the 256 codes of fp8 e4m3, which has no infinities."""
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
@@ -101,11 +111,11 @@ def _fp8_values() -> Floats:
 @cache
 def _fp8_borders() -> Floats:
     """Returns the midpoints between adjacent values among the 127 values that are not negative."""
-    values = _fp8_values()[:127].astype(np.float64)
+    values = fp8_values()[:127].astype(np.float64)
     return ((values[1:] + values[:-1]) / 2).astype(np.float32)
 
 
-def _to_fp8(floats: Floats) -> npt.NDArray[np.uint8]:
+def to_fp8(floats: Floats) -> npt.NDArray[np.uint8]:
     codes = np.searchsorted(_fp8_borders(), np.abs(floats), side="left").astype(np.uint8)
     codes[np.signbit(floats)] |= 128
     return codes

@@ -2,8 +2,8 @@
 
     |slab 0: 64 KiB pages|slab 1: 2 MiB pages|slab 2: free|…
 
-While the arena fills, pages are allocated in ascending order, so a batch consists of a few long ranges. Does not
-depend on objects or eviction. Not thread-safe: the host tier's lock guards it.
+While the arena fills, pages are allocated in ascending order, so the pages of a batch form a few long ranges. This
+module does not depend on objects or eviction. It is not thread-safe. The lock of the host tier guards it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MAX_WAIT_RATIO, _PAUSE_SECONDS = 0.25, 2.0
 
 
 class Arena:
-    """`buffer` is memory of the caller, for example pinned memory. Without a buffer the arena maps memory, which the
-    system allocates on first use.
+    """Allocates pages in `buffer`, which is memory of the caller, for example pinned memory. Without a buffer the
+    arena maps memory, which the system allocates on first use.
     """
 
     def __init__(self, capacity: int, slab_bytes: int, buffer: Any = None) -> None:
@@ -95,7 +95,7 @@ class Arena:
         return taken
 
     def free(self, page_bytes: int, offset: int) -> None:
-        """Frees a page. After its last page is freed, a slab can be cut into pages of any size."""
+        """Frees a page. If it was the last page of its slab, the slab can be cut into pages of another size."""
         slab = offset // self.slab_bytes
         self._used[slab] -= 1
         if self._used[slab]:
@@ -124,8 +124,8 @@ def copy_pages(
     at: npt.NDArray[np.int64],
     size: int,
 ) -> None:
-    """Copies `size` bytes from each offset in `at` to each offset in `to`. Ranges that are contiguous on both sides
-    are one copy.
+    """Copies `size` bytes from each offset in `at` to the matching offset in `to`. Ranges that are contiguous on
+    both sides are copied in one call.
 
     If a core is free, a second thread copies half of a large batch, because one core does not saturate memory
     bandwidth.
@@ -165,10 +165,11 @@ def _copy(
 
 
 class _CopyHelper:
-    """A thread that copies ranges from the end of the caller's list. If it is busy, the caller copies alone.
+    """A thread that copies ranges from the end of the caller's list. If the thread is busy, the caller copies
+    alone.
 
-    The caller waits only for the range that the thread is copying. If this wait was long because no core was free,
-    callers copy alone for a while.
+    At the end, the caller waits only for the range that the thread is copying. If this wait was long because no
+    core was free, callers copy alone for a while.
     """
 
     def __init__(self) -> None:
@@ -206,7 +207,7 @@ class _CopyHelper:
 
 
 def _cores() -> int:
-    """Returns the number of cores this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -3,7 +3,7 @@
     key → slot → arena page     a slot belongs to one object until eviction; a replacement takes over the slot
     account → slots by use      the least recently used page is evicted first, within the shares
 
-Not thread-safe: the host tier's lock guards it.
+This module is not thread-safe. The lock of the host tier guards it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import islice
 
 import numpy as np
 
+from kvloom.tiers.page_changes import PageChanges
 from kvloom.tiers.shares import Account, Share, Shares
 
 from .arena import Arena
@@ -34,7 +35,7 @@ class _Account(Account):
 
 
 class HostIndex:
-    """The index of all pages of one arena."""
+    """Finds the slot of a page in host memory by the page's key. Also orders the pages of each tenant by last use."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -49,6 +50,8 @@ class HostIndex:
         self.loading = 0
         """Number of entries whose bytes are still being loaded."""
         self.evicted = 0
+        self.changes: PageChanges | None = None
+        """Records stored and removed pages, if the tier is watched."""
 
     def set_shares(self, shares: Shares) -> None:
         if self.entries or self._by_tenant:
@@ -77,7 +80,9 @@ class HostIndex:
 
     def reserve(self, keys: list[bytes], size: int, tenant: str, limit: int | None = None) -> Index:
         """Allocates up to `limit` pages of `size` bytes for new keys, and evicts pages if needed. Returns for each
-        key the slot to fill. The slot is -1 if the key is stored, is a duplicate in the batch, or no page is left.
+        key the slot to fill.
+
+        The slot is -1 if the key is stored, is a duplicate in the batch, or no page is left.
         """
         account, entries = self._account_of(tenant), self.entries
         fresh = keys if entries.keys().isdisjoint(keys) else [key for key in keys if key not in entries]
@@ -103,7 +108,7 @@ class HostIndex:
     def _insert(
         self, keys: list[bytes], fresh: dict[bytes, None], given: list[int], account: _Account
     ) -> Index:
-        """Assigns slots to the first of the `fresh` keys. Returns slots like `reserve`."""
+        """Assigns the slots `given` to the first of the `fresh` keys. Returns one slot per key, like `reserve`."""
         entered = fresh if len(given) == len(fresh) else list(islice(fresh, len(given)))
         self.entries.update(zip(entered, given, strict=True))
         slots = np.array(given, np.int64)
@@ -117,7 +122,7 @@ class HostIndex:
         return np.array([left.pop(key, -1) for key in keys], np.int64)
 
     def _allocate(self, size: int, account: _Account, count: int) -> list[int]:
-        """Returns up to `count` slots for pages of `account`: free pages first, then evicted ones."""
+        """Returns up to `count` slots for pages of `account`. Uses free pages first, then evicts pages."""
         slots: list[int] = []
         while (lacking := count - len(slots)) > 0:
             within = max(0, account.limit - account.used) // size
@@ -130,8 +135,8 @@ class HostIndex:
         return slots
 
     def _reuse_victims(self, size: int, account: _Account, limit: int) -> list[int]:
-        """Evicts up to `limit` pages of this size, least recently used first, and returns their slots for reuse. This
-        is the common case of eviction. Pages in use are skipped and marked as recently used.
+        """Evicts up to `limit` pages of this size, least recently used first, and returns their slots for reuse.
+        This is the common case of eviction. Pages in use are not evicted, but marked as recently used.
         """
         source = self._victim(account, size)
         if source is None:
@@ -165,6 +170,8 @@ class HostIndex:
         slots = oldest[idle]
         taken: list[int] = slots.tolist()
         entries, keys = self.entries, self.slots.keys
+        if self.changes is not None:
+            self.changes.removed([keys[slot] for slot in taken])
         for slot in taken:
             del entries[keys[slot]]
         self.slots.tick[slots] = -1
@@ -173,9 +180,10 @@ class HostIndex:
         return taken
 
     def _evict_for(self, size: int, account: _Account) -> list[int]:
-        """Evicts the whole slab of the next victim and returns one slot for a page of `size` bytes, or [] if no page
-        is evictable. Called if no page is free and the next victim is in use or has another size. An account at its
-        limit evicts its own pages.
+        """Evicts the whole slab of the next page to evict. Returns one slot for a page of `size` bytes, or [] if no
+        page can be evicted. An account at its limit evicts its own pages.
+
+        Called if no page is free and the next page to evict is in use or has another size.
         """
         tries = min(len(self.entries), _MAX_TRIES)
         accounts = [account] if self._evicts_only_own(account, size) else self._evictable_accounts(account)
@@ -204,8 +212,8 @@ class HostIndex:
         )
 
     def _has_evictable(self, account: _Account, tries: int) -> bool:
-        """Marks the oldest pages that are in use as recently used, `tries` at a time. Returns whether an evictable
-        page remains.
+        """Marks the oldest pages that are in use as recently used, `tries` at a time. Returns whether the account
+        has a page that can be evicted.
         """
         for _ in range(0, len(self.entries), max(1, tries)):
             oldest = account.order.oldest(tries)
@@ -217,15 +225,15 @@ class HostIndex:
         return False
 
     def _pages_in_slab(self, offset: int) -> dict[int, bytes]:
-        """Returns the keys of the allocated pages in the slab of `offset`, by offset."""
+        """Returns a dictionary from offset to key, for the allocated pages in the slab of `offset`."""
         at, keys = self.slots.slot_at, self.slots.keys
         return {page: keys[at[page]] for page in self._arena.slab_pages(offset) if page in at}
 
     def _victim(self, account: _Account, size: int) -> _Account | None:
-        """Returns the account that must evict its next page, so that `account` gets `size` bytes. O(accounts).
+        """Returns the account that must evict a page, so that `account` gets `size` bytes. O(accounts).
 
-        An account at its limit evicts its own page. Otherwise the victim is the least recently used page of `account`
-        and of all accounts above their guarantee.
+        An account at its limit evicts its own page. Otherwise the least recently used page of `account` and of all
+        accounts above their guarantee is evicted.
         """
         if self._evicts_only_own(account, size):
             return account if size <= account.limit and account.order.least_recent() is not None else None
@@ -239,17 +247,19 @@ class HostIndex:
         return best[1] if best else None
 
     def _evictable_accounts(self, account: _Account) -> list[_Account]:
-        """Returns the accounts whose pages may be evicted for `account`, while it is below its limit."""
+        """Returns the accounts whose pages may be evicted for `account` while `account` is below its limit."""
         return [one for one in self.accounts if one is account or one.is_above_guarantee]
 
     def _evicts_only_own(self, account: _Account, size: int) -> bool:
-        """Returns whether a page of `account` may replace only pages of the same account."""
+        """Returns whether a new page of `account` may replace only pages of the same account."""
         return len(self.accounts) == 1 or account.used + size > account.limit
 
     def _is_evictable(self, offset: int, key: bytes, account: _Account) -> bool:
-        """Returns whether a page may be evicted for `account`. It must have no references, and its owner must be
-        `account` or above its guarantee. A page that was dropped while in use has no key, or its key has another
-        slot.
+        """Returns whether a page may be evicted for `account`. The page must have no references. Its owner must be
+        `account`, or an account above its guarantee.
+
+        A page that was dropped while in use has no key, or its key refers to another slot. Such a page cannot be
+        evicted.
         """
         slot = self.entries.get(key)
         if slot is None or self.slots.offset[slot] != offset or self.slots.refs[slot]:
@@ -262,8 +272,10 @@ class HostIndex:
         )
 
     def remove(self, key: bytes, slot: int) -> None:
-        """Removes an entry. Its page is freed at once, or by the last release."""
+        """Removes an entry. Its page is freed at once, or when its last lease is released."""
         del self.entries[key]
+        if self.changes is not None:
+            self.changes.removed([key])
         self.slots.tick[slot] = -1
         if self.slots.refs[slot]:
             self.slots.dropped[slot] = True

@@ -1,8 +1,9 @@
-"""The host tier: pages in this process's memory, evicted least recently used first, within tenants' shares.
+"""The host tier stores pages in the memory of this process. It evicts the least recently used page first, within
+tenants' shares.
 
-Reads and writes copy in the calling thread and are done on return. Large copies use a second thread. For copies by a
-device, `acquire` and `reserve` lease arena pages until the copies are done. The caller may pass pinned memory as the
-arena's buffer. This module does not depend on devices.
+Reads and writes copy in the calling thread and are done on return. Large copies use a second thread. If a device
+copies the pages, `acquire` and `reserve` lease arena pages until the copies are done. The caller may pass pinned
+memory as the arena's buffer. This module does not depend on devices.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.tiers.encoding import Head, make_codec, run_checksums, unseal
+from kvloom.tiers.page_changes import PageChanges
 from kvloom.tiers.shares import Shares
 from kvloom.tiers.tier import Objects, Ranges, Tier, part_range
 from kvloom.tiers.transfer import Outcome, TierStats, Transfer, TransferCounts, failed_transfer
@@ -39,9 +41,9 @@ _ONE = np.int32(1)
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """`slab_bytes` must be at least the largest page; use the pool layout's value. `checked` stores and verifies
-    checksums, for memory that is not trusted, and costs about as much as the copy. `ttl` is the number of seconds
-    after which a page is a miss; 0 means never.
+    """Settings of a host tier. `slab_bytes` must be at least the largest page. Use the value of the pool layout.
+    `checked` stores and verifies checksums, for memory that is not trusted. It costs about as much as the copy.
+    `ttl` is the number of seconds after which a page is a miss. 0 means never.
     """
 
     capacity: int
@@ -54,7 +56,7 @@ class HostConfig:
 
 
 class HostTier(Tier):
-    """Thread-safe. The lock guards bookkeeping only and is never held during a copy."""
+    """A tier in host memory. Thread-safe. The lock guards bookkeeping only and is never held during a copy."""
 
     def __init__(self, config: HostConfig, buffer: Any = None) -> None:
         self._config = config
@@ -76,7 +78,7 @@ class HostTier(Tier):
 
     @property
     def arena(self) -> npt.NDArray[np.uint8]:
-        """The memory of the tier. The offsets of a Lease refer to it."""
+        """The memory of the tier. The offsets of a Lease are positions in this array."""
         return self._arena.bytes
 
     @property
@@ -93,12 +95,18 @@ class HostTier(Tier):
         with self._lock:
             self.index.set_shares(shares)
 
+    def watch(self) -> PageChanges:
+        """Records changes (see `SupportsChanges`). Call this method before the first page is stored."""
+        with self._lock:
+            self.index.changes = PageChanges()
+            return self.index.changes
+
     def used_by(self, tenant: str) -> int:
         with self._lock:
             return self.index.used_by(tenant)
 
     def limit_of(self, tenant: str) -> int:
-        """Returns the most bytes that a tenant may use."""
+        """Returns the largest number of bytes that a tenant may use."""
         return self.index.limit_of(tenant)
 
     def __contains__(self, key: bytes) -> bool:
@@ -118,7 +126,7 @@ class HostTier(Tier):
     def acquire(self, objects: Objects) -> Lease:
         """Leases the pages of stored objects for reading. Release the lease when the last copy is done.
 
-        The result of an object is MISSING if it is not stored, and LAYOUT if its page has another size.
+        The result for an object is MISSING if it is not stored, and LAYOUT if its page has another size.
         """
         form = objects.form
         with self._lock:
@@ -137,7 +145,9 @@ class HostTier(Tier):
 
     def reserve(self, objects: Objects, writer: int = 0) -> Lease:
         """Leases pages for new objects, and evicts pages if needed. The caller fills the pages whose result is
-        PENDING, then releases the lease. OK: the object is already stored or loading. FULL: no page can be evicted.
+        PENDING, then releases the lease.
+
+        The result OK means that the object is already stored or loading. FULL means that no page can be evicted.
         `writer` is the peer that may drop the objects.
         """
         size, keys = objects.form.page_bytes, objects.keys
@@ -208,7 +218,8 @@ class HostTier(Tier):
         return transfer
 
     def drop(self, objects: Objects, writer: int | None = None) -> int:
-        """Removes objects, with `writer` only those that this peer wrote. Returns the number removed."""
+        """Removes objects. If `writer` is given, removes only objects that this peer wrote. Returns the number of
+        removed objects."""
         with self._lock:
             dropped, table = 0, self._slots
             for key in objects.keys:
@@ -219,9 +230,9 @@ class HostTier(Tier):
             return dropped
 
     def drop_damaged(self, keys: Iterable[bytes], max_bytes: int) -> int:
-        """Removes objects whose bytes do not match their checksums. Returns the number removed.
+        """Removes objects whose bytes do not match their checksums. Returns the number of removed objects.
 
-        Reads at most `max_bytes`, but at least one page. Pages without checksums are kept.
+        Reads at most `max_bytes`, but at least one page. Pages without checksums are not removed.
         """
         dropped = 0
         for key in keys:
@@ -252,7 +263,8 @@ class HostTier(Tier):
             )
 
     def close(self) -> None:
-        """Removes all pages. Leased pages stay readable until released. The memory is freed with its last view."""
+        """Removes all pages. Leased pages stay readable until they are released. The memory is freed when its last
+        view is deleted."""
         with self._lock:
             self._closed = True
             for key, slot in list(self.index.entries.items()):
@@ -274,7 +286,7 @@ class HostTier(Tier):
             return
         at = np.flatnonzero(slots >= 0)
         leased = slots if len(at) == len(slots) else slots[at]
-        if written is True and self._codec is None and self._finish_reserved(leased):
+        if written is True and self._codec is None and self._finish_reserved(objects, at, leased):
             return
         complete = np.broadcast_to(np.asarray(written), len(slots))[at]
         if self._codec is not None:
@@ -290,14 +302,23 @@ class HostTier(Tier):
                 self.index.loading -= int(coming.sum())
                 table.ready[leased] |= complete
                 lost = coming & (~complete | self._closed)
+                self._record_stored(objects, at[coming & ~lost])
                 for i in np.flatnonzero(lost).tolist():
                     self.index.remove(objects.keys[at[i]], int(leased[i]))
                 leased = leased[~lost]
             for slot in set(leased[table.dropped[leased] & (table.refs[leased] == 0)].tolist()):
                 self.index.free(slot)
 
+    def _record_stored(self, objects: Objects, at: Index) -> None:
+        """Records new pages, if the tier is watched. `at` are the indexes of the objects. The caller holds the lock."""
+        if self.index.changes is not None and len(at):
+            places = at.tolist()
+            self.index.changes.stored(
+                [objects.keys[i] for i in places], [objects.block_hashes[i] for i in places]
+            )
+
     def _expire(self, keys: list[bytes]) -> None:
-        """Removes those of `keys` that have expired. The caller holds the lock."""
+        """Removes the expired objects among `keys`. The caller holds the lock."""
         if not self._config.ttl:
             return
         cutoff, slots = expiry_cutoff(self._config.ttl), self.index.find(keys)
@@ -306,11 +327,11 @@ class HostTier(Tier):
             self.index.remove(key, self.index.entries[key])
             self.index.evicted += 1
 
-    def _finish_reserved(self, leased: Index) -> bool:
+    def _finish_reserved(self, objects: Objects, at: Index, leased: Index) -> bool:
         """Marks all pages of a `reserve` lease as ready and releases them, in a few array operations.
 
-        Returns False and changes nothing if the tier is closed or a page is already ready; the caller then releases
-        page by page.
+        If the tier is closed or a page is already ready, returns False and changes nothing. The caller then
+        releases page by page.
         """
         with self._lock:
             table = self._slots
@@ -318,11 +339,12 @@ class HostTier(Tier):
                 return False
             table.refs[leased], table.ready[leased] = 0, True
             self.index.loading -= len(leased)
+            self._record_stored(objects, at)
             return True
 
     def _page_checksums(self, slot: int) -> bytes:
-        """Returns the checksums of a leased page, and computes them if needed. The page must be ready, or the caller
-        must be its writer. Threads may compute them at the same time, with equal results.
+        """Returns the checksums of a leased page, and computes them if needed. The page must be ready, or the
+        caller must be its writer. Several threads may compute the same checksums.
         """
         table = self._slots
         checks = table.checksums.get(slot)

@@ -1,4 +1,5 @@
-"""The URL of a host tier: `host:SIZE?checked=1&ttl=SECONDS&share=PORT&secret=FILE`. Opens only tiers that are not shared."""
+"""The URL of a host tier: `host:SIZE?checked=1&ttl=SECONDS&share=PORT&secret=FILE`. `parse_url` refuses the option
+`share`."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ __all__ = ["HostURL", "parse_url"]
 
 @dataclass(frozen=True, slots=True)
 class HostURL:
-    """A parsed URL: the capacity in bytes, whether checksums are stored (`checked=1`), and the address for peers.
-    `share=PORT` listens on loopback, `share=HOST:PORT` on that address. `secret` is the file with the secret of the
-    peers. `ttl` is the number of seconds after which a page expires.
+    """A parsed URL. It has the capacity in bytes, whether checksums are stored (`checked=1`), and the address for
+    peers. `share=PORT` listens on loopback, and `share=HOST:PORT` on that address. `secret` is the file with the
+    secret of the peers. `ttl` is the number of seconds after which a page expires.
     """
 
     capacity: int
@@ -28,7 +29,7 @@ class HostURL:
 
     @classmethod
     def parse(cls, url: str) -> HostURL:
-        """Parses a URL from which the option `write` was removed. Raises ValueError for a bad URL."""
+        """Parses a URL from which the option `write` was removed. Raises ValueError for an invalid URL."""
         plain, _, query = url.partition("?")
         options = Options(url, query)
         checked, address = options.text("checked", "0"), options.optional_text("share")
@@ -48,8 +49,8 @@ class HostURL:
 
 
 def parse_url(url: str) -> Callable[[], HostTier]:
-    """Parses a URL. Returns the function that opens the tier. Raises ValueError for a shared host tier, which only an
-    engine can serve.
+    """Parses a URL. Returns the function that opens the tier. Raises ValueError for a shared host tier, because
+    only an engine can share its host tier.
     """
     parsed = HostURL.parse(url)
 

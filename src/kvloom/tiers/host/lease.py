@@ -26,13 +26,14 @@ class LeaseOwner(Protocol):
         ...
 
     def set_checksums(self, slots: Index, data: bytes, size: int) -> None:
-        """Stores `size` bytes of checksums for each page that is being filled. Raises ValueError for a wrong length."""
+        """Stores `size` bytes of checksums for each page that is being filled. Raises ValueError if `data` has a
+        wrong length."""
         ...
 
 
 class Lease:
-    """Leased arena pages, in use until `release`. An offset is -1 if the object has no page; `results` has the
-    reason.
+    """Leased arena pages, which stay in use until `release`. The offset of an object is -1 if it has no page.
+    `results` contains the reason.
     """
 
     __slots__ = ("_objects", "_owner", "offsets", "results", "slots")
@@ -50,8 +51,8 @@ class Lease:
         self.offsets, self.results = offsets, results
 
     def release(self, written: bool | npt.NDArray[np.bool_] = True) -> None:
-        """Ends the lease. Idempotent. After `reserve`, `written` states whether the bytes are complete, for all pages
-        or per page. Incomplete pages are freed.
+        """Ends the lease. A second call has no effect. After `reserve`, `written` states whether the bytes are
+        complete, for all pages or per page. Incomplete pages are freed.
         """
         slots, self.slots = self.slots, self.slots[:0]
         self._owner.release_slots(self._objects, slots, written)
@@ -62,12 +63,12 @@ class Lease:
         return int((self.slots >= 0).sum()) * 8 * self._objects.form.runs
 
     def page_checksums(self) -> list[bytes]:
-        """Returns the checksums of the leased pages that are ready, in order. Computes those that are missing."""
+        """Returns the checksums of the leased pages that are ready, in order. Computes missing checksums."""
         return self._owner.ready_checksums(self.slots[self.slots >= 0])
 
     def set_checksums(self, data: bytes) -> None:
-        """Stores the writer's checksums of the pages that a `reserve` lease fills, page after page. Raises ValueError
-        if their number is wrong.
+        """Stores the checksums that the writer computed for the pages of a `reserve` lease, page after page. Raises
+        ValueError if the number of checksums is wrong.
         """
         size = 8 * self._objects.form.runs
         self._owner.set_checksums(self.slots[self.slots >= 0], data, size)

@@ -1,8 +1,8 @@
-"""Memory that other processes of this user on this host can map. Peers read a host tier's arena through it, without a
-copy.
+"""Memory that other processes of this user on this host can map. Through it, peers read the arena of a host tier
+without a copy.
 
-The memory has no name in any directory, so nothing remains when a process ends. Linux only; on other systems peers
-use TCP.
+The memory has no name in any directory, so nothing remains when the process ends. It exists only on Linux. On other
+systems peers use TCP.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_SHRIN
 
 
 class SharedMemory:
-    """Pass `buffer` to a HostTier and the object to a PeerServer. With `read_only` other processes cannot write to
-    the memory. Raises OSError or AttributeError if the system does not support it.
+    """A block of shared memory. Pass `buffer` to a HostTier and the object itself to a PeerServer. With
+    `read_only`, other processes cannot write to the memory. Raises OSError or AttributeError if the system does not
+    support shared memory.
     """
 
     def __init__(self, size: int, read_only: bool = False) -> None:
@@ -46,7 +47,7 @@ class SharedMemory:
 
     @property
     def path(self) -> str:
-        """The path by which other processes open the memory while this process runs."""
+        """The path at which other processes can open the memory while this process runs."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
 
@@ -55,8 +56,8 @@ _lock = threading.Lock()
 
 
 def map_shared_memory(path: str, token: str, size: int) -> npt.NDArray[np.uint8] | None:
-    """Maps the shared memory of another process, once per process. Returns None if it is on another host, or belongs
-    to another user or container.
+    """Maps the shared memory of another process, once per process. Returns None if the memory is on another host,
+    or belongs to another user or container.
     """
     with _lock:
         found = _mapped.get(token)

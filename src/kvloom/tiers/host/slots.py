@@ -1,7 +1,7 @@
 """The state of the host tier's pages, in arrays with one slot per page. A batch costs a few array operations.
 
-A slot stands for an arena page from allocation until it is freed. An object that replaces another object takes its
-slot. `LruOrder` orders slots by last use. Not thread-safe: the host tier's lock guards it.
+A slot represents an arena page from its allocation until it is freed. An object that replaces another object takes
+its slot. `LruOrder` orders slots by last use. This module is not thread-safe. The lock of the host tier guards it.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ class Slots:
 
 
 class LruOrder:
-    """Slots ordered by last use, least recent first, stored as batches. A slot that was used again or removed has
-    another tick and is skipped. Adding a batch costs one append. A lookup costs amortised O(1) per slot.
+    """Slots ordered by last use, least recent first, stored as batches. If a slot was used again or removed, its
+    tick has changed, and its old entry is skipped. Adding a batch costs one append. Finding a slot costs amortised
+    O(1).
     """
 
     __slots__ = ("_batches", "_limit", "_queued", "_slots")
@@ -114,7 +115,7 @@ class LruOrder:
         self._queued, self._limit = 0, _STALE_LIMIT
 
     def touch(self, slots: Index, tick: int) -> None:
-        """Marks slots as used now. Each slot may occur once. Every call needs a new tick."""
+        """Marks slots as used now. Each slot may occur only once. Every call needs a new tick."""
         if not slots.size:
             return
         self._slots.tick[slots] = tick

@@ -1,8 +1,9 @@
-"""Access to a peer's arena by NIXL, which uses RDMA between hosts if UCX supports it, otherwise shared memory or TCP.
+"""Access to a peer's arena by NIXL. NIXL uses RDMA between hosts if UCX supports it, otherwise shared memory or
+TCP.
 
 The server registers its arena and publishes the address. The client reads and writes the arena through a registered
-buffer. It does so only during a lease: between `ACQUIRE` and `RELEASE`, or `RESERVE` and `COMMIT`. `peer_tier.py`
-manages leases.
+buffer. It does so only during a lease, between `ACQUIRE` and `RELEASE`, or between `RESERVE` and `COMMIT`.
+`peer_tier.py` manages leases.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _ABANDONED: list[memoryview] = []  # buffers to which an abandoned transfer may 
 
 
 class NixlArena:
-    """The server's side. Keeps the arena registered until `close`.
+    """The server's side of NIXL access. Keeps the arena registered until `close`.
 
-    Without RDMA the server must make progress calls: a thread polls the agent, often during leases and rarely
-    otherwise.
+    Without RDMA, transfers progress only while the server polls NIXL. A thread polls often during leases, and
+    rarely otherwise.
     """
 
     def __init__(self, arena: npt.NDArray[np.uint8]) -> None:
@@ -53,7 +54,7 @@ class NixlArena:
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends NIXL access; transfers in flight fail."""
+        """Ends NIXL access. Transfers in flight fail."""
         with self._changed:
             self._ended = True
             self._changed.notify()
@@ -71,7 +72,8 @@ class NixlArena:
 
 
 class NixlClient:
-    """The client's side, one instance per connection. After any exception the connection is unusable."""
+    """The client's side of NIXL access, with one instance per connection. After any exception the connection is
+    unusable."""
 
     def __init__(self, about: dict[str, Any], timeout: float) -> None:
         self._agent, self._base, self._timeout = make_agent("UCX"), int(about["base"]), timeout
@@ -93,8 +95,8 @@ class NixlClient:
         return self._buffer[number * page_bytes : (number + 1) * page_bytes]
 
     def transfer(self, verb: str, offsets: Sequence[int], page_bytes: int, start: int, stop: int) -> None:
-        """Transfers bytes [start, stop) of arena pages. READ copies them to the pages of the buffer, WRITE copies
-        them from there.
+        """Transfers bytes [start, stop) of arena pages. READ copies from the arena to the buffer, and WRITE from
+        the buffer to the arena.
         """
         base, size = address_of(np.frombuffer(self._buffer, np.uint8)), stop - start
         ours = [(base + number * page_bytes + start, size, 0) for number in range(len(offsets))]

@@ -45,12 +45,12 @@ TransferMethod = Literal["auto", "shared", "nixl", "connection"]
 
 
 class PeerConnection(Connection):
-    """A client connection to a PeerServer. `by="auto"` uses shared memory if the server's memory can be mapped, else
-    the socket.
+    """A client connection to a PeerServer. `by="auto"` uses shared memory if the server's memory can be mapped,
+    else the socket.
 
-    With an empty `secret`, a server of the same user on loopback is reached by its Unix socket, which needs no
-    secret; any other server gets the user's default secret. Connections with the same `token` may drop each other's
-    pages.
+    If `secret` is empty and the server runs on loopback as the same user, the client uses the server's Unix socket
+    and needs no secret. For other servers, an empty `secret` means the user's default secret. Connections with the
+    same `token` may drop each other's pages.
     """
 
     def __init__(
@@ -245,8 +245,8 @@ class PeerConnection(Connection):
 def _connect(
     address: Address, secret: bytes, timeout: float, by: TransferMethod
 ) -> tuple[socket.socket, bool]:
-    """Connects to a server. Returns the socket, and whether a secret is needed. On a Unix socket the kernel
-    identifies the user instead.
+    """Connects to a server. Returns the socket, and whether a secret is needed. A Unix socket needs no secret,
+    because the kernel identifies the user.
     """
     try:
         if isinstance(address, UnixAddress):
@@ -265,13 +265,13 @@ def _address_text(address: Address) -> str:
 
 
 class _ChecksumReader:
-    """Reads checksums from a payload, page by page, from byte `at` on. Only found pages have checksums."""
+    """Reads the checksums in `payload` page by page, starting at byte `at`. Only found pages have checksums."""
 
     def __init__(self, payload: bytes, at: int, runs: int) -> None:
         self._payload, self._at, self._size = payload, at, 8 * runs
 
     def next(self, part: tuple[int, int] | None = None, run_bytes: int = 1) -> bytes:
-        """Returns the checksums of the next page, or of part of it."""
+        """Returns the checksums of the next page, or of a part of the page."""
         found = self._payload[self._at : self._at + self._size]
         if len(found) < self._size:
             raise StoreError("the peer's reply is too short")
@@ -304,9 +304,9 @@ class _Write(Job):
 def open_peer(
     address: Address, secret: bytes = b"", by: TransferMethod = "auto", config: RemoteConfig | None = None
 ) -> RemoteTier:
-    """Opens the host tier of another process. Its capacity is the peer's. An empty `secret` selects the user's
-    default secret. From `config`, only timeout, threads and batch size are used. Raises TierError if the peer cannot
-    be reached.
+    """Opens the host tier of another process. The capacity is that of the peer. An empty `secret` selects the
+    user's default secret. From `config`, only timeout, threads and batch size are used. Raises TierError if the
+    peer cannot be reached.
     """
     requested = config or RemoteConfig(capacity=1)
     if requested.compression != "none" or requested.keys is not None:
@@ -330,9 +330,11 @@ def open_peer(
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
-    """Parses `peer://host:port?secret=FILE&by=auto&readers=2&writers=2&timeout=2`; returns the function that opens
-    the tier. `by` is auto, shared, nixl or connection. `peer:///path/of/socket?uid=1001` is a Unix socket. Its server
-    must run as this user, as root, or as the user `uid`.
+    """Parses `peer://host:port?secret=FILE&by=auto&readers=2&writers=2&timeout=2`. Returns the function that opens
+    the tier.
+
+    `by` is auto, shared, nixl or connection. `peer:///path/of/socket?uid=1001` is a Unix socket. Its server must
+    run as this user, as root, or as the user `uid`.
     """
     parts = urlsplit(url)
     options = Options(url, parts.query)

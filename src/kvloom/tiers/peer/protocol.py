@@ -1,9 +1,10 @@
-"""The wire protocol between peers. A message is a fixed header, then the number of bytes that it states.
+"""The wire protocol between peers. A message is a fixed header and a payload. The header contains the length of the
+payload.
 
     hello    server: "KVPEER" version u16, nonce 32       client: nonce 32, proof 32       server: verdict u8, proof 32
     message  "KVPM" verb u8 status u8 0 u16 count u32 page_bytes u32 run_bytes u32 a u64 b u64 payload u64, the payload, tag 16
 
-A proof is an HMAC-SHA256 of both nonces under the shared secret. It proves knowledge of the secret without sending
+A proof is an HMAC-SHA256 of both nonces under the shared secret. It proves possession of the secret without sending
 it. A tag is a keyed BLAKE2b of the message and its number, with one key per connection and direction. An attacker
 therefore cannot add, change or repeat messages. Pages follow messages without a tag, and nothing is encrypted.
 Lengths are checked before memory is allocated.
@@ -45,11 +46,12 @@ _TAG_BYTES = 16
 
 
 class PeerError(RuntimeError):
-    """The peer refused a request or sent an invalid message. The connection is not used again."""
+    """Raised if the peer refused a request or sent an invalid message. The connection is not used again."""
 
 
 class Verdict(IntEnum):
-    """The server's reply to a hello."""
+    """The server's reply to the first message (hello) of a client: the connection is accepted, or refused with a
+    reason."""
 
     WRONG_SECRET = 0
     ACCEPTED = 1
@@ -91,7 +93,7 @@ class Message:
 
 
 class Channel:
-    """One connection, used by one thread at a time. `timeout` limits every exchange, which `begin` starts."""
+    """One connection, used by one thread at a time. `begin` starts an exchange, which may take `timeout` seconds."""
 
     def __init__(self, connected: socket.socket, timeout: float) -> None:
         self._stream = ByteStream(connected, timeout)
@@ -99,7 +101,7 @@ class Channel:
         self._sent = self._received = 0
 
     def set_keys(self, send_key: bytes, receive_key: bytes) -> None:
-        """Adds tags to every message from now on."""
+        """Sets the keys of both directions. From now on every message has a tag."""
         self._send_key, self._receive_key = send_key, receive_key
 
     def begin(self, size: int = 0) -> None:
@@ -109,7 +111,7 @@ class Channel:
         self._stream.close()
 
     def send(self, message: Message, pieces: Sequence[Any] = ()) -> None:
-        """Sends a message, then the pieces from the caller's memory."""
+        """Sends a message, then `pieces` from the caller's memory."""
         header = _HEADER.pack(
             _MAGIC,
             message.verb,
@@ -130,9 +132,10 @@ class Channel:
         self._stream.send(pieces)
 
     def receive(self, wait: bool = False, max_payload: Callable[[Verb, int], int] | None = None) -> Message:
-        """Returns the next message. `wait` waits for its first byte without a timeout.
+        """Returns the next message. If `wait` is set, waits for its first byte without a timeout.
 
-        `max_payload` returns the largest payload for a verb and a count. Raises PeerError.
+        `max_payload` returns the largest allowed payload for a verb and a count. Raises PeerError if the message is
+        invalid.
         """
         if wait:
             self._stream.wait_readable()
@@ -165,7 +168,7 @@ class Channel:
         self._stream.receive(into)
 
     def receive_checked(self, into: memoryview, run_bytes: int) -> bytes:
-        """Fills `into` (whole runs). Returns the checksums of the runs."""
+        """Receives bytes into `into`, which consists of whole runs. Returns the checksums of the runs."""
         return self._stream.receive_checked(into, run_bytes)
 
     def send_checked(self, data: memoryview, run_bytes: int) -> bytes:
@@ -182,7 +185,7 @@ def _tag(key: bytes, number: int, header: bytes, payload: bytes) -> bytes:
 
 def _proof(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
     """Returns an HMAC of the role, the protocol version and both nonces. Only a process with the secret can compute
-    it.
+    this HMAC.
     """
     return hmac.digest(secret, b"kvloom peer %d %b:" % (WIRE_VERSION, role) + server + client, "sha256")
 
@@ -190,8 +193,8 @@ def _proof(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
 def server_handshake(
     channel: Channel, secret: bytes, admit: Callable[[], Verdict] = lambda: Verdict.ACCEPTED
 ) -> Verdict:
-    """Runs the server's side of the handshake. Returns the verdict. `admit` decides about a client that has the
-    secret.
+    """Runs the server's side of the handshake and returns the verdict. If the client has proved the secret, `admit`
+    decides about it.
     """
     ours = os.urandom(32)
     channel.send_bytes([_HELLO.pack(_HELLO_MAGIC, WIRE_VERSION, ours)])

@@ -39,8 +39,8 @@ def private_directories() -> list[Path]:
 
 
 def open_private_directory(path: Path, create: bool = False) -> int:
-    """Opens a directory that only this user may enter. Returns its descriptor. Raises OSError if it does not exist or
-    another user owns it.
+    """Opens a directory that only this user may enter, and returns its descriptor. Raises OSError if the directory
+    does not exist or another user owns it.
     """
     if create:
         for parent in (*reversed(path.parents), path):
@@ -89,8 +89,8 @@ def read_secret(path: Path | str) -> bytes:
 
 
 def default_secret(create: bool = False) -> bytes:
-    """Returns the default secret of this user. `create` writes it if it is missing. Raises ValueError with the
-    remedy.
+    """Returns the default secret of this user. If `create` is set, creates a missing secret. Raises ValueError if
+    there is none, and the message states the remedy.
     """
     folders = private_directories()
     if not folders:

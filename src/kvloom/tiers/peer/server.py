@@ -1,10 +1,10 @@
 """Serves a host tier to other processes, with one thread per connection. A lease ends with its connection or at a
 deadline.
 
-A client on the same host maps the arena and copies pages itself, between `ACQUIRE` and `RELEASE` or `RESERVE` and
-`COMMIT`. Other clients receive pages on the connection. The writer computes checksums, and the reader compares them.
-Nothing is ever unpickled. A stored page is never overwritten, and only its writer may drop it. This module does not
-depend on engines.
+A client on the same host maps the arena and copies pages itself. It copies only between `ACQUIRE` and `RELEASE`, or
+between `RESERVE` and `COMMIT`. Other clients receive pages on the connection. The writer computes checksums, and
+the reader compares them. Nothing is ever unpickled. A stored page is never overwritten, and only its writer may
+drop it. This module does not depend on engines.
 """
 
 from __future__ import annotations
@@ -49,13 +49,16 @@ _MIN_PAGE, _MIN_RUN = 512, 64  # smaller pages cost more in bookkeeping than in 
 
 @dataclass(frozen=True, slots=True)
 class PeerConfig:
-    """Where to listen, and the limits of clients. `port` 0 selects a free port. An empty `secret` selects this user's
-    default secret (secret.py) and works only on loopback; a given secret needs at least 16 bytes. Clients of this
-    user on loopback may also connect by a Unix socket. `unix_socket` is the path of a second Unix socket, which
-    `allowed_uids`, this user and root may use. With `read_only`, clients cannot change anything. The server closes a
-    connection whose handshake takes longer than `handshake_seconds`, or whose lease lasts longer than
-    `lease_seconds`. One user or address may have half of `max_connections`. Above the limit, a new connection
-    replaces one that was idle for `idle_seconds`.
+    """The address of a server and the limits of its clients.
+
+    - `port`: 0 selects a free port.
+    - `secret`: an empty secret selects this user's default secret (secret.py), and works only on loopback. A given
+      secret needs at least 16 bytes. Clients of this user on loopback may also connect by a Unix socket.
+    - `unix_socket`: the path of a second Unix socket, for `allowed_uids`, this user and root.
+    - `read_only`: clients cannot change anything.
+    - `handshake_seconds`, `lease_seconds`: the server closes a connection whose handshake or lease takes longer.
+    - `max_connections`: one user or address may have half of them. Above the limit, a new connection replaces one
+      that was idle for `idle_seconds`.
     """
 
     host: str = "127.0.0.1"
@@ -105,8 +108,8 @@ def _loopback(host: str) -> bool:
 
 
 def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int) -> Objects:
-    """Returns Objects that have only keys, without block hashes. Raises ValueError for keys of several groups or
-    forms.
+    """Returns Objects that have only keys, without block hashes. Raises ValueError if the keys have different
+    groups or forms.
     """
     tail = keys[0][_HASH_BYTES:] if keys else bytes(KEY_BYTES - _HASH_BYTES)
     if any(key[_HASH_BYTES:] != tail for key in keys):
@@ -120,8 +123,9 @@ def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int) -> Obj
 
 
 class PeerServer:
-    """Serves a tier until `close`. Does not close the tier. Raises OSError if the address is unavailable, and
-    ValueError without a secret. `memory` lets processes on this host map the arena. `nixl` lets NIXL access it.
+    """Serves a tier until `close`. Does not close the tier. With `memory`, processes on this host can map the
+    arena. With `nixl`, NIXL can access it. Raises OSError if the address is unavailable, and ValueError if there is
+    no secret.
     """
 
     def __init__(
@@ -169,8 +173,9 @@ class PeerServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, port = self._socket.getsockname()[:2]
-        return str(host), int(port)
+        """The configured host name and the port. Clients with the same host name in their configuration find this
+        server."""
+        return self._config.host, int(self._socket.getsockname()[1])
 
     def close(self) -> None:
         """Closes every connection. A client that is reading from the arena gets an error and recomputes the pages."""
@@ -223,7 +228,7 @@ class PeerServer:
                 self._clients.remove(client)
 
     def _admit(self, client: PeerClient, allowed: bool) -> Verdict:
-        """Returns the verdict on a connection that proved the secret or came through a Unix socket."""
+        """Returns the verdict on an authenticated connection, which proved the secret or used a Unix socket."""
         if not allowed:
             return Verdict.WRONG_USER
         admitted, idle = self._clients.admit(client)
@@ -269,7 +274,7 @@ class PeerServer:
 
 
 class _LeaseLimits:
-    """Limits on leases, per connection and for all connections together, separately for reads and writes.
+    """Limits on leases, per connection and for all connections together. Reads and writes have separate limits.
 
     Without limits, a client could lease so many pages that all other pages are evicted.
     """
@@ -282,7 +287,7 @@ class _LeaseLimits:
         self._key = os.urandom(32)
 
     def writer(self, token: bytes) -> int:
-        """Returns a client's number, never 0. Other clients cannot guess it."""
+        """Returns the number of a client, which is never 0. Other clients cannot guess it."""
         return int.from_bytes(blake2b(token, digest_size=8, key=self._key).digest(), "little") >> 2 | 1
 
 
@@ -309,7 +314,7 @@ class _RequestHandler:
         limits: _LeaseLimits,
         maps: bool,
     ) -> None:
-        """`maps` states that the client has mapped the arena, and so can read every page without a lease."""
+        """`maps` states that the client has mapped the arena. Such a client can read every page without a lease."""
         self._tier, self._client, self._channel, self._published = tier, client, client.channel, about
         self._read_only, self._nixl, self._limits, self._maps = read_only, nixl, limits, maps
         self._writer = limits.writer(os.urandom(16))
@@ -332,12 +337,13 @@ class _RequestHandler:
         self._verbs[message.verb](message)
 
     def release_leases(self) -> None:
-        """Releases all leases. Reserved pages are removed, and read pages become evictable."""
+        """Releases all leases. Reserved pages are removed, and pages that were read can be evicted again."""
         for number in list(self.leases):
             self._remove_lease(number).release(written=False)
 
     def max_payload(self, verb: Verb, count: int) -> int:
-        """Returns the largest payload of a request: keys, checksums of a lease, or the token of a client."""
+        """Returns the largest allowed payload of a request. A payload contains keys, the checksums of a lease, or
+        the token of a client."""
         if verb == Verb.COMMIT:
             return max((active.lease.checksum_bytes for active in self.leases.values()), default=0)
         return {Verb.ABOUT: _HASH_BYTES, Verb.USAGE: 0, Verb.RELEASE: 0}.get(verb, count * KEY_BYTES)
@@ -358,8 +364,8 @@ class _RequestHandler:
     def _make_lease(
         self, message: Message, budget: LeaseBudget, take: Callable[[Objects], Lease]
     ) -> tuple[int, Lease, list[int]]:
-        """Leases as many objects as the limits allow. Returns the lease's number, the lease, and BUSY results for the
-        remaining objects.
+        """Leases as many objects as the limits allow. Returns the number of the lease, the lease, and a BUSY result
+        for each remaining object.
         """
         objects = message.count + sum(len(active.lease.offsets) for active in self.leases.values())
         if objects > _MAX_LEASED:
@@ -430,7 +436,7 @@ class _RequestHandler:
             self._remove_lease(message.a).release(written=False)
 
     def _reserve_pages(self, objects: Objects) -> Lease:
-        """Reserves pages for a client. Reserves none if the client may only read."""
+        """Reserves pages for a client. Reserves no pages if the client may only read."""
         form = objects.form
         if self._read_only:
             none = np.full(len(objects), -1, np.int64)
@@ -482,8 +488,8 @@ class _RequestHandler:
             self._remove_lease(number).release(written=False)
 
     def _write(self, message: Message) -> None:
-        """Replies with the pages to send, then receives them. The checksums follow the pages, so the client computes
-        them during the transfer.
+        """Replies with the pages that the client should send, then receives them. The checksums follow the pages,
+        so the client can compute them during the transfer.
         """
         size = message.page_bytes
         number, lease, busy = self._make_lease(message, self._limits.writing, self._reserve_pages)
@@ -528,7 +534,7 @@ def _offsets(lease: Lease, busy: list[int]) -> bytes:
 
 
 def _merge_neighbours(offsets: Sequence[int], size: int) -> list[tuple[int, int]]:
-    """Returns the byte ranges of pages of `size` bytes, in order. Adjacent pages are merged into one range."""
+    """Returns the byte ranges of pages of `size` bytes, in order. Adjacent pages become one range."""
     spans: list[tuple[int, int]] = []
     for at in offsets:
         if spans and spans[-1][1] == at:

@@ -1,7 +1,8 @@
-"""`kvloom share`: host memory that several servers use as a tier. Its pages remain when a server exits.
+"""`kvloom share`: a process with host memory that several servers use as a tier. The pages remain when a server
+exits.
 
-Servers use it with `--tier peer://HOST:PORT`. Servers on the same machine access the memory directly, without socket
-traffic.
+Servers use this memory with `--tier peer://HOST:PORT`. Servers on the same machine access the memory directly,
+without socket traffic.
 """
 
 from __future__ import annotations

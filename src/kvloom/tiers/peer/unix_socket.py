@@ -3,7 +3,7 @@
     PRIVATE/peer-PORT-HOST.sock    beside a TCP port on loopback; mode 0600 in a directory of mode 0700
     any path                       of `kvloom share --socket`, for users of --allow-uid
 
-HOST identifies this boot and network namespace, because another container has another loopback.
+HOST identifies this boot and network namespace, because containers have separate loopback addresses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0")  # the last one includes
 
 
 class UnixAddress:
-    """The path of a Unix socket, and the users that may serve it in addition to this user and root."""
+    """The path of a Unix socket, and the users that may run the server. This user and root are always allowed."""
 
     def __init__(self, path: str, uids: Iterable[int] = ()) -> None:
         self.path, self.uids = path, frozenset(uids)
@@ -44,7 +44,7 @@ class UnixAddress:
 
 
 class UnixListener:
-    """A Unix socket that listens at a path until `close`, which removes the path."""
+    """A Unix socket that listens at a path. `close` also removes the path."""
 
     def __init__(self, listening: socket.socket, name: str, directory: int | None = None) -> None:
         self.socket, self._socket_name, self._directory = listening, name, directory
@@ -71,7 +71,7 @@ def peer_uid(connected: socket.socket) -> int:
 
 
 def listen_loopback(host: str, port: int) -> UnixListener | None:
-    """Listens on a Unix socket beside a loopback TCP port, for this user. Returns None if the system or the
+    """Listens on a Unix socket for this user, in addition to a loopback TCP port. Returns None if the system or the
     directories do not allow it.
     """
     if host not in _LOOPBACK_HOSTS or not hasattr(socket, "SO_PEERCRED"):
@@ -94,7 +94,8 @@ def listen_loopback(host: str, port: int) -> UnixListener | None:
 
 
 def connect_loopback(host: str, port: int, timeout: float) -> socket.socket | None:
-    """Connects to this user's server on a loopback port by its Unix socket. Returns None if it has no such socket."""
+    """Connects to this user's server on a loopback port through the server's Unix socket. Returns None if there is
+    no such socket."""
     if host not in _LOOPBACK_HOSTS or not hasattr(socket, "SO_PEERCRED"):
         return None
     for folder in private_directories():
@@ -112,7 +113,7 @@ def connect_loopback(host: str, port: int, timeout: float) -> socket.socket | No
 
 
 def listen_unix(path: Path, mode: int) -> UnixListener:
-    """Listens at a path. Raises OSError if another file is there or another process listens."""
+    """Listens at a path. Raises OSError if another file exists there or another process listens."""
     if not hasattr(socket, "SO_PEERCRED"):
         raise OSError(95, "this system does not identify the user of a Unix socket: omit --socket")
     with contextlib.suppress(FileNotFoundError):
@@ -129,7 +130,8 @@ def listen_unix(path: Path, mode: int) -> UnixListener:
 
 
 def connect_unix(address: UnixAddress, timeout: float) -> socket.socket:
-    """Connects to a path. Raises OSError if no process listens, or if another user's process does."""
+    """Connects to a path. Raises OSError if no process listens, or if the process belongs to a user that is not
+    allowed."""
     return _connect(address.path, timeout, address.uids)
 
 
@@ -146,7 +148,7 @@ def _listen(path: str, mode: int) -> socket.socket:
 
 
 def _set_mode(path: str, mode: int) -> None:
-    """Sets the mode of a socket. Never changes a file that another user put in its place."""
+    """Sets the mode of a socket. If another user replaced the socket by a file, does not change that file."""
     fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -174,7 +176,7 @@ def _connect(path: str, timeout: float, uids: frozenset[int]) -> socket.socket:
 
 
 def _fd_path(directory: int, name: str) -> str:
-    """Returns a path of a file in an open directory, short enough for a socket's address."""
+    """Returns a path to a file in an open directory that is short enough for the address of a socket."""
     return f"/proc/self/fd/{directory}/{name}"
 
 

@@ -1,8 +1,8 @@
-"""Timeouts for client libraries that have none. A call runs in a separate thread, and the caller stops waiting after
-the timeout.
+"""Timeouts for client libraries without timeouts. A call runs in a separate thread, and the caller stops waiting
+after the timeout.
 
-An abandoned call continues in its thread and may still use the caller's memory. `StillRunningError` reports when it
-ends.
+An abandoned call continues in its thread and may still use the caller's memory. `StillRunningError` can notify the
+caller when the call ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _MAX_STUCK = 16
 
 
 class StillRunningError(TimeoutError):
-    """A call was abandoned and still runs. If `uses_caller_memory`, it may access the caller's memory until it ends."""
+    """Raised if a call was abandoned and still runs. If `uses_caller_memory` is set, the call may access the
+    caller's memory until it ends."""
 
     def __init__(self, text: str, pending: _PendingCall, uses_caller_memory: bool) -> None:
         super().__init__(text)
@@ -34,7 +35,7 @@ class StillRunningError(TimeoutError):
 
 
 class BoundedCalls:
-    """One thread that runs the calls of one connection. Unusable after a TimeoutError."""
+    """A thread that runs the calls of one connection. It is unusable after a TimeoutError."""
 
     _stuck = 0  # threads of this process that are inside an abandoned call
     _lock = threading.Lock()
@@ -50,7 +51,8 @@ class BoundedCalls:
     def call(
         self, function: Callable[[], Any], timeout: float | None = None, uses_caller_memory: bool = False
     ) -> Any:
-        """Runs `function` and returns its result or raises its exception. Raises StillRunningError after the timeout.
+        """Runs `function`, and returns its result or raises its exception. Raises StillRunningError after the
+        timeout.
 
         `uses_caller_memory` states that the function accesses memory of the caller.
         """

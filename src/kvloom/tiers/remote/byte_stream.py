@@ -1,5 +1,5 @@
-"""Sends and receives bytes over a connected socket, with timeouts. One call sends many pieces; long pieces go
-directly to or from the caller's memory.
+"""Sends and receives bytes over a connected socket, with timeouts. One call sends many pieces. Long pieces are sent
+from, and received into, the caller's memory without a copy.
 
 The kernel enforces the timeout of a call, so no call has to poll first.
 """
@@ -29,9 +29,9 @@ _LOOPBACK_BUFFER_BYTES = (
 
 
 class ByteStream:
-    """Used by one thread at a time. `begin` starts an exchange, which may take `timeout` seconds. Large exchanges get
-    more time, up to twice the timeout. A call may raise TimeoutError, ConnectionError or another OSError; the stream
-    is unusable afterwards. Any thread may call `close`.
+    """Bytes on one socket, used by one thread at a time. `begin` starts an exchange, which may take `timeout`
+    seconds. Large exchanges get more time, up to twice the timeout. A call may raise TimeoutError, ConnectionError
+    or another OSError. Afterwards the stream is unusable. Any thread may call `close`.
     """
 
     def __init__(self, connected: socket.socket, timeout: float, receive_bytes: int = 0) -> None:
@@ -60,9 +60,9 @@ class ByteStream:
         self._deadline = time.monotonic() + self._timeout + size / _MIN_BYTES_PER_SECOND
 
     def close(self) -> None:
-        """Ends a call that another thread makes, then closes the socket.
+        """Interrupts a call in another thread, then closes the socket.
 
-        If the socket were closed during the call, the call could continue on a new socket with the same descriptor.
+        Without the interruption, the call could continue on a new socket with the same descriptor.
         """
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
@@ -81,7 +81,7 @@ class ByteStream:
                 continue
 
     def send(self, pieces: Sequence[Any]) -> None:
-        """Sends all pieces from their memory."""
+        """Sends all pieces without copying them."""
         waiting = [view for piece in pieces if len(view := memoryview(piece))]
         if not self._plain:
             for view in waiting:
@@ -104,7 +104,7 @@ class ByteStream:
                 waiting[first] = waiting[first][sent:]
 
     def receive_some(self, into: memoryview) -> int:
-        """Receives the available bytes, at least one. Returns their number."""
+        """Receives the available bytes, at least one. Returns the number of bytes."""
         return self._receive(into, 0)
 
     def receive(self, into: memoryview) -> None:
@@ -114,8 +114,8 @@ class ByteStream:
             done += self._receive(into[done:], flags)
 
     def receive_checked(self, into: memoryview, run_bytes: int) -> bytes:
-        """Fills `into` (whole runs). Returns the checksums of the runs, computed while they are in the processor's
-        cache.
+        """Receives bytes into `into`, which consists of whole runs. Returns the checksums of the runs. They are
+        computed while the bytes are in the processor's cache.
         """
         if self._plain:
             self._check()

@@ -1,9 +1,9 @@
 """Mooncake Store as a tier: `mooncake://master:50051?capacity=64GiB&segment=16GiB`.
 
 A tier has one client (mooncake_client.py). Pages move directly between registered memory and the store. Heads, and
-short, compressed or encrypted values, pass through a registered buffer per thread. The store does not count values or
-report evictions, so `capacity` limits only the values of this process. An empty or negative reply is a miss. Lengths
-from the store are never trusted.
+short, compressed or encrypted values, pass through a registered buffer per thread. The store does not count values
+or report evictions, so `capacity` limits only the values of this process. An empty or negative reply is a miss.
+Lengths from the store are always checked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MIN_PIECE = 256 << 10  # a value in two regions needs two requests; for shorter
 
 
 class MooncakeStore(Store):
-    """The connection of one thread to the store: calls with a timeout, and a registered buffer."""
+    """The connection of one thread to the store, with a timeout for each call and a registered buffer."""
 
     def __init__(self, client: MooncakeClient, capacity: CapacityTracker, timeout: float, what: str) -> None:
         self._mooncake, self._client, self._capacity = client, client.get(), capacity
@@ -56,8 +56,8 @@ class MooncakeStore(Store):
             self._call(lambda: self._mooncake.register_memory(self._client, memory))
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values. A key that occurs twice in a batch is read only once, because the library would fill only one
-        of its destinations.
+        """Reads values. If a key occurs twice in a batch, it is requested only once, because the library would fill
+        only one of its destinations.
         """
         self._capacity.touch(list(dict.fromkeys(wanted.key for wanted in ranges)))
         lengths = (
@@ -84,9 +84,10 @@ class MooncakeStore(Store):
         return lengths
 
     def _get_direct(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        """Reads values of the expected length directly to their destination.
+        """Reads values of the expected length directly into their destination.
 
-        Returns their lengths, with -1 for a miss and 0 for a value that must be read through the buffer.
+        Returns the length of each value. A length of -1 is a miss, and 0 means that the value must be read through
+        the buffer.
         """
         lengths = [0] * len(ranges)
         pieces = {
@@ -215,8 +216,8 @@ class MooncakeStore(Store):
             self._call(lambda: self._client.batch_remove(names, True))
 
     def _reserve_buffer(self, size: int) -> None:
-        """Registers a buffer of at least `size` bytes. The buffer of a hung call is never reused, because its
-        connection is closed.
+        """Registers a buffer of at least `size` bytes. A buffer that a hung call may still use is never reused,
+        because the connection of that call is closed.
         """
         if size <= len(self._buffer) and self._address:
             return
@@ -230,7 +231,8 @@ class MooncakeStore(Store):
         self._buffer, self._address = buffer, address
 
     def _fetch(self, ranges: Sequence[ValueRange], begins: list[int], sizes: list[int]) -> list[int]:
-        """Reads each range into its position of the buffer. Returns lengths; zero or a negative length is a miss."""
+        """Reads each range into its position of the buffer. Returns the lengths. A zero or negative length is a
+        miss."""
         lengths = [-1] * len(ranges)
         whole = [number for number, wanted in enumerate(ranges) if not wanted.stop]
         parts = [number for number, wanted in enumerate(ranges) if wanted.stop]

@@ -1,6 +1,7 @@
-"""The client of Mooncake Store, one per tier: its start, its end, and the registered memory of callers.
+"""The client of Mooncake Store, one per tier. This module starts and closes the client, and registers the memory of
+callers.
 
-A client whose start failed is never called, because that would crash the process.
+If the start of a client failed, the client is never called, because a call would crash the process.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _MAX_REGISTERED = 8  # number of registered regions; other memory is copied thro
 
 @dataclass(frozen=True, slots=True)
 class MooncakeConfig:
-    """`segment` is the memory that this process contributes to the store, 0 for none. `local` is the address of this
-    host for other clients. `protocol` is tcp or rdma.
+    """Settings of the client. `segment` is the memory that this process contributes to the store, or 0. `local` is
+    the address of this host for other clients. `protocol` is tcp or rdma.
     """
 
     master: str
@@ -52,7 +53,7 @@ class MooncakeConfig:
 
 
 class MooncakeClient:
-    """The library's client, created once. It reconnects by itself when the master restarts."""
+    """The client of Mooncake's library. It is created once, and reconnects by itself when the master restarts."""
 
     def __init__(self, config: MooncakeConfig, timeout: float) -> None:
         self._config, self._timeout = config, timeout
@@ -74,15 +75,15 @@ class MooncakeClient:
         )
 
     def register_memory(self, client: Any, memory: npt.NDArray[np.uint8]) -> None:
-        """Registers memory until the tier is closed. May take long. The library may refuse it."""
+        """Registers memory until the tier is closed. This may take long, and the library may refuse the memory."""
         with self._register_lock:
             if self.should_register(memory) and client.register_buffer(address_of(memory), len(memory)) == 0:
                 self._registered = {**self._registered, (address_of(memory), len(memory)): memory}
 
     @contextmanager
     def one_at_a_time(self, verb: str) -> Iterator[None]:
-        """Lets one batch transfer at a time. The next batch transfers while this one is verified, which is faster
-        than two transfers at once. Raises TimeoutError after the timeout.
+        """A context in which only one batch transfers at a time. The next batch transfers while this batch is
+        verified, which is faster than two transfers at once. Raises TimeoutError after the timeout.
         """
         if not self._turns[verb].acquire(timeout=self._timeout):
             raise TimeoutError(f"{self._config}: another call did not end within {self._timeout} s")
@@ -98,7 +99,7 @@ class MooncakeClient:
         return at if is_registered else 0
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Runs `call()` while the client is open. A call on a closed client would crash the process."""
+        """Runs `call()` if the client is open. A call on a closed client would crash the process."""
         with self._idle:
             if self._ended:
                 raise StoreError(f"{self._config} is closed")
@@ -156,9 +157,7 @@ class MooncakeClient:
         return client
 
     def close(self) -> None:
-        """Releases the segment and the values in it. If a call hangs, raises TimeoutError and keeps everything
-        allocated.
-        """
+        """Releases the segment and the values in it. If a call hangs, raises TimeoutError and releases nothing."""
         with self._idle:
             self._ended = True
             idle = self._idle.wait_for(lambda: not self._calls, max(self._timeout, _CLOSE_SECONDS))

@@ -1,7 +1,7 @@
 """NIXL as the transport of a disk tier: `nixl:///nvme/kv?capacity=1TiB&backend=POSIX`.
 
-This is the disk tier, with the same segments, index, checksums and crash safety. NIXL moves the pages, by POSIX or,
-if these plug-ins load, by GDS or GDS_MT. Headers and the end of a file use plain system calls.
+The tier has the same segments, index, checksums and crash safety as the disk tier. NIXL moves the pages with its
+plug-in POSIX, or with GDS or GDS_MT if these load. Headers and the end of a file use plain system calls.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ _numbers = count()
 
 
 def make_agent(backend: str, parameters: dict[str, str] | None = None) -> Any:
-    """Returns an agent with one backend, for one thread at a time. Raises TierError if NIXL or the plug-in is missing.
+    """Returns a NIXL agent with one backend, for one thread at a time. Raises TierError if NIXL or the plug-in is
+    missing.
 
-    The agent has no progress thread, which would keep a core busy. Transfers progress when they are polled.
+    The agent has no progress thread, because such a thread would keep a core busy. Transfers progress when they are
+    polled.
     """
     os.environ.setdefault(
         "UCX_MODULES", "^ib"
@@ -77,7 +79,8 @@ class NixlFiles(Files):
         return size
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
-        """Reads in one call. Several NIXL transfers would cost more than early verification saves."""
+        """Reads all bytes with one NIXL transfer, then verifies them. Several smaller transfers would cost more
+        than early verification saves."""
         return self.read(fd, [into], offset), run_checksums(into, run_bytes)
 
     def write(self, fd: int, pieces: Sequence[Any], offset: int) -> None:
@@ -131,9 +134,9 @@ def _finish(agent: Any, handle: Any) -> None:
 
 
 def wait_each(agent: Any, handles: Sequence[Any]) -> list[bool]:
-    """Waits until every transfer ends. Returns which succeeded.
+    """Waits until every transfer has ended. Returns which transfers succeeded.
 
-    A backend may report failure of one part of a transfer while it still moves other parts.
+    A backend may report the failure of one part of a transfer while it still moves other parts.
     """
 
     def state(verb: Callable[[Any], str], handle: Any) -> str:

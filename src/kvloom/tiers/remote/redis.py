@@ -5,9 +5,9 @@
     kvloom/1:owners  tenant and bytes by key                     kvloom/1:tenant:ID  keys of a tenant by last use
     kvloom/1:tenants bytes by tenant                             kvloom/1:shares     guaranteed bytes by tenant
 
-All clients of the database share the capacity and the shares of tenants. A write first creates an empty value and
-evicts others for it, in one step on the server. Then it fills the value, but only if the value still exists. Every
-value is therefore counted.
+All clients of the database share the capacity and the shares of tenants. A write has two steps. First the server
+atomically creates an empty value and evicts other values for it. Then the client fills the value, but only if it
+still exists. Every value is therefore counted.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ return there
 
 
 class TenantAccounts:
-    """The shares of tenants, for all connections of a tier. The server counts the bytes of each tenant."""
+    """The shares of tenants, for all connections of a tier. The Redis server counts the bytes of each tenant."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -166,19 +166,20 @@ class TenantAccounts:
         self._accounts = {tenant: Account(share, self._capacity) for tenant, share in shares.items()}
 
     def arguments(self, tenant: str) -> tuple[str, int, int]:
-        """Returns the tenant's id in the store, its limit and its guaranteed bytes. The id is empty without a share."""
+        """Returns the tenant's id in the store, its limit and its guaranteed bytes. The id is empty if the tenant
+        has no share."""
         account = self._accounts.get(tenant)
         return ("", 0, 0) if account is None else (tenant_id(tenant), account.limit, account.guaranteed)
 
 
 def tenant_id(tenant: str) -> str:
-    """Returns the id under which the store counts a tenant: a digest of its name."""
+    """Returns the id under which the store counts a tenant, which is a digest of the tenant's name."""
     return tenant_owner(tenant).hex()
 
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """The address and credentials of a server. `socket` is a path that replaces host and port."""
+    """The address and credentials of a server. `socket` is a path that is used instead of host and port."""
 
     host: str = "127.0.0.1"
     port: int = 6379
@@ -194,7 +195,7 @@ class RedisAddress:
 
 
 class RedisStore(Store):
-    """One connection to a server."""
+    """One connection to a Redis or Valkey server, used as a key-value store for pages."""
 
     def __init__(
         self,
@@ -204,7 +205,8 @@ class RedisStore(Store):
         ttl: float = 0,
         accounts: TenantAccounts | None = None,
     ) -> None:
-        """The server drops a page that was not read or written for `ttl` seconds. 0 means never."""
+        """`ttl` is the number of seconds after which the server drops a page that was not read or written. 0 means
+        never."""
         self._capacity, self._ttl = capacity, int(ttl * 1000)
         self._accounts = accounts or TenantAccounts(capacity)
         tls = ssl.create_default_context() if address.tls else None
@@ -284,7 +286,7 @@ class RedisStore(Store):
     # --- for operators
 
     def owners(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Returns the ids of the tenants of values. An id is empty if the tenant has no share."""
+        """Returns for each value the id of its tenant. The id is empty if the tenant has no share."""
         found = self._connection.call("HMGET", _OWNERS, *keys)
         ids = ((owned or b"").partition(b" ")[0].decode(errors="replace") for owned in found)
         return [bytes.fromhex(each) if re.fullmatch("[0-9a-f]{32}", each) else b"" for each in ids]
@@ -307,11 +309,11 @@ class RedisStore(Store):
         return [self._connection.read_reply() for _ in commands]
 
     def sizes(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the counted sizes of values. Does not count as a use."""
+        """Returns the counted sizes of values. The call does not count as a use of the values."""
         return [int(size or 0) for size in self._connection.call("HMGET", _SIZES, *keys)]
 
     def value(self, key: bytes, most: int = 0) -> bytes:
-        """Returns a value or its first `most` bytes, and empty bytes for a miss."""
+        """Returns a value, or its first `most` bytes. Returns empty bytes for a miss."""
         self._connection.send([("GETRANGE", key, 0, most - 1) if most else ("GET", key)])
         memory = [bytearray()]
 
@@ -336,7 +338,7 @@ class RedisStore(Store):
 def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
     """Opens the tier. Raises TierError if the server cannot be reached or refuses the connection.
 
-    With a `ttl`, the server drops pages that were not used for this many seconds.
+    With a `ttl`, the server drops pages that were not used for `ttl` seconds.
     """
     ttl, config = config.ttl, replace(config, batch_bytes=min(config.batch_bytes, _BATCH_BYTES), ttl=0)
     accounts = TenantAccounts(config.capacity)
@@ -349,9 +351,11 @@ def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:
-    """Parses `redis://[user:password@]host[:port][/db]?capacity=64GiB&compression=lz4&…`; returns the function that
-    opens the tier. `rediss://` uses TLS. `redis:///path/of/socket?capacity=…&db=0` uses a Unix socket. The other
-    options are those of RemoteConfig.
+    """Parses `redis://[user:password@]host[:port][/db]?capacity=64GiB&compression=lz4&…`. Returns the function that
+    opens the tier.
+
+    `rediss://` uses TLS. `redis:///path/of/socket?capacity=…&db=0` uses a Unix socket. The other options are those
+    of RemoteConfig.
     """
     parts = urlsplit(url)
     options = Options(url, parts.query)

@@ -1,4 +1,4 @@
-"""Lists the pages of a Redis or Valkey database for operators. Works while servers use the database."""
+"""Lists the pages of a Redis or Valkey database, for operators. Servers may use the database at the same time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEAD_BYTES = 64 << 10
 
 
 class RedisPages(StoredPages):
-    """One connection. Raises TierError if the server cannot be reached."""
+    """The pages of one database, over one connection. Raises TierError if the server cannot be reached."""
 
     def __init__(self, address: RedisAddress, config: RemoteConfig) -> None:
         self._config, self._notes = config, list[str]()

@@ -1,5 +1,5 @@
-"""The Redis protocol (RESP) on one socket. Commands are sent in batches, and long replies are read directly into the
-caller's memory.
+"""The Redis protocol (RESP) on one socket. Commands are sent in batches, and long replies are read directly into
+the caller's memory.
 
 A client library would copy every page two more times. This code moves 2 MiB pages four to seven times as fast as
 redis-py with hiredis.
@@ -43,7 +43,8 @@ class RespConnection:
         tls: ssl.SSLContext | None = None,
         limit: int = _MAX_SHORT,
     ) -> None:
-        """`limit` is the largest size of all replies of an exchange that have no destination."""
+        """`limit` is the largest total size of the replies of an exchange that are not read into the caller's
+        memory."""
         self._limit = limit
         self._budget = 0  # the part of the limit that the current exchange has left
         if isinstance(address, str):
@@ -70,8 +71,8 @@ class RespConnection:
         return answer
 
     def send(self, commands: Sequence[Sequence[Any]]) -> None:
-        """Sends commands without waiting for replies. Starts the timeout of the exchange. An argument is bytes, text,
-        a number, or a list of pieces that are sent without a copy.
+        """Sends commands without waiting for replies, and starts the timeout of the exchange. An argument is bytes,
+        text, a number, or a list of pieces that are sent without a copy.
         """
         self._stream.begin()
         self._budget = self._limit + _SHORT_BYTES * len(commands)
@@ -92,9 +93,11 @@ class RespConnection:
     # --- replies
 
     def read_reply(self, depth: int = 0) -> Any:
-        """Returns the next reply: bytes, a number, None, a list, or a RedisReplyError. An error reply is returned,
-        not raised, because it belongs to one command. Raises ValueError, before it allocates memory, if the replies
-        of the exchange exceed the limit.
+        """Returns the next reply: bytes, a number, None, a list, or a RedisReplyError. An error reply is returned
+        and not raised, because it belongs to one command.
+
+        Raises ValueError if the replies of the exchange exceed the limit. The check precedes any allocation of
+        memory.
         """
         line = self._line()
         self._take("a line of bytes", len(line))
@@ -120,7 +123,7 @@ class RespConnection:
         raise ValueError(f"not a Redis reply: {line[:40]!r}; is it a Redis server?")
 
     def _take(self, what: str, count: int, each: int = 1) -> int:
-        """Returns a count that the server announced. Raises ValueError if it exceeds the limit of the exchange."""
+        """Returns a count that the server sent. Raises ValueError if the count exceeds the limit of the exchange."""
         if count * each > self._budget:
             raise ValueError(
                 f"Redis announced {what}: {count}, the limit is {self._budget // each}; is it a Redis server?"
@@ -129,8 +132,8 @@ class RespConnection:
         return count
 
     def read_value_into(self, destination: Callable[[int], Sequence[memoryview] | None]) -> int:
-        """Reads a string into the memory that `destination(length)` returns. Returns its length, or -1 for none.
-        Raises RedisReplyError.
+        """Reads a string into the memory that `destination(length)` returns. Returns the length, or -1 if the reply
+        is null. Raises RedisReplyError for an error reply.
         """
         line = self._line()
         if line[:1] == b"-":
@@ -180,7 +183,7 @@ class RespConnection:
 
 
 def _bounded(what: str, length: int, limit: int) -> int:
-    """Returns a length that the server announced. Raises ValueError if it exceeds the limit."""
+    """Returns a length that the server sent. Raises ValueError if the length exceeds the limit."""
     if length > limit:
         raise ValueError(f"Redis announced {what}: {length}, the limit is {limit}; is it a Redis server?")
     return length

@@ -1,10 +1,11 @@
-"""The base of all tiers behind a connection: threads with one connection each, batches, timeouts and reconnection.
+r"""The base of all tiers behind a connection. It has threads with one connection each, batches, timeouts and
+reconnection.
 
-    write -> writing threads \\                          lookup, drop, stats -> the caller's thread,
+    write -> writing threads \                          lookup, drop, stats -> the caller's thread,
     read  -> reading threads  > one job per batch                             with a separate connection
 
-A subclass of Job defines the transfer: `store_tier.py` for key-value stores, `peer_tier.py` for another process's
-host memory.
+A subclass of Job defines the transfer. `store_tier.py` defines it for key-value stores, and `peer_tier.py` for the
+host memory of another process.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _MAX_OBJECTS = 4096  # per call
 
 
 class StoreError(RuntimeError):
-    """The store reported an error or did not answer. The connection is not used again."""
+    """Raised if the store reported an error or did not answer. The connection is not used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Connection(Protocol):
     def exists(self, keys: Sequence[bytes]) -> list[bool]: ...
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Removes keys. Returns the number removed."""
+        """Removes keys. Returns the number of removed keys."""
         ...
 
     def usage(self) -> Usage: ...
@@ -76,11 +77,15 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """`capacity` limits the values of all clients, or only of this process if the store does not count values.
-    `timeout` limits each call to the store, and so the time that `lookup`, `drop` and `stats` take. After a failure
-    no call is made for a pause, which doubles up to 10 s. `keys` is a key file (encryption.py). Its keys encrypt
-    pages (`protect`) and derive the keys under which they are stored. `ttl` is the number of seconds after which a
-    page is a miss; 0 means never.
+    """Settings of a remote tier.
+
+    - `capacity`: the limit of the values of all clients, or only of this process if the store does not count
+      values.
+    - `timeout`: the limit of each call to the store, and therefore of `lookup`, `drop` and `stats`. After a failure
+      the tier pauses its calls. The pause doubles up to 10 s.
+    - `keys`: a key file (encryption.py). Its keys encrypt pages (`protect`) and derive the keys under which pages
+      are stored.
+    - `ttl`: the number of seconds after which a page is a miss. 0 means never.
     """
 
     capacity: int
@@ -110,7 +115,7 @@ class RemoteConfig:
 
 
 def remote_config(options: Options) -> RemoteConfig:
-    """Reads the options of a store from a URL, and rejects unknown options. Raises ValueError."""
+    """Reads the options of a store from a URL. Raises ValueError for an invalid or unknown option."""
     defaults = RemoteConfig(capacity=options.size("capacity"))
     config = replace(
         defaults,
@@ -128,8 +133,8 @@ def remote_config(options: Options) -> RemoteConfig:
 
 
 class Link:
-    """A connection that opens when needed and reopens after a failure, with a pause between attempts. Used by one
-    thread at a time.
+    """A connection that is opened when needed and reopened after a failure, with a pause between attempts. Used by
+    one thread at a time.
     """
 
     def __init__(self, connect: Callable[[], Connection]) -> None:
@@ -172,8 +177,8 @@ class Link:
 
 
 class RemoteTier(Tier):
-    """Thread-safe. Raises TierError if the store cannot be reached at opening; later faults never raise. `jobs` are
-    the job classes of reads and writes. `max_page_bytes` includes the head.
+    """A tier behind a connection. Thread-safe. Raises TierError if the store cannot be reached at opening. Later
+    faults never raise. `jobs` are the job classes of reads and writes. `max_page_bytes` includes the head.
     """
 
     def __init__(
@@ -221,8 +226,9 @@ class RemoteTier(Tier):
         return self._config.capacity
 
     def set_shares(self, shares: Shares) -> None:
-        """Limits the bytes of each tenant. If the store counts tenants, limits and guaranteed parts apply to all its
-        clients. Otherwise limits apply to what this process stores, and guaranteed parts are not enforced.
+        """Limits the bytes of each tenant. If the store counts tenants, limits and guaranteed parts apply to all
+        clients of the store. Otherwise limits apply only to pages that this process stores, and guaranteed parts
+        are not enforced.
         """
         (self._on_shares or self._limits.set_shares)(shares)
 
@@ -232,8 +238,8 @@ class RemoteTier(Tier):
         return self._limits.used_by(tenant)
 
     def _with_stored_keys(self, objects: Objects) -> Objects:
-        """Returns the objects with the keys that they have in the store, which differ from `Objects.keys` if the tier
-        has a key file. Raises NoKeyError if the tenant has no key.
+        """Returns the objects with their keys in the store. If the tier has a key file, these keys differ from
+        `Objects.keys`. Raises NoKeyError if the tenant has no key.
         """
         return objects if self._keys is None else self._keys.with_stored_keys(objects)
 
@@ -384,7 +390,8 @@ class RemoteTier(Tier):
         return run
 
     def _apply_limit(self, job: Job, link: Link) -> None:
-        """Counts the pages of a finished job for their tenant. Removes the tenant's oldest pages above its limit."""
+        """Counts the pages of a finished job for their tenant. If the tenant exceeds its limit, removes its oldest
+        pages."""
         tenant, results = job.objects.tenant, job.transfer.results
         done = [job.objects.keys[index] for index in job.which if results[index] == Outcome.OK]
         if job.verb == "read":
@@ -400,7 +407,7 @@ class RemoteTier(Tier):
 
 @dataclass(slots=True)
 class Job(ABC):
-    """One batch: objects `which` of a transfer, and bytes `part` of each."""
+    """One batch of a transfer: the objects `which`, and the bytes `part` of each."""
 
     tier: str
     verb: str
@@ -412,7 +419,7 @@ class Job(ABC):
 
     @abstractmethod
     def run(self, link: Link, tools: Tools) -> None:
-        """Runs the batch and sets the outcome of every object. After an exception, the objects without an outcome
+        """Runs the batch and sets the outcome of every object. If an exception occurs, objects without an outcome
         fail.
         """
 
@@ -426,7 +433,7 @@ class Job(ABC):
         return self.ranges.view[at + self.part[0] : at + self.part[1]]
 
     def spans(self, which: Sequence[int]) -> list[memoryview]:
-        """Returns the memory of the objects' parts, in order. Adjacent parts are merged."""
+        """Returns the memory of the parts of several objects, in order. Adjacent parts are merged."""
         low, high = self.part
         starts = self.ranges.starts[np.asarray(which, np.int64)].tolist()
         edges: list[list[int]] = []

@@ -1,8 +1,8 @@
 """An S3 bucket as a tier: `s3://bucket/prefix?capacity=1TiB&endpoint=http://host:9000&region=eu-central-1`.
 
-NIXL's object backend transfers values. boto3 provides lengths and deletions, which NIXL lacks. Credentials come from
-the environment, as for any S3 client. The store does not count values, so `capacity` limits only the values of this
-process. A shared bucket needs a lifecycle rule.
+NIXL's object backend transfers values. boto3 reads lengths and deletes values, because NIXL can do neither.
+Credentials come from the environment, as for any S3 client. The store does not count values, so `capacity` limits
+only the values of this process. A shared bucket needs a lifecycle rule.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RECENT_SECONDS = 1.0  # after this many seconds without contact, a store may be
 
 @dataclass(frozen=True, slots=True)
 class S3Bucket:
-    """The address of a bucket. Without an `endpoint` it is at Amazon."""
+    """The address of a bucket. Without an `endpoint`, the bucket is at Amazon."""
 
     name: str
     prefix: str = ""
@@ -59,7 +59,7 @@ class _LastContact:
 
 
 class S3Store(Store):
-    """The connection of one thread to a bucket: calls with a timeout, and a buffer registered with NIXL."""
+    """The connection of one thread to a bucket, with a timeout for each call and a buffer registered with NIXL."""
 
     def __init__(
         self,
@@ -181,12 +181,12 @@ class S3Store(Store):
         return [lengths[number] for number in range(len(ranges))]
 
     def _get_expected(self, ranges: Sequence[ValueRange], destination: Destination) -> dict[int, int]:
-        """Reads values that probably have their expected length, without a request for their lengths.
+        """Reads values that probably have their expected length, without requesting their lengths first.
 
-        NIXL does not report how many bytes it read. The last expected byte and some bytes after it are therefore set
-        to known values first. The length is right if that byte changed and the bytes after it did not. If the value
-        happens to contain the known byte, a second request follows. Returns {} if the store may be unreachable,
-        because NIXL would retry for a long time.
+        NIXL does not report how many bytes it read. Therefore the last expected byte, and some bytes after it, are
+        first set to known values. The length is correct if the last expected byte has changed and the bytes after
+        it have not. If the value happens to contain the known byte, a second request follows. Returns {} if the
+        store may be unreachable, because NIXL would retry for a long time.
         """
         if time.monotonic() - self._last_contact.at > _RECENT_SECONDS:
             return {}
@@ -238,8 +238,8 @@ class S3Store(Store):
         return begins
 
     def _try_transfer(self, verb: str, parts: Sequence[tuple[bytes, int, int]]) -> list[int]:
-        """Transfers parts like `_transfer`, but returns -1 for a failed part. Each part is a separate transfer. If
-        all parts were one transfer, NIXL would report the first failure while it still writes to the buffer.
+        """Transfers parts like `_transfer`, but returns -1 for a failed part. Each part is a separate NIXL
+        transfer. In a common transfer, NIXL would report the first failure while it still writes to the buffer.
         """
         if not parts:
             return []
@@ -285,7 +285,7 @@ def _begins(sizes: Any) -> list[int]:
 
 
 def _make_client(bucket: S3Bucket, timeout: float) -> tuple[Any, Any]:
-    """Returns a client for all threads, and the credentials that it found."""
+    """Returns a client that all threads share, and the credentials that the client found."""
     try:
         boto3, config = import_module("boto3"), import_module("botocore.config")
     except ImportError as error:
@@ -307,7 +307,7 @@ def _make_client(bucket: S3Bucket, timeout: float) -> tuple[Any, Any]:
 
 
 def _send(session: Any, request: Any, **_: Any) -> Any:
-    """Sends a request of boto3. Returns the response; its body is read later, up to a limit."""
+    """Sends a request of boto3. Returns the response. Its body is read later, up to a limit."""
     request.stream_output = True
     response = session.send(request)
     response.raw = _BoundedBody(response.raw)
@@ -315,7 +315,7 @@ def _send(session: Any, request: Any, **_: Any) -> Any:
 
 
 class _BoundedBody:
-    """The body of a reply. `stream` raises StoreError if the body is longer than the limit."""
+    """The body of a response. `stream` raises StoreError if the body is longer than the limit."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw

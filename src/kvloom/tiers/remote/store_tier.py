@@ -3,8 +3,8 @@
     write -> seal (checksums, compression, encryption) -> one `put` per batch
     read  -> one `get` per batch, directly into the caller's memory if bodies are plain -> checksums
 
-A key in the store begins with the version of the format, so versions never mix. The file of each store implements its
-connection and its capacity.
+A key in the store begins with the version of the format, so pages of different versions never mix. The module of
+each store implements its connection and its capacity.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ Destination = Callable[[int, int], Sequence[memoryview] | None]
 
 @dataclass(frozen=True, slots=True)
 class ValueRange:
-    """Bytes [start, stop) of a value. With `stop` 0 it is the whole value. A shorter value returns fewer bytes. A
-    whole value has at most `max_bytes` bytes, and probably `expected_bytes`.
+    """Bytes [start, stop) of a value. `stop` 0 means the whole value. If the value is shorter, fewer bytes are
+    returned. A whole value has at most `max_bytes` bytes, and usually `expected_bytes`.
     """
 
     key: bytes
@@ -62,8 +62,8 @@ class Store(Connection, Protocol):
     """A connection to a key-value store."""
 
     def register_memory(self, memory: Any) -> None:
-        """Announces memory that contains pages, so that a store can register it for direct access. Most stores do
-        nothing.
+        """Announces memory that contains pages, so that a store can register it for direct access. Most stores
+        ignore this call.
         """
         return
 
@@ -78,15 +78,15 @@ class Store(Connection, Protocol):
         return 0
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
-        """Stores values that are given in pieces. Returns OK, FULL or FAILED for each. A value that is already stored
-        is OK. A store that counts tenants applies the share of `tenant`.
+        """Stores values, each given as pieces. Returns OK, FULL or FAILED for each value. A value that is already
+        stored is OK. A store that counts tenants applies the share of `tenant`.
         """
         ...
 
 
 class CapacityTracker:
-    """The sizes of the values that this process put into a store without counts, least recently used first.
-    Thread-safe; all connections of a tier share it.
+    """Tracks the values that this process put into a store without counts, least recently used first. Thread-safe.
+    All connections of a tier share one tracker.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -96,7 +96,7 @@ class CapacityTracker:
         self._bytes = self._evicted = 0
 
     def reserve(self, sizes: dict[bytes, int]) -> list[bytes]:
-        """Counts values that are about to be put. Returns the keys to evict for them."""
+        """Counts values before they are put. Returns the keys that must be evicted for them."""
         with self._lock:
             for key, size in sizes.items():
                 self._bytes += size - self._sizes.pop(key, 0)
@@ -132,8 +132,9 @@ def store_tier(
     on_close: Callable[[], None] | None = None,
     on_shares: Callable[[Shares], None] | None = None,
 ) -> RemoteTier:
-    """Opens a tier over a store. Closing the tier calls `on_close`. If the store counts tenants, `on_shares` receives
-    their shares; otherwise this process counts what it stores. Raises TierError if the store cannot be reached.
+    """Opens a tier over a store. Closing the tier calls `on_close`. If the store counts tenants, `on_shares`
+    receives their shares. Otherwise this process counts the pages that it stores. Raises TierError if the store
+    cannot be reached.
     """
     expiry = Expiry(config.ttl)
     return RemoteTier(
@@ -148,8 +149,8 @@ def store_tier(
 
 
 class _PrefixedStore(Connection):
-    """A store that adds a prefix to the keys of objects. With a TTL, `exists` removes expired pages; this costs a read
-    of their first bytes.
+    """A store that adds a prefix to the keys of objects. With a TTL, `exists` also removes expired pages, which
+    costs a read of their first bytes.
     """
 
     def __init__(self, store: Store, expiry: Expiry) -> None:
@@ -248,8 +249,8 @@ class _Read(Job):
         tools: Tools,
         in_place: bool = False,
     ) -> Outcome:
-        """Verifies one object and returns its outcome. `body` begins with the requested runs; `in_place` states that
-        they are already in their range. If `body` is None, it follows the head in `head_data`.
+        """Verifies one object and returns its outcome. `body` begins with the requested runs. If `body` is None,
+        the body follows the head in `head_data`. `in_place` states that the runs are already in their range.
         """
         form, parsed = self.objects.form, parse_head(head_data)
         if isinstance(parsed, Outcome):
@@ -271,8 +272,8 @@ class _Read(Job):
         return unseal(head, body, first, target, tools.codec, self.objects.tenant)
 
     def _whole(self, link: Link, tools: Tools) -> dict[int, Outcome]:
-        """Reads whole objects in one round trip. A plain body goes directly to its page, any other body to scratch
-        memory.
+        """Reads whole objects in one round trip. Plain bodies are read directly into their pages, and other bodies
+        into scratch memory.
         """
         form = self.objects.form
         plain, max_bytes = plain_head_bytes(form), max_sealed_bytes(form)
@@ -312,7 +313,7 @@ class _Read(Job):
         return outcomes
 
     def _plain_parts(self, link: Link, tools: Tools) -> dict[int, Outcome]:
-        """Reads parts of plain objects in one round trip: the heads, and the runs directly into their ranges."""
+        """Reads parts of plain objects in one round trip. Runs are read directly into their ranges."""
         start, stop = self.part
         plain = plain_head_bytes(self.objects.form)
         heads = memoryview(bytearray(plain * len(self.which)))
@@ -344,8 +345,8 @@ class _Read(Job):
         return outcomes
 
     def _parts(self, link: Link, tools: Tools, which: list[int]) -> dict[int, Outcome]:
-        """Reads parts of any objects in two round trips: first the heads, which contain the positions of the runs,
-        then the runs.
+        """Reads parts of objects in two round trips. The first reads the heads, which contain the positions of the
+        runs. The second reads the runs.
         """
         form, (start, stop) = self.objects.form, self.part
         max_bytes = max_sealed_bytes(form) - form.page_bytes
@@ -382,7 +383,8 @@ class _Read(Job):
 
 
 def _is_plain(head: memoryview) -> bool:
-    """Returns whether this is the head of a plain page. A damaged head counts as plain, and `_open` reports it later."""
+    """Returns whether `head` belongs to a plain page. A damaged head counts as plain, and `_open` reports the
+    damage later."""
     parsed = parse_head(head)
     if isinstance(parsed, Outcome):
         return parsed != Outcome.SHORT

@@ -1,7 +1,7 @@
 """Limits the bytes that each tenant stores in a remote tier through this process. Thread-safe.
 
-For stores that cannot count tenants. The store evicts without regard to tenants, so guaranteed parts are not enforced. Pages of other processes do not
-count. Sizes are those of plain pages.
+This module is for stores that cannot count tenants. Such a store evicts pages of any tenant, so guaranteed parts
+are not enforced. Pages of other processes do not count. Sizes are those of plain pages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TenantLimits:
             return 0 if account is None else account.used
 
     def add(self, tenant: str, keys: Iterable[bytes], size: int) -> dict[bytes, int]:
-        """Counts stored pages. Returns the keys and sizes of the tenant's oldest pages that now exceed its limit. The
+        """Counts stored pages. If the tenant exceeds its limit, returns the keys and sizes of its oldest pages. The
         caller removes them from the store.
         """
         with self._lock:
@@ -67,7 +67,7 @@ class TenantLimits:
             return excess
 
     def restore(self, tenant: str, sizes: Mapping[bytes, int]) -> None:
-        """Counts pages again that could not be removed. The next call of `add` returns them first."""
+        """Counts pages again if they could not be removed. The next call of `add` returns these pages first."""
         with self._lock:
             account = self._accounts.get(tenant)
             for key, size in reversed(list(sizes.items())) if account is not None else ():

@@ -66,7 +66,7 @@ def objects(numbers: range | list[int], form: Form = FORM, group: int = 0) -> Ob
 
 
 def memory(pages: int, size: int = PAGE, shift: int = 0) -> Ranges:
-    """Returns ranges for pages. `shift` makes them unaligned."""
+    """Returns ranges for `pages` pages. `shift` makes their memory unaligned."""
     whole = np.frombuffer(aligned_bytes(pages * size + shift), np.uint8)
     return Ranges(whole[shift:], np.arange(pages) * size)
 
@@ -112,7 +112,7 @@ def open_files(word: str) -> int:
 
 @dataclass
 class Harness:
-    """A tier of at least 4 MiB for pages up to 256 KiB, and methods that damage its stored bytes."""
+    """A tier under test, with at least 4 MiB for pages of up to 256 KiB. Its methods damage the stored bytes."""
 
     tier: Any
 
@@ -126,7 +126,7 @@ class Harness:
 
 
 class TierConformance:
-    """Subclass it as `Test…` and implement `make`."""
+    """The test suite. Subclass it as `Test…` and implement `make`."""
 
     def make(self, folder: Path) -> Harness:
         """Returns a harness with an open, empty tier. `folder` is an empty directory."""

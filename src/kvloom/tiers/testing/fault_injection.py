@@ -27,10 +27,12 @@ __all__ = ["Faults", "FaultyFiles", "FaultyTier"]
 
 @dataclass
 class Faults:
-    """The faults to inject. They can be changed at any time. With `hung`, calls wait for `release()`. Before every
-    read, `tamper` is called with the objects and may damage the medium. `calls` are the file operations that fail in
-    `FaultyFiles`, with errno `error`. `rate` limits reads to this many bytes per second, except for the next `burst`
-    bytes. `hung_calls` is the number of calls that hang now.
+    """The faults to inject, which can be changed at any time.
+
+    - `hung`: calls wait for `release()`. `hung_calls` is the number of calls that hang now.
+    - `tamper`: a function that is called with the objects before every read, and may damage the medium.
+    - `calls`: the file operations that fail in `FaultyFiles`, with errno `error`.
+    - `rate`: the limit of reads in bytes per second, except for the next `burst` bytes.
     """
 
     slow: float = 0.0
@@ -65,7 +67,7 @@ class Faults:
                 self.hung_calls -= 1
 
     def throttle(self, size: int) -> None:
-        """Waits as long as a medium with throughput `rate` needs for these bytes, after all earlier requests."""
+        """Waits as long as a medium with throughput `rate` would need for these bytes and all earlier requests."""
         if not self.rate:
             return
         with self._lock:
@@ -76,7 +78,7 @@ class Faults:
 
 
 class FaultyTier(Tier):
-    """Wraps the tier `inner` and injects `faults`. Reads and writes run in its own threads, so a slow one does not
+    """Wraps the tier `inner` and injects `faults`. Reads and writes run in separate threads, so a slow one does not
     block the caller.
     """
 
@@ -141,7 +143,7 @@ class FaultyTier(Tier):
         return self.inner.drop(objects)
 
     def stats(self) -> TierStats:
-        """Returns the contents of the inner tier, with the transfer counts of this tier."""
+        """Returns the stats of the inner tier, but with the transfer counts of this tier."""
         inner = self.inner.stats()
         return self._transfer_counts.stats(
             inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes

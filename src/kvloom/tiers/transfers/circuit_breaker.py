@@ -1,4 +1,5 @@
-"""A circuit breaker, which stops requests to a failing tier and probes it; and a fault log with one line per burst.
+"""A circuit breaker and a fault log. The breaker stops requests to a failing tier and probes the tier later. The
+log has one line per burst of faults.
 
     closed ── failures in a row ──> open ── after a pause ──> one probe ── ok ──> closed
                                      ^                          │
@@ -21,8 +22,9 @@ log = logging.getLogger("kvloom.tiers")
 
 @dataclass(frozen=True, slots=True)
 class CircuitBreakerConfig:
-    """The breaker opens after `max_failures` failures in a row, for `first_pause` seconds. Each failed probe doubles
-    the pause, up to `max_pause`. A probe that has no result after `probe_seconds` has failed.
+    """Settings of the breaker. It opens after `max_failures` failures in a row, for `first_pause` seconds. Each
+    failed probe doubles the pause, up to `max_pause`. A probe without a result after `probe_seconds` counts as
+    failed.
     """
 
     max_failures: int = 3
@@ -32,7 +34,7 @@ class CircuitBreakerConfig:
 
 
 class CircuitBreaker:
-    """Decides whether a tier gets requests. See the figure above."""
+    """Decides whether requests may be sent to a tier. The figure above shows the states."""
 
     def __init__(self, config: CircuitBreakerConfig) -> None:
         self._config = config
@@ -57,8 +59,8 @@ class CircuitBreaker:
             )
 
     def allow_request(self, now: float) -> bool:
-        """Returns whether the caller may send a request now. A request after the pause is the probe; further requests
-        are refused until its result is recorded.
+        """Returns whether the caller may send a request now. The first request after the pause is the probe.
+        Further requests are refused until the result of the probe is recorded.
         """
         with self._lock:
             if self._probe_at is None:

@@ -17,8 +17,8 @@ Mask = npt.NDArray[np.bool_]
 
 
 class QueuedLookup:
-    """A lookup of many objects in one tier. `found` is valid once `done`. An object without an answer in time is a
-    miss.
+    """A lookup of many objects in one tier. `found` is valid once `done` is set. An object without an answer in
+    time is a miss.
     """
 
     def __init__(self, objects: list[Objects]) -> None:
@@ -28,7 +28,7 @@ class QueuedLookup:
 
 
 class QueuedLoad:
-    """A load of objects of one form into host memory. `loaded` is valid once `done`."""
+    """A load of objects of one form into host memory. `loaded` is valid once `done` is set."""
 
     def __init__(self, objects: Objects, deadline: float) -> None:
         self.objects, self.deadline = objects, deadline
@@ -43,7 +43,7 @@ class QueuedLoad:
 
 @dataclass(slots=True, eq=False)
 class TransferBatch:
-    """Part of a load or store. While it is in flight it holds a lease of arena pages."""
+    """Part of a load or a store. A batch in flight leases pages of the host arena."""
 
     objects: Objects
     size: int
@@ -56,5 +56,5 @@ class TransferBatch:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether its load was cancelled."""
+        """Whether the load of this batch was cancelled."""
         return self.load is not None and self.load.is_cancelled

@@ -1,4 +1,4 @@
-"""The measured read throughput of a tier. Does not read a clock."""
+"""The measured read throughput of a tier. The caller passes all times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ WINDOW_SECONDS = 0.25
 
 
 class Throughput:
-    """A decaying average of throughput. Bytes and seconds decay together, so a single hang soon loses its weight."""
+    """A decaying average of throughput. Bytes and seconds decay together, so the effect of a single hang fades
+    soon."""
 
     def __init__(self) -> None:
         self.bytes_per_second = 0.0
@@ -32,8 +33,8 @@ class Throughput:
         self.bytes_per_second = self._bytes / self._seconds
 
     def raise_estimate(self) -> None:
-        """Raises the estimate by a tenth. Call it when a load is skipped because the tier is slow: the estimate then
-        recovers until the tier is tried again.
+        """Raises the estimate by a tenth. Call this method whenever a load is skipped because the tier is slow.
+        After several skips the estimate is high enough to try the tier again.
         """
         self._bytes *= 1.1
         self.bytes_per_second *= 1.1

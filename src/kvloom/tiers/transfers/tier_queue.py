@@ -42,8 +42,9 @@ class _StatsRequest:
 
 @dataclass(frozen=True, slots=True)
 class TierQueueConfig:
-    """`max_inflight_bytes` limits the bytes in flight, and `batch_bytes` the size of a batch. A store is late after
-    `store_seconds`. If queued stores exceed `max_queued_bytes`, the oldest are discarded.
+    """Settings of the queue. `max_inflight_bytes` limits the bytes in flight, and `batch_bytes` the size of a
+    batch. A store is late after `store_seconds`. If queued stores exceed `max_queued_bytes`, the oldest are
+    discarded.
     """
 
     max_inflight_bytes: int = 256 << 20
@@ -54,7 +55,7 @@ class TierQueueConfig:
 
 
 class TierQueue:
-    """The queue of one tier other than host memory. After each completed item it calls `changed`, from any thread."""
+    """The queue of one tier other than host memory. Calls `changed` after each completed item, from any thread."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class TierQueue:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether one call of the tier has blocked the thread for longer than a probe may take."""
+        """Whether one call of the tier has blocked the thread for longer than the time limit of a probe."""
         since = self._busy_since
         return since is not None and time.monotonic() - since > self.config.breaker.probe_seconds
 
@@ -151,7 +152,7 @@ class TierQueue:
             self._condition.notify()
 
     def bytes_ahead(self, deadline: float) -> int:
-        """Returns the bytes of loads that run before or together with a new load that has this deadline."""
+        """Returns the bytes of loads that run before, or at the same time as, a new load with this deadline."""
         with self._condition:
             queued = sum(
                 batch.size for ends, _, batch in self._loads if ends <= deadline and not batch.is_cancelled
@@ -164,7 +165,7 @@ class TierQueue:
         return self._queued_bytes["store"] + self._inflight_bytes["store"]
 
     def record_timeout(self, verb: str) -> None:
-        """Records that a lookup had no answer in time."""
+        """Records that a lookup got no answer in time."""
         now = time.monotonic()
         self._fault_log.add(self.tier.name, verb, "late", 1, "no answer before the deadline", now)
         self.breaker.record_failure(now)
@@ -386,7 +387,8 @@ class TierQueue:
         self._on_change()
 
     def _record_late(self, batch: TransferBatch, amount: int, now: float) -> None:
-        """Records a late batch. The tier counts as hung unless it completed other batches since this one started."""
+        """Records a late batch. The tier counts as hung unless it has completed other batches since this batch
+        started."""
         verb = "write" if batch.load is None else "read"
         if self.throughput.last_end > batch.started_at:
             self._fault_log.add(self.tier.name, verb, "late", amount, "the tier is slow", now)

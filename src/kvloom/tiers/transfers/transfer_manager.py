@@ -1,12 +1,12 @@
-"""The transfer manager: moves pages between host memory and the other tiers. Each tier has one queue; the fastest
-tier is first.
+"""The transfer manager moves pages between host memory and the other tiers. Each tier has one queue. The fastest
+tier comes first.
 
     lookup(objects)           which objects host memory or a tier has     (bounded time)
     fetch(objects)            load objects from tiers into host memory    (earliest deadline first)
     write_to_tiers(objects)   write pages of host memory to tiers, by their write policies
 
 The caller polls the results and never waits for a tier. `wait` sleeps until a queue has made progress. If a tier
-fails, is late or hangs, its objects are misses, counted in `fault_log`.
+fails, is late or hangs, its objects are misses and are counted in `fault_log`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """A lookup may take `lookup_seconds`. If host memory is fuller than `write_back_threshold`, its oldest pages are
-    written to tiers with write policy "back".
+    """Settings of the manager. A lookup may take `lookup_seconds`. If host memory is filled above
+    `write_back_threshold`, its oldest pages are written to tiers with the write policy "back".
     """
 
     lookup_seconds: float = 0.25
@@ -45,7 +45,8 @@ class TransferConfig:
 
 
 class TierLookup:
-    """The location of many objects. `found` is valid once `done`: whether host memory or a tier has the object."""
+    """The result of a lookup of many objects. `found` is valid once `done` is set. It contains whether host memory
+    or a tier has each object."""
 
     def __init__(
         self, manager: TransferManager, objects: Sequence[Objects], without: Collection[int] = ()
@@ -71,7 +72,7 @@ class TierLookup:
 
     @property
     def done(self) -> bool:
-        """Whether every queue has answered. A queue without an answer in time counts as a miss."""
+        """Whether every queue has answered. If a queue does not answer in time, its objects are misses."""
         if not self._pending:
             return True
         late = time.monotonic() >= self._deadline
@@ -92,7 +93,7 @@ class TierLookup:
 
 
 class FetchJob:
-    """A load of objects into host memory. `loaded` is valid once `done`."""
+    """A load of objects into host memory. `loaded` is valid once `done` is set."""
 
     def __init__(
         self,
@@ -144,8 +145,8 @@ class FetchJob:
 
 
 class TransferManager:
-    """`host` is the memory of all transfers. `tiers` are the other tiers, fastest first. One thread calls the
-    manager, and each queue has its own thread.
+    """Moves pages between the host tier `host` and the other `tiers`, which are ordered from fastest to slowest.
+    One thread calls the manager, and each queue has its own thread.
     """
 
     def __init__(
@@ -162,18 +163,19 @@ class TransferManager:
         self._last_check = 0.0
 
     def lookup(self, objects: Sequence[Objects], without: Collection[int] = ()) -> TierLookup:
-        """Looks up objects: at once in host memory, asynchronously in the other tiers, except in the queues `without`."""
+        """Looks up objects in all tiers except the queues in `without`. Host memory answers at once, and the other
+        tiers answer asynchronously."""
         return TierLookup(self, objects, without)
 
     def fetch(self, objects: Sequence[Objects], queue_of: dict[bytes, int], deadline: float) -> FetchJob:
-        """Loads objects into host memory until `deadline`. `queue_of` (of a TierLookup) states which tier has each
-        object.
+        """Loads objects into host memory until `deadline`. `queue_of`, from a TierLookup, maps each object to the
+        queue of a tier that has it.
         """
         return FetchJob(self, objects, queue_of, deadline)
 
     def write_to_tiers(self, objects: Objects, used: bool) -> None:
-        """Queues writes of objects that are in host memory, by the write policy of each tier. `used` states that they
-        were reused before.
+        """Queues writes of objects from host memory to the other tiers, by the write policy of each tier. `used` is
+        whether a sequence has reused the objects.
         """
         for opened, queue, dirty in zip(self.tiers, self.queues, self._dirty, strict=True):
             if opened.is_lossy and objects.form.exact:

@@ -1,5 +1,6 @@
-"""Replaces a tier that could not be opened. It tries again after growing pauses, and forwards all calls once the tier
-is open. Until then every lookup is a miss, and every other operation fails at once with the reason.
+"""A stand-in for a tier that could not be opened. The stand-in tries to open the tier again after growing pauses.
+Once the tier is open, all calls are forwarded to it. Until then every lookup is a miss, and every other operation
+fails at once with the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
 
 
 class UnavailableTier(Tier):
-    """`open_tier` opens the tier or raises TierError. `reason` is the message of the first failure."""
+    """A stand-in for a tier. `open_tier` opens the tier or raises TierError. `reason` is the message of the first
+    failure."""
 
     def __init__(self, name: str, open_tier: Callable[[], Tier], reason: str) -> None:
         self._name, self._open, self._reason = name, open_tier, reason

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .pieces import Piece
-from .reasoning import REASONING, REASONING_PARSERS, ReasoningParser, after_reasoning
+from .reasoning import ANSWER, REASONING, REASONING_PARSERS, ReasoningParser, after_reasoning
 from .tool_calls import TOOL_CALL_PARSERS, ForcedCalls, ToolCallParser, detect_parser
+from .tool_choice import STRICT, Tools
 
 __all__ = ["AnswerFormats", "AnswerParser"]
 
@@ -16,7 +17,7 @@ TOOLS_VARIABLE = re.compile(r"\btools\b")
 
 
 class AnswerParser:
-    """Parses one answer. Without `parallel`, only its first call is returned."""
+    """Parses one answer. Without `parallel`, only the first call is returned."""
 
     def __init__(
         self, reasoning: ReasoningParser | None, calls: ToolCallParser | None, parallel: bool = True
@@ -46,10 +47,10 @@ class AnswerParser:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """How the served model writes tool calls and reasoning. `shows_tools` states that its chat template shows tools
-    to the model.
+    """The formats in which the served model writes tool calls and reasoning. `shows_tools` states that its chat
+    template shows tools to the model.
 
-    `special` states that a marker is a special token, so special tokens must stay in the text.
+    `special` states that a marker is a special token. Special tokens must then stay in the text.
     """
 
     calls: type[ToolCallParser] | None = None
@@ -59,7 +60,7 @@ class AnswerFormats:
 
     @staticmethod
     def of(tokenizer: Any | None, calls: str = "auto", reasoning: str | None = None) -> AnswerFormats:
-        """Return the formats for parser names; "auto" detects the format of calls from the chat template."""
+        """Return the formats for parser names. "auto" detects the format of calls from the chat template."""
         template = getattr(tokenizer, "chat_template", None) or ""
         text = "\n".join(template.values()) if isinstance(template, dict) else template
         found = detect_parser(text) if calls == "auto" else TOOL_CALL_PARSERS.get(calls)
@@ -77,24 +78,43 @@ class AnswerFormats:
         return after_reasoning(*structure)
 
     def parser(
-        self, prompt: str, structure: tuple[str, str] | None, tools: bool, forced: bool, parallel: bool
+        self,
+        prompt: str,
+        structure: tuple[str, str] | None,
+        functions: Tools | None,
+        forced: bool,
+        parallel: bool,
     ) -> AnswerParser | None:
         """Return the parser of one answer to a prompt, or None if the answer is plain content.
 
-        `structure` is the required structure of the whole answer. `tools` states that the answer may call tools, and
-        `forced` that it must.
+        `structure` is the required structure of the whole answer. The answer may call `functions`. With `forced` it
+        must call one.
         """
         reasoning = None
-        if self.reasoning is not None and (structure is None or structure[1].startswith(REASONING)):
+        if self.reasoning is not None and (
+            structure is None or structure[1].startswith((REASONING, ANSWER + STRICT))
+        ):
             reasoning = self.reasoning(self.reasoning.opens(prompt))
-        kind = ForcedCalls if forced else self.calls if tools else None
-        calls = None if kind is None else kind()
+        kind = ForcedCalls if forced else self.calls if functions else None
+        schemas = {function["name"]: function.get("parameters") or {} for function in functions or ()}
+        calls = None if kind is None else kind(schemas)
         return None if reasoning is None and calls is None else AnswerParser(reasoning, calls, parallel)
 
-    def tools_warning(self, forced: bool) -> str | None:
+    def strict_grammar(self, functions: Tools) -> str | None:
+        """Return the Lark rule `answer`, in which calls of strict functions follow their schemas. Return None if no
+        function is strict, or if schemas cannot be enforced in the format of this model.
+        """
+        if self.calls is None or self.special or not any(function.get("strict") for function in functions):
+            return None
+        return self.calls.strict_grammar(functions)
+
+    def tools_warning(self, forced: bool, functions: Tools) -> str | None:
         """Return a warning if the template or parser of this model does not support tool calls, else None."""
         if not self.shows_tools:
             return "the chat template does not show tools to the model; use --chat-template FILE"
         if self.calls is None and not forced:
             return "tool calls stay text: the format is unknown; use --tool-call-parser NAME"
+        is_strict = any(function.get("strict") for function in functions)
+        if is_strict and not forced and self.strict_grammar(functions) is None:
+            return "strict has no effect with this format of tool calls; use tool_choice required"
         return None

@@ -1,5 +1,5 @@
-"""Groups the pieces of an answer into blocks: reasoning, content or one tool call. A block opens, grows and closes
-before the next one opens.
+"""Groups the pieces of an answer into blocks. A block is reasoning, content or one tool call. It opens, grows and
+closes before the next block opens.
 
 The Responses API (items) and the Messages API (content blocks) describe answers this way.
 """
@@ -17,7 +17,8 @@ __all__ = ["Block", "BlockChange", "Blocks"]
 
 @dataclass(slots=True)
 class Block:
-    """One block. `first` is its first piece, with the id and the name of a call."""
+    """A block of an answer, such as a text or a tool call. `first` is its first piece. The first piece of a call has
+    the id and the name of the call."""
 
     index: int
     first: Piece
@@ -37,7 +38,7 @@ BlockChange = tuple[Literal["open", "grow", "close"], Block, str]
 
 
 class Blocks:
-    """The blocks of one answer so far."""
+    """Collects the pieces of one answer into blocks, such as thinking, text and tool calls."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []

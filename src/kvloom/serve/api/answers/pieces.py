@@ -1,7 +1,7 @@
 """The pieces of an answer, and the text from which they are read.
 
 A parser is a generator over a TextSource. It reads the text that has arrived, adds pieces, and yields when it needs
-more text. The same code therefore parses streams and whole texts. The cost is proportional to the length of the text.
+more text. The same code therefore parses streams and whole texts. The cost grows with the length of the text.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Reading = Generator[None, None, bool]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer. `text` is reasoning, content, or a part of the arguments of call `index`. The first piece of a call
-    has its `id` and `name`."""
+    """A part of an answer. `text` is reasoning, content, or a part of the arguments of call `index`. The first
+    piece of a call contains its `id` and `name`."""
 
     kind: Literal["reasoning", "content", "call"]
     text: str
@@ -94,7 +94,7 @@ class TextSource:
             yield
 
     def skip(self, marker: str) -> Reading:
-        """Skip a marker. Return whether it was there."""
+        """Skip a marker. Return whether the marker was there."""
         while len(self.rest) < len(marker) and marker.startswith(self.rest) and not self.ended:
             yield
         found = self.rest.startswith(marker)
@@ -102,21 +102,36 @@ class TextSource:
             self.rest = self.rest[len(marker) :]
         return found
 
-    def content_until(self, marker: str) -> Reading:
-        """Add the text before a marker as content, and skip the marker. Return False at the end of the text."""
+    def content_until(self, *markers: str) -> Generator[None, None, str]:
+        """Add the text before the first of `markers` as content, and skip this marker. Return the marker, or "" at
+        the end of the text.
+        """
         while True:
-            before, found, after = self.rest.partition(marker)
-            if found:
-                self.add_content(before)
-                self.rest = after
-                return True
-            size = 0 if self.ended else partial_marker(self.rest, marker)
+            places = [(place, marker) for marker in markers if (place := self.rest.find(marker)) >= 0]
+            if places:
+                place, marker = min(places)
+                self.add_content(self.rest[:place])
+                self.rest = self.rest[place + len(marker) :]
+                return marker
+            size = 0 if self.ended else max(partial_marker(self.rest, marker) for marker in markers)
             kept = len(self.rest) - size
             self.add_content(self.rest[:kept])
             self.rest = self.rest[kept:]
             if self.ended:
-                return False
+                return ""
             yield
+
+    def text_until(self, marker: str) -> Generator[None, None, str | None]:
+        """Return the text before a marker, and skip the marker. Return None if the text ends before the marker."""
+        searched = 0
+        while (place := self.rest.find(marker, searched)) < 0:
+            if self.ended:
+                return None
+            searched = max(0, len(self.rest) - len(marker))
+            yield
+        text = self.rest[:place]
+        self.rest = self.rest[place + len(marker) :]
+        return text
 
     def rest_as_content(self) -> Parsing:
         """Add all text that follows as content."""
@@ -128,10 +143,11 @@ class TextSource:
             yield
 
     def call_object(self, before: str = "", name: str | None = None) -> Reading:
-        """Read a JSON object as a call: {"name": …, "arguments": …}. With `name`, the object is the arguments only.
+        """Read a JSON object as a call: {"name": …, "arguments": …}. If `name` is given, the object contains only
+        the arguments.
 
-        Arguments are added as they arrive. Return whether the object is a call. If it is not, the object and the
-        marker `before` it become content. Without a marker, an object must have arguments to be a call.
+        Arguments are added as they arrive. Return whether the object is a call. If not, the object and the marker
+        `before` become content. Without a marker, an object is a call only if it has arguments.
         """
         scanner = _CallScanner(name)
         started = False
@@ -164,8 +180,8 @@ def partial_marker(text: str, marker: str) -> int:
 
 
 class _CallScanner:
-    """Finds name and arguments in the text of a JSON object. The text of the arguments is returned unchanged as soon
-    as the name is known. Invalid JSON is accepted: the object ends where its brackets are balanced.
+    """Finds name and arguments in the text of a JSON object. The text of the arguments is returned unchanged as
+    soon as the name is known. Invalid JSON is accepted. The object then ends where its brackets are balanced.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -202,7 +218,7 @@ class _CallScanner:
         return new
 
     def whole_arguments(self) -> str | None:
-        """Return arguments that came before the name or as a JSON string, or None if there are none."""
+        """Return arguments that came before the name or as a JSON string. Return None if there are none."""
         given = next((self._values[key] for key in ARGUMENTS if key in self._values), None)
         try:
             read = None if given is None else json.loads(given)
@@ -261,7 +277,7 @@ class _CallScanner:
 
 
 def _string(text: str) -> str | None:
-    """Return the string that a JSON text represents, or None if it is no string."""
+    """Return the string that a JSON text represents, or None if the text is not a string."""
     try:
         read = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
 """The formats in which models write reasoning before the answer. The names are vLLM's.
 
 deepseek_r1   reasoning</think>answer; the first <think> may be in the answer, in the prompt, or missing
-qwen3         <think>reasoning</think>answer; the first <think> may be in the answer or in the prompt. Without it there is
-              no reasoning
+qwen3         <think>reasoning</think>answer; the first <think> may be in the answer or in the prompt. Without it
+              there is no reasoning
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def last_marker(message: str) -> str:
 
 
 def after_reasoning(kind: str, text: str) -> str | None:
-    """Return a grammar in Lark notation for reasoning, followed by an answer of the required structure.
+    """Return a grammar in Lark notation for reasoning, followed by an answer with the required structure.
 
     Return None for a grammar of the client, because its rules may have the same names as the rules for reasoning.
     """

@@ -4,6 +4,7 @@
     llama3_json    {"name": "f", "parameters": {"a": 1}}, more after ";" or ","
     mistral        [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}], or [TOOL_CALLS]f[ARGS]{"a": 1}
     pythonic       [f(a=1), g()]
+    qwen3_coder    <tool_call><function=f><parameter=a>1</parameter></function></tool_call>, any number, also after text
 
 A text that is not a call stays content. `ForcedCalls` reads the format of a forced call (tool_choice.py).
 """
@@ -20,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from .pieces import Parsing, Piece, Reading, TextSource
+from .tool_choice import STRICT, Tools, call_rules
 
 __all__ = ["TOOL_CALL_PARSERS", "ForcedCalls", "ToolCallParser", "detect_parser"]
 
@@ -30,17 +32,27 @@ LITERAL_ERRORS = (SyntaxError, ValueError, TypeError, RecursionError, MemoryErro
 
 
 class ToolCallParser(ABC):
-    """Parses one answer. `markers` are texts that must stay in the answer, even if they are special tokens."""
+    """Parses one answer. `markers` are texts that must stay in the answer, even if they are special tokens. `schemas`
+    are the JSON schemas of the functions' parameters, by name.
+    """
 
     markers: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self.schemas = schemas or {}
         self._source = TextSource(self.new_id)
         self._run: Parsing | None = self.parse(self._source)
 
     @abstractmethod
     def parse(self, source: TextSource) -> Parsing:
         """Read a source to its end, and add its pieces."""
+
+    @classmethod
+    def strict_grammar(cls, functions: Tools) -> str | None:
+        """Return the Lark rule `answer` for text and calls in this format. The arguments of strict functions follow
+        their schemas. Return None if the format contains no JSON to which a schema could apply.
+        """
+        return None
 
     @staticmethod
     def new_id() -> str:
@@ -57,7 +69,7 @@ class ToolCallParser(ABC):
         return self._advance()
 
     def finish(self) -> list[Piece]:
-        """Return the remaining pieces, because no more text follows."""
+        """Return the remaining pieces. Call this method when no more text follows."""
         self._source.ended = True
         self._advance_only()
         self._source.end_content()
@@ -79,6 +91,14 @@ class HermesParser(ToolCallParser):
     BEGIN, END = "<tool_call>", "</tool_call>"
     markers = (BEGIN, END)
 
+    @classmethod
+    def strict_grammar(cls, functions: Tools) -> str:
+        return f'''{STRICT}strict: (before SPACE call SPACE "{cls.END}")* TEXT?
+before[suffix="{cls.BEGIN}"]: /(.|\\n)*/
+SPACE: /\\n?/
+TEXT: /(.|\\n)+/ & ~/(.|\\n)*{cls.BEGIN}(.|\\n)*/
+''' + call_rules(functions, only_strict=True)
+
     def parse(self, source: TextSource) -> Parsing:
         while (yield from source.content_until(self.BEGIN)):
             yield from source.skip_space()
@@ -92,6 +112,13 @@ class HermesParser(ToolCallParser):
 
 class Llama3JsonParser(ToolCallParser):
     TAG = "<|python_tag|>"
+
+    @classmethod
+    def strict_grammar(cls, functions: Tools) -> str:
+        """Return the rule `answer`. An answer that begins with a brace is a call."""
+        return f"""{STRICT}strict: call ("; " call)* | TEXT
+TEXT: /[^{{\\s](.|\\n)*/
+""" + call_rules(functions, "parameters", only_strict=True)
 
     def parse(self, source: TextSource) -> Parsing:
         yield from source.skip_space()
@@ -136,7 +163,8 @@ class MistralParser(ToolCallParser):
 
 
 class PythonicParser(ToolCallParser):
-    """A call is added when it is complete, because its arguments must be converted to JSON."""
+    """Parses calls in Python syntax. A call is added when it is complete, because its arguments must be converted
+    to JSON."""
 
     def parse(self, source: TextSource) -> Parsing:
         yield from source.skip_space()
@@ -186,6 +214,54 @@ class PythonicParser(ToolCallParser):
         return True
 
 
+class Qwen3CoderParser(ToolCallParser):
+    """Parses tool calls in the format of Qwen3-Coder. An argument is returned only when it is complete, because its
+    schema decides whether it is a text or JSON."""
+
+    BEGIN, END = "<tool_call>", "</tool_call>"
+    FUNCTION, PARAMETER = "<function=", "<parameter="
+    markers = (BEGIN, END)
+
+    def parse(self, source: TextSource) -> Parsing:
+        while found := (yield from source.content_until(self.BEGIN, self.FUNCTION)):
+            if found == self.BEGIN:
+                yield from source.skip_space()
+                if not (yield from source.skip(self.FUNCTION)):
+                    source.add_content(self.BEGIN)
+                    continue
+            name = yield from source.text_until(">")
+            if name is None or "\n" in name:
+                source.add_content(found if found == self.FUNCTION else found + self.FUNCTION)
+                source.rest = source.rest if name is None else f"{name}>{source.rest}"
+                continue
+            yield from self._arguments(source, name.strip())
+
+    def _arguments(self, source: TextSource, name: str) -> Parsing:
+        """Read the arguments of a call up to its end."""
+        schema = self.schemas.get(name, {})
+        fields = schema.get("properties")
+        source.start_call(name, "{")
+        separator = ""
+        while True:
+            yield from source.skip_space()
+            if not (yield from source.skip(self.PARAMETER)):
+                break
+            field = yield from source.text_until(">")
+            value = None if field is None else (yield from source.text_until("</parameter>"))
+            if field is None or value is None:
+                source.rest = ""  # the answer was cut
+                return
+            given = fields.get(field.strip()) if isinstance(fields, dict) else None
+            text = json.dumps(_xml_value(value, given), ensure_ascii=False)
+            source.add_arguments(f"{separator}{json.dumps(field.strip())}: {text}")
+            separator = ", "
+        if source.rest:
+            source.add_arguments("}")
+        yield from source.skip("</function>")
+        yield from source.skip_space()
+        yield from source.skip(self.END)
+
+
 class ForcedCalls(ToolCallParser):
     """A JSON array of calls, in the form that `forced_grammar` enforces. Any other text is part of an incomplete call
     and is dropped.
@@ -208,15 +284,16 @@ TOOL_CALL_PARSERS: dict[str, type[ToolCallParser]] = {
     "llama3_json": Llama3JsonParser,
     "mistral": MistralParser,
     "pythonic": PythonicParser,
+    "qwen3_coder": Qwen3CoderParser,
 }
 
 
 def detect_parser(template: str) -> type[ToolCallParser] | None:
-    """Return the parser for the calls in a chat template, or None for an unknown format."""
+    """Return the parser for the format of calls in a chat template, or None for an unknown format."""
     if "[TOOL_CALLS]" in template:
         return MistralParser
-    if "<tool_call>" in template and "<function=" not in template:
-        return HermesParser
+    if "<tool_call>" in template:
+        return Qwen3CoderParser if "<function=" in template else HermesParser
     if "<|python_start|>" in template:
         return PythonicParser
     if "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template):
@@ -231,6 +308,21 @@ def _skip_separators(source: TextSource, letters: str) -> Parsing:
         if source.rest or source.ended:
             return
         yield
+
+
+def _xml_value(text: str, schema: Any) -> Any:
+    """Return the value of an argument, whose text has no quotes. Without a schema, or if it is not JSON, the value
+    is the text itself.
+    """
+    text = text.removeprefix("\n").removesuffix("\n")
+    given = schema.get("type") if isinstance(schema, dict) else "string"
+    types = given if isinstance(given, list) else [given]
+    if "string" in types and not ("null" in types and text == "null"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False, "None": None}.get(text, text)
 
 
 def _python_call(text: str) -> tuple[str, str] | None:

@@ -1,7 +1,7 @@
 """Checks the tools of a request, and builds the grammar that forces a call.
 
-A forced answer is a JSON array of calls, for every model and template: [{"name": "f", "arguments": {…}}]. The arguments
-follow the JSON schema of the function. `ForcedCalls` reads it.
+A forced answer is a JSON array of calls, for every model and template: [{"name": "f", "arguments": {…}}]. The
+arguments follow the JSON schema of the function. `ForcedCalls` parses such an answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from typing import Any
 
 from kvloom.serve.errors import bad_request
 
-__all__ = ["JSON_SPACING", "check_tools", "forced_functions", "forced_grammar"]
+__all__ = [
+    "JSON_SPACING",
+    "STRICT",
+    "Tools",
+    "call_rules",
+    "check_tools",
+    "forced_functions",
+    "forced_grammar",
+]
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -20,6 +28,8 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Positions of spaces in JSON. If spaces were allowed anywhere, a small model might write only spaces."""
 
+STRICT = "answer: strict\n"
+"""The first line of a grammar for free text with strict calls."""
 MORE_CALLS = '(", " call)*'
 
 Tools = list[dict[str, Any]]
@@ -43,12 +53,14 @@ def check_tools(tools: Tools | None) -> None:
             raise bad_request(f"tools[{place}]: the name {name!r} is used twice: rename one", "tools")
         if schema is not None and not isinstance(schema, dict):
             raise bad_request(f"tools[{place}]: function.parameters must be a JSON schema", "tools")
+        if function.get("strict") not in (None, True, False):
+            raise bad_request(f"tools[{place}]: function.strict must be true or false", "tools")
         names.add(name)
 
 
 def forced_functions(tools: Tools | None, choice: str | dict[str, Any] | None) -> Tools | None:
-    """Return the functions of which `tool_choice` forces a call, or None if it forces none. Raises ApiError for an
-    invalid choice.
+    """Return the functions that `tool_choice` forces the model to call, or None if it forces none. Raises ApiError
+    for an invalid choice.
     """
     if choice in (None, "auto", "none"):
         return None
@@ -71,12 +83,20 @@ def forced_functions(tools: Tools | None, choice: str | dict[str, Any] | None) -
 
 
 def forced_grammar(functions: Tools, many: bool) -> str:
-    """Return the Lark rule `answer` for calls of the given functions: one call, or several with `many`."""
-    rules = [f'answer: "[" call {MORE_CALLS if many else ""} "]"']
-    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
+    """Return the Lark rule `answer` for calls of the given functions. The answer has one call, or several with
+    `many`."""
+    return f'answer: "[" call {MORE_CALLS if many else ""} "]"\n' + call_rules(functions)
+
+
+def call_rules(functions: Tools, key: str = "arguments", only_strict: bool = False) -> str:
+    """Return the Lark rule `call` for one call of any of the functions as a JSON object, with the arguments under
+    `key`. With `only_strict`, the arguments of functions that are not strict may be any object.
+    """
+    rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
     for i, function in enumerate(functions):
-        head = json.dumps(json.dumps({"name": function["name"], "arguments": 0})[:-2])
-        schema = {"x-guidance": JSON_SPACING, **(function.get("parameters") or NO_PARAMETERS)}
+        head = json.dumps(json.dumps({"name": function["name"], key: 0})[:-2])
+        is_free = only_strict and not function.get("strict")
+        schema = {"type": "object"} if is_free else function.get("parameters") or NO_PARAMETERS
         rules.append(f'call_{i}: {head} arguments_{i} "}}"')
-        rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
+        rules.append(f"arguments_{i}: %json {json.dumps({'x-guidance': JSON_SPACING, **schema})}")
     return "\n".join(rules) + "\n"

@@ -1,4 +1,5 @@
 // The past ten minutes: six cards with a figure and a curve. Pointer and arrow keys read values.
+// SERVER and FLEET are the cards of the two pages, and the columns of the same past as a table.
 
 import { byId, compact, h, marks, percent, s, seconds, table, tip, noTip } from "./dom.js";
 
@@ -24,23 +25,47 @@ function latency(id, title, hue) {
     figure: (x, totals) => at(x, totals, "p50"), unit: (x, totals) => `p50 · p95 ${at(x, totals, "p95")} · p99 ${at(x, totals, "p99")}` };
 }
 
-const CARDS = [
-  { id: "hit", title: "Hit rate", top: 1, lines: [["hit_rate", "green", "of prompt tokens"]], show: (x) => percent(x),
-    figure: (x, totals, raw) => percent(hitRate(raw, 30) ?? (totals.prompt_tokens ? totals.cached_tokens / totals.prompt_tokens : null)),
-    unit: (x, totals) => `of prompt tokens${totals.prompt_tokens ? ` · ${percent(totals.cached_tokens / totals.prompt_tokens)} since the start` : ""}` },
-  { id: "saved", title: "Saved by the cache", lines: [["saved_rate", "sky", "tokens not computed"]], show: (x) => `${compact(x)}/s`,
-    figure: (x, totals) => compact(totals.cached_tokens), unit: (x, totals) => `tokens · about ${seconds(totals.saved_seconds)} of prefill` },
-  { id: "rate", title: "Throughput", lines: [["output_rate", "blue", "output"]], beside: [["prompt_rate", "", "prompt"]], show: (x) => `${compact(x)}/s`,
-    figure: (x) => compact(mean(last(x.output_rate, 5))), unit: (x) => `output tokens/s · ${compact(mean(last(x.prompt_rate, 5)))} prompt` },
-  latency("ttft", "Time to first token", "orange"),
-  latency("itl", "Time between tokens", "yellow"),
-  { id: "load", title: "Requests", lines: [["running", "pink", "running"], ["waiting", "red", "waiting"]], show: compact,
-    figure: (x) => compact(x.running.at(-1)), unit: (x) => `running · ${compact(x.waiting.at(-1))} waiting` },
-];
+const hit = { id: "hit", title: "Hit rate", top: 1, lines: [["hit_rate", "green", "of prompt tokens"]], show: (x) => percent(x),
+  figure: (x, totals, raw) => percent(hitRate(raw, 30) ?? (totals.prompt_tokens ? totals.cached_tokens / totals.prompt_tokens : null)),
+  unit: (x, totals) => `of prompt tokens${totals.prompt_tokens ? ` · ${percent(totals.cached_tokens / totals.prompt_tokens)} since the start` : ""}` };
+const load = { id: "load", title: "Requests", lines: [["running", "pink", "running"], ["waiting", "red", "waiting"]], show: compact,
+  figure: (x) => compact(x.running.at(-1)), unit: (x) => `running · ${compact(x.waiting.at(-1))} waiting` };
+const perSecond = (x) => (x === null || x === undefined ? "–" : `${x < 10 ? x.toFixed(1) : compact(x)}/s`);
+
+export const SERVER = {
+  cards: [
+    hit,
+    { id: "saved", title: "Saved by the cache", lines: [["saved_rate", "sky", "tokens not computed"]], show: (x) => `${compact(x)}/s`,
+      figure: (x, totals) => compact(totals.cached_tokens), unit: (x, totals) => `tokens · about ${seconds(totals.saved_seconds)} of prefill` },
+    { id: "rate", title: "Throughput", lines: [["output_rate", "blue", "output"]], beside: [["prompt_rate", "", "prompt"]], show: (x) => `${compact(x)}/s`,
+      figure: (x) => compact(mean(last(x.output_rate, 5))), unit: (x) => `output tokens/s · ${compact(mean(last(x.prompt_rate, 5)))} prompt` },
+    latency("ttft", "Time to first token", "orange"),
+    latency("itl", "Time between tokens", "yellow"),
+    load,
+  ],
+  past: [["hit rate", "hit_rate", percent], ["first token p50", "ttft_p50", seconds], ["p95", "ttft_p95", seconds], ["between tokens p50", "itl_p50", seconds],
+    ["p95", "itl_p95", seconds], ["output/s", "output_rate", compact], ["prompt/s", "prompt_rate", compact], ["running", "running", compact], ["waiting", "waiting", compact],
+    ["pool used", "used", percent]],
+};
+export const FLEET = {
+  cards: [
+    hit,
+    { id: "rate", title: "Requests answered", lines: [["request_rate", "blue", "requests"]], beside: [["prompt_rate", "", "prompt tokens"]], show: perSecond,
+      figure: (x) => perSecond(mean(last(x.request_rate, 5))), unit: (x, totals) => `${compact(totals.requests)} since the start · ${compact(mean(last(x.prompt_rate, 5)))} prompt tokens/s` },
+    load,
+    latency("ttft", "Time to first token", "orange"),
+    latency("overhead", "Spent in the router", "yellow"),
+    { id: "handed", title: "Hand-overs", lines: [["hand_over_rate", "green", "prompts"]], show: perSecond,
+      figure: (x) => perSecond(mean(last(x.hand_over_rate, 5))), unit: (x, totals) => `prefill → decode · ${compact(totals.hand_overs)} since the start` },
+  ],
+  past: [["hit rate", "hit_rate", percent], ["requests", "request_rate", perSecond], ["prompt tokens/s", "prompt_rate", compact], ["first token p50", "ttft_p50", seconds], ["p95", "ttft_p95", seconds],
+    ["in the router p50", "overhead_p50", seconds], ["p95", "overhead_p95", seconds], ["hand-overs", "hand_over_rate", perSecond], ["running", "running", compact], ["waiting", "waiting", compact]],
+};
 
 export class Curves {
-  constructor() {
-    this.cards = CARDS.map((card) => {
+  constructor({ cards, past }) {
+    this.past = past;
+    this.cards = cards.map((card) => {
       const node = byId(`curve-${card.id}`);
       const figure = h("strong", {}, "–"), unit = h("span");
       const svg = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: 0 });
@@ -81,12 +106,11 @@ export class Curves {
     for (let i = series.running.length - 1; i >= 0 && rows.length < 60; i -= Math.max(1, Math.round(10 / history.seconds))) {
       const key = Math.round(history.until - (series.running.length - 1 - i) * history.seconds);
       rows.push({ key, print: String(key), cells: () => [
-        new Date(key * 1000).toLocaleTimeString(), percent(series.hit_rate[i]), seconds(series.ttft_p50[i]), seconds(series.ttft_p95[i]), seconds(series.itl_p50[i]), seconds(series.itl_p95[i]), compact(series.output_rate[i]),
-        compact(series.prompt_rate[i]), compact(series.running[i]), compact(series.waiting[i]), percent(series.used[i]),
+        new Date(key * 1000).toLocaleTimeString(), ...this.past.map(([, name, show]) => show(series[name][i])),
       ] });
     }
     if (byId("past").open) {
-      table(byId("past-table"), "The past ten minutes", [["time"], ["hit rate", 1], ["first token p50", 1], ["p95", 1], ["between tokens p50", 1], ["p95", 1], ["output/s", 1], ["prompt/s", 1], ["running", 1], ["waiting", 1], ["pool used", 1]], rows);
+      table(byId("past-table"), "The past ten minutes", [["time"], ...this.past.map(([title]) => [title, 1])], rows);
     }
   }
 

@@ -65,6 +65,7 @@ export class Requests {
       ["total time", seconds(record.total_s)], ["output tokens", count(record.output_tokens)], ["preempted", plural(record.preemptions ?? 0, "time")],
       ["finish reason", record.finish_reason ?? "not yet"],
     ];
+    if (record.draft_tokens) facts.push(["draft tokens", `${count(record.draft_tokens)}, ${percent(record.accepted_tokens / record.draft_tokens)} accepted`]);
     const closes = h("button", { type: "button", autofocus: true, onclick: () => this.dialog.close() }, "Close");
     this.dialog.replaceChildren(
       h("h2", { id: "explanation-title" }, "Request ", h("span", { class: "mono" }, record.id)),

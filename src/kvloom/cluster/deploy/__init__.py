@@ -1,0 +1,15 @@
+"""`kvloom deploy`: a cluster on Ray Serve. Ray places, restarts and scales the processes, which are `kvloom serve`
+and `kvloom route`.
+
+    cluster_file.py    ClusterFile: reads and checks cluster.toml
+    command.py         `kvloom deploy`
+    replicas.py        Replica: one process in Ray, its health, its load
+    members.py         Members: the list of workers, which routers register
+    supervised.py      runs a command and ends it when its parent is gone
+
+The modules `replicas` and `members` need Ray and are imported on first use.
+"""
+
+from .cluster_file import ClusterFile, Group
+
+__all__ = ["ClusterFile", "Group"]

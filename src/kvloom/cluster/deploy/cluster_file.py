@@ -1,0 +1,228 @@
+"""Reads cluster.toml, which lists the processes of a cluster and their numbers.
+
+[cluster]
+name = "demo"                       # several clusters may share one Ray
+ray = "auto"                        # address of Ray; "local" starts one for as long as `kvloom deploy` runs
+bind = "127.0.0.1"                  # "node": the address of the machine, for several machines
+peer-secret = "/etc/kvloom/secret"  # with bind = "node": file on every machine, for pages between workers
+
+[router]
+port = 8080
+replicas = 1                        # more routers use the ports above
+[router.arguments]                  # arguments of `kvloom route`
+affinity-seconds = 0.1
+
+[workers.decode]
+model = "meta-llama/Llama-3.1-8B-Instruct"
+role = "decode"                     # prefill, decode or both
+replicas = 2
+max-replicas = 6                    # above replicas: scaled by load
+target-requests = 16                # open requests per replica that scaling aims at
+gpus = 1
+host-memory = "64GiB"               # prefill workers share it, decode workers read from them
+[workers.decode.arguments]          # arguments of `kvloom serve`
+pool = "60GiB"
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ClusterFile", "Group"]
+
+ROLES = ("prefill", "decode", "both")
+SHARE_PORT = 7400
+SURGE = 2
+"""Ports beyond the number of replicas: during a rolling restart old and new replicas run side by side."""
+_KEYS = {
+    "cluster": ("name", "ray", "bind", "peer-secret", "environment"),
+    "router": ("port", "replicas", "cpus", "drain-seconds", "start-seconds", "arguments"),
+    "worker": (
+        "model", "role", "replicas", "max-replicas", "target-requests", "cpus", "gpus", "host-memory",
+        "share-port", "drain-seconds", "start-seconds", "scale-seconds", "arguments",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Replicas of one process: `kvloom serve` of a role, or `kvloom route`."""
+
+    name: str
+    command: str
+    arguments: tuple[str, ...] = ()
+    role: str = "both"
+    replicas: int = 1
+    max_replicas: int = 1
+    target_requests: float = 16.0
+    cpus: float = 1.0
+    gpus: float = 0.0
+    port: int = 0
+    """First port of routers; 0: any."""
+    host_memory: str | None = None
+    share_port: int = SHARE_PORT
+    drain_seconds: float = 30.0
+    start_seconds: float = 600.0
+    scale_seconds: float = 30.0
+
+    @property
+    def share_ports(self) -> range:
+        """Ports at which replicas of a prefill group share their pages."""
+        return range(self.share_port, self.share_port + self.max_replicas + SURGE)
+
+    def digest(self) -> str:
+        """Return a digest of the group. If the digest changes, the replicas restart."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFile:
+    """A cluster: its routers and its groups of workers."""
+
+    name: str
+    router: Group
+    workers: tuple[Group, ...]
+    ray: str = "auto"
+    bind: str = "127.0.0.1"
+    peer_secret: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: str) -> ClusterFile:
+        """Read a file. Raises OSError if it cannot be read, and ValueError with the position of a mistake."""
+        with Path(path).open("rb") as file:
+            try:
+                found = tomllib.load(file)
+            except tomllib.TOMLDecodeError as error:
+                raise ValueError(f"{path}: {error}") from None
+        try:
+            return cls.from_dict(found)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> ClusterFile:
+        """Build a cluster from the tables of a file. Raises ValueError for invalid values."""
+        unknown = set(found) - {"cluster", "router", "workers"}
+        if unknown:
+            raise ValueError(f"unknown table [{min(unknown)}]; tables: cluster, router, workers")
+        about = _table(found, "cluster", "cluster")
+        router = _table(found, "router", "router")
+        if not isinstance(found.get("workers"), dict) or not found["workers"]:
+            raise ValueError("there are no workers: add a table such as [workers.decode]")
+        workers = tuple(_worker(name, table) for name, table in found["workers"].items())
+        groups = cls(
+            name=str(about.get("name", "kvloom")),
+            router=Group(
+                "router", "route", _words(router.get("arguments", {}), "[router.arguments]"),
+                replicas=_whole(router, "replicas", 1), max_replicas=_whole(router, "replicas", 1),
+                port=_whole(router, "port", 8080), cpus=_number(router, "cpus", 1.0),
+                drain_seconds=_number(router, "drain-seconds", 30.0),
+                start_seconds=_number(router, "start-seconds", 60.0),
+            ),
+            workers=workers,
+            ray=str(about.get("ray", "auto")),
+            bind=str(about.get("bind", "127.0.0.1")),
+            peer_secret=about.get("peer-secret"),
+            environment={str(name): str(value) for name, value in about.get("environment", {}).items()},
+        )  # fmt: skip
+        groups._check()
+        return groups
+
+    def _check(self) -> None:
+        """Parse the arguments of every group in the same way as its command. Raises ValueError if the command would
+        refuse them."""
+        from kvloom.cluster.router import command as route
+        from kvloom.serve import serve_command as serve
+
+        for group in (self.router, *self.workers):
+            parser = _Parser(prog=f"kvloom {group.command}", add_help=False)
+            (route if group.command == "route" else serve).arguments(parser)
+            try:
+                parser.parse_intermixed_args(list(group.arguments))
+            except ValueError as error:
+                raise ValueError(f"arguments of {group.name}: {error}") from None
+        if self.bind != "127.0.0.1" and self.peer_secret is None:
+            shared = next((group.name for group in self.workers if group.host_memory), None)
+            if shared is not None:
+                raise ValueError(
+                    f'bind = "{self.bind}" and host-memory of {shared} need peer-secret in [cluster]'
+                )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ValueError(message)
+
+
+def _worker(name: str, table: Any) -> Group:
+    if not isinstance(table, dict):
+        raise ValueError(f"workers.{name} must be a table: [workers.{name}]")
+    table = _table({name: table}, name, "worker", f"workers.{name}")
+    where = f"[workers.{name}]"
+    if not isinstance(table.get("model"), str):
+        raise ValueError(f"{where} needs model: a folder, a name, or an embedded model")
+    role = table.get("role", "both")
+    if role not in ROLES:
+        raise ValueError(f"{where} role {role!r} must be one of {', '.join(ROLES)}")
+    replicas = _whole(table, "replicas", 1)
+    most = _whole(table, "max-replicas", replicas)
+    if most < replicas:
+        raise ValueError(f"{where} max-replicas {most} is below replicas {replicas}")
+    if role == "prefill" and "host-memory" not in table:
+        raise ValueError(f"{where} needs host-memory: a prefill worker shares its pages from there")
+    words = (str(table["model"]), *_words(table.get("arguments", {}), f"[workers.{name}.arguments]"))
+    return Group(
+        name, "serve", words, role, replicas, most,
+        _number(table, "target-requests", 16.0), _number(table, "cpus", 1.0), _number(table, "gpus", 0.0), 0,
+        table.get("host-memory"), _whole(table, "share-port", SHARE_PORT), _number(table, "drain-seconds", 30.0),
+        _number(table, "start-seconds", 600.0), _number(table, "scale-seconds", 30.0),
+    )  # fmt: skip
+
+
+def _table(found: Mapping[str, Any], key: str, kind: str, where: str = "") -> dict[str, Any]:
+    table = found.get(key, {})
+    if not isinstance(table, dict):
+        raise ValueError(f"{key} must be a table: [{key}]")
+    unknown = set(table) - set(_KEYS[kind])
+    if unknown:
+        raise ValueError(f"unknown key {min(unknown)!r} in [{where or key}]; keys: {', '.join(_KEYS[kind])}")
+    return table
+
+
+def _whole(table: Mapping[str, Any], key: str, default: int) -> int:
+    value = table.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} {value!r} must be a whole number of at least 1")
+    return value
+
+
+def _number(table: Mapping[str, Any], key: str, default: float) -> float:
+    value = table.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{key} {value!r} must be a number of at least 0")
+    return float(value)
+
+
+def _words(table: Any, where: str) -> tuple[str, ...]:
+    """Return a table of arguments as words of a command line. The value true becomes a flag without a value. A list
+    repeats the argument."""
+    if not isinstance(table, dict):
+        raise ValueError(f"{where} must be a table")
+    words: list[str] = []
+    for key, value in table.items():
+        if value is False:
+            continue
+        if value is True:
+            words.append(f"--{key}")
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            words += [f"--{key}", str(one)]
+    return tuple(words)

@@ -1,0 +1,62 @@
+"""The list of a cluster's workers. Workers announce themselves every second. Routers read the list and register the
+workers.
+
+The list is not stored. A restarted actor has the whole list again after a second.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+__all__ = ["Members", "members_of"]
+
+FORGET_SECONDS = 15.0
+NAMESPACE = "kvloom"
+
+
+class Members:
+    """The list of running processes of a deployed cluster. Workers and routers announce themselves here. Also stores
+    the digest of each group, which shows whether its configuration changed."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, dict[str, Any]]] = {}
+        self._digests: dict[str, str] = {}
+
+    def announce(self, url: str, about: dict[str, Any]) -> None:
+        """Record that a process serves at `url`."""
+        self._seen[url] = time.monotonic(), about
+
+    def withdraw(self, url: str) -> None:
+        """Remove a process that ends."""
+        self._seen.pop(url, None)
+
+    def living(self, command: str) -> dict[str, dict[str, Any]]:
+        """Return the processes of a command (`serve` or `route`) that were announced in the last 15 s, by URL."""
+        limit = time.monotonic() - FORGET_SECONDS
+        self._seen = {url: one for url, one in self._seen.items() if one[0] > limit}
+        return {url: about for url, (_, about) in self._seen.items() if about["command"] == command}
+
+    def digests(self, new: dict[str, str] | None = None) -> dict[str, str]:
+        """Return the digests of the deployed groups. If `new` is given, it replaces them first."""
+        if new is not None:
+            self._digests = new
+        return self._digests
+
+
+def members_of(cluster: str) -> Any:
+    """Return the actor of a cluster. Starts it if there is none."""
+    import ray
+
+    return (
+        ray.remote(Members)
+        .options(
+            name=f"members of {cluster}",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_restarts=-1,
+            num_cpus=0,
+            get_if_exists=True,
+        )
+        .remote()
+    )

@@ -1,0 +1,75 @@
+"""Objectives at the router: finds the workers that can meet the objective of a request, from the step times that
+they report.
+
+A worker has more information, such as its queue and the requests of other routers, and decides again. The router
+refuses a request only if the request would miss its objective by MARGIN on every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvloom.core import (
+    Backlog,
+    Decision,
+    Decoding,
+    Objective,
+    Prediction,
+    PromptWork,
+    SloAdmission,
+    StepTimes,
+    Verdict,
+)
+
+from .scoring import WorkerLoad
+
+__all__ = ["MARGIN", "admissible", "objective_of", "predict"]
+
+MARGIN = 1.5
+"""The router refuses a request whose predicted times exceed its objective by this factor on every worker."""
+TYPICAL_OUTPUT = 256
+
+
+def objective_of(body: Mapping[str, Any], default: Objective) -> Objective:
+    """Return the objective of a request. Values that the request does not set come from `default`, the objective of
+    the worker. An invalid objective is ignored here, because the worker refuses it."""
+    given = body.get("slo")
+    try:
+        return Objective(**given).over(default) if isinstance(given, dict) else default
+    except (TypeError, ValueError):
+        return Objective()
+
+
+def predict(
+    load: WorkerLoad, times: Sequence[float], token_budget: int, prompt: int, cached: int, now: float
+) -> Prediction | None:
+    """Predict the times of a request on a worker from the requests that this router sent there. Returns None if the worker
+    has not reported its step times."""
+    if not times:
+        return None
+    waiting = [one for one in load.requests.values() if not one.has_first]
+    seconds = sum(one.seconds for one in waiting)
+    left = min(1.0, load.backlog(now) / seconds) if seconds else 0.0  # the rest is computed already
+    backlog = Backlog(
+        [PromptWork(int(one.compute * left), TYPICAL_OUTPUT, one.tokens) for one in waiting],
+        [Decoding(one.tokens, TYPICAL_OUTPUT / 2) for one in load.requests.values() if one.has_first],
+        token_budget=token_budget or 2048,
+    )
+    own = PromptWork(max(1, prompt - cached), TYPICAL_OUTPUT, prompt)
+    return SloAdmission(StepTimes(times)).predict(own, backlog)
+
+
+def admissible(objective: Objective, prediction: Prediction | None, waited: float) -> Decision:
+    """Return the decision for a worker, with a margin. A request with a deadline is always admitted, because it may
+    wait at the worker."""
+    if prediction is None or objective.deadline_ms is not None:
+        return Decision(Verdict.ADMIT)
+    relaxed = replace(
+        objective,
+        ttft_ms=None if objective.ttft_ms is None else MARGIN * objective.ttft_ms,
+        tbt_ms=None if objective.tbt_ms is None else MARGIN * objective.tbt_ms,
+    )
+    own = PromptWork(1, TYPICAL_OUTPUT, 1)
+    return SloAdmission().decide(relaxed, prediction, own, waited)

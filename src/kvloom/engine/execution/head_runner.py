@@ -1,0 +1,63 @@
+"""Runs a head, which drafts from the target's hidden states. Head and target share the pool and the buffers of
+batches.
+
+    target's step       → its hidden states are written to the head's pages
+    run(works, wanted)  reads the state before each token, computes the head's layer, and returns logits after the works
+                        `wanted`. Their last tokens get the head's own hidden states, as the target has none for them.
+
+The head runs without CUDA graphs. The writes of the target's hidden states are part of the target's graphs. The
+head is never batch-invariant, because only the target decides which tokens are accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from kvloom.core import KVCache
+from kvloom.models.heads import Head
+from kvloom.models.paged import Batch, GraphSplitter, HiddenStates
+
+from .model_runner import ModelRunner
+
+__all__ = ["HeadRunner"]
+
+
+class HeadRunner(ModelRunner):
+    """Runs a head. Also makes the runner of the target write hidden states to the head's pages."""
+
+    def __init__(
+        self,
+        head: Head,
+        cache: KVCache,
+        buffer: torch.Tensor,
+        tokens: int,
+        rows: int,
+        target: ModelRunner,
+    ) -> None:
+        super().__init__(head.model, cache, buffer, tokens, rows, graphs=False, target=target)
+        self._head, self._target = head, target
+        self._states = HiddenStates(self.pages.token_view(0))
+        target.watch_step = self._write_target_states
+
+    @contextmanager
+    def _write_target_states(self, batch: Batch) -> Iterator[None]:
+        """A context around a run of the target. At its end, writes the hidden states of the run to the head's
+        pages."""
+        with self._head.target_states(self._target.decoder) as states:
+            yield
+        self._states.write(batch, states())
+
+    def _forward(
+        self, batch: Batch, last: torch.Tensor | None, cutter: GraphSplitter | None = None
+    ) -> torch.Tensor:
+        with torch.inference_mode():
+            joined = self._head.join(batch.tokens, self._states.before(batch))
+            with self._head.own_states() as states:
+                logits = super()._forward(replace(batch, embeds=joined), last, cutter)
+            if last is not None and len(last):
+                self._states.write(batch, states()[last], last)
+            return self._head.target_logits(logits)

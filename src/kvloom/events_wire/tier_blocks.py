@@ -1,0 +1,94 @@
+"""The blocks of one tier, from the changes of its pages, as events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+
+from kvloom.core import BlockRemoved, BlockStored, Event, unit_hashes
+
+__all__ = ["TierBlocks"]
+
+Changes = Iterable[tuple[bool, bytes, int, bytes]]
+"""Changes of pages: whether stored, block hash, layer group, fingerprint of the form."""
+
+
+class TierBlocks:
+    """Turns changes of pages into events. A block is stored in `medium` when the tier has pages of all forms of a
+    layer group for it. `take` returns the changes of pages since its last call. `forms` are the fingerprints of the
+    forms, by layer group. Pages of other forms are left out. A page of one of `state_groups` is a state at the end
+    of its block, so its event contains only the hash of the last unit. Not thread-safe."""
+
+    def __init__(
+        self,
+        medium: str,
+        take: Callable[[], Changes],
+        forms: Mapping[int, Iterable[bytes]],
+        state_groups: Container[int] = (),
+    ) -> None:
+        self.medium, self._take, self._state_groups = medium, take, state_groups
+        self._bits = {
+            group: {form: 1 << place for place, form in enumerate(each)} for group, each in forms.items()
+        }
+        self._whole = {group: (1 << len(bits)) - 1 for group, bits in self._bits.items()}
+        self._stored: dict[int, dict[bytes, int]] = {group: {} for group in self._bits}
+        self._units: dict[tuple[int, bytes], tuple[bytes, ...]] = {}  # of complete blocks with several units
+        self._counts: dict[int, Counter[bytes]] = {group: Counter() for group in self._bits}
+        """Complete blocks of each unit. A unit may belong to a partial block and to the whole block."""
+
+    def poll(self) -> list[Event]:
+        """Return the events of the changes since the last call. Consecutive changes of one kind are one event."""
+        events: list[Event] = []
+        kind, hashes = (True, -1), list[bytes]()
+        for is_stored, block_hash, group, form in self._take():
+            bit = self._bits.get(group, {}).get(form)
+            if bit is None or not self._apply(is_stored, block_hash, group, bit):
+                continue
+            if kind != (is_stored, group):
+                events += self._event(*kind, hashes)
+                kind, hashes = (is_stored, group), []
+            hashes += self._count(block_hash, group, is_stored)
+        return events + self._event(*kind, hashes)
+
+    def _apply(self, is_stored: bool, block_hash: bytes, group: int, bit: int) -> bool:
+        """Return whether a change completes a block, or makes a complete block incomplete."""
+        stored, whole = self._stored[group], self._whole[group]
+        before = stored.get(block_hash, 0)
+        after = before | bit if is_stored else before & ~bit
+        if after:
+            stored[bytes(block_hash)] = after
+        elif before:
+            del stored[block_hash]
+        return (before == whole) != (after == whole)
+
+    def _count(self, block_hash: bytes, group: int, is_stored: bool) -> list[bytes]:
+        """Count the units of a block that was completed or removed. Return the units that belong to no other block
+        of the tier."""
+        name, counts = bytes(block_hash), self._counts[group]
+        units: tuple[bytes, ...] = (name,)
+        if is_stored:
+            if group not in self._state_groups and len(unit_hashes(block_hash)) > 1:
+                units = self._units[group, name] = unit_hashes(block_hash)
+        else:
+            units = self._units.pop((group, name), units)
+        changed = []
+        for unit in units:
+            counts[unit] += 1 if is_stored else -1
+            if counts[unit] == is_stored:
+                changed.append(unit)
+            if not counts[unit]:
+                del counts[unit]
+        return changed
+
+    def _event(self, is_stored: bool, group: int, hashes: list[bytes]) -> list[Event]:
+        if not hashes:
+            return []
+        if is_stored:
+            return [BlockStored(b"", tuple(hashes), (group,), self.medium)]
+        return [BlockRemoved(tuple(hashes), (group,), self.medium, "the tier removed the pages")]
+
+    def blocks(self) -> Iterator[BlockStored]:
+        """Yield all blocks that the tier has, one event per layer group."""
+        for group, counts in self._counts.items():
+            if counts:
+                yield BlockStored(b"", tuple(counts), (group,), self.medium)

@@ -1,0 +1,81 @@
+"""The interface of heads: one decoder layer that drafts from the hidden states of a target.
+
+    input of token n    its embedding, and the hidden state of token n - 1
+    output              logits of token n + 1, and the head's own hidden state of token n
+
+The target's hidden states are exact. For a token that the target has not computed, the head uses its own hidden
+state.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Head", "States", "collect_outputs", "own_or_shared"]
+
+States = Callable[[], torch.Tensor]
+"""Returns the hidden states [tokens, size] of a run that has ended."""
+
+
+class Head(nn.Module, ABC):
+    """A head. `model` is a Hugging Face model with one layer, which gets the result of `join` as its embeddings."""
+
+    def __init__(self, model: Any, state_size: int) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+        self.state_size = state_size
+        """Number of values of a hidden state."""
+
+    @abstractmethod
+    def join(self, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Return the input of the layer from token ids and the hidden states of the tokens before."""
+
+    @abstractmethod
+    def target_states(self, decoder: Any) -> AbstractContextManager[States]:
+        """A context that collects the target's hidden states in a run."""
+
+    @abstractmethod
+    def own_states(self) -> AbstractContextManager[States]:
+        """A context that collects the head's own hidden states in a run."""
+
+    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits of the target's vocabulary."""
+        return logits
+
+
+@contextmanager
+def collect_outputs(modules: Iterable[Any], copies: bool = False) -> Iterator[list[torch.Tensor]]:
+    """A context that collects the outputs of `modules` for one packed row, each [tokens, size]. With `copies`,
+    outputs are copied, so later modules may overwrite the originals."""
+    found: list[torch.Tensor] = []
+
+    def collect(_: Any, __: Any, output: Any) -> None:
+        states = output if isinstance(output, torch.Tensor) else output[0]
+        found.append(states[0].clone() if copies else states[0])
+
+    hooks = [module.register_forward_hook(collect) for module in modules]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def own_or_shared(module: Any, own: torch.Tensor | None) -> Any:
+    """Return `module`, which has a matrix of the target. If the head has a different matrix `own`, return a copy of
+    the module with `own`."""
+    if own is None or (
+        own.shape == module.weight.shape and torch.equal(own.to(module.weight), module.weight)
+    ):
+        return module
+    found = copy.copy(module)
+    found._parameters = dict(module._parameters)
+    found.weight = nn.Parameter(own.to(module.weight), requires_grad=False)
+    return found

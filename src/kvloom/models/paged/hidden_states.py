@@ -1,0 +1,51 @@
+"""Hidden states of a target, in the pages of the head that drafts from them.
+
+    page of the head's layer   | K, V of 16 tokens | hidden states of 16 tokens |
+
+A head computes a token from its embedding and the hidden state of the token before it. If that token was a hit, the
+target has not computed it in this step. Hidden states are therefore a field of the head's pages: they are cached,
+copied, offloaded and loaded with its K and V.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvloom.core import Field
+from kvloom.kernels.dtypes import TORCH_DTYPES
+from kvloom.kernels.memory import LayerView
+
+from .batch import Batch
+
+__all__ = ["HiddenStates", "hidden_states_field"]
+
+_NAME = "hidden"
+
+
+def hidden_states_field(size: int, dtype: torch.dtype) -> Field:
+    """Return the field of a head's layer that stores one hidden state of `size` values for each token."""
+    return Field(_NAME, (size,), next(name for name, known in TORCH_DTYPES.items() if known == dtype))
+
+
+class HiddenStates:
+    """Reads and writes the hidden states in the pages of one layer. Does not wait for the device."""
+
+    def __init__(self, view: LayerView) -> None:
+        self._group, self._run, self._states = view.group, view.run, view.fields[_NAME]
+
+    def write(self, batch: Batch, states: torch.Tensor, at: torch.Tensor | None = None) -> None:
+        """Write the states [tokens, size] of all tokens of a step, or only of the tokens with the indexes `at`."""
+        pages, places = batch.pages[self._group][self._run], batch.places
+        if at is not None:
+            pages, places = pages[at], places[at]
+        self._states[pages, places] = states.to(self._states.dtype)
+
+    def before(self, batch: Batch) -> torch.Tensor:
+        """For each token of a step, return the state of the token before it: [tokens, size]. The first token of a
+        sequence gets zeros."""
+        count, block = len(batch.tokens), self._states.shape[1]
+        packed = torch.arange(count, dtype=batch.starts.dtype, device=batch.tokens.device)
+        rows = torch.bucketize(packed, batch.starts[1:], right=True).clamp(max=len(batch.lengths) - 1)
+        previous = (batch.positions - 1).clamp(min=0)
+        pages = batch.tables[self._group][self._run][rows, previous // block].long()
+        return torch.where((batch.positions > 0)[:, None], self._states[pages, previous % block], 0)

@@ -1,0 +1,203 @@
+"""Plans a fleet: how many workers a trace and its objectives need, with and without roles, and whether to switch roles.
+
+    mixed    the fewest workers that compute prompts and decode
+    split    the fewest prefill workers for the TTFT, then the fewest decode workers for the time between tokens
+    windows  the best split of the same workers in each part of the trace
+
+Every answer is a replay (`replay_fleet`) whose 99th percentiles meet the objective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvloom.core import Objective
+
+from .fleet import FleetOutcome, replay_fleet
+from .traffic import Traffic
+
+__all__ = ["FleetPlan", "Window", "plan_fleet"]
+
+MAX_REPAIRS = 8
+"""Workers that are added at most after the two searches, because prefill and decode workers depend on each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of the trace, its best number of prefill workers, and how far the two splits are from the objective. 1 is
+    exactly met, less is better."""
+
+    start: float
+    end: float
+    requests: int
+    prefill: int
+    excess: float
+    planned_excess: float
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """The smallest fleets that meet the objective; None if none up to the limit does."""
+
+    objective: Objective
+    mixed: FleetOutcome | None
+    split: FleetOutcome | None
+    windows: tuple[Window, ...] = ()
+
+    @property
+    def answer(self) -> str:
+        """The recommendation in one sentence."""
+        if self.mixed is None and self.split is None:
+            return "no fleet within the limit meets the objectives: allow more workers, or raise them"
+        if self.split is None or (self.mixed is not None and self.mixed.workers <= self.split.workers):
+            assert self.mixed is not None
+            return f"use {self.mixed.workers} workers without roles"
+        decode = self.split.workers - self.split.prefill
+        return f"use {self.split.prefill} prefill and {decode} decode workers"
+
+    @property
+    def switches(self) -> str:
+        """Whether to switch roles during the trace, in one sentence."""
+        if self.split is None or not self.windows:
+            return "there is no split to switch"
+        better = [one for one in self.windows if one.prefill != self.split.prefill]
+        if not better:
+            return "keep the roles: the split is the best in every part of the trace"
+        missed = [one for one in better if one.planned_excess > 1.0 >= one.excess]
+        what = ", ".join(f"{one.prefill} prefill from {one.start:,.0f} s" for one in better)
+        why = f"it meets the objectives in {len(missed)} more parts" if missed else "the gain is small"
+        return f"switch roles ({what}): {why}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ttft_ms": self.objective.ttft_ms,
+            "tbt_ms": self.objective.tbt_ms,
+            "answer": self.answer,
+            "switches": self.switches,
+            "mixed": None if self.mixed is None else self.mixed.to_dict(),
+            "split": None if self.split is None else self.split.to_dict(),
+            "windows": [asdict(one) for one in self.windows],
+        }
+
+
+def excess_of(outcome: FleetOutcome, objective: Objective) -> tuple[float, float]:
+    """Return the 99th percentiles of TTFT and time between tokens, divided by the objective."""
+    ttft, tbt = objective.ttft_ms, objective.tbt_ms
+    return (
+        0.0 if ttft is None else 1e3 * outcome.p99_ttft / ttft,
+        0.0 if tbt is None else 1e3 * outcome.p99_tbt / tbt,
+    )
+
+
+def plan_fleet(
+    traffic: Traffic,
+    blocks: int,
+    objective: Objective,
+    *,
+    speed: float = 1.0,
+    link_tokens: float = math.inf,
+    limit: int = 256,
+    windows: int = 4,
+    progress: Callable[[str], None] = lambda text: None,
+) -> FleetPlan:
+    """Find the smallest fleets of workers with `blocks` blocks each. Replays the trace about 20 times.
+
+    Raises ValueError without an objective, or for a trace that no pool holds."""
+    if not objective:
+        raise ValueError("a plan needs objectives: give --slo-ttft and --slo-tbt")
+    replays: dict[tuple[int, int], FleetOutcome] = {}
+
+    def run(workers: int, prefill: int = 0, part: Traffic = traffic) -> FleetOutcome:
+        key = workers, prefill
+        if part is traffic and key in replays:
+            return replays[key]
+        roles = f"{prefill} prefill and {workers - prefill} decode" if prefill else f"{workers}"
+        progress(f"{roles} workers")
+        found = replay_fleet(
+            part, workers, blocks, speed=speed, prefill=prefill, link_tokens=link_tokens, objective=objective
+        )
+        if part is traffic:
+            replays[key] = found
+        return found
+
+    def meets(outcome: FleetOutcome) -> bool:
+        return max(excess_of(outcome, objective)) <= 1.0
+
+    mixed = _fewest(lambda n: meets(run(n)), 1, limit)
+    split = _plan_split(run, objective, limit, mixed)
+    found = []
+    if split is not None and windows > 1:
+        prefill, workers = split
+        for part, start, end in _parts(traffic, windows):
+            tried = {p: run(workers, p, part) for p in range(prefill - 1, prefill + 2) if 0 < p < workers}
+            scores = {p: max(excess_of(one, objective)) for p, one in tried.items()}
+            best = min(scores, key=lambda p: (scores[p], abs(p - prefill)))
+            if scores[best] > 0.9 * scores[prefill]:
+                best = prefill  # not worth a switch
+            found.append(
+                Window(start / speed, end / speed, len(part.requests), best, scores[best], scores[prefill])
+            )
+    progress("")
+    return FleetPlan(
+        objective,
+        None if mixed is None else run(mixed),
+        None if split is None else run(split[1], split[0]),
+        tuple(found),
+    )
+
+
+def _plan_split(
+    run: Callable[..., FleetOutcome], objective: Objective, limit: int, mixed: int | None
+) -> tuple[int, int] | None:
+    """Return the prefill workers and all workers of the smallest split, or None up to `limit` workers."""
+    most = max(2, min(limit, 2 * (mixed or limit)))
+    decode = max(1, most // 2)
+    prefill = _fewest(lambda p: excess_of(run(p + decode, p), objective)[0] <= 1.0, 1, most)
+    if prefill is None:
+        return None
+    first = prefill
+    fewest = _fewest(lambda d: excess_of(run(first + d, first), objective)[1] <= 1.0, 1, most)
+    if fewest is None:
+        return None
+    decode = fewest
+    for _ in range(MAX_REPAIRS):
+        ttft, tbt = excess_of(run(prefill + decode, prefill), objective)
+        if max(ttft, tbt) <= 1.0:
+            return (prefill, prefill + decode) if prefill + decode <= limit else None
+        if tbt > 1.0:
+            decode += 1
+        else:
+            # Long queues of either kind of worker delay first tokens: add the worker that helps more.
+            more = excess_of(run(prefill + 1 + decode, prefill + 1), objective)[0]
+            other = excess_of(run(prefill + decode + 1, prefill), objective)[0]
+            prefill, decode = (prefill + 1, decode) if more <= other else (prefill, decode + 1)
+    return None
+
+
+def _fewest(is_enough: Callable[[int], bool], low: int, limit: int) -> int | None:
+    """Return the smallest number from `low` to `limit` that is enough, or None. More never is less. O(log) calls."""
+    high = low
+    while not is_enough(high):
+        if high >= limit:
+            return None
+        low, high = high + 1, min(limit, 2 * high)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    return high
+
+
+def _parts(traffic: Traffic, count: int) -> list[tuple[Traffic, float, float]]:
+    """Return the traffic of `count` equal parts of the time, without those that have few requests."""
+    begin, each = traffic.requests[0].at, max(1e-9, traffic.seconds) / count
+    found = []
+    for number in range(count):
+        start, end = begin + number * each, begin + (number + 1) * each
+        last = number == count - 1
+        own = tuple(one for one in traffic.requests if start <= one.at and (one.at < end or last))
+        if len(own) > 1:
+            found.append((replace(traffic, requests=own), start - begin, end - begin))
+    return found

@@ -1,0 +1,67 @@
+"""Changes of a tier's pages: the pages that the tier stored and removed. Block events are made from these changes.
+
+    tier (any thread) ── stored, removed ──▶ PageChanges ── take ──▶ engine: events with the tier's medium
+
+A tier records changes only after `watch`. Tiers that other processes also write, such as Redis, are not watched,
+because they do not report pages that other processes remove.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from kvloom.core import HASH_BYTES
+
+from .tier import KEY_BYTES
+
+__all__ = ["PageChange", "PageChanges", "SupportsChanges"]
+
+_GROUP = slice(HASH_BYTES, HASH_BYTES + 4)
+
+
+class PageChange(NamedTuple):
+    """A page of `group` was stored or removed. `form` is the fingerprint of its form."""
+
+    is_stored: bool
+    block_hash: bytes
+    group: int
+    form: bytes
+
+
+class PageChanges:
+    """The changes of one tier since the last `take`, in order. Any thread may add changes, and one thread takes
+    them."""
+
+    def __init__(self) -> None:
+        self._changes: deque[tuple[bytes, bytes | None]] = deque()  # key, and block hash of a stored page
+
+    def stored(self, keys: Iterable[bytes], block_hashes: Sequence[bytes]) -> None:
+        """Record stored pages. A block hash may have several units (`core.BlockHash`)."""
+        self._changes.extend(zip(keys, block_hashes, strict=True))
+
+    def removed(self, keys: Iterable[bytes]) -> None:
+        """Record removed pages by their keys."""
+        self._changes.extend((key, None) for key in keys)
+
+    def take(self) -> list[PageChange]:
+        """Return all changes and forget them. Pages with a key of another length are left out."""
+        found = []
+        for _ in range(len(self._changes)):
+            key, block_hash = self._changes.popleft()
+            if len(key) == KEY_BYTES:
+                group = int.from_bytes(key[_GROUP], "little")
+                name = key[:HASH_BYTES] if block_hash is None else block_hash
+                found.append(PageChange(block_hash is not None, name, group, key[_GROUP.stop :]))
+        return found
+
+
+@runtime_checkable
+class SupportsChanges(Protocol):
+    """A tier that can record the changes of its pages."""
+
+    def watch(self) -> PageChanges | None:
+        """Record changes from now on. The pages that the tier already has are the first changes. Return None if
+        block hashes cannot be found from stored keys, for example because pages are encrypted."""
+        ...

@@ -1,0 +1,269 @@
+"""`kvloom deploy`: the cluster file, and a cluster on a local Ray that is killed, scaled and restarted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+pytest.importorskip("zmq")
+pytest.importorskip("aiohttp")
+
+from kvloom.cli import main
+from kvloom.cluster.deploy import ClusterFile
+from kvloom.cluster.deploy.replicas import by_load, command_of, free_port
+from tests.cluster.fleet import until
+from tests.serve.running import MODEL, model_folder
+
+ROOT = Path(__file__).parent.parent.parent
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+WORKERS: dict[str, Any] = {"decode": {"model": "m"}}
+
+
+def ray_python() -> str | None:
+    """A Python that has Ray: this one, or that of `make test-full`."""
+    for found in (os.environ.get("KVLOOM_RAY_PYTHON"), sys.executable, str(ROOT / "build/ray/bin/python")):
+        if found and Path(found).exists():
+            done = subprocess.run(
+                [found, "-c", "import ray.serve"], capture_output=True, timeout=120, check=False
+            )
+            if done.returncode == 0:
+                return found
+    return None
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({}, "there are no workers"),
+        ({"wrong": {}}, "unknown table [wrong]"),
+        ({"workers": {"a": {}}}, "[workers.a] needs model"),
+        ({"workers": {"a": {"model": "m", "role": "x"}}}, "role 'x' must be one of prefill, decode, both"),
+        ({"workers": {"a": {"model": "m", "replicas": 0}}}, "replicas 0 must be a whole number of at least 1"),
+        ({"workers": {"a": {"model": "m", "replicas": 3, "max-replicas": 2}}}, "max-replicas 2 is below replicas 3"),
+        ({"workers": {"a": {"model": "m", "role": "prefill"}}}, "needs host-memory"),
+        ({"workers": {"a": {"model": "m", "gpu": 1}}}, "unknown key 'gpu' in [workers.a]"),
+        ({"workers": WORKERS, "router": {"arguments": {"unknown": 1}}}, "arguments of router: unrecognized"),
+        ({"workers": {"a": {"model": "m", "arguments": {"pool": "many"}}}}, "arguments of a: argument --pool"),
+        (
+            {"workers": {"a": {"model": "m", "host-memory": "1GiB"}}, "cluster": {"bind": "node"}},
+            "need peer-secret",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_file_are_named(found: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        ClusterFile.from_dict(found)
+
+
+def test_commands_of_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        '[cluster]\nbind = "node"\npeer-secret = "/s"\n[router]\nport = 9000\n[router.arguments]\nno-tokenize = true\n'
+        '[workers.p]\nmodel = "m"\nrole = "prefill"\nhost-memory = "1GiB"\nshare-port = 7000\n'
+        '[workers.d]\nmodel = "m"\nrole = "decode"\nhost-memory = "2GiB"\n[workers.d.arguments]\npool = "1GiB"\n'
+    )
+    assert main(["deploy", str(path), "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["router"] == ["kvloom.cli", "route", "--no-tokenize", "--host", "NODE", "--port", "9000"]
+    assert "host:1GiB?share=NODE:7000&secret=/s" in found["p"]
+    peers = [word for word in found["d"] if word.startswith("peer://")]
+    assert peers == [f"peer://NODE:{port}?optional=1&write=back&secret=/s" for port in (7000, 7001, 7002)]
+    assert found["d"][1:5] == ["serve", "m", "--pool", "1GiB"]
+    cluster = ClusterFile.read(str(path))
+    changed = ClusterFile.from_dict({"workers": {"d": {"model": "m2"}}})
+    assert cluster.workers[1].digest() == ClusterFile.read(str(path)).workers[1].digest()
+    assert cluster.workers[1].digest() != changed.workers[0].digest()
+    assert "--tier" not in command_of(changed.workers[0], "h", [1, 2, 3, 4], [], None)
+    path.write_text("[cluster\n")
+    assert main(["deploy", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err
+
+
+def test_the_load_decides_about_the_number_of_replicas() -> None:
+    about = SimpleNamespace(target_ongoing_requests=4.0)
+    context = SimpleNamespace(
+        aggregated_metrics={"load": {"a": 5.0, "b": 4.0}}, capacity_adjusted_min_replicas=1, config=about
+    )
+    assert by_load(context)[0] == 3
+    context.aggregated_metrics = {}
+    assert by_load(context)[0] == 1
+
+
+@pytest.mark.parametrize("victim", ["actor", "supervisor"])
+def test_a_supervised_process_ends_with_its_parent(tmp_path: Path, victim: str) -> None:
+    pid = tmp_path / "pid"
+    child = (
+        f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    )
+    watched = [sys.executable, "-m", "kvloom.cluster.deploy.supervised", "5", sys.executable, "-c", child]
+    parent = f"import subprocess, time; subprocess.Popen({watched!r}, stdin=subprocess.PIPE); time.sleep(600)"
+    is_direct = victim == "supervisor"
+    process = subprocess.Popen(
+        watched if is_direct else [sys.executable, "-c", parent], stdin=subprocess.PIPE
+    )
+    until(lambda: pid.exists() and pid.read_text() != "")
+    number = int(pid.read_text())
+    process.kill()
+    process.wait(30)
+    until(lambda: not is_running(number))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+@contextmanager
+def ray_head(python: str) -> Iterator[str]:
+    """A Ray of this machine alone; its address."""
+    port = free_port("127.0.0.1")
+    with tempfile.TemporaryDirectory(prefix="kr", ignore_cleanup_errors=True) as folder:
+        command = [
+            python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--node-ip-address", "127.0.0.1",
+            "--port", str(port), "--include-dashboard", "false", "--num-cpus", "4", "--temp-dir", folder,
+            "--disable-usage-stats",
+        ]  # fmt: skip
+        with (Path(folder) / "head.log").open("wb") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **TOKEN}
+            )
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def deployed(python: str, file: Path, *more: str) -> dict[str, dict[str, Any]]:
+    command = [python, "-m", "kvloom.cli", "deploy", str(file), "--json", *more]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, check=False, env={**os.environ, **TOKEN}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {one["group"]: one for one in json.loads(done.stdout)} if done.stdout.strip() else {}
+
+
+def send(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    with urlopen(Request(url, data, {"content-type": "application/json"}), timeout=120) as answer:
+        return json.loads(answer.read())
+
+
+def process_at(url: str) -> int:
+    """The pid of the kvloom process that serves at a URL."""
+    port = url.rpartition(":")[2].encode()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"kvloom.cli" in words[:4] and port in words:
+                return int(folder.name)
+    raise AssertionError(f"no process serves at {url}")
+
+
+@pytest.mark.slow
+def test_a_cluster_on_ray_survives_kills_scales_and_restarts(tmp_path: Path) -> None:
+    python = ray_python()
+    if python is None:
+        pytest.skip(
+            "Ray is not installed: `make test-full` installs it below build/ray, or pip install 'kvloom[ray]'"
+        )
+    folder = model_folder(tmp_path)
+    file = tmp_path / "cluster.toml"
+    port, share = free_port("127.0.0.1"), free_port("127.0.0.1")
+    with ray_head(python) as address:
+        common = 'cpus = 0.1\ndrain-seconds = 5\nhost-memory = "32MiB"'
+        flags = 'pool = "32MiB"\nquiet = true\nthreads = 1\ndevice = "cpu"'
+        file.write_text(
+            f'[cluster]\nname = "t"\nray = "{address}"\n[router]\nport = {port}\ncpus = 0.1\ndrain-seconds = 5\n'
+            f'[workers.prefill]\nmodel = "{folder}"\nrole = "prefill"\nshare-port = {share}\n{common}\n'
+            f"[workers.prefill.arguments]\n{flags}\n"
+            f'[workers.decode]\nmodel = "{folder}"\nrole = "decode"\nmax-replicas = 2\ntarget-requests = 2\n'
+            f"scale-seconds = 1\n{common}\n[workers.decode.arguments]\n{flags}\n"
+        )
+        first = deployed(python, file)
+        assert {name: one["status"] for name, one in first.items()} == dict.fromkeys(first, "RUNNING")
+        router = first["router"]["urls"][0]
+        assert router == f"http://127.0.0.1:{port}"
+
+        def alive() -> set[str]:
+            try:
+                found = send(f"{router}/workers")["workers"]
+            except OSError:
+                return set()
+            return {one["url"] for one in found if one["alive"]}
+
+        until(lambda: len(alive()) == 2)
+        body = {
+            "model": MODEL,
+            "prompt": [7 * i % 250 + 20 for i in range(400)],
+            "max_tokens": 40,
+            "temperature": 0,
+        }
+        expected = send(f"{router}/v1/completions", body)["choices"][0]["text"]
+        metrics = urlopen(f"{router}/metrics", timeout=30).read().decode()
+        assert "kvloom_router_hand_overs_total 1" in metrics
+
+        # A killed worker is replaced.
+        decode = first["decode"]["urls"][0]
+        os.kill(process_at(decode), signal.SIGKILL)
+        until(lambda: len(alive() - {decode}) == 2, 300)
+        assert send(f"{router}/v1/completions", body)["choices"][0]["text"] == expected
+
+        # An unchanged file restarts nothing; load adds a worker; a rolling restart loses no request.
+        before = alive()
+        deployed(python, file)
+        assert alive() >= before
+        answers: list[str] = []
+        stop = threading.Event()
+
+        def ask() -> None:
+            while not stop.is_set():
+                answers.append(send(f"{router}/v1/completions", body)["choices"][0]["text"])
+
+        askers = [threading.Thread(target=ask) for _ in range(8)]
+        for one in askers:
+            one.start()
+        try:
+            until(lambda: len(alive()) >= 3, 300)
+            restarted = file.read_text().replace(
+                'quiet = true\nthreads = 1\ndevice = "cpu"\n[workers.decode]',
+                'quiet = true\ndevice = "cpu"\n[workers.decode]',
+            )
+            assert restarted != file.read_text()
+            file.write_text(restarted)  # the prefill group changed: only its worker restarts
+            deployed(python, file)
+            until(lambda: len(alive()) >= 3, 300)
+        finally:
+            stop.set()
+            for one in askers:
+                one.join(120)
+        assert len(answers) > 16
+        assert set(answers) == {expected}
+        after = deployed(python, file, "--status")
+        assert not set(after["prefill"]["urls"]) & set(first["prefill"]["urls"])
+        deployed(python, file, "--stop")
+        until(lambda: not alive(), 120)
