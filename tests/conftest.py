@@ -47,9 +47,16 @@ def private_directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
+LONG_FOLDERS = ("cluster", "serve", "engine", "adapters", "bench")
+"""Folders whose files take long. They run first, so that no worker process has a long file at the end."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the parameter sets of tests with `few(n)` as slow, but for n of them at equal distances."""
+    """Put long files first. Mark the parameter sets of tests with `few(n)` as slow, but for n of them at equal
+    distances."""
+    ranks = {name: rank for rank, name in enumerate(LONG_FOLDERS)}
+    items.sort(key=lambda item: ranks.get(item.path.parent.name, len(ranks)))
     sets: dict[tuple[object, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") is not None:

@@ -19,6 +19,7 @@ EXPECTED = {
     "numpy_engine.py": "same tokens as without a cache",
     "toy_engine.py": "12 requests; cached prompt tokens:",
     "custom_policy.py": "deepest first:",
+    "transformers_generate.py": "same tokens",
 }
 
 

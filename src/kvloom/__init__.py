@@ -6,14 +6,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvloom.adapters.transformers import Cache
     from kvloom.core import Objective
     from kvloom.engine import LLM, SamplingParams
 
     __version__: str
 
-__all__ = ["LLM", "Objective", "SamplingParams"]
+__all__ = ["LLM", "Cache", "Objective", "SamplingParams"]
 
-_HOMES = {"LLM": "kvloom.engine", "Objective": "kvloom.core", "SamplingParams": "kvloom.engine"}
+_HOMES = {
+    "LLM": "kvloom.engine",
+    "Cache": "kvloom.adapters.transformers",
+    "Objective": "kvloom.core",
+    "SamplingParams": "kvloom.engine",
+}
 
 
 def __getattr__(name: str) -> Any:

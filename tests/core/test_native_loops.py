@@ -152,3 +152,6 @@ def test_leading_masks_are_counted_alike(places: int) -> None:
         expected = [next((i for i, m in enumerate(masks) if not m >> p & 1), 40) for p in range(places)]
         assert counts.leading(masks, places) == expected
         assert loops.leading(masks, places) == expected
+        known = {i: mask for i, mask in enumerate(masks) if mask}
+        for module in (counts, loops):
+            assert module.leading_of(known, list(range(40)), places, 16) == [16 * n for n in expected]

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvloom.core import HASH_BYTES, hash_chain, token_bytes
 from kvloom.engine import Engine, OffloadConfig, Request
+from kvloom.engine.offload.host_pages import unit_forms
+from kvloom.tiers.encoding import split_units
 from tests.engines import make_engine
 from tests.models.zoo import expected, tiny
 
@@ -94,6 +97,71 @@ def test_pages_arrive_while_the_prompt_is_computed(family: str, kv_dtype: Any) -
     assert got.cached_tokens == (109 if has_states else 96)
     closed(second)
     closed(first)
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (64, 32), (16, 64), (32, 32)])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "qwen3_next"])
+@pytest.mark.few(8)
+def test_workers_have_different_block_sizes(family: str, sizes: tuple[int, int]) -> None:
+    """Pages of another block size are divided and joined. No byte changes."""
+    (prompt,) = drawn(("block sizes", family), 118)
+    first = prefill_engine(family, block_tokens=sizes[0])
+    second = decode_engine(family, first, block_tokens=sizes[1])
+    got = second.add(prompt, greedy(8), awaits_peer=address_of(first))
+    step_until(lambda: second.scheduler.loading_count == 1, second)
+    given = first.add(prompt, greedy(1), offers_pages=True)
+    step_until(finished(given, got), first, second)
+    assert got.tokens == expected(tiny(family), [prompt], 8)[0]
+    stats = offload_of(second).stats
+    assert (stats.hand_overs, stats.cut_hand_overs) == (1, 0)
+    has_states = bool(second.layout.of("state"))
+    assert got.cached_tokens == (117 if has_states else 117 // sizes[1] * sizes[1])
+    assert same_units(first, second, prompt) >= 117 // sizes[1] * sizes[1] // 16
+    for engine in (second, first):
+        closed(engine)
+
+
+def same_units(first: Engine, second: Engine, prompt: list[int]) -> int:
+    """Compare the pages of whole blocks in two host memories byte by byte, in units of 16 tokens. Return their number."""
+    sources, pulled = host_pages(first), host_pages(second)
+    (root,) = second.cache.roots
+    chain = hash_chain(root, token_bytes(prompt))
+    count = 0
+    for form, unit in unit_forms(second.layout).items():
+        units = second.layout.block_tokens // 16
+        for key, page in pulled.items():
+            if (
+                key[HASH_BYTES + 4 :] != form.fingerprint
+                or key[:HASH_BYTES] not in chain
+                or not unit.unit.tokens
+            ):
+                continue
+            last = chain.index(key[:HASH_BYTES]) + 1
+            parts = [memoryview(bytearray(unit.form.page_bytes)) for _ in range(units)]
+            split_units(memoryview(page), unit.page, parts, unit.unit)
+            for name, part in zip(chain[last - units : last], parts, strict=True):
+                source = sources.get(name + key[HASH_BYTES : HASH_BYTES + 4] + unit.form.fingerprint)
+                if source is not None:
+                    assert part == source
+                    count += 1
+    if second.layout.block_tokens == 16:
+        same = [key for key in pulled if key in sources and key[:HASH_BYTES] in chain]
+        assert all(pulled[key] == sources[key] for key in same)
+        count = len(same)
+    return count
+
+
+def host_pages(engine: Engine) -> dict[bytes, bytes]:
+    """The pages in an engine's host memory, by key."""
+    offload_of(engine).flush()
+    host = offload_of(engine).host
+    slots, table = host.index.entries, host._slots
+    return {
+        key: host.arena[at : at + size].tobytes()
+        for key, slot in slots.items()
+        for at, size in [(int(table.offset[slot]), int(table.size[slot]))]
+        if table.ready[slot]
+    }
 
 
 def test_window_pages_outside_the_window_are_not_pulled() -> None:

@@ -15,6 +15,9 @@ import torch
 from kvloom.engine import Engine, OffloadConfig, SamplingParams
 from kvloom.engine.speculation import Controller, DraftedRequest, TokenIndex
 from kvloom.models.paged import Work
+from kvloom.tiers import HostConfig, HostTier
+from kvloom.tiers.host import SharedMemory
+from kvloom.tiers.peer import PeerConfig, PeerServer
 from kvloom.tiers.transfers import TransferConfig
 from tests.engine.made_tokenizers import byte_level
 from tests.engines import make_engine
@@ -445,19 +448,24 @@ def test_a_draft_model_equal_to_the_target_is_always_accepted(params: dict[str, 
             assert sample.accepted_tokens == sample.draft_tokens > 20
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("tier", ["host", "disk", "peer"])
 def test_acceptance_after_a_hit_from_a_tier_equals_that_after_computing(tier: str, tmp_path: Path) -> None:
     model, how = tiny("llama"), save_draft(tmp_path / "draft")
     patient = OffloadConfig(
         "always", deadline_seconds=(20.0, 20.0), transfers=TransferConfig(lookup_seconds=20.0)
     )
-    url = "host:16MiB" if tier == "host" else f"disk:{tmp_path / 'disk'}:64MiB"
+    urls = {"host": "host:16MiB", "disk": f"disk:{tmp_path / 'disk'}:64MiB"}
+    memory = SharedMemory(16 << 20)
+    peer = PeerServer(
+        HostTier(HostConfig(memory.size, 1 << 20), buffer=memory.buffer), PeerConfig(), memory
+    )  # the memory of another process, as far as the engine can tell
+    url = urls.get(tier, "peer://{}:{}".format(*peer.address))
     room = 2 * make_engine(model, 1 << 22, speculate=how).layout.slab_bytes_for(128)
     engine = fixed(make_engine(model, room, speculate=how, tiers=[url], offload=patient))
     prompt, params = list(range(3, 40)), SamplingParams(max_tokens=40, temperature=0)
     first = engine.add(prompt, params)
     engine.run()
-    if tier == "disk":
+    if tier != "host":
         engine.close()
         engine = fixed(make_engine(model, room, speculate=how, tiers=[url], offload=patient))
     else:
@@ -469,6 +477,7 @@ def test_acceptance_after_a_hit_from_a_tier_equals_that_after_computing(tier: st
     assert again.hits.get(tier, 0) >= 64
     assert again.accepted_tokens == again.draft_tokens > 20
     engine.close()
+    peer.close()
 
 
 def test_draft_models_that_cannot_work_are_refused(tmp_path: Path) -> None:

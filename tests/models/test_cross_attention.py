@@ -7,6 +7,7 @@ begin with text can be compared, too; prompts that begin with an image are compa
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,35 @@ def test_prompts_that_begin_with_images_give_generates_tokens() -> None:
     requests = [engine.add(prompt, GREEDY, images=pictures) for prompt, pictures in asked]
     engine.run()
     assert [request.tokens for request in requests] == wanted
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_drafts_of_prompts_with_images(ahead: bool) -> None:
+    """Verified tokens attend to the images like computed ones. Some drafts are right, some are not."""
+    model, rng = crossing(), random.Random(4)
+    asked: list[tuple[list[int], list[Picture]]] = [
+        ([IMAGE, *words(1, 20)], [picture(1)]),
+        (words(3, 30), []),
+        ([IMAGE, *words(4, 7), IMAGE, *words(5, 12)], [picture(3), picture(5)]),
+    ]
+    wanted = [expected(causal(model), *one) for one in asked]
+    engine = engine_of(token_budget=9, ahead=ahead, speculate="ngram", draft_tokens=4)
+    assert engine.speculation is not None
+    engine.speculation.controller = None
+
+    def propose(requests: Sequence[Any], counts: Sequence[int]) -> list[list[int]]:
+        drafts = []
+        for request, count in zip(requests, counts, strict=True):
+            answer = wanted[requested.index(request)][len(request.tokens) :][:count]
+            drafts.append([token if rng.random() < 0.8 else (token + 1) % 60 for token in answer])
+        return drafts
+
+    engine.speculation.proposers[0].propose = propose  # type: ignore[method-assign]
+    requested = [engine.add(prompt, GREEDY, images=pictures) for prompt, pictures in asked]
+    engine.run()
+    assert [request.tokens for request in requested] == wanted
+    assert all(request.accepted_tokens for request in requested)
+    assert any(request.accepted_tokens < request.draft_tokens for request in requested)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

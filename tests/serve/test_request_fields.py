@@ -191,3 +191,14 @@ def test_tokenize_and_detokenize_are_inverse(server: Running) -> None:
 def test_version_and_ping(server: Running) -> None:
     assert server.send("GET", "/version")[2] == {"version": version("kvloom")}
     assert server.send("GET", "/ping")[:1] == server.send("POST", "/ping")[:1] == (200,)
+
+
+def test_probes_of_gateways(server: Running) -> None:
+    status, _, info = server.send("GET", "/server_info")
+    assert (status, info["served_model_name"], info["context_length"]) == (200, MODEL, LONGEST)
+    server.send("POST", "/v1/completions", {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 2})
+    status, _, found = server.send("GET", "/v1/loads?include=core")
+    (load,) = found["loads"]
+    assert (status, load["num_running_reqs"], load["num_waiting_reqs"]) == (200, 0, 0)
+    assert load["max_total_num_tokens"] == info["max_total_num_tokens"] > 0
+    assert 0 <= load["token_usage"] <= 1

@@ -98,10 +98,9 @@ class TestMooncake(TierConformance):
         self.client = client
 
     def make(self, folder: Path) -> Harness:
-        counted = CapacityTracker(CAPACITY)
         config = RemoteConfig(CAPACITY, timeout=5.0)
         return MooncakeHarness(
-            store_tier("mooncake", config, lambda: MooncakeStore(self.client, counted, 5.0, "mooncake"))
+            store_tier("mooncake", config, lambda: MooncakeStore(self.client, 5.0, "mooncake"))
         )
 
 
@@ -257,10 +256,10 @@ def test_an_unreachable_master_is_reported_at_opening() -> None:
 
 def test_values_of_this_process_are_counted_least_recently_used_first() -> None:
     counted = CapacityTracker(100)
-    assert counted.reserve({b"a": 40, b"b": 40}) == []
+    assert counted.reserve({b"a": 40, b"b": 40}) == ({b"a": False, b"b": False}, {})
     counted.touch([b"a", b"x"])
-    assert counted.reserve({b"c": 40}) == [b"b"]
-    assert counted.reserve({b"a": 30}) == []
+    assert list(counted.reserve({b"c": 40})[1]) == [b"b"]
+    assert not counted.reserve({b"a": 30})[1]
     counted.remove([b"c", b"y"])
     assert counted.usage().bytes == 30
     assert (counted.usage().objects, counted.usage().evicted) == (1, 1)

@@ -6,7 +6,8 @@ import contextlib
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ from kvloom.tiers import (
     tenant_shares,
 )
 from kvloom.tiers.disk import Files
-from kvloom.tiers.host import SharedMemory
+from kvloom.tiers.host import MAX_TENANTS, SharedMemory
 from kvloom.tiers.peer import PeerConfig, PeerServer
+from kvloom.tiers.remote import CapacityTracker, RemoteConfig, Usage, store_tier
 from kvloom.tiers.remote.redis_protocol import RespConnection
 from kvloom.tiers.remote.store_tier import PREFIX
 from kvloom.tiers.testing import Faults, FaultyFiles
 
+from .memory_store import MemoryStore
 from .servers import redis_server
 
 MIB = 1 << 20
@@ -308,7 +311,8 @@ def test_a_tenant_stores_no_more_than_its_limit_in_a_store(url_of: Any, tmp_path
         before = tier.used_by("a")
         tier.drop(of("a", range(2 * pages - 8, 2 * pages)))
         assert tier.used_by("a") == before - before // kept * 8
-        assert tier.used_by("b") == 0, "tenants without a limit are not counted"
+        common = 64 * PAGE if url_of is peer_url else 0
+        assert tier.used_by("b") == common, "a peer counts the common account, Redis does not"
         tier.close()
 
 
@@ -387,3 +391,121 @@ def test_a_redis_server_with_clients_of_an_earlier_release_stays_consistent(tmp_
         assert tier.used_by("a") == before // 16 * 9
         client.close()
         tier.close()
+
+
+def reserved(tracker: CapacityTracker, tenant: str, *names: int) -> tuple[list[int], list[int]]:
+    """Reserves values of 10 bytes. Returns the refused and the evicted names."""
+    keys = {bytes([name]): 10 for name in names}
+    accepted, evicted = tracker.reserve(keys, tenant)
+    return [key[0] for key in keys if key not in accepted], [key[0] for key in evicted]
+
+
+def test_a_tracker_evicts_the_oldest_value_within_shares() -> None:
+    tracker = CapacityTracker(100)
+    tracker.set_shares({"gold": Share(guaranteed=0.5), "small": Share(limit=0.3)})
+    assert reserved(tracker, "gold", *range(7)) == ([], [])
+    assert reserved(tracker, "small", *range(10, 13)) == ([], [])
+    assert reserved(tracker, "small", 13) == ([], [10]), "at its limit a tenant evicts its own value"
+    tracker.touch([bytes([0])])
+    assert reserved(tracker, "other", 20, 21) == ([], [1, 2]), "gold is above its guarantee"
+    assert reserved(tracker, "other", 22, 23) == ([], [11, 12]), "gold is within its guarantee"
+    assert (tracker.used_by("gold"), tracker.used_by("small")) == (50, 10)
+    assert tracker.used_by("other") == tracker.used_by("") == 40
+    tracker.remove([bytes([3])])
+    assert reserved(tracker, "gold", 7) == ([], []), "there is space"
+    tracker.remove([bytes([0]), bytes([4])])
+    assert reserved(tracker, "other", 24, 25) == ([], [])
+    assert reserved(tracker, "gold", 8, 9) == ([], [13, 20]), "below its guarantee gold evicts only others"
+    assert tracker.usage() == Usage(10, 100, 7, {"gold": 50, "small": 0})
+    with pytest.raises(ValueError, match="once, before the first page"):
+        tracker.set_shares({})
+
+
+def test_a_tracker_refuses_values_that_fit_no_share() -> None:
+    tracker = CapacityTracker(100)
+    tracker.set_shares({"gold": Share(guaranteed=1.0), "small": Share(limit=0.2)})
+    assert reserved(tracker, "small", *range(5)) == ([0, 1, 2], []), "more than its limit in one batch"
+    assert reserved(tracker, "gold", *range(10, 20)) == ([], [3, 4])
+    assert reserved(tracker, "small", 5) == ([5], [])
+    assert reserved(tracker, "other", 6) == ([6], [])
+    assert tracker.used_by("gold") == tracker.usage().bytes == 100
+
+
+def test_a_tracker_marks_no_more_than_the_guaranteed_bytes() -> None:
+    """A store that evicts by itself gets the mark, and evicts these values last."""
+    tracker = CapacityTracker(100)
+    tracker.set_shares({"gold": Share(guaranteed=0.2)})
+    keys = [bytes([name]) for name in range(5)]
+    accepted, _ = tracker.reserve(dict.fromkeys(keys, 10), "gold")
+    assert accepted == {keys[0]: True, keys[1]: True, keys[2]: False, keys[3]: False, keys[4]: False}
+    assert tracker.reserve({b"x": 10})[0] == {b"x": False}, "the common account has no guarantee"
+    tracker.remove(keys[:1])
+    assert tracker.reserve({b"y": 10, b"z": 10}, "gold")[0] == {b"y": True, b"z": False}
+
+
+def test_values_that_could_not_be_evicted_are_evicted_first_later() -> None:
+    tracker = CapacityTracker(30)
+    reserved(tracker, "", 0, 1, 2)
+    _, evicted = tracker.reserve({b"x": 20})
+    tracker.remove([b"x"])
+    tracker.restore(evicted)
+    assert tracker.usage() == Usage(3, 30, 0)
+    assert reserved(tracker, "", 3) == ([], [0])
+
+
+class FailingStore(MemoryStore):
+    fails = ""
+
+    def evict(self, keys: Sequence[bytes]) -> None:
+        if self.fails == "evict":
+            raise OSError("no route")
+        super().evict(keys)
+
+    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
+        if self.fails == "put":
+            raise OSError("no route")
+        return super().put(items, tenant)
+
+
+@pytest.mark.parametrize("fails", ["evict", "put"])
+def test_a_store_that_fails_is_counted_correctly(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that may still be in the store is counted. A value that was not stored is not."""
+    values: dict[bytes, bytes] = {}
+    config = RemoteConfig(MIB, writers=1, readers=1, pending_bytes=CAPACITY)
+    tier = store_tier("memory", config, lambda: FailingStore(values))
+    for at in range(0, 80, 4):
+        put(tier, of("a", range(at, at + 4)))
+    stored = sum(map(len, values.values()))
+    assert tier.stats().bytes == stored <= MIB
+    monkeypatch.setattr(FailingStore, "fails", fails)
+    assert put(tier, of("a", range(100, 104))) == [Outcome.FAILED] * 4
+    assert tier.stats().bytes == sum(map(len, values.values()))
+    monkeypatch.setattr(FailingStore, "fails", "")
+    deadline = time.monotonic() + 60
+    while put(tier, of("a", range(100, 104))) != [Outcome.OK] * 4:  # it pauses after a failure
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert tier.stats().bytes == sum(map(len, values.values())) <= MIB
+    tier.close()
+
+
+def test_shares_of_a_host_tier_may_be_set_later() -> None:
+    tier = HostTier(HostConfig(CAPACITY, 256 << 10))
+    put(tier, of("a", range(4)))
+    assert tier.set_account("a", CAPACITY // 4, CAPACITY)
+    assert tier.used_by("a") == 0, "earlier pages stay in the common account"
+    assert tier.set_account("b", CAPACITY, CAPACITY // 2)
+    put(tier, of("b", range(CAPACITY // PAGE)))
+    for at in range(0, 2 * CAPACITY // PAGE, 16):
+        put(tier, of("a", range(at, at + 16)))
+    assert tier.used_by("a") == CAPACITY // 4
+    assert tier.used_by("b") == CAPACITY // 4 * 3, (
+        "all was guaranteed to the first, so this tenant has no guarantee"
+    )
+    tier.end_guarantee("a")
+    for number in range(MAX_TENANTS - 2):
+        assert tier.set_account(f"t{number}", CAPACITY, 1)
+    assert not tier.set_account("one more", CAPACITY, 1)
+    tier.drop(of("a", range(2 * CAPACITY // PAGE)))
+    assert tier.set_account("one more", CAPACITY, 1), "takes the place of a tenant without pages"
+    assert "a" not in tier.stats().tenants

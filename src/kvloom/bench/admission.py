@@ -1,8 +1,10 @@
-"""`kvloom bench admission`: goodput under overload, with SLO admission, with a bounded queue, and without either.
+"""`kvloom bench admission`: goodput under overload in three modes: with SLO admission, with a bounded queue, and with
+neither.
 
-Goodput is the number of requests per second that meet their objective. Requests arrive at random times at a multiple of the
-engine's capacity, whether others have finished or not. The clock is the CPU time of this process, so that other processes
-have little effect; without work it jumps to the next arrival. With --trace, simulated workers replay a trace instead.
+Goodput is the number of requests per second that meet their objectives. Requests arrive at random times, at a multiple
+of the engine's capacity. They do not wait until earlier requests have finished. The clock is the CPU time of this
+process, so that other processes have little effect. If there is no work, the clock jumps to the next arrival. With
+--trace, simulated workers replay a trace instead.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ FIRST_ID, LAST_ID = 3, 250
 PROMPTS, OUTPUTS = (16, 160), (8, 32)
 """Shortest and longest prompt and output, in tokens."""
 SATURATED = 48
-"""Requests at once for the measurement of the capacity."""
+"""Number of simultaneous requests in the run that measures the engine's capacity."""
 SLACK = (6.0, 4.0)
-"""Default objectives: so many times the TTFT and TBT of an idle engine."""
+"""Default objectives, as multiples of the TTFT and TBT of an idle engine."""
 
 
 class CpuClock:
-    """CPU seconds of this process, plus the time that was skipped."""
+    """A clock that shows the CPU seconds of this process, plus the idle time that the benchmark skipped."""
 
     def __init__(self) -> None:
         self.skipped = 0.0
@@ -49,7 +51,7 @@ class CpuClock:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request: when it arrives, its prompt, and its number of output tokens."""
+    """One request: its arrival time, its prompt, and its number of output tokens."""
 
     at: float
     prompt: list[int]
@@ -67,7 +69,7 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
 
 @dataclass(slots=True)
 class Served:
-    """A request of a run and its times; `request` is None if the queue was full."""
+    """A request of a run and its times. `request` is None if the queue was full."""
 
     at: float
     request: Request | None
@@ -91,8 +93,8 @@ def drive(
     objective: Objective | None = None,
     queue: int | None = None,
 ) -> list[Served]:
-    """Add requests when they arrive, run steps until all have finished, and return their times. `queue` is the most waiting
-    requests. Runs with different `salt` share no pages."""
+    """Add requests when they arrive, run steps until all have finished, and return their times. `queue` is the largest
+    number of waiting requests. Runs with different `salt` share no pages."""
     from kvloom.engine import SamplingParams
 
     found: list[Served] = []
@@ -127,7 +129,7 @@ def drive(
 
 
 def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the modes on an engine in this process."""
+    """Measure the three modes (see the module docstring) on an engine in this process."""
     from kvloom.engine import LLM
 
     llm = LLM(options.model, pool_bytes=256 << 20, token_budget=256, threads=options.threads or 1)
@@ -176,7 +178,7 @@ def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_trace(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the modes on simulated workers."""
+    """Measure the three modes (see the module docstring) on simulated workers that replay a trace."""
     from kvloom.replay.fleet import replay_fleet
     from kvloom.replay.traces import read_traces
 

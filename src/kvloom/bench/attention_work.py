@@ -32,9 +32,8 @@ __all__ = [
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 LAYERS = 4
-"""Layers of a page. A page has more layers than the one read, as in a model, so reads of consecutive pages are not
-adjacent.
-"""
+"""Layers in a page. The benchmark reads only one of them. As in a model, the bytes of this layer in two consecutive
+pages are therefore not adjacent."""
 
 DECODE = (
     (1, 640),
@@ -50,7 +49,8 @@ DECODE = (
 SHARED = ((64, 8192, 256), (256, 4096, 128), (32, 32768, 512))
 LATENT = ((32, 4096), (128, 2048))
 LATENT_HEADS, LATENT_DIM, LATENT_VALUES = 128, 576, 512
-"""The heads of DeepSeek-V3: every head reads one latent of 512 values, and 64 more for positions."""
+"""Attention of DeepSeek-V3. Per token, all heads read one latent with 512 values, and 64 more values for the
+position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ PREFILL = (
     Prompts(1, 8192, 8192, 16, 8, 256, 1024),
     Prompts(1, 8192, 8192, 64, 8, 64, 128),
 )
-"""Prefill steps: heads of Llama-3.1-8B, window of Mistral-7B, windowed layers of Gemma-3-12B and gpt-oss."""
+"""The prefill steps that are measured. The shapes are the heads of Llama-3.1-8B, the window of Mistral-7B, and the
+windowed layers of Gemma-3-12B and gpt-oss."""
 
 
 def layer_pool(pages: int, kv_heads: int = KV_HEADS, dim: int = DIM) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,7 +183,7 @@ def quantised_rows(rounds: int, batch: int = 128, length: int = 8192) -> Iterato
 def _quantised(
     k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, block: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the same tokens in 8-bit pages: block tables, keys, values, scales."""
+    """Return the tokens of `k` and `v` in 8-bit pages: block tables, keys, values and scales."""
     from kvloom.kernels.write import write
 
     rows, length = tables.shape[0], tables.shape[1] * BLOCK
@@ -233,8 +234,8 @@ def shared_rows(rounds: int) -> Iterator[Row]:
 
 
 def shared_floor(batch: int, prefix: int, own: int) -> float:
-    """Return the lower bound of the time. The shared prefix and the own tokens each take their memory time or their
-    compute time, whichever is longer. The result is the sum of both."""
+    """Return the lower bound of the time for `batch` rows with a shared prefix. For the prefix and for the rows' own
+    tokens, take the memory time or the compute time, whichever is longer. The bound is the sum of the two."""
 
     def part(tokens_read: int, pairs: int) -> float:
         return max(tokens_read * KV_HEADS * DIM * 4 / READ_RATE, pairs * HEADS * DIM * 4 / FLOP_RATE) * 1e6

@@ -24,6 +24,7 @@ BENCHMARKS = {
     "tiers": "throughput of tiers and their media, compared with LMCache (CPU)",
     "router": "cost of the router: events, scoring, added latency (CPU)",
     "routing": "hits and time to first token of agent sessions over four workers, by router (CPU)",
+    "disaggregation": "prefill and decode workers against workers that do both: time between tokens, hand-over (CPU)",
     "kills": "kill -9 of workers, engines and routers under load: wrong and lost answers (CPU)",
     "offload": "an engine with tiers: time to first token, hits, cost (both)",
     "speculation": "tokens per second with and without drafts (both)",
@@ -32,7 +33,7 @@ BENCHMARKS = {
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "\n".join(f"  {name:8} {what}" for name, what in BENCHMARKS.items())
+    parser.epilog = "\n".join(f"  {name:14} {what}" for name, what in BENCHMARKS.items())
     parser.add_argument(
         "benchmark",
         type=_current_name,

@@ -2,8 +2,8 @@
 
 Models have random weights, tokens are random ids from a seed, and answers are greedy and of fixed length. On a GPU the
 runners run one after the other, because each needs the device's memory. On a CPU they alternate after each workload.
-`workloads` defines workloads, `shapes` models, `roofline` lower bounds, `engine_runners` and `engine_peers` runners,
-`engine_report` tables.
+Other modules define the workloads (`workloads`), models (`shapes`), lower bounds (`roofline`), runners
+(`engine_runners`, `engine_peers`) and tables (`engine_report`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ __all__ = ["HuggingFace", "NotInstalledError", "UnbatchedHuggingFace", "Vllm"]
 
 VLLM_KV_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "auto"}
 SAVED_WEIGHTS = 1 << 30
-"""Most bytes of weights that are copied to vLLM. For a larger model, vLLM makes its own random weights."""
+"""Largest number of bytes of weights that are copied to vLLM. For a larger model, vLLM creates its own random weights.
+"""
 
 
 class HuggingFace:
@@ -63,8 +64,8 @@ class HuggingFace:
         on_gpu = options.device.startswith("cuda")
         self._free_bytes = int(torch.cuda.mem_get_info()[0] * 0.8) if on_gpu else self.CPU_BYTES
         self._most: dict[int, int] = {}
-        """Batch size limit by prompt length: half of a size that did not fit. Only the first run pays for a wrong
-        guess."""
+        """Largest batch size to try, by prompt length. After a batch did not fit in memory, this is half of its size,
+        so only the first run fails."""
 
     def run(self, conversations: Sequence[Conversation], output: int) -> Measurement:
         all_answers: Turns = [[] for _ in conversations]
@@ -144,7 +145,8 @@ class UnbatchedHuggingFace(HuggingFace):
 
 
 def _cpu_environment() -> dict[str, str]:
-    """Return environment settings that give vLLM as many threads as torch has here. vLLM's default is one core."""
+    """Return environment settings that give vLLM as many threads as torch has in this process. By default, vLLM uses
+    one core."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{torch.get_num_threads() - 1}",

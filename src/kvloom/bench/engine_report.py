@@ -35,7 +35,8 @@ vLLM ran with its defaults, prefix caching, bf16 and random weights. Each figure
 process and one with two processes.
 """
 GOAL_WASTE = 0.04
-"""Goal for the wasted share of workloads of full size. In scaled workloads the last block wastes a larger share."""
+"""Goal for the wasted share of the pages in use, for workloads of full size. In scaled workloads, sequences are
+shorter, so the partial last block is a larger share."""
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class WorkloadResult:
         return self.best.seconds
 
     def figures(self, least: LowerBound | None = None) -> dict[str, float]:
-        """Return all figures by name."""
+        """Return all figures by name. `least` is the lower bound of the workload's time, if known."""
         found = {"seconds": self.seconds, "output_tokens_s": self.work.output_tokens / self.seconds}
         if self.prompts is not None:
             found["prefill_s"] = self.prompts
@@ -96,8 +97,8 @@ def rows_of(
     quoted: dict[str, float],
     exact: bool,
 ) -> list[dict[str, Any]]:
-    """Return one row per workload as plain data. `exact` states that rounding cannot change answers. Only then are
-    answers compared."""
+    """Return one row per workload as plain data. Answers of the runners are compared only if `exact` is true, because
+    otherwise rounding can change them."""
     rows = []
     own = next((each.results for each in ran if each.name == "kvloom"), {})
     for work in works:

@@ -40,7 +40,7 @@ CPU_POOL = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of the command line. None leaves the choice to the engine."""
+    """Options of the command line. If a value is None, the engine chooses it."""
 
     device: str = "cpu"
     seed: int = 0

@@ -34,7 +34,8 @@ class ExpertWork:
 
 
 def layer() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a layer's weights in bf16: gate and up, down."""
+    """Return the weights of one expert layer in bf16, as two tensors: gate and up projection together, and down
+    projection."""
     gate_up = torch.empty((EXPERTS, 2 * INNER, DIM), dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
     down = torch.empty((EXPERTS, DIM, INNER), dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
     return gate_up, down
@@ -59,8 +60,8 @@ def expert_work() -> Iterator[ExpertWork]:
 def by_torch(
     x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the same result with torch's grouped matrix multiplication: sort by expert, gather, multiply,
-    scatter."""
+    """Compute the result of an expert layer with torch's grouped matrix multiplication: sort by expert, gather,
+    multiply, scatter."""
     chosen, order = index.reshape(-1).sort()
     ends = torch.searchsorted(chosen, torch.arange(len(gate_up), device=x.device), right=True).int()
     both = torch._grouped_mm(x[order // index.shape[1]], gate_up.transpose(1, 2), offs=ends)

@@ -19,7 +19,8 @@ __all__ = ["Call", "decode_peers", "prefill_peers", "shared_peers", "versions"]
 Call = Callable[[], Any]
 WORKSPACE = 512 << 20
 SPLITS = 32
-"""Most splits of FlashAttention-3 under CUDA graphs, as in vLLM. The kernel chooses the number on the device."""
+"""Largest number of splits of FlashAttention-3 under CUDA graphs, as in vLLM. The kernel chooses the number of splits
+on the device."""
 
 
 def _library(name: str) -> Any:
@@ -119,10 +120,11 @@ def decode_peers(
 def shared_peers(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: torch.Tensor, own: torch.Tensor
 ) -> dict[str, Call]:
-    """Return calls of FlashInfer's two-level cascade. All rows share the pages `prefix`, and each row has its own
-    pages `own` ([rows, pages]). All pages are full.
+    """Return calls of FlashInfer's two-level cascade. All rows share the pages `prefix`, and each row has its own pages
+    `own` ([rows, pages]). All pages are full.
 
-    Returns one call with its default kernels, and one with its older kernels, which split long prefixes."""
+    Returns one call with FlashInfer's default kernels, and one with its older kernels, which split long prefixes.
+    """
     flashinfer = _library("flashinfer")
     if flashinfer is None:
         return {}

@@ -16,12 +16,14 @@ READ_RATE = 4.55e12
 COPY_RATE = 4.19e12
 FLOP_RATE = 770e12
 LINK_RATE = 55e9
-"""Measured rates of an H200: memory reads, copies, bf16 products, one direction of the host link."""
+"""The four constants above are measured rates of an H200: memory reads, memory copies, bf16 matrix products, and one
+direction of the host link."""
 
 
 @dataclass
 class Row:
-    """One line of the report: microseconds of kvloom's call and of each peer's call, and the lower bound."""
+    """One line of the report: microseconds of kvloom's call and of each peer's call, and the lower bound of the
+    time."""
 
     section: str
     work: str
@@ -70,7 +72,8 @@ def _replay(call: Call, times: int) -> float:
 
 
 def timed(calls: dict[str, Call], rounds: int = 5, times: int = 7) -> dict[str, float]:
-    """Return the microseconds of each call, as the best of `rounds` medians. The calls alternate."""
+    """Return the microseconds of each call. The calls alternate. In each of `rounds` rounds the median of a call is
+    taken, and the smallest median is returned."""
     graphs = {name: _captured(call) for name, call in calls.items()}
     best = dict.fromkeys(graphs, math.inf)
     for turn in range(rounds + 1):

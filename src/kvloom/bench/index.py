@@ -27,7 +27,7 @@ PEER_LAYOUT = {"full": "full", "gemma3": "gemma3", "qwen3next": "qwen3next-fine"
 
 
 def run_peers(python: str, sglang_path: str | None) -> dict[str, Any]:
-    """Run the peers in a separate process and return their figures, or the reason why there are none."""
+    """Run the peers in a separate process and return their figures. If that fails, return the reason instead."""
     command = [python, str(Path(__file__).with_name("peers.py")), "--json"]
     if sglang_path:
         command += ["--sglang-path", sglang_path]

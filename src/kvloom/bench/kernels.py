@@ -1,8 +1,8 @@
 """`kvloom bench kernels` compares kvloom's kernels on this GPU with the roofline of bytes and FLOPs, and with each
 installed peer.
 
-The calls are in `attention_work`, `state_work` and `expert_work`. Writes and copies are in this module. Calls of
-kvloom and of the peers alternate, so that a disturbance affects all.
+The calls are in `attention_work`, `state_work` and `expert_work`. Writes and copies are in this module. Calls of kvloom
+and of the peers alternate, so that a disturbance of the machine affects both.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`kvloom bench kills`: kill -9 of workers, engines and routers under load; counts wrong and lost answers.
+"""`kvloom bench kills` kills workers, engines and routers under load (`kill -9`), and counts wrong and lost answers.
 
-Workers and routers run on loopback, and are started again after a kill. Clients send requests whose answers are known: streams,
-whole answers, greedy and seeded. A client whose router dies sends its request to another router, as a client behind a load
-balancer does. An answer that differs is wrong. A request without an answer at its deadline, or with an error of a living router,
-is lost. Exits with status 1 if there is any.
+Workers and routers run on loopback, and are started again after a kill. Clients send requests with known answers: streams and
+whole answers, greedy and seeded. If a router dies, its client sends the request to another router, like a client behind a load
+balancer. An answer is wrong if it differs from the known answer. A request is lost if it has no answer at its deadline, or if a
+living router returns an error. If any answer is wrong or lost, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Server:
         self.process = subprocess.Popen(self.command, env=environment, stderr=subprocess.DEVNULL)
 
     def kill(self, engine: bool = False) -> None:
-        """kill -9 of the server, or of its engine process alone."""
+        """Kill the server, or only its engine process, with `kill -9`."""
         assert self.process is not None
         self.deaths.append(time.monotonic())
         if engine:
@@ -112,7 +112,8 @@ class _Server:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the children of a server: its engine, and processes of the engine's kind."""
+    """Return the process ids of a server's engine processes: all its child processes except Python's resource
+    tracker."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -179,7 +180,7 @@ def _calls(model: str, tokens: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 class _Clients:
-    """Sends requests to routers and compares their answers."""
+    """Sends requests to the routers and compares each answer with its known answer."""
 
     def __init__(self, session: Any, routers: list[_Server], args: argparse.Namespace) -> None:
         self._session, self._routers, self._args = session, routers, args
@@ -325,8 +326,8 @@ async def _run(args: argparse.Namespace) -> dict[str, Any]:
 async def _kill(
     session: Any, servers: list[_Server], args: argparse.Namespace, counters: dict[str, int]
 ) -> dict[str, int]:
-    """Kill a process after each pause: the kinds in turn, the process at random. At least one worker that answers and one
-    router stay healthy."""
+    """Kill a process after each pause. Kills alternate between workers, engines and routers. Which process of the kind
+    is killed is random. At least one answering worker and one router stay healthy."""
     rng = random.Random(args.seed)
     kinds = ["worker", "engine", "router", *(["prefill"] if args.prefill else [])]
     kills = dict.fromkeys(kinds, 0)
@@ -359,7 +360,7 @@ async def _is_healthy(session: Any, url: str) -> bool:
 
 
 async def _count(session: Any, url: str, counters: dict[str, int]) -> None:
-    """Add a router's counters, before it dies."""
+    """Add the counters of a router to the totals, before the router is killed."""
     import aiohttp
 
     with suppress(OSError, aiohttp.ClientError, TimeoutError):

@@ -1,4 +1,5 @@
-"""Copies and reads of pages, whole and layer by layer. Measures the cost of loading in the order of computation.
+"""Measures the time to copy and to read pages, whole and layer by layer. This is the cost of loading layers in the
+order in which they are computed.
 
 A page has all layers of its tokens in one run of bytes. To load the first layer of many pages first, each page is
 copied or read in one piece per layer. The benchmark uses tiers without an engine.

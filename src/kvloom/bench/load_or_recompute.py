@@ -42,12 +42,12 @@ SCENARIOS = {
     "slower": "the disk was three times faster before",
     "cached": "the first quarter loads at once (page cache)",
 }
-"""Scenarios differ in the measurements that the engine has at the start."""
+"""What has happened before the measured prompt, by name of the scenario. The engine's measurements at the start depend
+on it."""
 PROMPT, BUDGET, SECONDS = 2048, 1024, 0.48
 PIECE, PIECES = 1 << 12, 16
-"""Bytes of a read (two pages), and the number of concurrent reads. A prompt has as many reads as 16,384 tokens of an 8B
-shape.
-"""
+"""Number of bytes of one read (two pages), and number of concurrent reads. A prompt needs as many reads as a prompt of
+16,384 tokens needs with an 8B shape."""
 BASE, GROWTH = 0.012, 0.45  # seconds of a step's base; how much longer the second half of a prompt takes
 FIRST = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 

@@ -16,7 +16,7 @@ from .shapes import SHAPES, build, hf_config
 __all__ = ["SHARE", "measure_long_request"]
 
 SHARE = 4
-"""The large pool is this many times as large as the small pool."""
+"""The size of the large pool divided by the size of the small pool."""
 OUTPUT = 32
 
 

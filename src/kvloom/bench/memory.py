@@ -1,9 +1,9 @@
-"""`kvloom bench memory` measures how soon a busy model uses the memory of an idle one.
+"""`kvloom bench memory` measures how fast memory moves from an idle model to a busy model.
 
-    two models share one memory ──▶ one fills most of it, then rests ──▶ the other gets a prompt larger than its pool
+    two models share the memory ──▶ one fills most of it, then is idle ──▶ the other gets a prompt larger than its pool
 
-The result is the time from the prompt to the first growth of its model's pool. To free memory, the idle model
-evicts cached pages.
+The result is the time from the arrival of the prompt to the first growth of the busy model's pool. To free memory, the
+idle model evicts cached pages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["main"]
 NAMES = ("one", "other")
 MEMORY = 32 << 20
 FULL = 0.7
-"""Fraction of the memory that the model has before it rests."""
+"""Fraction of the memory that a model fills before it becomes idle."""
 REST_SECONDS = 1.0
 POLL_SECONDS = 0.005
 MAX_BURSTS = 60
@@ -38,7 +38,8 @@ LONGEST_SECONDS = 60.0
 def _measure(
     rounds: int, arguments: list[str], progress: Callable[[int, int], None] | None
 ) -> dict[str, Any]:
-    """Return the seconds from a prompt to the first growth of its model's pool. The models take turns."""
+    """Return a report with the seconds from the arrival of a prompt to the first growth of its model's pool, one value
+    per round. The two models swap roles after each round."""
     named = [part for name in NAMES for part in ("--name", name)]
     process, url, _, _ = started(
         ["kvloom-llama", "kvloom-llama", *named, "--memory", str(MEMORY), "--token-budget", "128", *arguments]
@@ -74,7 +75,7 @@ async def _fill(url: str, model: str, seed: int) -> None:
 
 
 async def _growth(url: str, model: str, seed: int) -> float:
-    """Send one prompt that needs twice the pool, and return the seconds until its pool has grown."""
+    """Send one prompt that needs twice the model's pool, and return the seconds until this pool has grown."""
     before = _pool_bytes(url, model)
     longest = int(fetch(url, f"/v1/models/{model}")["max_model_len"])
     size = min(longest - 8, 2 * longest * before // (MEMORY // 2))

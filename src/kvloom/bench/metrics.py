@@ -119,7 +119,7 @@ def time_parts(engine: Any) -> Parts:
 
 
 def _timed(what: Callable[[], object], times: int) -> float:
-    """Return CPU microseconds per call, as the least of several rounds."""
+    """Return CPU microseconds per call, as the smallest value of several rounds."""
     rounds = []
     for _ in range(5):
         began = time.thread_time()

@@ -2,15 +2,20 @@
 
 | part              | measures                                                                                       |
 |-------------------|------------------------------------------------------------------------------------------------|
-| ttft              | time to first token of a long prompt: computed, from host memory, from disk; load throughput   |
-| workloads         | W1 to W6 with and without the host tier, in the same pool                                      |
-| hits              | W6 with a pool for all its pages, and with a tenth of it and the host tier                     |
-| layers            | pages copied and read whole, and layer by layer                                                |
-| long              | one request in a pool that holds it, and in a quarter of it with cold pages in host memory     |
+| ttft              | time to first token of a long prompt if the prompt is computed, loaded from host memory, or    |
+|                   | loaded from disk; throughput of the loads                                                      |
+| workloads         | time and hit rate of the workloads W1 to W6 with and without a host tier, in pools of the same |
+|                   | size                                                                                           |
+| hits              | hit rate of W6 in a pool that is large enough for all pages, in a tenth of that pool, and in a |
+|                   | tenth of that pool with a host tier                                                            |
+| layers            | time to copy and to read pages, whole or layer by layer                                        |
+| long              | time of one request in a pool that is large enough for it, and in a quarter of that pool with  |
+|                   | cold pages in host memory                                                                      |
 | offload-cost      | CPU time of the engine thread to offload the pages of many finished sequences                  |
-| load-or-recompute | a prompt computed while it loads from a disk of any speed, on a simulated device               |
+| load-or-recompute | time to first token if the engine chooses which part of a prompt to load from disk and which   |
+|                   | to compute, for several disk speeds on a simulated device                                      |
 
-To evict pages from the pool, the benchmark removes its slabs and adds them again.
+To evict all cached pages, the benchmark removes the pool's slabs and adds them again.
 """
 
 from __future__ import annotations
@@ -51,7 +56,8 @@ PARTS = ("ttft", "workloads", "hits", "layers", "long", "offload-cost", "load-or
 RENAMED = {"keep": "offload-cost", "race": "load-or-recompute"}
 """Former names of parts, accepted for one version."""
 MIN_CONVERSATIONS = 32
-"""Minimum of conversations, so that a tenth of them fits the small pool."""
+"""Smallest number of conversations in the part "hits". With this number, the pages of a tenth of the conversations fit
+into the small pool."""
 
 
 def _parser() -> Parser:
@@ -164,8 +170,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 def ttft(
     shape: str, device: str, pool: int, host: str, disk: str, prompt: int, rounds: int
 ) -> dict[str, Any]:
-    """Return times to first token of prompts, as medians of `rounds`. Prompts are computed, loaded from host
-    memory, or loaded from disk. Each round has its own prompt."""
+    """Measure the time to first token of a prompt in three ways: computed, loaded from host memory, and loaded from
+    disk. Each round uses a new prompt for all three. Return the medians over `rounds` rounds, with load throughput and
+    speedups."""
     model = build(hf_config(shape), SHAPES[shape].dtype, device)
     vocabulary = hf_config(shape).vocab_size
     engine = Engine(
@@ -220,8 +227,8 @@ def _auto(
     prompt: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Return times to first token of prompts on disk and of prompts that are computed. The two kinds alternate. For
-    prompts on disk the engine decides whether to load or to recompute."""
+    """Return times to first token of prompts whose pages are on disk, and of prompts that are computed. The two kinds
+    alternate. For the first kind, the engine decides whether to load or to recompute."""
     offload.config = OffloadConfig()
     times: dict[str, list[float]] = {"computed": [], "auto": []}
     cached = []
@@ -245,7 +252,7 @@ def _auto(
 
 
 def first_token(engine: Engine, tokens: list[int], control: CacheControl) -> tuple[float, int]:
-    """Return the seconds until a prompt's first token, and its cached tokens."""
+    """Return the seconds until a prompt's first token, and the number of the prompt's cached tokens."""
     began = time.perf_counter()
     request = engine.add(tokens, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True), control)
     while request.finish_reason is None:

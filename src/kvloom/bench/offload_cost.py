@@ -25,9 +25,9 @@ from .shapes import SHAPES, hf_config
 __all__ = ["measure_offload_cost"]
 
 TOKENS = 640
-"""Tokens per sequence: prompt and answer of W1."""
+"""Number of tokens per sequence: prompt and output of workload W1."""
 STEPS = 4
-"""Steps in which the sequences finish."""
+"""Number of engine steps over which the ends of the sequences are spread."""
 
 
 class _TimedHostPages(HostPages):
@@ -107,7 +107,7 @@ def _measure(layout: PoolLayout, device: str, sequences: int, rounds: int, full:
 
 
 def _finish(store: PageOffloader) -> float:
-    """Wait for pending copies, and return the seconds spent in polls."""
+    """Wait for pending copies. Return the seconds spent in the calls of `poll`, without the time between them."""
     spent = 0.0
     while store.busy:
         time.sleep(0.0002)

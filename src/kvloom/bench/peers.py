@@ -73,21 +73,21 @@ def vllm_life(
     """Return the microseconds of a request in vLLM's KVCacheManager, with its default hash (sha256).
 
     The phases are `hash`, `match` (get_computed_blocks), `allocate` (allocate_slots), `release` (free) and `total`.
-    allocate_slots also publishes, so `publish` is 0. `hit` is the number of tokens found, and `note` is a remark
-    about the layout. The first `cached` of a request's `tokens` are cached. With `evicting`, the pool is full of
-    other requests' blocks. Then no token hits, and allocation evicts. The scheduler's own work and its admission
-    check are not counted.
+    allocate_slots also publishes, so `publish` is 0. `hit` is the number of tokens found, and `note` is a remark about
+    the layout. The first `cached` of a request's `tokens` are cached. With `evicting`, the pool is full of other
+    requests' blocks. Then no token is a hit, and the allocation evicts blocks. The scheduler's own work and its
+    admission check are not counted.
 
     vLLM's own code groups the layers of these layouts:
 
     - `full`: 32 layers of full attention, one group.
-    - `gemma3`: 40 layers of window 1024 and 8 full layers, six groups. The windowed groups keep only a prompt's
-      last window cached, so `evicting` finds many blocks unused.
+    - `gemma3`: 40 layers of window 1024 and 8 full layers, six groups. The windowed groups cache only a prompt's last window. With `evicting`, many blocks of the pool are therefore free.
     - `qwen3next`: 36 layers with a state and 12 full layers, four groups. vLLM has one page size for all groups, so
       blocks cannot have 16 tokens. They have the smallest multiple of `block` that fits a state (544). A prefill
       step ends where a state is stored. Hits end on multiples of 544.
-    - `qwen3next-fine`: the same, with vLLM's `prefix_match_unit` set to `block`. It hashes every `block` tokens,
-      and a hit may end on a prompt's last such boundary."""
+    - `qwen3next-fine`: the layers of `qwen3next`, with vLLM's `prefix_match_unit` set to `block`. vLLM then hashes
+      every `block` tokens, and a hit may end on a prompt's last such boundary.
+    """
     cached = 0 if evicting else cached
     lives = 4 if evicting else repeats + WARM_UP + 2
     peer, draw = _vllm(layout, block, cached + lives * (tokens - cached), lives), _drawer()
@@ -106,11 +106,11 @@ def vllm_life(
 def vllm_pool(
     blocks: int = 10_000, tokens: int = 8192, cached: int = 4096, block: int = 16, repeats: int = 20
 ) -> Figures:
-    """Return `vllm_life` of the full layout while `blocks` blocks are cached, without evictions. Also return the
-    bytes per block.
+    """Return the figures of `vllm_life` for the full layout while `blocks` blocks are cached, without evictions.
 
-    `bytes_per_block` is measured by tracemalloc, from before the pool exists until all its blocks are cached. It
-    includes objects, keys and table entries, for a pool of `blocks`, at most 50,000."""
+    `bytes_per_block` is the memory of the bookkeeping per block: objects, keys and table entries. It is measured by
+    tracemalloc, from before the pool exists until all its blocks are cached, in a pool of at most 50,000 blocks.
+    """
     draw = _drawer()
     _vllm("full", block, 0)  # vLLM's imports do not count as memory of the pool
     traced = min(blocks, TRACED_BLOCKS)
@@ -384,7 +384,8 @@ def _stub(name: str) -> Any:
 
 
 class _SglangFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds SGLang's modules. Trees are loaded from their files, parents are bare packages, and others are stubs."""
+    """Finds SGLang's modules. Modules of trees are loaded from their files, their parent packages are empty, and all
+    other modules are stubs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -454,7 +455,7 @@ def _no_gc() -> Iterator[None]:
 
 
 def _parts(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], Figures]]]:
-    """Return section, row and function of every part."""
+    """Return every part of the benchmark as (section, row, function)."""
     life = partial(vllm_life, args.tokens, args.cached, args.block, repeats=args.repeats)
     step = partial(vllm_decode_step, args.batch, args.context, args.block, args.steps)
     for layout in args.layouts:

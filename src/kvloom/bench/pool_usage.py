@@ -1,8 +1,8 @@
-"""Waste of pages in use, and the capacity of a pool in requests. Needs no model and no page bytes.
+"""Waste of the pages in use, and the capacity of a pool in requests. Needs no model and no page bytes.
 
-waste     share of the bytes in use that running sequences do not need: ends of last blocks, tokens outside of a
-          window in its first block, padding
-capacity  sequences are opened and extended until one does not fit
+waste     share of the bytes in use that running sequences do not need: the free end of a last block, tokens
+          outside of the window in its first block, and padding
+capacity  the number of sequences that fit: sequences are opened and extended until one does not fit
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PeakUsage:
     the same step."""
 
     SHARE = 0.01
-    """Largest share of the time spent on samples."""
+    """Largest share of the run time that samples may take."""
     NEAR = 0.95
 
     def __init__(self, cache: KVCache) -> None:
@@ -96,7 +96,8 @@ class PeakUsage:
         self._next = 0.0
 
     def sample(self) -> None:
-        """Take a sample. Skips the sample if the last one was too recent for its cost."""
+        """Take a sample of the waste. Does nothing if the last sample was so recent that sampling would take more than
+        SHARE of the time."""
         begin = time.perf_counter()
         if begin < self._next:
             return
@@ -121,10 +122,12 @@ class PeakUsage:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The number of requests of `tokens` tokens that fit into a pool together, measured and planned by `kvloom
+    """The number of requests of `tokens` tokens that fit into a pool together: as measured, and as planned by `kvloom
     plan`.
 
-    It is measured with each layer's visibility, and with full visibility (uniform paging)."""
+    The measurement runs twice: with the visibility of each layer, and with full visibility in all layers (uniform
+    paging).
+    """
 
     model: str
     tokens: int
@@ -174,7 +177,7 @@ def measure_capacity(layers: Mapping[str, LayerSpec], tokens: int, pool_bytes: i
 
 
 def capacity(spec: ModelSpec, tokens: int, pool_bytes: int) -> Capacity:
-    """Return the capacity of a pool. Needs no weights and no device."""
+    """Measure and plan the capacity of a pool. Needs no weights and no device."""
     from kvloom.plan import Load, make_plan
 
     plan = make_plan(spec, Load(tokens), gpu_memory=pool_bytes)

@@ -1,7 +1,8 @@
 """`kvloom bench quality`: perplexity of texts with quantised K and V.
 
 The text is split into windows. Each window is a separate sequence, computed in chunks, so that queries read K and V
-from pages. No window hits the cache. Every KV dtype reads the same tokens and is compared with the first.
+from pages. No window hits the cache. The same tokens are computed with every KV dtype, and each result is compared with
+the result of the first dtype.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Quality:
 
 
 def measure(engine: Engine, windows: Sequence[Sequence[int]], chunk: int = 256) -> Quality:
-    """Run every window in chunks, teacher-forced and without cache hits. Return the prediction of each token except
-    the first."""
+    """Compute every window in chunks, without cache hits. The input tokens are those of the text, not the model's own
+    (teacher forcing). Return the prediction of each token except the first."""
     began = time.monotonic()
     nats, choices = [], []
     for window in windows:

@@ -1,15 +1,15 @@
-"""Lower bound of a workload's time on an H200. Each operation takes the time for its bytes or for its FLOPs,
-whichever is longer. The bound is the sum over operations.
+"""Lower bound of a workload's time on an H200. Each operation takes the time for its bytes or for its FLOPs, whichever
+is longer. The bound is the sum over operations.
 
     pass     counted                                                    bytes                    FLOPs
-    dense    every matrix but embeddings and head, over all tokens      weights, once a pass     2 a weight and token
-    experts  the experts that the pass's tokens choose (expected)       their weights            2 a weight and choice
-    head     one row of logits per request                              its weights              2 a weight and row
-    attend   by each layer's visibility                                 K and V read             4 a head, dimension and pair
+    dense    every matrix but embeddings and head, over all tokens      weights, once per pass   2 per weight and token
+    experts  the experts that the pass's tokens choose (expected)       their weights            2 per weight and choice
+    head     one row of logits per request                              its weights              2 per weight and row
+    attend   by each layer's visibility                                 K and V read             4 per head, dimension and pair
 
 The bound assumes that one pass computes all prompts, and that all requests then decode together. A shared prefix is
-computed once, and read once per pass. All conversations are in the same turn. Norms, rotations, activations,
-sampling, launches and the host take no time.
+computed once, and read once per pass. All conversations are in the same turn. Norms, rotations, activations, sampling,
+launches and the host take no time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """Seconds of prefill and decode, FLOPs of prefill, and bytes that decode reads."""
+    """The lower bound of a workload: seconds of prefill and of decode, FLOPs of prefill, and bytes that decode
+    reads."""
 
     prefill: float
     decode: float

@@ -1,7 +1,7 @@
 """`kvloom bench router`: cost of the router itself.
 
 events    blocks per second that one process reads from encoded batches into its index
-score     time to find the cached prefix of a prompt on all workers, and to choose one
+score     time to find the cached prefix of a prompt on all workers, and to choose a worker
 latency   time that the router adds to a request, at a fixed rate. The same load runs directly on a worker and
           through the router. The worker answers at once, so that its own time does not count
 """
@@ -17,35 +17,19 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvloom.arguments import whole
 
+from .router_load import loop_factory, send_load
+
 __all__ = ["Process", "free_port", "main", "ready"]
 
 BLOCKS_PER_EVENT = 32
 EVENTS_PER_BATCH = 16
-WORKER = """
-import asyncio, sys, uvicorn
-INFO = (b'{"tenant":null,"open_requests":0,"models":[{"id":"m","status":"ok","hash_model":"m","hash_tokens":16,'
-        b'"groups":[{"index":0,"kind":"full","window":0}],"bytes_per_token":1,"pool_bytes":1000000000,"events":null,"replay":null}]}')
-EVENT = b'data: {"id":"c","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":"a","token_ids":[5]}]}\\n\\n'
-async def app(scope, receive, send):
-    if scope["type"] != "http":
-        return
-    if scope["method"] == "POST":
-        while (await receive()).get("more_body"):
-            pass
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-        await send({"type": "http.response.body", "body": EVENT, "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\\n\\n"})
-        return
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(INFO))]})
-    await send({"type": "http.response.body", "body": INFO})
-uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error", access_log=False, lifespan="off")
-"""
 
 
 def main(argv: list[str]) -> int:
@@ -55,15 +39,17 @@ def main(argv: list[str]) -> int:
     add(
         "--blocks", type=whole(1), default=512, metavar="N", help="blocks of the scored prompt (default: 512)"
     )
-    add("--rate", type=whole(1), default=500, metavar="N", help="requests per second (default: 500)")
+    rate = "requests per second; may be given several times (default: 500)"
+    add("--rate", type=whole(1), action="append", metavar="N", help=rate)
     add("--seconds", type=whole(1), default=10, metavar="S", help="seconds of load (default: 10)")
     add("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     found: dict[str, Any] = {
         "events": measure_events(args.workers),
         "score": measure_score(args.workers, args.blocks),
-        "latency": asyncio.run(measure_latency(args.rate, args.seconds)),
     }
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        found["latency"] = runner.run(measure_latency(args.rate or [500], args.seconds))
     if args.json:
         print(json.dumps(found, indent=2))
         return 0
@@ -75,15 +61,18 @@ def main(argv: list[str]) -> int:
         f"score    {score['microseconds']:.0f} µs for {score['blocks']} blocks over {score['workers']} workers "
         f"(hashing the prompt: {score['hash_microseconds']:.0f} µs more)"
     )
-    print(
-        f"latency  {latency['rate']} requests/s: added p50 {latency['added_p50_ms']:.2f} ms, p99 {latency['added_p99_ms']:.2f} ms "
-        f"(straight p99 {latency['direct_p99_ms']:.2f} ms, through the router {latency['routed_p99_ms']:.2f} ms)"
-    )
+    for one in latency:
+        print(
+            f"latency  {one['rate']} requests/s: added p50 {one['added_p50_ms']:.2f} ms, p99 {one['added_p99_ms']:.2f} ms "
+            f"(straight p99 {one['direct_p99_ms']:.2f} ms, through the router {one['routed_p99_ms']:.2f} ms), "
+            f"{one['cpu_ms_per_request']:.2f} ms of the router's CPU per request"
+        )
     return 0
 
 
 def measure_events(workers: int, batches: int = 400) -> dict[str, Any]:
-    """Decode and apply encoded batches. Each batch stores blocks and then removes half of them."""
+    """Measure how fast encoded batches are decoded and applied to the index. Each batch stores blocks and then removes
+    half of them."""
     from kvloom.cluster.router import FleetIndex
     from kvloom.events_wire import (
         BlockRemoved,
@@ -120,7 +109,8 @@ def measure_events(workers: int, batches: int = 400) -> dict[str, Any]:
 
 
 def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any]:
-    """Find the cached lengths of a prompt on all workers, and choose a worker. Returns medians over many prompts."""
+    """Measure the times to find the cached lengths of a prompt on all workers, and to choose a worker. Returns medians
+    over many prompts."""
     from kvloom.cluster.router import FleetIndex, Scorer, SpeedModel, WorkerLoad
     from kvloom.core import hash_chain, root_hash, token_bytes
     from kvloom.events_wire import BlockStored, EventBatch, raw_tokens, wire_hashes
@@ -159,14 +149,15 @@ def measure_score(workers: int, blocks: int, rounds: int = 300) -> dict[str, Any
     }
 
 
-async def measure_latency(rate: int, seconds: int) -> dict[str, Any]:
-    """Send requests at a fixed rate to a worker that answers at once, directly and through a router."""
+async def measure_latency(rates: list[int], seconds: int) -> list[dict[str, Any]]:
+    """Send requests at fixed rates to a worker that answers at once, directly and through a router. Returns one entry
+    per rate."""
     import aiohttp
 
     ports = [free_port() for _ in range(3)]
     with ExitStack() as stack:
         for port in ports[:2]:
-            stack.enter_context(Process([sys.executable, "-c", WORKER, str(port)]))
+            stack.enter_context(Process([sys.executable, "-m", "kvloom.bench.router_load", str(port)]))
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         flags = [word for url in urls[:2] for word in ("--worker", url)]
         command = [
@@ -178,57 +169,41 @@ async def measure_latency(rate: int, seconds: int) -> dict[str, Any]:
             str(ports[2]),
             "--log-level",
             "error",
-            *flags,
         ]
-        stack.enter_context(Process(command))
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        router = stack.enter_context(Process([*command, *flags]))
+        async with aiohttp.ClientSession() as session:
             for url in urls:
                 await ready(session, f"{url}/health")
-            await asyncio.sleep(1.5)
-            direct = await _load(session, urls[0], rate, seconds)
-            routed = await _load(session, urls[2], rate, seconds)
-    quantiles = {
-        name: np.quantile(times, (0.5, 0.99)) * 1e3
-        for name, times in (("direct", direct), ("routed", routed))
-    }
+        await asyncio.sleep(1.5)
+        return [await _at_rate(rate, seconds, urls[0], urls[2], router.pid) for rate in rates]
+
+
+async def _at_rate(rate: int, seconds: int, worker: str, router: str, pid: int) -> dict[str, Any]:
+    direct = np.quantile(await send_load(worker, rate, seconds), (0.5, 0.99)) * 1e3
+    before = _cpu_seconds(pid)
+    began = time.perf_counter()
+    routed = np.quantile(await send_load(router, rate, seconds), (0.5, 0.99)) * 1e3
+    took, requests = time.perf_counter() - began, rate * (seconds + 1)
     return {
         "rate": rate,
-        "direct_p50_ms": float(quantiles["direct"][0]),
-        "direct_p99_ms": float(quantiles["direct"][1]),
-        "routed_p50_ms": float(quantiles["routed"][0]),
-        "routed_p99_ms": float(quantiles["routed"][1]),
-        "added_p50_ms": float(quantiles["routed"][0] - quantiles["direct"][0]),
-        "added_p99_ms": float(quantiles["routed"][1] - quantiles["direct"][1]),
+        "reached_rate": requests / took,
+        "cpu_ms_per_request": 1e3 * (_cpu_seconds(pid) - before) / requests,
+        "direct_p50_ms": float(direct[0]),
+        "direct_p99_ms": float(direct[1]),
+        "routed_p50_ms": float(routed[0]),
+        "routed_p99_ms": float(routed[1]),
+        "added_p50_ms": float(routed[0] - direct[0]),
+        "added_p99_ms": float(routed[1] - direct[1]),
     }
 
 
-async def _load(session: Any, url: str, rate: int, seconds: int) -> list[float]:
-    """Send requests at a fixed rate, and return their times to the first byte. The first second does not count."""
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 100_000, 1024).tolist() for _ in range(32)]
-    bodies = [
-        json.dumps({"model": "m", "prompt": p, "stream": True, "max_tokens": 1}).encode() for p in prompts
-    ]
-    times: list[float] = []
-
-    async def one(number: int) -> None:
-        began = time.perf_counter()
-        headers = {"content-type": "application/json"}
-        async with session.post(f"{url}/v1/completions", data=bodies[number % 32], headers=headers) as answer:
-            await answer.content.readany()
-            took = time.perf_counter() - began
-            await answer.read()
-        if number >= rate:
-            times.append(took)
-
-    began = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for number in range(rate * (seconds + 1)):
-            left = began + number / rate - time.perf_counter()
-            if left > 0:
-                await asyncio.sleep(left)
-            group.create_task(one(number))
-    return times
+def _cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a process has used, or NaN on a system without /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return float("nan")
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def ready(session: Any, url: str, seconds: float = 60.0) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.arguments import whole
+from kvloom.arguments import size, whole
 
 from .router import Process, free_port, ready
 
@@ -43,6 +43,8 @@ def main(argv: list[str]) -> int:
     add("--workers", type=whole(1), default=4, metavar="N", help="workers (default: 4)")
     prefill = "prefill workers; the other workers then only decode (default: 0: every worker does both)"
     add("--prefill", type=whole(0), default=0, metavar="N", help=prefill)
+    pool = "page pool of a worker (default: 128MiB); a small one evicts pages of idle sessions"
+    add("--pool", type=size, default=128 << 20, metavar="SIZE", help=pool)
     add("--sessions", type=whole(1), default=10, metavar="N", help="sessions per router (default: 10)")
     add("--turns", type=whole(1), default=6, metavar="N", help="turns of a session (default: 6)")
     add("--tokens", type=whole(1), default=256, metavar="N", help="tokens that a turn adds (default: 256)")
@@ -79,7 +81,7 @@ async def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
         shared = [free_port() for _ in range(args.prefill)]
         for number in range(args.prefill + args.workers):
             port, events, replay = free_port(), free_port(), free_port()
-            flags = ["--pool", "128MiB", "-q", "--threads", "1", "--drain-seconds", "0"]
+            flags = ["--pool", str(args.pool), "-q", "--threads", "1", "--drain-seconds", "0"]
             flags += _role_flags(number, shared)
             flags += [
                 "--kv-events",

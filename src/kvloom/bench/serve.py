@@ -44,11 +44,12 @@ PERCENTS = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A load of `streams` concurrent streams for `seconds`. Prompts are random token ids below `vocabulary`. All
-    prompts share the first `shared` tokens.
+    """A load of `streams` concurrent streams for `seconds` seconds. Prompts are random token ids below `vocabulary`.
+    All prompts begin with the same `shared` tokens.
 
-    Answers have between half of `tokens` and `tokens` tokens. `key` is an API key. Loads with different values of
-    `seed` have different prompts."""
+    The length of an answer is between half of `tokens` and `tokens`. `key` is an API key. Loads with different values
+    of `seed` have different prompts.
+    """
 
     url: str
     model: str
@@ -87,7 +88,7 @@ class Load:
 
 @dataclass(slots=True)
 class Seen:
-    """Results of all streams. `arrivals` are the seconds from the start to each first token."""
+    """Results of all streams. `arrivals` has the time of each first token, in seconds since the start of the load."""
 
     requests: int = 0
     pieces: int = 0

@@ -1,7 +1,7 @@
 """The models of `kvloom bench engine`: real and tiny shapes with random weights, and the embedded Llama with its
 trained weights.
 
-Real shapes are configs that are part of the package, by name.
+A real shape is the name of a config that is part of the package.
 """
 
 from __future__ import annotations

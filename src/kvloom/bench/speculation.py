@@ -1,18 +1,18 @@
-"""`kvloom bench speculation`: tokens per second with and without drafts, as ratios of one run.
+"""`kvloom bench speculation`: tokens per second with and without drafts, and the ratio of the two, measured in one run.
 
-Engines with and without speculation alternate, so that a disturbance affects both. Outputs are compared, because
-greedy tokens must be the same. The prompts are made from Python's standard library:
+Engines with and without speculation alternate, so that a disturbance of the machine affects both. Outputs are compared,
+because greedy tokens must be the same. The prompts are made from Python's standard library:
 
 | case      | prompt                                                        | output                         |
 |-----------|---------------------------------------------------------------|--------------------------------|
 | continue  | the beginning of a module                                     | what the model writes          |
-| edit      | a part of a module                                            | the same with renamed names    |
+| edit      | a part of a module                                            | this part with renamed names   |
 
-The embedded models are too small to edit a text. In the case "edit", the edited text replaces the sampler's choice.
-Model and drafts do the same work as for a model that edits.
+The embedded models are too small to edit a text. In the case "edit", the edited text replaces the sampler's choice. The
+model and the drafts do the same work as if the model had edited the text.
 
-With `--shape`, a large model with random weights generates fixed random tokens. Drafts have `--draft-tokens`
-tokens. Each draft token is correct with the probability `--acceptance`, and takes no time to propose. This measures
+With `--shape`, a large model with random weights generates fixed random tokens. Drafts have `--draft-tokens` tokens.
+Each draft token is correct with the probability `--acceptance`, and takes no time to propose. This measures
 verification alone, with drafts in every step ("always") and with the controller.
 """
 
@@ -69,8 +69,8 @@ class Row:
 
 
 def prompts(case: str, count: int, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Return prompts and forced outputs as token ids, each from another module. If the output is empty, it is not
-    forced."""
+    """Return `count` pairs of a prompt and a forced output, as token ids. Each prompt is from another module. If the
+    output is empty, the model's own tokens are used."""
     found = []
     for name in MODULES[:count]:
         text = inspect.getsource(import_module(name))

@@ -26,7 +26,7 @@ from .gpu_timing import COPY_RATE, Row, timed
 __all__ = ["state_rows"]
 
 SIZES = ((8, 2048), (256, 1))
-"""Sequences by tokens: prompts, and one decode step."""
+"""The measured steps, as (sequences, tokens per sequence): prompts, and one decode step."""
 DEVICE = "cuda"
 Run = Callable[[torch.Tensor, StateRows], torch.Tensor]
 

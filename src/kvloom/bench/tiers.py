@@ -42,7 +42,7 @@ PEER_GOALS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """GB/s of one operation. A ratio is kvloom's GB/s divided by the GB/s of the other side. `backend` is the
+    """GB/s of one operation. A ratio is kvloom's GB/s divided by the GB/s of the medium or of LMCache. `backend` is the
     backend of LMCache, or "" if none ran."""
 
     tier: str
@@ -60,7 +60,7 @@ class Row:
 
 
 class LMCache:
-    """LMCache's process, in the interpreter that has it."""
+    """The process that runs LMCache, started in the interpreter in which LMCache is installed."""
 
     def __init__(self, python: str, folder: Path) -> None:
         script = Path(__file__).parent / "lmcache_process.py"
@@ -272,7 +272,7 @@ def _measure(
 
 
 def _say(text: str) -> None:
-    """Show progress on a terminal."""
+    """Show a progress message, if the output is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 

@@ -1,4 +1,5 @@
-"""The memory that `kvloom bench tiers` moves, and the media alone: memcpy, raw O_DIRECT, TCP."""
+"""The memory that `kvloom bench tiers` moves, and its baselines without a tier: memcpy, files with O_DIRECT, and
+TCP."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ from kvloom.tiers.remote import ByteStream
 __all__ = ["FILE_ROUNDS", "WAIT_SECONDS", "Memory", "Side", "address", "memcpy", "raw", "tcp"]
 
 WAIT_SECONDS = 120.0
-_IO_BYTES = 512 << 10  # best size of raw reads, and threads
+_IO_BYTES = 512 << 10  # best size of reads from the plain file, and number of reading threads
 _READ_THREADS = 8
 _CONNECTIONS = 2
-FILE_ROUNDS = 4  # rounds in one file, of the tier and of the raw file
+FILE_ROUNDS = 4  # number of rounds in one file, for the tier and for the plain file
 _FAR_SIDE = """
 import socket, sys, threading
 from kvloom.tiers.remote import ByteStream
@@ -78,7 +79,7 @@ class Memory:
         self.objects = self.fresh()
 
     def fresh(self) -> Objects:
-        """Choose hashes that no tier has stored."""
+        """Choose new hashes for the objects, so that no tier has stored them."""
         salt = f"{os.getpid()} {next(_rounds)}"
         names = [blake2b(f"{salt} {i}".encode(), digest_size=16).digest() for i in range(self.count)]
         self.objects = Objects(names, 0, self.form)
@@ -106,7 +107,8 @@ def memcpy(memory: Memory) -> Side:
 
 
 def raw(memory: Memory, path: Path, sync: bool, files: Files | None = None) -> Side:
-    """Return a side that writes plain files of `FILE_ROUNDS` rounds each. `files` replaces the system calls."""
+    """Return a baseline without a tier that writes plain files. One file has the bytes of `FILE_ROUNDS` rounds. `files`
+    is used instead of direct system calls, if given."""
     files = files or Files(-1)
     source, target, total = memory.source.data, memory.target.data, memory.total
     pool = ThreadPoolExecutor(_READ_THREADS)

@@ -1,7 +1,7 @@
 """The measurements of `kvloom bench tiers`: a tier and its medium with the same bytes, alternating.
 
-A Work has two sides with `write` and `read`, which return when the bytes have arrived. The medium alone is memcpy,
-raw O_DIRECT or the store's own client, without the tier.
+A Work has two sides, the tier and its medium alone. Each side has the functions `write` and `read`, which return when
+the bytes have arrived. The medium alone is memcpy, files with O_DIRECT, or the store's own client.
 """
 
 from __future__ import annotations

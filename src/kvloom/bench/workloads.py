@@ -3,14 +3,17 @@
 | name | workload                                                                 | size                             |
 |------|--------------------------------------------------------------------------|----------------------------------|
 | W1   | decode-heavy                                                             | 256 x (128 in, 512 out)          |
-| W2   | balanced                                                                 | 512 x (1024, 128)                |
-| W3   | shared prefix: each prompt begins with one of 8; then again, cached      | 512 x (4096 + 64, 64), twice     |
-| W4   | long                                                                     | 16 x (16384, 128)                |
-| W5   | single request                                                           | 1 x (512, 256)                   |
-| W6   | conversations: a turn is the whole history and 448 new tokens            | 64 x 6 turns of 1024 first, 64   |
-| W7   | longest: a full context of 131072; runs only if selected                 | 1 x (130816, 256)                |
+| W2   | balanced                                                                 | 512 x (1024 in, 128 out)         |
+| W3   | shared prefix: each prompt begins with one of 8 prefixes; runs twice,    | 512 x (4096 + 64 in, 64 out)     |
+|      | the second time with cached prefixes                                     |                                  |
+| W4   | long prompts                                                             | 16 x (16384 in, 128 out)         |
+| W5   | single request                                                           | 1 x (512 in, 256 out)            |
+| W6   | conversations: the first prompt has 1024 tokens, and a later prompt is   | 64 x 6 turns (64 out per turn)   |
+|      | the whole history and 448 new tokens                                     |                                  |
+| W7   | a full context of 131072 tokens; runs only if selected                   | 1 x (130816 in, 256 out)         |
 
-All workloads are lists of conversations. Only conversations of W6 have more than one turn. The same seed and round give the same tokens.
+All workloads are lists of conversations. Only conversations of W6 have more than one turn. The same seed and round give
+the same tokens.
 """
 
 from __future__ import annotations
@@ -38,11 +41,10 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`requests` conversations of `turns` turns. Each turn is answered by exactly `output` greedy tokens. A prompt
-    is a prefix of `prefix` tokens, followed by `prompt` tokens of its own. There are `prefixes` prefixes, used in
-    turn. A later turn adds `more` tokens. `warm` states that the prefixes of the same round were served before. A
-    workload with `on_request` runs only if it is selected by name.
-    """
+    """`requests` conversations of `turns` turns. Each turn is answered by exactly `output` greedy tokens. A prompt is a
+    prefix of `prefix` tokens, followed by `prompt` tokens of its own. There are `prefixes` prefixes, used in turn. A
+    later turn adds `more` tokens. If `warm` is true, another workload of the same round has computed the prefixes
+    before. A workload with `on_request` runs only if it is selected by name."""
 
     name: str
     what: str
@@ -69,7 +71,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of a conversation at its end."""
+        """Return the number of tokens of a conversation at its end."""
         return self.prefix + self.prompt + self.turns * self.output + (self.turns - 1) * self.more
 
     @property
@@ -107,7 +109,7 @@ class Workload:
         return replace(self, output=min(self.output, 8), turns=min(self.turns, 2))
 
     def prompts_alone(self) -> Workload:
-        """Return the workload with one output token."""
+        """Return the workload with one output token per turn, so that its time is the time of the prompts."""
         return replace(self, output=1)
 
     def draw(self, vocabulary: int, seed: int = 0, round_: int = 0) -> list[Conversation]:

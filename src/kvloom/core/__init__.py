@@ -11,7 +11,9 @@
     pool/        slabs, pages, block tables, compaction
     layout/      layer specs, page groups, slab size
     slo          SLO admission: predicts TTFT and TBT, and admits, defers or refuses
-    events, control, clock, histogram, sizes
+    events       events about stored and removed blocks
+    control      caching options of a request, checkpoint policy of a cache
+    clock, histogram, sizes      small helpers
 
 Other packages import only the names below, and only from this package.
 """

@@ -360,23 +360,25 @@ static PyObject *wrong_row(PyObject *self, PyObject *args)
 
 /* -- masks: how long each bit stays set ---------------------------------------------------------- */
 
-static PyObject *leading(PyObject *self, PyObject *args)
+/* Counts of leading masks by bit, times `scale`. `known` is NULL, or a dict from which the masks of the keys in `items`
+   are taken. */
+static PyObject *counts_of(PyObject *known, PyObject *items, int places, int scale)
 {
-    PyObject *masks, *counts;
-    int places;
-    if (!PyArg_ParseTuple(args, "Oi", &masks, &places))
-        return NULL;
-    if (!PyList_CheckExact(masks) || places < 0 || places > 64) {
-        PyErr_SetString(PyExc_ValueError, "masks must be a list, and places 0 to 64");
+    PyObject *counts;
+    if (!PyList_CheckExact(items) || places < 0 || places > 64) {
+        PyErr_SetString(PyExc_ValueError, "the second last argument must be a list, and places 0 to 64");
         return NULL;
     }
-    Py_ssize_t size = PyList_Size(masks), count[64];
+    Py_ssize_t size = PyList_Size(items), count[64];
     uint64_t alive = places == 64 ? ~(uint64_t)0 : ((uint64_t)1 << places) - 1;
     for (int p = 0; p < places; p++)
         count[p] = size;
     for (Py_ssize_t i = 0; i < size && alive; i++) {
-        uint64_t mask = PyLong_AsUnsignedLongLong(PyList_GetItem(masks, i));
-        if (mask == ~(uint64_t)0 && PyErr_Occurred())
+        PyObject *item = PyList_GetItem(items, i);
+        if (item != NULL && known != NULL)
+            item = PyDict_GetItemWithError(known, item);
+        uint64_t mask = item == NULL ? 0 : PyLong_AsUnsignedLongLongMask(item);
+        if ((item == NULL || mask == ~(uint64_t)0) && PyErr_Occurred())
             return NULL;
         for (uint64_t gone = alive & ~mask; gone; gone &= gone - 1)
             count[__builtin_ctzll(gone)] = i;
@@ -385,7 +387,7 @@ static PyObject *leading(PyObject *self, PyObject *args)
     if ((counts = PyList_New(places)) == NULL)
         return NULL;
     for (int p = 0; p < places; p++) {
-        PyObject *one = PyLong_FromSsize_t(count[p]);
+        PyObject *one = PyLong_FromSsize_t(count[p] * scale);
         if (one == NULL || PyList_SetItem(counts, p, one) < 0) {
             Py_DECREF(counts);
             return NULL;
@@ -394,8 +396,28 @@ static PyObject *leading(PyObject *self, PyObject *args)
     return counts;
 }
 
+static PyObject *leading(PyObject *self, PyObject *args)
+{
+    PyObject *masks;
+    int places;
+    if (!PyArg_ParseTuple(args, "Oi", &masks, &places))
+        return NULL;
+    return counts_of(NULL, masks, places, 1);
+}
+
+static PyObject *leading_of(PyObject *self, PyObject *args)
+{
+    PyObject *known, *keys;
+    int places, scale;
+    if (!PyArg_ParseTuple(args, "O!Oii", &PyDict_Type, &known, &keys, &places, &scale))
+        return NULL;
+    return counts_of(known, keys, places, scale);
+}
+
 static PyMethodDef methods[] = {
     {"leading", leading, METH_VARARGS, "leading(masks, places) -> for each bit, the leading masks that have it"},
+    {"leading_of", leading_of, METH_VARARGS,
+     "leading_of(known, keys, places, scale) -> the same for the masks in the dict `known` (0 if none), times `scale`"},
     {"wrong_row", wrong_row, METH_VARARGS, "wrong_row(rows, open) -> place of the first bad row, or -1"},
     {"plain_ids", plain_ids, METH_O,
      "plain_ids(given) -> int32s of a list or tuple of plain ints from 0 on, or None for anything else"},

@@ -1,7 +1,8 @@
 """The allocator evicts cached entries and compacts slabs until enough pages are free.
 
-One policy orders all cached entries: ends of leaves, checkpoints and media runs. Unneeded window pages are evicted
-first. The allocator chooses an entry. The tree, the media cache or the pool then evicts it.
+An entry is a part of the cache that can be evicted alone: the last blocks of a leaf, a checkpoint, or a media run. One
+policy orders all entries. Unneeded window pages are evicted first. The allocator chooses an entry. The tree, the media
+cache or the pool then evicts it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from .prefix.radix_tree import RadixTree
 __all__ = ["Allocator"]
 
 AHEAD = 32
-"""`evict_ahead` keeps 1 / AHEAD of the pool free."""
+"""`evict_ahead` stops when 1 / AHEAD of the pool is free."""
 PIECES = 32
-"""One call of `evict_ahead` evicts at most 1 / PIECES of that amount."""
+"""One call of `evict_ahead` evicts at most 1 / PIECES of the pages that it keeps free."""
 
 
 class Allocator:
@@ -60,9 +61,9 @@ class Allocator:
         self._clock = clock
         self._slab_bytes = slab_bytes
         self.evicted: Counter[str] = Counter()
-        """Evictions by kind: blocks, window (unneeded window pages), snapshot, media."""
+        """Number of evictions by kind: blocks, window (unneeded window pages), snapshot, media."""
         self.idle_seconds = Histogram()
-        """Seconds between the last use of an entry and its eviction."""
+        """Histogram of the seconds between the last use of an entry and its eviction."""
         self.evicted_bytes = 0
         self._page_bytes = [slab_bytes // c.per_slab for c in pool.classes]
 
@@ -74,12 +75,9 @@ class Allocator:
         return size
 
     def free_pages(self, account: Account, needs: Sequence[int]) -> int:
-        """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number
-        of missing pages.
-
-        If pages are missing, usually nothing was evicted. There is one exception: guaranteed shares are counted in
-        bytes, so with several pages per slab another tenant's share may stop the eviction half way.
-        """
+        """Evict and compact until `account` can allocate `needs[c]` pages of each size class c. Returns the number of
+        missing pages. If pages are missing, nothing was evicted, with one exception: guaranteed shares are counted in
+        bytes, so with several pages per slab, another tenant's share may stop the eviction half way."""
         slabs = self._pool.slabs_short(needs)
         limited, several = account.tenant.quota is not None, len(self._accounts.accounts) > 1
         if not slabs and not limited:
@@ -217,20 +215,23 @@ class Allocator:
         return self._pool.free_slabs * self._slab_bytes + self.bytes_of(pages)
 
     def _fair(self, requester: Account | None, victim: Account, slabs: int) -> int:
-        """Return how many of `slabs` slabs the victim can lose without falling below its share."""
+        """Return how many of `slabs` slabs the account `victim` can lose to `requester` without falling below its
+        share."""
         if victim is requester or not victim.guaranteed:
             return slabs
         return max(1, min(slabs, int((victim.used - victim.guaranteed) // self._slab_bytes)))
 
     def _pages(self, size: int, needs: Sequence[int]) -> int:
-        """Return how many pages of the most requested size class fit into `size` bytes."""
+        """Return how many pages fit into `size` bytes. The pages have the size class of which `needs` requests the most
+        pages."""
         cls = max(range(len(needs)), key=lambda c: needs[c])
         return max(1, -(-size * self._pool.classes[cls].per_slab // self._slab_bytes))
 
     # -- evicting -------------------------------------------------------------------------------
 
     def _evict_from(self, account: Account, slabs: int, now: float) -> bool:
-        """Evict about `slabs` slabs of the account's next entry. Returns False if the account has no entry."""
+        """Evict pages that fill about `slabs` slabs, from the next entry in the account's eviction queue. Returns False
+        if the queue has no entry."""
         queue, before = account.queue, account.used
         size = self._tree.pages.row_bytes
         rows = (

@@ -10,8 +10,7 @@ __all__ = ["CacheControl", "CheckpointPolicy", "RetainRange"]
 @dataclass(frozen=True, slots=True)
 class RetainRange:
     """The eviction priority of tokens [start, stop) for `ttl` seconds. Tokens with a positive priority are evicted
-    later than others, and tokens with a negative priority earlier.
-    """
+    later than other tokens. Tokens with a negative priority are evicted earlier."""
 
     start: int = 0
     stop: int | None = None
@@ -48,11 +47,9 @@ class CacheControl:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """The positions at which sequences of models with windows or states take checkpoints.
-
-    `before_last` takes the checkpoint of a prompt one token before its end, so that an identical prompt can resume
-    there. In models with states, each prompt that is longer than a block then needs one more step, of one token.
-    """
+    """The positions at which sequences of models with windows or states take checkpoints. With `before_last`, the
+    checkpoint of a prompt is one token before its end, so that an identical prompt can resume there. In models with
+    states, each prompt that is longer than a block then needs one more step with one token."""
 
     prompt_end: bool = True
     before_last: bool = False

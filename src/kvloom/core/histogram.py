@@ -46,7 +46,8 @@ class Histogram:
         return low if self.count else None
 
     def since(self, counts: Sequence[int]) -> Histogram:
-        """Return the histogram of the values that were added since its counts were `counts`. Does not set `total`."""
+        """Return a histogram of the values that were added since this histogram had the counts `counts`. Does not set
+        `total`."""
         found = Histogram(self.bounds)
         found.counts = [now - before for now, before in zip(self.counts, counts, strict=True)]
         return found

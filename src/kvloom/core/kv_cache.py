@@ -106,12 +106,12 @@ class KVCache:
         self.state_pages = state.block_tables.states
         """Page ids of the live states [column, row]."""
         self.lengths = state.block_tables.length
-        """Computed tokens of each row."""
+        """Number of computed tokens of each row. A row is an open sequence."""
         self.reserved_blocks = state.block_tables.blocks
-        """Reserved blocks of each row."""
+        """Number of reserved blocks of each row."""
         self.has_states = state.has_states
         self.needs_checkpoints = state.tree.needs_checkpoints
-        """Whether prompts can resume only at checkpoints, because the model has windows or states."""
+        """Whether the model has windows or states, so that prompts can resume only at checkpoints."""
         self.media_outlives_prompt = state.media_cache.outlives_prompt
         """Whether tokens after an image still read its media run (cross attention)."""
         self.block_bytes = state.pages.row_bytes
@@ -269,11 +269,10 @@ class KVCache:
         add_cold_run(self.state, seq, run)
 
     def open_cold(self, seq: Sequence, run: ColdRun, position: int, tail: Ids) -> bool:
-        """Start an empty sequence at `position`, after cold blocks. `run` contains all full blocks before
-        `position`, and `tail` the tokens after these blocks.
-
-        Allocates the live states, and the other pages that are visible at `position`. The caller must fill both
-        before the next step. If the pool lacks pages, returns False and changes nothing."""
+        """Start an empty sequence at `position`, after cold blocks. `run` contains all full blocks before `position`,
+        and `tail` contains the tokens after these blocks. Allocates the live states, and the other pages that are
+        visible at `position`. The caller must write these states and pages before the next step. If the pool lacks
+        pages, returns False and changes nothing."""
         return open_cold(self.state, seq, run, position, tail)
 
     def block_hashes(
@@ -331,8 +330,8 @@ class KVCache:
 
     def protect_queued(self, match: Match, turn: tuple[int, int]) -> QueuedPrefix:
         """Protect the cached prefix of a waiting request until `unprotect`. A protected prefix is evicted after all
-        unprotected entries. Among protected prefixes, the one with the latest turn is evicted first.
-        """
+        unprotected entries. `turn` is the position of the request in the waiting queue. The prefix of the request that
+        will run last is evicted first."""
         return self.state.pins.protect_queued(match, turn)
 
     def unprotect(self, queued: QueuedPrefix) -> None:
@@ -340,16 +339,15 @@ class KVCache:
         self.state.pins.unprotect(queued)
 
     def end_session(self, session: str) -> int:
-        """Mark the blocks that only this session used, so that they are evicted first. Call this method when the
-        session has ended. Returns the number of their tokens.
-        """
+        """Mark the blocks that only this session used, so that they are evicted first. Returns the number of tokens in
+        these blocks. Call this method when the session has ended."""
         return self.state.pins.end_session(session)
 
     # -- pages ----------------------------------------------------------------------------------
 
     def table(self, group: int) -> Ids:
-        """Return the block tables of one token group: [runs, rows, blocks]. The result is a view, which stays
-        valid."""
+        """Return the block tables of one token group: [runs, rows, blocks]. The result is a view that always shows the
+        current page ids."""
         groups = self.layout.groups
         if not 0 <= group < len(groups) or groups[group] not in self.layout.of("token"):
             raise KeyError(f"{group} is not a token group; the layout has {[g.name for g in groups]}")
@@ -413,9 +411,8 @@ class KVCache:
     # -- inspection -----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Count every page again. Raises AssertionError at the first difference. O(pool), so only for tests and idle
-        time.
-        """
+        """Count every page again and compare with the cache's own counts. Raises AssertionError at the first
+        difference. O(pool), so only for tests and idle time."""
         check_integrity(self.state)
 
     def stats(self) -> dict[str, float | int | dict[str, int]]:

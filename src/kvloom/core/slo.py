@@ -5,7 +5,7 @@ start.
     queue ──Backlog──▶ predict        TTFT and TBT at the moment at which the request's prefill would end
     Objective        ──▶ decide       admit, defer (it has a deadline that allows waiting) or refuse
 
-The engine, the router and the simulator use the same classes. No module here reads a clock.
+The engine, the router and the simulator use the same classes. This module does not read a clock.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ __all__ = [
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Bounds of the histograms of actual divided by predicted time."""
 ENOUGH_STEPS = 8
-"""Steps that must be measured before a request is refused."""
+"""Number of steps that must be measured before a request can be refused."""
 FIRST_HORIZON, LEAST_HORIZON = 2.0, 0.2
-"""Seconds over which the delay of decode steps by prompts is averaged: at first, and at least. Later it is the recent
-time from first to last token."""
+"""The delay of decode steps by prompts is averaged over this many seconds: FIRST_HORIZON at first, and never less than
+LEAST_HORIZON. Later the horizon is the usual time from the first to the last token of recent requests."""
 HORIZON_WEIGHT = 1 / 16
 MET_SHARE, MARGIN_STEP, MARGINS = 0.6, 0.05, (0.7, 2.5)
-"""Predictions are multiplied by margins within MARGINS, which follow past errors so that this share of requests is not
-slower than predicted."""
+"""Predictions are multiplied by margins between the two values of MARGINS. The margins are adapted in steps of
+MARGIN_STEP, so that the share MET_SHARE of the requests is not slower than predicted."""
 DOUBT = 0.98
 LAST_MOMENT = 1.2
-"""A deferred request starts when the time to its deadline is at most this many times the time that it needs."""
+"""A deferred request starts when the time to its deadline is at most this multiple of the time that it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Objective:
         return any(getattr(self, name) is not None for name in self.__slots__)
 
     def over(self, default: Objective) -> Objective:
-        """Return this objective. Values that are None are replaced by the values of `default`."""
+        """Return this objective, with each missing value (None) replaced by the value of `default`."""
         mine = (getattr(self, name) for name in self.__slots__)
         return Objective(
             *(
@@ -104,9 +104,8 @@ class StepTimes:
     SOLVE_STEPS = 16
     SCALES = (1.0, 1e3, 1e2, 1e5, 1e6)
     PENALTIES = (1e-6, 1e-6, 1e-6, 1e-2, 5e-2)
-    """If the measured steps fit two causes, the cause with the smaller penalty counts. Lengths then extrapolate
-    linearly.
-    """
+    """Penalty of each coefficient. If two coefficients explain the measured steps equally well, the one with the
+    smaller penalty is used."""
 
     def __init__(self, coefficients: Sequence[float] | None = None) -> None:
         size = len(self.SCALES)
@@ -204,9 +203,10 @@ class Backlog:
     | field             | meaning                                                                 |
     |-------------------|-------------------------------------------------------------------------|
     | `prompts`         | prompts that are computed before the new request, in order              |
-    | `decoding`        | requests that decode                                                    |
+    | `decoding`        | requests that are decoding now                                          |
     | `behind`          | prompt tokens of later requests, which fill the last step of the prefill |
-    | `token_budget`, `max_running` | limits of a step                                            |
+    | `token_budget`    | largest number of tokens in a step                                      |
+    | `max_running`     | largest number of running requests                                      |
     | `capacity`        | number of tokens that fit in the pool                                   |
     | `step_seconds`    | remaining seconds of the step in flight                                 |
     """
@@ -224,9 +224,10 @@ class Backlog:
 class Prediction:
     """The predicted times of a request that starts now, in seconds.
 
-    `ttft` and `tbt` are the times to the first token and between tokens. `idle_ttft` and `idle_tbt` are the same on
-    an idle worker. `rows` are the requests that decode at the end of its prefill, as (steps left, context).
-    `others_due` is the time until the first token of another prompt in the same step is due."""
+    `ttft` and `tbt` are the times to the first token and between tokens. `idle_ttft` and `idle_tbt` are the same on an
+    idle worker. `rows` are the requests that decode when the prefill of this request ends, as (steps left, context).
+    `others_due` is the time until the first token of another prompt in the same step is due.
+    """
 
     ttft: float
     tbt: float
@@ -280,7 +281,7 @@ class SloAdmission:
         self._margins = [1.0, 1.0]  # of TTFT and TBT
         self._rows = self._delay = 0.0  # recent decode rows, and the seconds that prompts in their steps took
         self.ttft_ratio, self.tbt_ratio = Histogram(RATIOS), Histogram(RATIOS)
-        """Actual time divided by predicted time, for admitted requests."""
+        """Histograms of actual time divided by predicted time, for admitted requests."""
         self.counts = dict.fromkeys(Verdict, 0)
 
     def observe_step(self, size: StepSize, seconds: float, count: int = 1) -> None:
@@ -304,8 +305,9 @@ class SloAdmission:
     def predict(self, own: PromptWork, backlog: Backlog) -> Prediction | None:
         """Predict the times of a request that joins `backlog`. Returns None until enough steps are measured.
 
-        Simulates the steps that compute the earlier prompts. Decoding requests share these steps until they finish
-        and free their places. Computed prompts then decode. O(n log n) in the requests."""
+        Simulates the steps that compute the earlier prompts. Decoding requests are in these steps until they finish. A
+        request starts to decode when its prompt is computed. O(n log n) in the requests.
+        """
         if not self.times.is_known:
             return None
         step, token, row, position, pair = self.times.coefficients
@@ -361,9 +363,9 @@ class SloAdmission:
         )
 
     def _others_due(self, prompts: Sequence[PromptWork], tokens: int, budget: int, time: float) -> float:
-        """Return the seconds until the first token of an earlier prompt in the request's last step is due. If there
-        are several, return the smallest. `tokens` is the sum over all prompts, which take `time` seconds. A prompt
-        that would be late even without the request does not count."""
+        """Return the seconds until the first token of an earlier prompt in the request's last step is due. If there are
+        several such prompts, return the smallest time. `tokens` is the sum over all prompts, which take `time` seconds.
+        A prompt that would be late even without the request does not count."""
         token = self.times.coefficients[1]
         first = (math.ceil(tokens / budget) - 1) * budget  # tokens before the last step
         own = tokens - sum(work.tokens for work in prompts)
@@ -455,7 +457,7 @@ class SloAdmission:
         return self._horizon
 
     def _adapt(self, which: int, is_slower: bool) -> None:
-        """Move a margin after a request that was slower than predicted, or not."""
+        """Raise a margin after a request that was slower than predicted, and lower it after any other request."""
         change = MARGIN_STEP * (MET_SHARE if is_slower else MET_SHARE - 1.0)
         self._margins[which] = min(MARGINS[1], max(MARGINS[0], self._margins[which] * (1.0 + change)))
 

@@ -155,9 +155,8 @@ class CacheState:
     # -- pages ----------------------------------------------------------------------------------
 
     def needs(self, rows: int, states: int, media: int) -> list[int]:
-        """Return how many pages of each size class `rows` blocks, `states` states and `media` blocks of images
-        need.
-        """
+        """Return the number of pages per size class for this many blocks of tokens (`rows`), states (`states`) and
+        blocks of images (`media`)."""
         needs = self.pages.needs(rows)
         if states:
             needs = [a + b for a, b in zip(needs, self.states.needs(states), strict=True)]
@@ -166,9 +165,8 @@ class CacheState:
         return needs
 
     def take(self, account: Account, needs: list[int]) -> int:
-        """Make the pages of `needs` free, and charge them to `account`. Returns the number of missing pages. If it
-        is not 0, nothing is charged.
-        """
+        """Make the pages of `needs` free, and charge them to `account`. Returns the number of missing pages. If pages
+        are missing, nothing is charged."""
         missing = self.allocator.free_pages(account, needs)
         if not missing:
             account.charge(self.allocator.bytes_of(needs))

@@ -120,7 +120,7 @@ class _Recorder(Pages):
         return max(self._counted.values(), default=0)
 
     def sizes(self, percentile: float) -> Scales:
-        """Return one size per head. It is the largest value, or the percentile of all values."""
+        """Return one size per head: the largest value, or the percentile of all values."""
         return {
             layer: {name: self._size(f"{layer}: {name}", seen, percentile) for name, seen in fields.items()}
             for layer, fields in self._seen.items()

@@ -89,7 +89,7 @@ class EngineConfig:
     kv_scales: str | os.PathLike[str] = "dynamic"
     """Scales for int8 and fp8: "dynamic", "checkpoint", or a file from `kvloom calibrate`."""
     batch_invariant: bool = False
-    """Make the results of a request bit-identical in any batch, on a GPU too."""
+    """Makes the results of a request bit-identical in any batch, also on a GPU."""
     ahead: bool | None = None
     """Launch a step before the tokens of the previous step have arrived. None means only on a GPU."""
     cuda_graphs: bool = True
@@ -100,8 +100,8 @@ class EngineConfig:
 
     "auto" is "suffix". The controller decides whether and how far they are used."""
     draft_tokens: int | None = None
-    """Most draft tokens of a request in one step. None means 4 for a draft model or an EAGLE head, 3 for
-    heads of the checkpoint, and 16 for lookup."""
+    """Largest number of draft tokens of a request in one step. None means 4 for a draft model or an EAGLE head, 3 for
+    heads of the checkpoint, and 16 for "ngram" and "suffix"."""
     grammar_limits: GrammarLimits = field(default_factory=GrammarLimits)
     """Time and memory that one grammar may use."""
     tenants: Sequence[Tenant] = ()
@@ -121,11 +121,11 @@ class EngineConfig:
     kv_events_replay: str | None = None
     """ZMQ address that replays past events and sends snapshots. None means that routers cannot fill gaps."""
     kv_events_hashes: Literal["int64", "bytes"] = "int64"
-    """Form of block hashes in events: signed 64-bit integers, or all bytes."""
+    """Format of block hashes in events: "int64" (signed integers) or "bytes" (all bytes)."""
 
     @property
     def objective(self) -> Objective:
-        """The objective of requests that set none."""
+        """The default objective, for requests without an objective of their own."""
         return Objective(self.slo_ttft, self.slo_tbt)
 
     @property

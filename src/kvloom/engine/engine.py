@@ -77,15 +77,17 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 STRONG_MATCH = 6
-"""Smallest match of lookup if another proposer follows. After a shorter match, a draft model is more accurate."""
+"""If another proposer follows a lookup proposer, the lookup must match at least this many tokens. After a shorter
+match, a draft model is more accurate."""
 MIN_DRAFT_ROWS = 64
-"""A step with drafts may sample at this many positions, or at one per running request if these are more."""
+"""Smallest limit of the positions at which a step with drafts samples. If more requests run, the limit is one position
+per running request."""
 DECODE_PROMPT_TOKENS = 256
 """Largest number of prompt tokens in a step of a decode worker."""
 HELD_SECONDS = 0.002
-"""Sleep, in seconds, of a step without work while requests wait for their objective."""
+"""Seconds that a step without work sleeps while deferred requests wait to be admitted."""
 MASK_WAIT_SECONDS = 0.01
-"""Longest sleep, in seconds, of a step in which all requests wait for grammar masks."""
+"""Longest time, in seconds, that a step sleeps while all requests wait for grammar masks."""
 
 
 class Engine:
@@ -113,7 +115,7 @@ class Engine:
         self.layout, self.buffer, self.cache = memory.layout, memory.buffer, memory.cache
         self.vision, self.limit = memory.vision, memory.limit
         self.memory_budget = memory.budget
-        """How the pool's size was measured, or None if it was configured."""
+        """The measurement from which the pool's size follows. None if the size was configured."""
         draft_rows = 0 if config.speculate == "off" else max(config.max_running, MIN_DRAFT_ROWS)
         self.runner = ModelRunner(
             model,
@@ -380,8 +382,8 @@ class Engine:
         return self.offload.prefetch_session(likely, self.cache.match(tokens, control))
 
     def end_session(self, session: str) -> int:
-        """Mark the pages that only this session used, so that they are evicted first. Return how many of its pages
-        are cached."""
+        """Mark the blocks that only this session used, so that they are evicted first. Return the number of tokens in
+        these blocks."""
         self._sessions.forget(session)
         return self.cache.end_session(session)
 
@@ -509,8 +511,8 @@ class Engine:
             self.events = None
 
     def _needs_tokens(self, previous: InflightStep) -> bool:
-        """Return whether the tokens of a step must be on the host before the next step is scheduled. Grammars,
-        penalties and drafts need them."""
+        """Return whether the host must have the tokens of a step before it can schedule the next step. This holds for
+        requests with grammars, penalties and drafts."""
         if self.speculation is not None and self.speculation.waits_for(previous.requests):
             return True
         return bool(previous.drafts) or any(request.needs_last_token for request in previous.requests)
@@ -637,9 +639,8 @@ class Engine:
             self.sampler.choose(logits, [dummy] * len(logits), [0] * len(logits))
 
     def _fork_samples(self, requests: list[Request]) -> tuple[list[Request], list[int]]:
-        """Fork the other samples of requests whose prompt is computed. Return the requests to sample, and their
-        rows of logits. Running requests come first. Forks that could not start, because rows or pages are missing,
-        come last.
+        """Fork the other samples of requests whose prompt is computed. Return the requests to sample, and their rows of
+        logits. Running requests come first. Forks that cannot start yet, because rows or pages are missing, come last.
         """
         children: list[tuple[Request, int]] = []
         for row, request in enumerate(requests):

@@ -67,8 +67,8 @@ class Result:
     num_cached_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     slo: dict[str, Any] | None = None
-    """Objective, prediction and outcome in milliseconds. A refused prompt has the finish reason "slo", and `refusal` is
-    set here. None without an objective."""
+    """Objectives, prediction and outcome, in milliseconds. For a refused prompt, `refusal` is set and the finish reason
+    is "slo". None if the prompt has no objective."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,9 +72,8 @@ def check_engine(
 
 
 def host_slab_bytes(slab_bytes: int, capacity: int) -> int:
-    """Return the smallest slab size of a host tier that fits the slabs of a pool. Raises ValueError if the tier is
-    smaller than a slab.
-    """
+    """Return the smallest slab size with which a host tier can store the pages of a pool. Raises ValueError if the tier
+    is smaller than a slab."""
     unit = math.lcm(slab_bytes, mmap.PAGESIZE)
     if capacity < unit:
         raise ValueError(

@@ -59,8 +59,8 @@ class SloState:
     last_token: float = 0.0
 
     def tbt(self, tokens: int) -> float | None:
-        """Return the mean seconds between `tokens` output tokens. Returns None for a single token, or before the
-        last token."""
+        """Return the mean seconds between `tokens` output tokens. Returns None for a single token, and until the last
+        token has arrived."""
         if tokens < 2 or not self.last_token:
             return None
         return (self.last_token - self.first_token) / (tokens - 1)
@@ -162,7 +162,7 @@ class Request:
     missing_tokens: int | None = None
     needs_last_token: bool = field(init=False)
     rank: tuple[int, int] = field(init=False)
-    """Sort key. The request with the smallest rank runs first."""
+    """Sort key of requests. The request with the smallest rank runs first."""
     limit: int = field(init=False)
     """Largest number of tokens of prompt and output together."""
     prompt_array: npt.NDArray[np.int32] | None = field(repr=False, default=None)

@@ -32,7 +32,7 @@ __all__ = [
 
 GPU = "GPU"
 MEDIA = (GPU, "CPU", "DISK", "STORAGE")
-"""Media from near to far: device pool, host memory, local disk, a store that workers share."""
+"""Media in the order of their distance: device pool, host memory, local disk, a store that workers share."""
 WireHash = int | bytes
 _NO_TOKENS = msgspec.Raw(msgspec.msgpack.encode([]))
 

@@ -14,10 +14,10 @@ Changes = Iterable[tuple[bool, bytes, int, bytes]]
 
 
 class TierBlocks:
-    """Turns changes of pages into events. A block is stored in `medium` when the tier has pages of all forms of a
-    layer group for it. `take` returns the changes of pages since its last call. `forms` are the fingerprints of the
-    forms, by layer group. Pages of other forms are left out. A page of one of `state_groups` is a state at the end
-    of its block, so its event contains only the hash of the last unit. Not thread-safe."""
+    """Converts changes of pages to events. A block counts as stored in `medium` when the tier has its pages in all
+    forms of a layer group. `take` returns the changes of pages since its last call. `forms` are the fingerprints of the
+    forms, by layer group. Pages of other forms are ignored. A page of one of `state_groups` is a state at the end of
+    its block, so its event contains only the hash of the last unit. Not thread-safe."""
 
     def __init__(
         self,
@@ -34,7 +34,8 @@ class TierBlocks:
         self._stored: dict[int, dict[bytes, int]] = {group: {} for group in self._bits}
         self._units: dict[tuple[int, bytes], tuple[bytes, ...]] = {}  # of complete blocks with several units
         self._counts: dict[int, Counter[bytes]] = {group: Counter() for group in self._bits}
-        """Complete blocks of each unit. A unit may belong to a partial block and to the whole block."""
+        """Number of complete blocks that contain each unit. A unit may belong to a partial block and to the whole
+        block."""
 
     def poll(self) -> list[Event]:
         """Return the events of the changes since the last call. Consecutive changes of one kind are one event."""

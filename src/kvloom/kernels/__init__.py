@@ -1,16 +1,17 @@
-"""Kernels over the page pool's bytes. Each operation runs in plain torch (the oracle, and the CPU path) and in Triton on a GPU.
+"""Kernels over the page pool's bytes. Each operation runs in plain torch (the oracle, and the CPU path) and in Triton
+on a GPU.
 
 | folder           | content                                                                                |
 |------------------|----------------------------------------------------------------------------------------|
 | attention/       | attention over pages: plans for decode and prefill, cascade, masks, dense attention      |
 | state/           | recurrent layers over states in pages: causal conv, linear scan, Mamba-1, Mamba-2, delta rule |
-| write/           | new K and V into their slots, with rotary embedding and quantisation                     |
-| copy/            | whole pages inside the pool, and between pool and host memory                            |
+| write/           | writes new K and V to their slots, with rotary embedding and quantisation                |
+| copy/            | copies whole pages inside the pool, and between pool and host memory                     |
 | moe/             | mixture of experts: routing and grouped products                                         |
 | fused/           | norms, gated activations, rotary embedding, argmax, single-row products, decode step layout |
 | batch_invariant/ | torch operations whose results do not depend on the batch                                |
 | memory/          | elastic pool memory, the CUDA driver, views of layers over the pool                      |
 
-`cpu.py` calls the native loops of `_cpu.c`. `device.py` and `dtypes.py` are shared helpers. Interfaces import Triton only
-when a CUDA tensor needs it. Kernels do not depend on the cache, models or requests.
+`cpu.py` calls the native loops of `_cpu.c`. `device.py` and `dtypes.py` are shared helpers. Interfaces import Triton
+only when a CUDA tensor needs it. Kernels do not depend on the cache, models or requests.
 """

@@ -1,9 +1,9 @@
 """Native CPU versions of small operations, one call each. They exist if the package was built with a compiler
 (`_cpu.c`).
 
-A small model spends most of a step in torch's call overhead. Each function here replaces five to ten torch calls,
-and attention reads pages in place. Only float32 is supported. Other tensors (see `supports`) run in torch, with
-results equal up to rounding.
+A small model spends most of a step in torch's call overhead. Each function here replaces five to ten torch calls, and
+attention reads pages in place. Only float32 is supported. Other tensors (see `supports`) run in torch, with results
+equal up to rounding.
 
 | function         | takes                                                   | returns                                  |
 |------------------|---------------------------------------------------------|------------------------------------------|
@@ -12,7 +12,7 @@ results equal up to rounding.
 | `rotate_`        | x [tokens, heads, dim], cos, sin [tokens, dim]          | x, rotated in place                      |
 | `write_tokens`   | pages [pages, block, heads, dim], new [tokens, heads, dim] | nothing: writes the tokens to pages   |
 | `decode`         | q [rows, heads, dim], pages, tables, visible tokens     | [rows, heads, dim of v]                  |
-| `attention_step` | q, k and v of one token a row, joined                   | `rotate_`, `write_tokens` and `decode` in one call |
+| `attention_step` | q, k and v of one token per row, joined                 | [rows, heads, dim of v], after `rotate_`, `write_tokens` and `decode` in one call |
 | `multiply`       | x [rows, dim], weight [columns, dim]                    | [rows, columns], or added to a tensor    |
 """
 
@@ -50,9 +50,11 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 MIN_THREAD_PRODUCTS = 1 << 22
-"""Multiplications per thread from which attention uses several threads: about a millisecond."""
+"""Attention uses several threads if each thread has at least this many multiplications. These take about a
+millisecond."""
 MIN_ROWS, MAX_ROWS = 2, 32
-"""Rows of a product for which `multiply` is faster than BLAS, which copies the weight first: up to three times."""
+"""Smallest and largest number of rows for which `multiply` is used. In this range it is up to three times as fast as
+BLAS, because BLAS copies the weight first."""
 
 
 def supports(*tensors: torch.Tensor) -> bool:
@@ -126,7 +128,7 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 def write_tokens(pages: torch.Tensor, new: torch.Tensor, page: torch.Tensor, place: torch.Tensor) -> None:
-    """Compute `pages[page, place] = new`. `page` and `place` are int64."""
+    """Write the tokens `new` to their pages: `pages[page, place] = new`. `page` and `place` are int64."""
     tokens, heads, dim = new.shape
     page, place = (_dense(ids, torch.int64, (tokens,)) for ids in (page, place))
     _cpu.put(

@@ -158,7 +158,7 @@ def _stream_length(spec: ModelSpec, load: Load) -> int:
 
 
 def _needed(group: PageGroup, spec: ModelSpec, load: Load) -> int:
-    """Return how many bytes of one request the group's layers can read at the last query."""
+    """Return the number of bytes of one request that the last query can read in the layers of a group."""
     if group.spec.unit == "state":
         return group.unit_bytes
     if group.spec.axis == "media":

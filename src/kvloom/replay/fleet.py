@@ -55,11 +55,13 @@ from .traffic import Request, Traffic
 __all__ = ["EngineModel", "FleetOutcome", "replay_fleet"]
 
 HAND_OVER_TOKENS = 256
-"""A decode worker computes fewer tokens than this itself, and at most this many per step."""
+"""If a decode worker lacks fewer prompt tokens than this, it computes them itself. It computes at most this many prompt
+tokens per step."""
 ATTEMPTS = 4
-"""Workers that may refuse a request before the router returns the refusal."""
+"""Number of workers that may refuse a request before the router returns the refusal."""
 TYPICAL_OUTPUT, OUTPUT_MEMORY = 256, 32
-"""Expected output tokens before the first end, and the number of recent outputs in the estimate, as in the engine."""
+"""TYPICAL_OUTPUT is the expected number of output tokens until the first request has ended. OUTPUT_MEMORY is the number
+of recent outputs in the estimate. Both are as in the engine."""
 
 _LAYOUT = PoolLayout.build(
     {"block": LayerSpec("token", (Field("kv", (1,), "int8"),), Visibility("full"))}, HASH_TOKENS
@@ -82,7 +84,7 @@ class EngineModel:
         return 1e-3 * ((a * tokens + b) * tokens + c)
 
     def decode(self, share: float) -> float:
-        """Return the seconds for the decode tokens of a step. Their requests occupy `share` of the pool."""
+        """Return the seconds for the decode tokens of a step whose requests occupy `share` of the pool."""
         a, b, c = self.decode_ms
         return 1e-3 * ((a * share + b) * share + c)
 
@@ -104,15 +106,15 @@ class FleetOutcome:
     spread: float
     """Requests of the worker with the most requests, divided by the mean of all workers."""
     prefill: int = 0
-    """Workers that only compute prompts; the others then only decode."""
+    """Number of workers that only compute prompts. If it is not 0, the other workers only decode."""
     admission: str = "none"
     p99_tbt: float = 0.0
-    """99th percentile of the requests' mean time between tokens."""
+    """99th percentile over the requests of their mean time between tokens."""
     refused: int = 0
     met: int = 0
-    """Requests that met the objective."""
+    """Number of requests that met the objective."""
     goodput: float = 0.0
-    """Requests per second of arrivals that met the objective."""
+    """Requests that met the objective, per second of the arrival time."""
     hand_overs: int = 0
     stored_blocks: int = 0
     removed_blocks: int = 0
@@ -122,7 +124,7 @@ class FleetOutcome:
     seconds: float = 0.0
     """Simulated time from the first arrival to the last end."""
     choice_us: float = 0.0
-    """Microseconds of CPU time in which the router chose one worker."""
+    """Microseconds of CPU time that the router takes to choose a worker."""
     event_blocks_per_second: float = 0.0
     """Blocks per second of CPU time that entered or left the router's index."""
 
@@ -147,15 +149,15 @@ class _Job:
     first: float = 0.0
     last: float = 0.0
     compute: int = 0
-    """Prompt tokens without hits, when the request was added."""
+    """Number of prompt tokens without hits, at the time when the request was added."""
     prediction: Prediction | None = None
     due: float = float("inf")
-    """When its first token is due."""
+    """Time at which the first token is due."""
     is_refused: bool = False
     pages_at: float | None = None
-    """When its pages arrive from a prefill worker."""
+    """Time at which the pages arrive from a prefill worker."""
     decoded_by: _Worker | None = None
-    """The decode worker, while a prefill worker has the request."""
+    """The decode worker of the request, while a prefill worker computes its prompt."""
 
     @property
     def is_decoding(self) -> bool:
@@ -202,11 +204,11 @@ class _Worker:
         """Whether steps are measured for SLO admission."""
         self.typical = float(TYPICAL_OUTPUT)
         self.link_free = 0.0
-        """When the link of a prefill worker has sent all chunks."""
+        """Time at which the link of a prefill worker has sent all chunks."""
         self.link_tokens = float("inf")
         """Tokens per second of the link."""
         self.hand_overs: list[_Job] = []
-        """Prompts that a prefill worker has computed; `pages_at` is set."""
+        """Prompts that a prefill worker has computed. Their `pages_at` is set."""
         self._work: list[tuple[_Job, int]] = []
         self._end: float | None = None
         self._size, self._step_seconds = StepSize(), 0.0
@@ -223,7 +225,8 @@ class _Worker:
 
     @property
     def due(self) -> float | None:
-        """When the step in progress ends, or the current time of the worker if requests wait. None without work."""
+        """Time at which the step in progress ends. If no step is in progress and requests wait, the current time of the
+        worker. None without work."""
         return self._end if self._end is not None else self.time if self.waiting or self.running else None
 
     def add(self, job: _Job, at: float) -> None:
@@ -599,8 +602,8 @@ class _Fleet:
         job.is_refused = True
 
     def _admits(self, job: _Job, worker: _Worker, computes: _Worker, objective: Objective) -> bool:
-        """Decide with the engine's own classes. If there is a prefill worker, the TTFT is predicted for it, and the
-        time between tokens for the decode worker."""
+        """Decide with the engine's own classes. With a prefill worker, the TTFT is predicted for the prefill worker,
+        and the time between tokens for the decode worker."""
         own = computes.work(job, job.compute)
         if objective.ttft_ms is not None:
             job.due = job.at + objective.ttft_ms / 1e3

@@ -22,13 +22,15 @@ from .traffic import Traffic
 __all__ = ["FleetPlan", "Window", "plan_fleet"]
 
 MAX_REPAIRS = 8
-"""Workers that are added at most after the two searches, because prefill and decode workers depend on each other."""
+"""Largest number of workers that are added after the two searches, because prefill and decode workers depend on each
+other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A part of the trace, its best number of prefill workers, and how far the two splits are from the objective. 1 is
-    exactly met, less is better."""
+    """A part of the trace and its best number of prefill workers (`prefill`). `excess` is the excess over the
+    objectives with this number, and `planned_excess` is the excess with the number in the plan. An excess of 1 meets
+    the objectives exactly, and a smaller excess is better."""
 
     start: float
     end: float
@@ -40,7 +42,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """The smallest fleets that meet the objective; None if none up to the limit does."""
+    """The smallest fleets that meet the objective. A fleet is None if no fleet up to the limit meets the objective."""
 
     objective: Objective
     mixed: FleetOutcome | None
@@ -152,7 +154,8 @@ def plan_fleet(
 def _plan_split(
     run: Callable[..., FleetOutcome], objective: Objective, limit: int, mixed: int | None
 ) -> tuple[int, int] | None:
-    """Return the prefill workers and all workers of the smallest split, or None up to `limit` workers."""
+    """Return the number of prefill workers and of all workers in the smallest split that meets the objective. Return
+    None if no split with up to `limit` workers meets it."""
     most = max(2, min(limit, 2 * (mixed or limit)))
     decode = max(1, most // 2)
     prefill = _fewest(lambda p: excess_of(run(p + decode, p), objective)[0] <= 1.0, 1, most)
@@ -178,7 +181,8 @@ def _plan_split(
 
 
 def _fewest(is_enough: Callable[[int], bool], low: int, limit: int) -> int | None:
-    """Return the smallest number from `low` to `limit` that is enough, or None. More never is less. O(log) calls."""
+    """Return the smallest number from `low` to `limit` that is enough, or None. If a number is enough, every larger
+    number must be enough. O(log) calls."""
     high = low
     while not is_enough(high):
         if high >= limit:
@@ -191,7 +195,7 @@ def _fewest(is_enough: Callable[[int], bool], low: int, limit: int) -> int | Non
 
 
 def _parts(traffic: Traffic, count: int) -> list[tuple[Traffic, float, float]]:
-    """Return the traffic of `count` equal parts of the time, without those that have few requests."""
+    """Return the traffic of `count` equal parts of the time. Parts with few requests are omitted."""
     begin, each = traffic.requests[0].at, max(1e-9, traffic.seconds) / count
     found = []
     for number in range(count):

@@ -39,7 +39,7 @@ BOUNDS = ("ideal", "min")
 NAMES = (*BOUNDS, *POLICIES)
 
 _TICK = 1e-6
-"""Seconds between simultaneous requests, so that the last one is the most recently used."""
+"""Seconds between requests with equal times, so that the last of them is the most recently used."""
 _END = np.int32(2**31 - 1)
 """Token after every looked-up prompt, because the last token of a prompt is never a hit."""
 _LAYOUT = PoolLayout.build(
@@ -63,7 +63,7 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class TierUse:
-    """Usage of a tier: blocks that prompts hit there and in no faster tier, blocks written, and blocks stored at
+    """Usage of a tier: blocks that prompts hit in this tier but in no faster tier, blocks written, and blocks stored at
     the end."""
 
     name: str
@@ -145,8 +145,8 @@ def replay(
 
 
 def _beyond(per_tier: list[Hits]) -> list[Hits]:
-    """Return, for each request and tier, the number of additional first blocks that this tier hits and the faster
-    tiers miss."""
+    """Return, for each request and tier, the number of first blocks that this tier adds to the hits of all faster
+    tiers."""
     beyond = [per_tier[0]]
     best = per_tier[0]
     for hits in per_tier[1:]:

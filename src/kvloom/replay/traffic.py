@@ -103,8 +103,8 @@ class Traffic:
 
 
 def repeat(traffic: Traffic, times: int, seed: int = 0, seconds: float = 60.0) -> Traffic:
-    """Return `times` copies of traffic at once, as of other users: they share no blocks, and each starts up to `seconds`
-    later, drawn with `seed`."""
+    """Return `times` copies of traffic that run at the same time, like the traffic of other users. The copies share no
+    blocks. Each copy starts up to `seconds` later, drawn with `seed`."""
     draw = random.Random(seed)
     parts = [traffic]
     for _ in range(times - 1):

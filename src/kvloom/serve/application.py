@@ -37,6 +37,7 @@ from .api import (
     documentation_routes,
     openapi,
     parse_digits,
+    probe_routes,
 )
 from .errors import ApiError, bad_request, not_found, unknown_request
 from .worker import EngineClient
@@ -77,6 +78,7 @@ def application(
         Route("/tokenize", TokenizeEndpoint(context), methods=["POST"]),
         Route("/detokenize", DetokenizeEndpoint(context), methods=["POST"]),
         *_status_routes(context),
+        *probe_routes(context),
         *_record_routes(context),
         *more,
         *dashboard_routes(context, dashboards or Dashboards(context)),

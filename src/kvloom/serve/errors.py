@@ -145,9 +145,8 @@ def body_too_large(limit: int) -> ApiError:
 
 
 def context_too_long(prompt: int, new: int, longest: int, param: str, at_least: bool = False) -> ApiError:
-    """Return the error for a prompt that exceeds the context limit. `at_least` states that counting stopped at
-    `prompt` tokens.
-    """
+    """Return the error for a prompt that exceeds the context limit. `at_least` states that the prompt has at least
+    `prompt` tokens, because counting stopped there."""
     count = f"{prompt:,} or more" if at_least else f"{prompt:,}"
     asked = f"{count} prompt tokens and {new:,} output tokens" if new else f"{count} prompt tokens"
     return bad_request(

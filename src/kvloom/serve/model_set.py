@@ -36,7 +36,7 @@ log = logging.getLogger("kvloom.serve")
 
 POLL_SECONDS = 0.05
 RESERVE_SECONDS = 30.0
-"""Seconds within which running requests must free the memory for a new model."""
+"""Longest time in seconds to wait until running requests free the memory for a new model."""
 
 
 class ModelSet:

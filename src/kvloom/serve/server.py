@@ -41,11 +41,11 @@ log = logging.getLogger("kvloom.serve")
 
 BAD_START = 2
 SEND_BUFFER_BYTES = 1 << 17
-"""Size of the kernel buffer for a client that does not read. A larger buffer would hide a slow client."""
+"""Size of the kernel's send buffer for one client. A larger buffer would hide that a client reads slowly."""
 LOADING_SECONDS = 5.0
 """Seconds between two log messages while the model loads."""
 ERROR_SECONDS = 0.1
-"""Seconds to deliver errors to requests that are cut off."""
+"""Seconds in which cut-off requests can still receive their errors."""
 
 
 class _Server(uvicorn.Server):

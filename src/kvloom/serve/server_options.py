@@ -23,7 +23,7 @@ from .worker import Start, WatchdogLimits
 __all__ = ["ChatOptions", "ModelOptions", "ServerOptions", "resolve", "shared_start", "with_own_events"]
 
 SMALLEST_PART = 8
-"""An idle model keeps at least 1 / SMALLEST_PART of its share."""
+"""The pool of an idle model keeps at least 1 / SMALLEST_PART of its share."""
 METRICS_AUTH = ("auto", "key", "open")
 
 
@@ -46,7 +46,7 @@ class ModelOptions:
     start: Start
     name: str | None = None
     completes_code: bool = False
-    """Whether the model completes code instead of chats. The printed example request depends on it."""
+    """Whether the model completes code instead of chats. This selects the example request that the server prints."""
     chat: ChatOptions | None = None
 
     @property
@@ -88,7 +88,8 @@ class ServerOptions:
     model_folders: tuple[Path, ...] = ()
     """Folders below which the API may load models."""
     metrics_auth: str = "auto"
-    """Whether /metrics requires a key: "key", "open", or "auto" (if other machines can reach the server)."""
+    """When /metrics requires a key: "key" (always), "open" (never), or "auto" (if other machines can reach the server).
+    """
 
     def __post_init__(self) -> None:
         resolve(self.host, self.port)
@@ -154,7 +155,7 @@ def shared_start(start: Start, memory: int, share: int) -> Start:
 
 
 def with_own_events(settings: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the settings of model `number`. The ports for its events are increased by this number."""
+    """Return the settings of model `number`. The ports for its events are higher by this number."""
     if settings.get("kv_events") is None:
         return settings
     ports = {name: offset_port(settings.get(name), number) for name in ("kv_events", "kv_events_replay")}

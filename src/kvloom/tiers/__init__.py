@@ -9,8 +9,8 @@
     lossy_tier.py       a tier that re-encodes pages inside another tier
     unit_tier.py        a tier that stores pages of HASH_TOKENS tokens inside another tier
     value_tier.py       a tier that stores the values of pages, for servers with different KV dtypes
-    wrapped_tier.py     the base of these
-    stored_page.py      a tier's pages, for operators
+    wrapped_tier.py     WrappedTier: the base class of LossyTier, UnitTier and ValueTier
+    stored_page.py      the interface to list, verify and drop a tier's pages, for operators
     tiers_command.py    `kvloom tiers`
     workers.py          threads that run jobs in order
     aligned_memory.py   memory in whole blocks
@@ -19,8 +19,8 @@
     transfers/          the transfer manager: one queue per tier
     testing/            the conformance suite and fault injection, for tests of tiers
 
-A new tier is one file with a `Tier` and a `parse_url`, and one row of `registry.SCHEMES` (or an entry point).
-See docs/tiers.md. This package does not import torch. The disk tier needs the package xxhash.
+A new tier is one file with a `Tier` and a `parse_url`, and one row of `registry.SCHEMES` (or an entry point). See
+docs/tiers.md. This package does not import torch. The disk tier needs the package xxhash.
 """
 
 from .aligned_memory import aligned_bytes

@@ -1,8 +1,8 @@
 """A tier that re-encodes pages to int8 or fp8 values with scales, and stores them in another tier.
 
-    write   the page of either form         -> re-encoded, under the same block hash and a form of its own (exact=False)
-    read    the form with `exact=False`     -> decoded to the page's own type; the caller accepts the loss by this form
-            the exact form                  -> missing: lossy bytes never replace computed ones
+    write   exact or lossy form of a page    -> stored re-encoded, under the same block hash and the lossy form (exact=False)
+    read    lossy form                       -> decoded to the page's own dtype; with this form, the caller accepts the loss
+            exact form                       -> a miss: lossy bytes never replace computed bytes
 
 Each layer run is encoded separately, so layers can load in order. `encoding/quantisation.py` has the arithmetic.
 """

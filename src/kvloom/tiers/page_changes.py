@@ -22,7 +22,7 @@ _GROUP = slice(HASH_BYTES, HASH_BYTES + 4)
 
 
 class PageChange(NamedTuple):
-    """A page of `group` was stored or removed. `form` is the fingerprint of its form."""
+    """A page of the layer group `group` was stored or removed. `form` is the fingerprint of the page's form."""
 
     is_stored: bool
     block_hash: bytes

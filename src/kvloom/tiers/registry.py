@@ -44,9 +44,9 @@ __all__ = [
 WritePolicy = Literal["through", "second-use", "back"]
 WRITE_POLICIES: tuple[WritePolicy, ...] = ("through", "second-use", "back")
 Opener = Callable[[], Tier]
-"""Opens the tier of a parsed URL. Raises TierError if it cannot be opened."""
+"""A function that opens the tier of a parsed URL. Raises TierError if the tier cannot be opened."""
 Parser = Callable[[str], Opener]
-"""Parses a URL. Raises ValueError for a bad URL; opens nothing."""
+"""A function that parses a URL. Raises ValueError for an invalid URL. Opens nothing."""
 
 ENTRY_POINTS = "kvloom.tiers"
 """Group of entry points. The name is the URL scheme; the value is `module:function` of a Parser."""

@@ -14,7 +14,16 @@ from typing import Protocol, runtime_checkable
 
 from kvloom.core import Tenant
 
-__all__ = ["SHARED_OWNER", "Account", "Share", "Shares", "SupportsShares", "tenant_owner", "tenant_shares"]
+__all__ = [
+    "SHARED_OWNER",
+    "Account",
+    "Share",
+    "Shares",
+    "SupportsShares",
+    "TenantAccounts",
+    "tenant_owner",
+    "tenant_shares",
+]
 
 SHARED_OWNER = bytes(16)
 """The owner id of pages that are not counted for a single tenant."""
@@ -58,6 +67,26 @@ class Account:
     def is_above_guarantee(self) -> bool:
         """Whether other tenants may evict pages of this account."""
         return self.used > self.guaranteed
+
+
+class TenantAccounts:
+    """The shares of tenants in bytes, for all connections to a server that counts the pages of tenants itself."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._accounts: dict[str, Account] = {}
+
+    def set_shares(self, shares: Shares) -> None:
+        self._accounts = {tenant: Account(share, self._capacity) for tenant, share in shares.items()}
+
+    @property
+    def tenants(self) -> list[str]:
+        """The tenants with a share."""
+        return list(self._accounts)
+
+    def get(self, tenant: str) -> Account | None:
+        """Returns the limit and the guaranteed bytes of a tenant, or None if the tenant has no share."""
+        return self._accounts.get(tenant)
 
 
 @runtime_checkable

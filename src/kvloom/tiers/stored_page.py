@@ -21,7 +21,7 @@ _PROTECTS = {0: "none", 1: "encrypt", 2: "encrypt", 3: "authenticate"}
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """One stored page. `head` is None if the head was not read. If the tier separates tenants, `tenant` is a digest
+    """One stored page. `head` is None if the header was not read. If the tier separates tenants, `tenant` is a digest
     of the tenant's name.
 
     `idle_seconds` is the time since the last use of the page, or since its file was written. A page is expired if
@@ -64,7 +64,7 @@ class StoredPages(Protocol):
         ...
 
     def pages(self, max_heads: int | None = None) -> Iterator[StoredPage]:
-        """Yields every page. Reads the heads of at most `max_heads` pages, or of all pages if None."""
+        """Yields every page. Reads the headers of at most `max_heads` pages, or of all pages if None."""
         ...
 
     def verify(self, page: StoredPage) -> Outcome:
@@ -85,7 +85,8 @@ class StoredPages(Protocol):
 
 
 def verify_page(head: Head, body: memoryview) -> Outcome:
-    """Compares a body with the checksums in its head. Needs no key, because checksums cover the stored bytes."""
+    """Compares the body of a stored page with the checksums in the page's header. Needs no key, because checksums cover
+    the stored bytes."""
     if len(body) < head.body_bytes:
         return Outcome.SHORT
     if not head.cipher:

@@ -209,17 +209,16 @@ class Tier(Protocol):
         ...
 
     def read(self, objects: Objects, into: Ranges, part: tuple[int, int] | None = None) -> Transfer:
-        """Reads bytes [start, stop) of every object into the same bytes of its range.
+        """Reads bytes [start, stop) of every object to the same offsets in the object's range.
 
-        `part` is (start, stop) and must begin and end at run boundaries. None means the whole page. A tier serves
-        reads in the order of the calls, so layers that are requested first arrive first.
+        `part` is (start, stop) and must begin and end at run boundaries. None means the whole page. A tier serves reads
+        in the order of the calls, so layers that are requested first arrive first.
         """
         ...
 
     def write(self, objects: Objects, source: Ranges) -> Transfer:
-        """Writes whole objects. The outcome OK means that the page is stored. In a disk tier, it is then stored
-        durably. An object that is already stored also gets OK.
-        """
+        """Writes whole objects. The outcome OK means that the page is stored, and in a disk tier that it survives a
+        crash. An object that is already stored also gets OK."""
         ...
 
     def drop(self, objects: Objects) -> int:

@@ -31,7 +31,7 @@ __all__ = ["arguments", "run"]
 
 _URL = "a tier as `kvloom serve --tier` takes it, such as disk:/nvme/kv:1TiB or redis://host:6379/0?capacity=64GiB"
 _HEADS = 10_000
-"""Largest number of pages of a Redis server whose heads `ls` reads."""
+"""Largest number of pages whose headers `ls` reads from a Redis server."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

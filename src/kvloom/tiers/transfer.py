@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -58,7 +58,9 @@ def describe_outcome(outcome: Outcome) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """A snapshot of a tier. `reads` and `writes` count objects by outcome since the tier was opened."""
+    """A snapshot of a tier. `reads` and `writes` count objects by outcome since the tier was opened. `tenants` has
+    the bytes of each tenant with a share.
+    """
 
     objects: int
     bytes: int
@@ -69,6 +71,7 @@ class TierStats:
     bytes_written: int
     evicted: int
     notes: tuple[str, ...] = ()
+    tenants: Mapping[str, int] = field(default_factory=dict)
 
 
 class TransferCounts:
@@ -86,7 +89,13 @@ class TransferCounts:
                 self._bytes[verb] += size
 
     def stats(
-        self, objects: int, size: int, capacity: int, evicted: int, notes: tuple[str, ...] = ()
+        self,
+        objects: int,
+        size: int,
+        capacity: int,
+        evicted: int,
+        notes: tuple[str, ...] = (),
+        tenants: Mapping[str, int] | None = None,
     ) -> TierStats:
         with self._lock:
             by_verb = {
@@ -104,6 +113,7 @@ class TransferCounts:
             bytes_written=moved.get("write", 0),
             evicted=evicted,
             notes=notes,
+            tenants=tenants or {},
         )
 
 

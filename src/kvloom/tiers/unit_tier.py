@@ -39,11 +39,16 @@ class UnitForm:
 
 
 class UnitTier(WrappedTier):
-    """Wraps the tier `inner` and stores pages of `forms` as units. Pages of other forms pass unchanged."""
+    """Wraps the tier `inner` and stores pages of `forms` as units. Pages of other forms pass unchanged.
 
-    def __init__(self, inner: Tier, forms: Mapping[Form, UnitForm], threads: int = 2) -> None:
+    With `has_whole_pages`, the inner tier is the host memory of another server. That server may have the same block
+    size, so whole pages are looked up first, and units only for missing pages. Pages are then written whole."""
+
+    def __init__(
+        self, inner: Tier, forms: Mapping[Form, UnitForm], threads: int = 2, has_whole_pages: bool = False
+    ) -> None:
         super().__init__(inner, threads)
-        self._forms = dict(forms)
+        self._forms, self._has_whole_pages = dict(forms), has_whole_pages
 
     def watch(self) -> PageChanges | None:
         """Records changes (see `SupportsChanges`). A change refers to a unit, not to a whole page."""
@@ -62,8 +67,8 @@ class UnitTier(WrappedTier):
 
     @staticmethod
     def _units(objects: Objects, unit: UnitForm) -> tuple[Objects, npt.NDArray[np.int64]]:
-        """Returns the units of all objects as one batch, and for each object the index of its first unit. The total
-        number of units follows as the last index."""
+        """Returns the units of all objects as one batch. Also returns the index of the first unit of each object,
+        followed by the total number of units."""
         hashes = [
             unit_hashes(block_hash) if unit.unit.tokens else (block_hash,)
             for block_hash in objects.block_hashes
@@ -76,6 +81,15 @@ class UnitTier(WrappedTier):
         unit = self._unit_form(objects.form)
         if unit is None or not len(objects):
             return self.inner.lookup(objects)
+        if self._has_whole_pages:
+            found = self.inner.lookup(objects)
+            missing = np.flatnonzero(~found)
+            if missing.size:
+                found[missing] = self._lookup_units(_some(objects, missing), unit)
+            return found
+        return self._lookup_units(objects, unit)
+
+    def _lookup_units(self, objects: Objects, unit: UnitForm) -> npt.NDArray[np.bool_]:
         units, firsts = self._units(objects, unit)
         found: npt.NDArray[np.bool_] = np.logical_and.reduceat(self.inner.lookup(units), firsts[:-1])
         return found
@@ -89,32 +103,57 @@ class UnitTier(WrappedTier):
         if self._closed:
             return self._failed(objects, "read")
         transfer = Transfer(len(objects), self._transfer_counts, "read", stop - start)
-        units, firsts = self._units(objects, unit)
-        size = unit.form.page_bytes
 
         def work() -> None:
-            scratch = aligned_bytes(size * len(units))
-            inner = self.inner.read(units, Ranges(scratch, np.arange(len(units)) * size))
-            self._wait(inner)
-            outcomes = self._joined_outcomes(inner, firsts)
-            for index in np.flatnonzero(outcomes == Outcome.OK).tolist():
-                first, last = int(firsts[index]), int(firsts[index + 1])
-                parts = [scratch[number * size : (number + 1) * size] for number in range(first, last)]
-                at = int(into.starts[index])
-                target = into.view[at : at + objects.form.page_bytes]
-                if (start, stop) == (0, objects.form.page_bytes):
-                    join_units(parts, unit.unit, target, unit.page)
-                else:
-                    whole = memoryview(bytearray(objects.form.page_bytes))
-                    join_units(parts, unit.unit, whole, unit.page)
-                    target[start:stop] = whole[start:stop]
-            self._settle(transfer, outcomes, inner.reason)
+            indexes = np.arange(len(objects))
+            if self._has_whole_pages:
+                is_whole = self.inner.lookup(objects)
+                whole, indexes = indexes[is_whole], indexes[~is_whole]
+                if whole.size:
+                    inner = self.inner.read(
+                        _some(objects, whole), Ranges(into.view, into.starts[whole]), part
+                    )
+                    self._wait(inner)
+                    self._settle(transfer, whole, inner.results, inner.reason)
+            if indexes.size:
+                self._read_units(_some(objects, indexes), unit, into, (start, stop), transfer, indexes)
 
         return self._submit(transfer, work)
 
+    def _read_units(
+        self,
+        objects: Objects,
+        unit: UnitForm,
+        into: Ranges,
+        part: tuple[int, int],
+        transfer: Transfer,
+        indexes: npt.NDArray[np.int64],
+    ) -> None:
+        """Read the units of `objects` and join them. `indexes` are the indexes of the objects in `into` and
+        `transfer`."""
+        units, firsts = self._units(objects, unit)
+        size, page_bytes = unit.form.page_bytes, objects.form.page_bytes
+        start, stop = part
+        scratch = aligned_bytes(size * len(units))
+        inner = self.inner.read(units, Ranges(scratch, np.arange(len(units)) * size))
+        self._wait(inner)
+        outcomes = self._joined_outcomes(inner, firsts)
+        for index in np.flatnonzero(outcomes == Outcome.OK).tolist():
+            first, last = int(firsts[index]), int(firsts[index + 1])
+            parts = [scratch[number * size : (number + 1) * size] for number in range(first, last)]
+            at = int(into.starts[indexes[index]])
+            target = into.view[at : at + page_bytes]
+            if part == (0, page_bytes):
+                join_units(parts, unit.unit, target, unit.page)
+            else:
+                whole = memoryview(bytearray(page_bytes))
+                join_units(parts, unit.unit, whole, unit.page)
+                target[start:stop] = whole[start:stop]
+        self._settle(transfer, indexes, outcomes, inner.reason)
+
     def write(self, objects: Objects, source: Ranges) -> Transfer:
         unit = self._unit_form(objects.form)
-        if unit is None:
+        if unit is None or self._has_whole_pages:
             return self.inner.write(objects, source)
         source.check(objects, writable=False)
         if self._closed:
@@ -132,7 +171,8 @@ class UnitTier(WrappedTier):
                 split_units(page, unit.page, parts, unit.unit)
             inner = self.inner.write(units, Ranges(scratch, np.arange(len(units)) * size))
             self._wait(inner)
-            self._settle(transfer, self._joined_outcomes(inner, firsts), inner.reason)
+            outcomes = self._joined_outcomes(inner, firsts)
+            self._settle(transfer, np.arange(len(objects)), outcomes, inner.reason)
 
         return self._submit(transfer, work)
 
@@ -143,14 +183,22 @@ class UnitTier(WrappedTier):
         return np.maximum.reduceat(inner.results, firsts[:-1]) if len(firsts) > 1 else inner.results
 
     @staticmethod
-    def _settle(transfer: Transfer, outcomes: npt.NDArray[np.uint8], reason: str) -> None:
+    def _settle(
+        transfer: Transfer, indexes: npt.NDArray[np.int64], outcomes: npt.NDArray[np.uint8], reason: str
+    ) -> None:
         for outcome in np.unique(outcomes).tolist():
-            transfer.settle(np.flatnonzero(outcomes == outcome), Outcome(outcome), reason)
+            transfer.settle(indexes[outcomes == outcome], Outcome(outcome), reason)
 
     def drop(self, objects: Objects) -> int:
         unit = self._unit_form(objects.form)
-        if unit is None:
+        if unit is None or self._has_whole_pages:
             return self.inner.drop(objects)
         found = int(self.lookup(objects).sum())
         self.inner.drop(self._units(objects, unit)[0])
         return found
+
+
+def _some(objects: Objects, indexes: npt.NDArray[np.int64]) -> Objects:
+    """Return the objects at `indexes`."""
+    hashes = [objects.block_hashes[i] for i in indexes.tolist()]
+    return Objects(hashes, objects.group, objects.form, objects.tenant)

@@ -60,7 +60,7 @@ class WrappedTier(Tier):
         """Returns the stats of the inner tier, but with the transfer counts of this tier."""
         inner = self.inner.stats()
         return self._transfer_counts.stats(
-            inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes
+            inner.objects, inner.bytes, inner.capacity, inner.evicted, inner.notes, inner.tenants
         )
 
     def close(self) -> None:

@@ -40,7 +40,8 @@ __all__ = ["ClusterFile", "Group"]
 ROLES = ("prefill", "decode", "both")
 SHARE_PORT = 7400
 SURGE = 2
-"""Ports beyond the number of replicas: during a rolling restart old and new replicas run side by side."""
+"""Number of ports in addition to one per replica. During a rolling restart, old and new replicas run at the same
+time."""
 _KEYS = {
     "cluster": ("name", "ray", "bind", "peer-secret", "environment"),
     "router": ("port", "replicas", "cpus", "drain-seconds", "start-seconds", "arguments"),
@@ -53,7 +54,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Replicas of one process: `kvloom serve` of a role, or `kvloom route`."""
+    """Replicas of one process: `kvloom serve` with one role, or `kvloom route`."""
 
     name: str
     command: str
@@ -65,7 +66,7 @@ class Group:
     cpus: float = 1.0
     gpus: float = 0.0
     port: int = 0
-    """First port of routers; 0: any."""
+    """First port of the routers. 0 means any free port."""
     host_memory: str | None = None
     share_port: int = SHARE_PORT
     drain_seconds: float = 30.0

@@ -1,7 +1,7 @@
-"""The list of a cluster's workers. Workers announce themselves every second. Routers read the list and register the
-workers.
+"""The list of a cluster's workers and routers. Each of them announces itself every second. Each router reads the
+workers from the list and registers them with itself.
 
-The list is not stored. A restarted actor has the whole list again after a second.
+The list is not stored. If the actor that has the list is restarted, the list is complete again after a second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Members:
         self._digests: dict[str, str] = {}
 
     def announce(self, url: str, about: dict[str, Any]) -> None:
-        """Record that a process serves at `url`."""
+        """Record that a process serves at `url`. `about` describes the process."""
         self._seen[url] = time.monotonic(), about
 
     def withdraw(self, url: str) -> None:
@@ -45,7 +45,7 @@ class Members:
 
 
 def members_of(cluster: str) -> Any:
-    """Return the actor of a cluster. Starts it if there is none."""
+    """Return the actor that has the member list of a cluster. Starts the actor if there is none."""
     import ray
 
     return (

@@ -1,7 +1,8 @@
 """Replicas in Ray Serve. A replica is one process of `kvloom serve` or `kvloom route`.
 
-Ray Serve calls three methods. If `check_health` raises, the replica is replaced. `record_autoscaling_stats` returns
-its load. In a rolling restart or a scale-down, `__del__` drains the process. Requests do not pass through Ray.
+Ray Serve calls three methods of a replica. If `check_health` raises, Ray Serve replaces the replica.
+`record_autoscaling_stats` returns the load of the replica. In a rolling restart or a scale-down, `__del__` drains the
+process. Requests do not pass through Ray.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ PEER_SECONDS = 60.0
 
 
 def by_load(context: Any) -> tuple[int, dict[str, Any]]:
-    """A scaling policy of Ray Serve. Return the number of replicas at which each replica has `target_requests` open
-    requests."""
+    """A scaling policy of Ray Serve. Returns the number of replicas at which each replica has about `target_requests`
+    open requests."""
     load = sum((context.aggregated_metrics.get("load") or {}).values())
     wanted = math.ceil(load / context.config.target_ongoing_requests)
     return max(wanted, context.capacity_adjusted_min_replicas), {}
@@ -133,7 +134,7 @@ class Replica:
             raise OSError(str(error)) from None
 
     def _announce(self) -> None:
-        """Announce this process every second. A router also registers the workers."""
+        """Announce this process every second. If the process is a router, also register the workers with it."""
         while not self._ended.wait(ANNOUNCE_SECONDS):
             try:
                 self._members.announce.remote(self._url, self._about)
@@ -164,7 +165,7 @@ class Replica:
         self._get("/health")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the open requests of a worker."""
+        """Return the number of open requests of a worker."""
         if self.group.command == "route":
             return {"load": 0.0}
         try:
@@ -174,7 +175,7 @@ class Replica:
         return {"load": float(found["open_requests"]) if status == 200 else 0.0}
 
     def __del__(self) -> None:
-        """End the process after its requests, at most `drain-seconds` later."""
+        """End the process when its requests have finished, at the latest after `drain-seconds`."""
         self._ended.set()
         process = getattr(self, "_process", None)
         if process is None:

@@ -45,7 +45,8 @@ def main(argv: list[str]) -> int:
 
 
 def _end_with_parent() -> None:
-    """Let the kernel send SIGTERM when this process's parent dies: Ray kills the children of a lost actor with SIGKILL."""
+    """Let the kernel send SIGTERM when this process's parent dies, because Ray kills the children of a lost actor with
+    SIGKILL."""
     with suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

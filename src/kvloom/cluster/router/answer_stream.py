@@ -6,8 +6,8 @@
     client:   event, event, event ─────────────────── event, event, [DONE]
 
 A continued answer must repeat the text that the client has, character by character. If the texts differ, the stream
-ends with an error instead of a wrong text. They can differ if the worker samples without a seed, or if the results of
-its GPU depend on the batch.
+ends with an error instead of a wrong text. The texts can differ if a worker samples without a seed, or if its results
+depend on the other requests in the batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AnswerStream:
         self._hides_tokens = hides_tokens
         self._sent: dict[tuple[int, str], str] = {}
         self._again: dict[tuple[int, str], int] = {}
-        """Characters that a continued stream has repeated so far."""
+        """Number of characters that a continued stream has repeated so far."""
         self._is_continued = False
         self._finished: set[int] = set()
         self._head: dict[str, Any] = {}
@@ -57,13 +57,16 @@ class AnswerStream:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the first answer (choice 0). If several workers generated it, the longest list of one worker."""
+        """Token ids of the first answer (choice 0). If several workers generated the answer, this is the longest list
+        that one worker sent."""
         return max(self._tokens, self._known, key=len)
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
-        """Return the bytes to send to the client after `data` of a worker, and the number of new tokens.
+        """Process `data` from a worker. Return the bytes to send to the client, and the number of new tokens.
 
-        Raises WorkerFailedError for an error event of the worker, and DivergedError for a different answer."""
+        Raises WorkerFailedError for an error event of the worker, and DivergedError if the answer differs from the text
+        that the client has.
+        """
         *events, self._buffer = (self._buffer + data).split(b"\n\n")
         out, count = [], 0
         for event in events:

@@ -1,7 +1,8 @@
 """The router's HTTP application.
 
 /v1/…                            forwarded to the best worker
-/v1/models, /health, /version, /metrics, /workers
+/v1/models, /health, /version    answered by the router itself
+/metrics, /workers               metrics of the router; the workers and their state
 /dashboard, /kvloom/state        the fleet page, and its data
 /register, /unregister, /query   the indexer API of Mooncake's RFC 1403, for other gateways
 """
@@ -12,6 +13,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Iterator
+from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
@@ -90,14 +92,9 @@ class RouterApplication:
             headers.get("host", "localhost"),
             headers.get("origin", "http://localhost").partition("://")[2],
         ):
-            host = (
-                name.rpartition(":")[0]
-                if name.rpartition(":")[2].isdigit() and "]" not in name[-1:]
-                else name
-            )
-            if not is_loopback(host.strip("[]")):
+            if not _is_loopback(name):
                 raise ApiError(
-                    403, f"{host!r} is not a loopback name: start the router with --admin-key and --host"
+                    403, f"{name!r} is not a loopback name: start the router with --admin-key and --host"
                 )
 
     def _require_admin(self, headers: dict[str, str]) -> None:
@@ -244,6 +241,13 @@ class RouterApplication:
                 )
             if not message.get("more_body"):
                 return b"".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def _is_loopback(name: str) -> bool:
+    """Return whether a host name, with or without a port, belongs to this machine."""
+    host, _, port = name.rpartition(":")
+    return is_loopback((host if port.isdigit() else name).strip("[]"))
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from .fleet import now
 from .prompt_keys import PromptKeys
 
@@ -19,7 +21,7 @@ FORWARDED = (
     "traceparent",
     "anthropic-version",
 )
-"""Headers of a request that workers get."""
+"""Headers of a client's request that are forwarded to workers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,21 +37,30 @@ class Call:
     at: float = field(default_factory=now)
     keys: PromptKeys | None = None
     hashes: dict[str, list[int]] = field(default_factory=dict)
-    """Block hashes by worker."""
+    """Block hashes of the prompt, by worker."""
     lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Cached tokens by worker and medium, when a worker was chosen."""
+    """Numbers of cached prompt tokens by worker and medium, at the time when a worker was chosen."""
     tried: set[str] = field(default_factory=set)
     refused: bool = False
-    """A living worker refused the call, as it has too much work."""
+    """Whether a living worker refused the call because it had too much work."""
     failures: int = 0
-    """Workers that failed while they had the call."""
+    """Number of workers that failed while they had the call."""
     waited: float = 0.0
-    """Seconds without a worker."""
+    """Seconds for which no worker could take the call."""
     lossy: bool = False
 
     @property
     def is_stream(self) -> bool:
         return self.body.get("stream") is True
+
+    def with_fields(self, more: dict[str, Any]) -> bytes:
+        """Return the request with more fields. New fields are appended to the request as the client sent it, so its prompt
+        is not encoded again."""
+        if not more:
+            return self.raw
+        if not self.body or not self.body.keys().isdisjoint(more):
+            return msgspec.json.encode({**self.body, **more})
+        return self.raw.rstrip()[:-1] + b"," + msgspec.json.encode(more)[1:]
 
     @property
     def session(self) -> str | None:

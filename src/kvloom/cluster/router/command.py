@@ -130,7 +130,7 @@ def _run(
 
     config = uvicorn.Config(
         _placeholder, loop="auto", http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
-        server_header=False, date_header=False, timeout_keep_alive=60, timeout_graceful_shutdown=30,
+        server_header=False, date_header=False, proxy_headers=False, timeout_keep_alive=60, timeout_graceful_shutdown=30,
     )  # fmt: skip
     with listener, asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         return runner.run(_serve(args, options, key, is_public, listener, config))
@@ -144,6 +144,7 @@ async def _serve(
     listener: socket.socket,
     config: Any,
 ) -> int:
+    import gc
     import logging
 
     import aiohttp
@@ -174,6 +175,7 @@ async def _serve(
             port,
             len(args.worker),
         )
+        gc.freeze()  # so that a collection, which delays every request, leaves out modules and settings
         samples = asyncio.create_task(application.state.run())
         try:
             await uvicorn.Server(config).serve(sockets=[listener])

@@ -1,7 +1,7 @@
 """Admission of requests by tenant. While all workers are full, the tenant with the least service is admitted next.
 
 The service of a tenant is the number of its admitted prompt tokens. A tenant that was idle starts with the least
-service of the other tenants, so idle time gives no advantage. While workers have free places, no request waits.
+service of the other tenants, so idle time gives no advantage. While workers can take requests, no request waits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class QueueFullError(Exception):
 
 
 class FairQueue:
-    """Admits requests. At most `places` requests run at once, and at most `limit` wait. The caller calls `resize`
-    when workers come or go."""
+    """Admits requests. At most `places` requests run at the same time on all workers, and at most `limit` requests
+    wait. The caller calls `resize` when a worker is added or removed."""
 
     def __init__(self, places: int, limit: int = 10_000) -> None:
         self.places, self.limit = places, limit
@@ -53,12 +53,12 @@ class FairQueue:
             raise
 
     def leave(self) -> None:
-        """Free the place of a request that ended."""
+        """Record that an admitted request has ended, so that a waiting request can run."""
         self.running -= 1
         self._admit()
 
     def resize(self, places: int) -> None:
-        """Change the number of places."""
+        """Change the number of requests that may run at the same time."""
         self.places = places
         self._admit()
 

@@ -1,11 +1,11 @@
 """The workers of a router: membership, health, and the models of each worker.
 
-    --worker, --discover, /register ──▶ Worker ──▶ GET /kvloom/worker or /v1/models, every second: alive? models, hashes, load
-                                          └──────▶ Subscriber: its events into the index of its model
+    --worker, --discover, /register ──▶ Worker ──▶ GET /kvloom/worker or /v1/models, every second: health, models, hashes, load
+                                          └──────▶ Subscriber: adds its events to the index of its model
 
-If a worker fails a request or two checks, it is dead until a check succeeds. Its streams continue on other workers.
-The blocks of a dead worker are removed from the index, because a restarted worker has none. Later events add its
-blocks again.
+A worker is dead after one failed request or two failed checks, until a check succeeds. Its streams continue on other
+workers. The blocks of a dead worker are removed from the index, because a restarted worker has none. Later events add
+its blocks again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,20 +28,23 @@ from kvloom.events_wire import EventBatch, Subscriber
 
 from .fleet_index import FleetIndex, Group
 from .scoring import Scorer, ScoringOptions, SpeedModel, WorkerLoad
+from .worker_client import WorkerClient
 
 __all__ = ["Fleet", "Offer", "ServedModel", "Worker"]
 
 log = logging.getLogger("kvloom.router")
 LATENCY_SECONDS = (0.0001, 0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08,
                    0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)  # fmt: skip
-"""Bounds of the router's histograms. Its own time is below a millisecond, but a first token may take minutes."""
+"""Bounds of the router's histograms, in seconds. The router's own time is below a millisecond, but a first token may
+take minutes."""
 CHECK_SECONDS = 1.0
 CHECK_TIMEOUT = 3.0
 DISCOVER_SECONDS = 2.0
 FAILED_RESOLUTIONS = 5
-"""Resolutions in a row without its address after which a dead worker is removed."""
+"""A dead worker is removed after this many name resolutions in a row whose result does not contain the worker's
+address."""
 FAILED_CHECKS = 2
-"""Failed checks in a row after which a worker is dead."""
+"""A worker is dead after this many failed checks in a row."""
 
 
 @dataclass(slots=True)
@@ -59,16 +63,16 @@ class Offer:
     role: str = "both"
     """Role of the worker: "prefill", "decode" or "both"."""
     peer: str | None = None
-    """Address, `host:port`, at which other workers read its pages."""
+    """Address (`host:port`) at which other workers read the pages of this worker."""
     reads: tuple[str, ...] = ()
-    """Addresses of the peers from which it reads pages."""
+    """Addresses of the peers from which this worker reads pages."""
     load: dict[str, Any] = field(default_factory=dict)
     """Load, hits and tiers of the engine, from the last report of the worker."""
     step_times: tuple[float, ...] = ()
-    """Coefficients of its step times; empty if it has not measured enough steps."""
+    """Coefficients of the worker's step times. Empty if the worker has not measured enough steps."""
     token_budget: int = 0
     objective: Objective = field(default_factory=Objective)
-    """Objective of requests that have none of their own."""
+    """Objective for requests that have no objective of their own."""
 
 
 @dataclass(slots=True)
@@ -80,9 +84,9 @@ class Sent:
     expected_hit_tokens: int = 0
     failures: int = 0
     prefills: dict[str, int] = field(default_factory=dict)
-    """Prompts that the worker computed for others, by decode worker."""
+    """Number of prompts that this prefill worker computed for each decode worker, by decode worker."""
     ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
-    """Times to first token of streams, in seconds."""
+    """Histogram of the times to first token of streams, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,12 +101,13 @@ class Worker:
     is_kvloom: bool = False
     models: dict[str, Offer] = field(default_factory=dict)
     given: dict[str, Offer] = field(default_factory=dict)
-    """Models and events that a registration stated."""
+    """Models and event addresses that a registration stated."""
     failed_checks: int = 0
     open_requests: int = 0
-    """Open requests that the worker itself reports, including requests of other routers."""
+    """Number of open requests that the worker itself reports, including requests of other routers."""
     foreign_requests: int = 0
-    """Those of other routers, when the worker reported. The requests of this router change meanwhile."""
+    """Number of open requests of other routers, at the time of the worker's last report. It is stored because the
+    number of this router's own requests changes after the report."""
     streams: set[Callable[[], None]] = field(default_factory=set)
     """Functions that abort the requests running on the worker."""
     subscribers: dict[str, tuple[Subscriber, asyncio.Task[None]]] = field(default_factory=dict)
@@ -130,9 +135,9 @@ class Fleet:
     def __init__(
         self, session: aiohttp.ClientSession, options: ScoringOptions | None = None, key: str | None = None
     ) -> None:
-        self.session = session
+        self.session, self.client = session, WorkerClient()
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        """With the key of checks, where workers require one."""
+        """Headers of health checks. They contain the API key for checks, if workers require one."""
         self._discoveries: list[asyncio.Task[None]] = []
         self.workers: dict[str, Worker] = {}
         self.models: dict[str, ServedModel] = {}
@@ -142,7 +147,7 @@ class Fleet:
     # -- membership -------------------------------------------------------------------------------
 
     def add(self, url: str, name: str | None = None) -> Worker:
-        """Add a worker by its HTTP address, and start to check it. A known worker stays unchanged."""
+        """Add a worker by its HTTP address, and start to check it. Does nothing if the worker was already added."""
         name = name or url
         worker = self.workers.get(name)
         if worker is None:
@@ -164,13 +169,14 @@ class Fleet:
         return True
 
     async def close(self) -> None:
-        """Stop all checks and subscriptions."""
+        """Stop all checks and subscriptions, and close idle connections."""
         for task in self._discoveries:
             task.cancel()
         for worker in self.workers.values():
             for one in (worker.check, *(task for _, task in worker.subscribers.values())):
                 if one is not None:
                     one.cancel()
+        self.client.close()
 
     # -- discovery ----------------------------------------------------------------------------------
 
@@ -199,7 +205,7 @@ class Fleet:
 
     @staticmethod
     async def _resolve(url: str) -> set[str]:
-        """Return one URL per address of a URL's host name."""
+        """Return one URL for each address of the host name in `url`."""
         parts = urlsplit(url)
         loop = asyncio.get_running_loop()
         infos = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
@@ -314,7 +320,8 @@ class Fleet:
             worker.subscribers[model] = subscriber, task
 
     async def _withdraw(self, worker: Worker, model: str) -> None:
-        """Remove the blocks of a worker that no longer serves a model, in steps."""
+        """Remove the blocks of a worker that no longer serves a model. The work is done in steps, so that other tasks
+        can run between them."""
         worker.models.pop(model, None)
         following = worker.subscribers.pop(model, None)
         if following is not None:
@@ -328,7 +335,8 @@ class Fleet:
                 await asyncio.sleep(0)
 
     def register(self, name: str, url: str, model: str, offer: Offer) -> None:
-        """Add an instance by /register. With a URL it gets requests, otherwise it is only followed."""
+        """Add an instance by /register. An instance with a URL gets requests. For an instance without a URL, only its
+        events are followed."""
         worker = self.add(url, name)
         worker.given[model] = offer
         if not url:
@@ -338,8 +346,13 @@ class Fleet:
     def root(model: str, offer: Offer, tenant: str, salt: str, lossy: bool = False) -> bytes:
         """Return the root of a request's block hashes on a worker."""
         if offer.hash_model is None:
-            return root_hash(f"foreign {model}")
-        return root_hash(f"{offer.hash_model}, near" if lossy else offer.hash_model, tenant, salt=salt)
+            return _root(f"foreign {model}", "", "")
+        return _root(f"{offer.hash_model}, near" if lossy else offer.hash_model, tenant, salt)
+
+
+@lru_cache(maxsize=4096)
+def _root(model: str, tenant: str, salt: str) -> bytes:
+    return root_hash(model, tenant, salt=salt)
 
 
 def _report(task: asyncio.Task[None]) -> None:
@@ -348,7 +361,7 @@ def _report(task: asyncio.Task[None]) -> None:
 
 
 def _offer(found: dict[str, Any]) -> Offer:
-    """Read an entry of /kvloom/worker. Raises KeyError, TypeError or ValueError for another answer."""
+    """Parse an entry of a reply of /kvloom/worker. Raises KeyError, TypeError or ValueError if it has another form."""
     if found["hash_tokens"] != HASH_TOKENS:
         raise ValueError(
             f"hash_tokens {found['hash_tokens']} is not {HASH_TOKENS}: another version of kvloom"

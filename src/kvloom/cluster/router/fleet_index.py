@@ -1,4 +1,5 @@
-"""Which worker has which blocks, and in which medium. Lost events cost hits, never correctness.
+"""The fleet index stores which worker has which blocks, and in which medium. If events are lost, there are fewer hits,
+but answers stay correct.
 
     prompt hashes ──▶ blocks in GPU ──▶ in GPU or CPU ──▶ in GPU, CPU or DISK ──▶ …      one HashIndex per medium
 
@@ -38,9 +39,9 @@ from kvloom.events_wire import (
 __all__ = ["FleetIndex", "Group", "WorkerBlocks"]
 
 MAIN_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Kinds of groups that every prompt token needs."""
+"""Kinds of layer groups in which every prompt token needs a page. None is the kind of events that state no kind."""
 MAX_EXPECTED = 200_000
-"""Most expected blocks per worker. For a worker without events, this is the assumed size of its cache."""
+"""Largest number of expected blocks per worker. For a worker without events, this is the assumed size of its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class FleetIndex:
         self._workers: dict[str, WorkerBlocks] = {}
         self._free: list[int] = []
         self._names: list[str] = []
-        """Workers by number; "" for a number that is free."""
+        """Name of each worker, by its number. The name is "" if the number is free."""
 
     def __len__(self) -> int:
         return sum(len(index) for index in self._media.values())
@@ -211,30 +212,34 @@ class FleetIndex:
             gone = [hash_ for hash_ in hashes if blocks.expected.pop(hash_, 0) is None]
             self._expected.dropped(gone, (0,), str(blocks.number))
 
-    def lengths(self, hashes: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    def lengths(self, hashes: list[int]) -> dict[str, tuple[int, ...]]:
         """Return, for each worker, the number of prompt tokens that it has, as one number per entry of MEDIA. Each
         number counts the medium and all nearer media, so the numbers never decrease. For the cost see
         `HashIndex.lengths`."""
         gpu = self._media[GPU]
-        bits = gpu.bits(hashes)
-        step = gpu.lengths(bits)
-        steps = [step]
-        for medium in MEDIA[1:]:
-            index = self._media[medium]
-            if len(index):
-                bits = [a | b for a, b in zip(bits, index.bits(hashes), strict=True)]
-                step = gpu.lengths(bits)
-            steps.append(step)
+        farther = [index if len(index) else None for index in (self._media[medium] for medium in MEDIA[1:])]
+        if any(farther):
+            bits = gpu.bits(hashes)
+            steps = [step := gpu.lengths(bits)]
+            for index in farther:
+                if index is not None:
+                    bits = [a | b for a, b in zip(bits, index.bits(hashes), strict=True)]
+                    step = gpu.lengths(bits)
+                steps.append(step)
+        else:
+            steps = [gpu.lengths_of(hashes)]
         if len(self._expected):
-            soon = self._expected.lengths(self._expected.bits(hashes))
+            soon = self._expected.lengths_of(hashes)
             steps = [list(map(max, step, soon)) for step in steps]
+        if len(steps) < len(MEDIA):
+            steps *= len(MEDIA)
         found: dict[str, tuple[int, ...]] = dict(zip(self._names, zip(*steps, strict=True), strict=True))
         found.pop("", None)
         return found
 
 
 def _adapted(root: bytes, adapter: str | None) -> bytes:
-    """Return the root of a foreign worker's adapter."""
+    """Return the root of a foreign worker's block hashes for an adapter."""
     return root if not adapter else hash_chain(root, adapter.encode().ljust(64, b"\0")[:64])[0]
 
 

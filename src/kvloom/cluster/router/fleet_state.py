@@ -1,6 +1,8 @@
-"""The data of the fleet page and of `kvloom top --url ROUTER`: workers, flows, and the past ten minutes.
+"""The data of the fleet page and of `kvloom top --url ROUTER`: the router, its workers, hand-overs between workers,
+totals, and samples of the past ten minutes.
 
-All viewers get the same JSON document. It is built from the router's own counters and fetches nothing from workers.
+All viewers get the same JSON document. The router builds it from its own counters and the workers' latest load reports,
+and sends no extra request to workers.
 """
 
 from __future__ import annotations

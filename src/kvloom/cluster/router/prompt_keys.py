@@ -1,8 +1,8 @@
 """Computes the block hashes of a prompt from the request's JSON. They equal the hashes of the workers.
 
-token ids in the request ──────────────────────────────▶ hashes of every root that workers use
-text or chat ──▶ local tokenizer, or a worker's /tokenize ──▶ "
-neither works ──▶ hashes of 64-byte pieces of the text (string prefixes): good for affinity, not for a worker's cache
+the request has token ids ──────────────────────────────────────▶ hashes for every root that workers use
+text or chat ──▶ tokens from a tokenizer or a worker's /tokenize ──▶ hashes for every root that workers use
+tokens cannot be found ──▶ hashes of 64-byte pieces of the text: for affinity only, not to look up a worker's blocks
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PromptKeys:
     """A prompt in the router: its tokens if they are known, else hashes of pieces of its text."""
 
     tokens: bytes | None
-    """Token bytes."""
+    """Token ids of the prompt as bytes."""
     text: list[int]
     length: int
     """Number of tokens. It is an estimate if only the text is known."""
@@ -64,7 +64,7 @@ class PromptReader:
                 raise ValueError(f"--tokenizer {tokenizer}: there is no tokenizer.json in this folder")
             self._tokenizer = Tokenizer.from_file(str(path))
         self.fallbacks = 0
-        """Prompts that were not tokenised."""
+        """Number of prompts that could not be tokenised."""
 
     async def read(self, body: dict[str, Any], headers: dict[str, str]) -> PromptKeys:
         """Return the prompt of a request. Does not raise. An invalid prompt has no tokens, and a worker rejects it."""
@@ -132,7 +132,7 @@ class PromptReader:
             return None
 
     def _by_text(self, text: bytes) -> PromptKeys:
-        """Return the fallback: hashes of pieces of 64 bytes."""
+        """Return the fallback for a prompt without tokens: hashes of pieces of 64 bytes of the text."""
         self.fallbacks += 1
         return PromptKeys(
             None, wire_hashes(hash_chain(TEXT_ROOT, text)), len(text) // CHARACTERS_PER_TOKEN + 1
@@ -153,7 +153,8 @@ def _has_media(messages: list[Any]) -> bool:
 def roots_of(
     fleet: Fleet, model: str, names: list[str], tenant: str, salt: str, lossy: bool
 ) -> dict[bytes, list[str]]:
-    """Return the workers by the root hash that they use. Workers of one fleet usually have the same root hash."""
+    """Return the workers, grouped by the root hash that they use. Workers of one fleet usually have the same root
+    hash."""
     found: dict[bytes, list[str]] = {}
     for name in names:
         offer: Offer = fleet.workers[name].models[model]

@@ -1,15 +1,17 @@
-"""Sends requests to workers. Chooses a worker, forwards the request and streams the answer back. If the worker fails, chooses
-another one.
+"""Sends requests to workers. Chooses a worker, forwards the request and streams the answer back. If the worker fails,
+chooses another one.
 
 | failure                                     | what happens                                                                        |
 |---------------------------------------------|-------------------------------------------------------------------------------------|
-| no connection, 502, 503, 429 of a worker    | the next best worker; the last answer if all refuse                                  |
-| no worker can meet the objective            | 429 with the best prediction, without asking workers                                 |
-| a prefill worker fails                      | the decode worker computes the tokens whose pages it has not got                      |
-| a worker dies before its answer             | the request goes to another worker                                                   |
-| a worker dies in a stream                   | another worker continues after the tokens so far; the client sees one stream          |
-| no worker left                              | the request waits for one that comes back                                            |
-| too many attempts, deadline                 | an error with the reason: a status before the stream, an event in it                 |
+| a worker accepts no connection, or answers  | the router tries the next best worker; if all refuse, the client gets the last       |
+| 502, 503 or 429                             | refusal                                                                              |
+| no worker can meet the objective            | the router answers 429 with the best prediction, and sends nothing to workers        |
+| a prefill worker fails                      | the decode worker computes the tokens whose pages it has not received                |
+| a worker dies before its answer             | the router sends the request to another worker                                       |
+| a worker dies in a stream                   | another worker continues after the tokens so far; the client sees one stream         |
+| no worker is left                           | the request waits until a worker is back                                             |
+| too many attempts, or deadline passed       | the client gets the reason: as an error status before the stream has begun, as an    |
+|                                             | error event afterwards                                                               |
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from .objectives import admissible, objective_of, predict
 from .prompt_keys import PromptReader, roots_of
 from .replication import ReplicationOptions, Replicator
 from .scoring import Choice
+from .worker_client import UnreachableError, WorkerConnection
 
 __all__ = ["Proxy", "ProxyOptions"]
 
@@ -44,11 +47,11 @@ STREAMED = ("/v1/completions", "/v1/chat/completions")
 """Endpoints whose streams continue on another worker."""
 TRY_ANOTHER = (429, 502, 503)
 AWAY = ("engine_loading", "engine_died", "draining", "server_stopping", "unloading")
-"""Error codes of a worker that will be back, or that others replace."""
+"""Error codes with which a worker reports that it is temporarily unavailable or is being replaced by other workers."""
 WAIT_STEP = 0.1
-"""Seconds between two looks for a worker."""
+"""Seconds between two attempts to find a worker."""
 HAND_OVER_TOKENS = 256
-"""A decode worker computes fewer tokens than this itself, because they take only one step."""
+"""If a decode worker lacks fewer prompt tokens than this, it computes them itself, because they take only one step."""
 LEFT_OUT = (
     "max_completion_tokens",
     "min_tokens",
@@ -60,6 +63,8 @@ LEFT_OUT = (
     "slo",
 )
 """Request fields that are not sent to the prefill worker."""
+KEPT_HEADERS = (b"content-type", b"retry-after", b"www-authenticate", b"x-request-id", b"x-kvloom-warning")
+"""Headers of a worker's answer that are forwarded to the client."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -92,9 +97,9 @@ class Counts:
     prompt_tokens: int = 0
     expected_hit_tokens: int = 0
     hand_overs: int = 0
-    """Requests whose prompt a prefill worker computes."""
+    """Number of requests whose prompt was computed by a prefill worker."""
     slo_refused: int = 0
-    """Requests that no worker could serve within their objective."""
+    """Number of requests that were refused because no worker could meet their objective."""
     overhead: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
     ttft: Histogram = field(default_factory=lambda: Histogram(LATENCY_SECONDS))
 
@@ -104,7 +109,7 @@ class _AbortedError(Exception):
 
 
 class _UnreachableError(_AbortedError):
-    """The worker of an attempt accepted no connection: the call cannot be the reason."""
+    """Raised if the worker of an attempt accepted no connection. The call then cannot be the cause of the failure."""
 
 
 class Proxy:
@@ -125,7 +130,7 @@ class Proxy:
         self._turn = 0
 
     async def serve(self, call: Call, send: Send) -> None:
-        """Answer a call. Raises ApiError before anything was sent."""
+        """Answer a call. Raises ApiError only before the first byte is sent to the client."""
         call.model = await self._find_model(call)
         call.tenant = await self._tenant(call)
         call.keys = await self.reader.read(
@@ -151,7 +156,8 @@ class Proxy:
             self.queue.leave()
 
     async def _find_model(self, call: Call) -> str:
-        """Return the model of a call. Waits while no worker is alive: the router or the workers may have just started."""
+        """Return the model of a call. Waits while no worker is alive, because the router or the workers may have just
+        started."""
         limit = min(self.options.wait_seconds, self.options.deadline_seconds)
         for _ in range(int(limit / WAIT_STEP)):
             workers = self.fleet.workers.values()
@@ -177,7 +183,8 @@ class Proxy:
         )
 
     async def _tenant(self, call: Call) -> str:
-        """Return the tenant that salts the hashes. It is the tenant of the key, or the tenant in the request."""
+        """Return the tenant that salts the block hashes. It is the tenant of the request's API key. If the request has
+        no key, it is the tenant that the request names."""
         key, other = call.headers.get("authorization"), call.headers.get("x-api-key")
         if key is None and other is not None:
             key = f"Bearer {other}"
@@ -206,8 +213,8 @@ class Proxy:
     # -- the choice ---------------------------------------------------------------------------------
 
     async def _next(self, call: Call) -> tuple[Worker, Choice]:
-        """Choose a worker. If all living workers were tried because they failed, wait until one is back: a worker
-        that restarts may be tried again. Raises ApiError if there is none in time."""
+        """Choose a worker. If all living workers have failed this call, wait until a worker is back. A worker that has
+        restarted may be tried again. Raises ApiError if no worker is back in time."""
         until = call.at + self.options.deadline_seconds
         while True:
             try:
@@ -225,7 +232,7 @@ class Proxy:
             call.tried.clear()
 
     def choose(self, call: Call) -> tuple[Worker, Choice]:
-        """Choose the best worker that was not tried. Raises ApiError if there is none."""
+        """Choose the best worker that this call has not tried yet. Raises ApiError if there is none."""
         served = self.fleet.models[call.model]
         names = [name for name in self.fleet.candidates(call.model) if name not in call.tried]
         if not names:
@@ -354,7 +361,8 @@ class Proxy:
             served.index.arrived(worker.name, call.hashes.get(worker.name, []))
 
     def _failed(self, call: Call, worker: Worker, error: Exception) -> None:
-        """Count a failed attempt. A call that makes workers die must end; one that finds dead workers need not."""
+        """Count a failed attempt. A call ends after too many workers died while they had it, because the call may be
+        the cause. An attempt at a worker that was already dead does not count."""
         self.counts.failovers += 1
         worker.sent.failures += 1
         call.failures += not isinstance(error, _UnreachableError)
@@ -424,7 +432,8 @@ class Proxy:
     # -- whole answers --------------------------------------------------------------------------------
 
     async def _whole(self, call: Call, send: Send) -> None:
-        """Forward a call, and return the answer unchanged. Retries until the answer has begun."""
+        """Forward a call that is not a stream, and return the answer unchanged. Retries on other workers until the
+        answer has begun."""
         last: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         while call.failures < self.options.attempts:
             try:
@@ -436,9 +445,8 @@ class Proxy:
             self._begin(call, worker, choice)
             has_begun = False
             more, tasks = self._hand_over(call, worker, choice)
-            data = msgspec.json.encode({**call.body, **more}) if more else call.raw
             try:
-                async with _Attempt(self, call, worker, data) as answer:
+                async with _Attempt(self, call, worker, call.with_fields(more)) as answer:
                     if answer.status in TRY_ANOTHER:
                         last = answer.status, _headers(answer), await answer.read()
                         call.refused |= not _is_away(last[2])
@@ -453,7 +461,7 @@ class Proxy:
                     await send(
                         {"type": "http.response.start", "status": answer.status, "headers": _headers(answer)}
                     )
-                    async for data in answer.content.iter_any():
+                    while data := await answer.read_any():
                         await send({"type": "http.response.body", "body": data, "more_body": True})
                     await send({"type": "http.response.body", "body": b""})
                     return
@@ -483,11 +491,11 @@ class Proxy:
 
     async def _stream(self, call: Call, send: Send) -> None:
         """Stream an answer. If a worker dies, another worker continues the stream."""
-        body = dict(call.body)
-        asked = body.get("return_token_ids") is True
-        stream = AnswerStream(hides_tokens=not asked)
+        body = call.body
+        stream = AnswerStream(hides_tokens=body.get("return_token_ids") is not True)
+        seed: dict[str, Any] = {}
         if body.get("seed") is None and body.get("temperature") != 0:
-            body["seed"] = secrets.randbits(62)  # so that another worker samples the same tokens
+            seed["seed"] = secrets.randbits(62)  # so that another worker samples the same tokens
         until = call.at + self.options.deadline_seconds
         why = ""
         while call.failures < self.options.attempts:
@@ -501,7 +509,7 @@ class Proxy:
             self._begin(call, worker, choice)
             more, tasks = ({}, []) if stream.has_begun else self._hand_over(call, worker, choice)
             try:
-                refused = await self._stream_from(call, worker, stream, {**body, **more}, send, until)
+                refused = await self._stream_from(call, worker, stream, {**seed, **more}, send, until)
                 if refused is None:
                     return
                 call.refused |= not _is_away(refused[2])
@@ -532,20 +540,22 @@ class Proxy:
         return any(name not in call.tried for name in self.fleet.candidates(call.model))
 
     async def _stream_from(
-        self, call: Call, worker: Worker, stream: AnswerStream, body: dict[str, Any], send: Send, until: float
+        self, call: Call, worker: Worker, stream: AnswerStream, more: dict[str, Any], send: Send, until: float
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes] | None:
-        """Stream from one worker. Returns None at the end of the answer, or the worker's refusal."""
-        body = dict(body)
+        """Stream an answer from one worker. The fields `more` are added to the request. Returns None at the end of the
+        answer, or the worker's refusal."""
+        body = call.body
         has_one = body.get("n") in (None, 1) and not body.get("logprobs")
         if worker.is_kvloom:
-            body["return_token_ids"] = True
+            if body.get("return_token_ids") is not True:
+                more["return_token_ids"] = True
             if stream.tokens and has_one:
-                body["resume_token_ids"] = [*body.get("resume_token_ids", []), *stream.tokens]
+                more["resume_token_ids"] = [*body.get("resume_token_ids", []), *stream.tokens]
         is_continued = stream.has_begun
         if is_continued:
             self.counts.continued_streams += 1
             stream.restart()
-        async with _Attempt(self, call, worker, msgspec.json.encode(body)) as answer:
+        async with _Attempt(self, call, worker, call.with_fields(more)) as answer:
             if answer.status in TRY_ANOTHER or (is_continued and answer.status != 200):
                 return answer.status, _headers(answer), await answer.read()
             if answer.status != 200:
@@ -553,12 +563,14 @@ class Proxy:
                 return None
             load = self.fleet.models[call.model].scorer.loads.get(worker.name)
             while not stream.is_done:
-                limit = self.options.silent_seconds if stream.has_begun else until - now()
-                try:
-                    async with asyncio.timeout(max(0.0, min(limit, until - now()))):
-                        data = await answer.content.readany()
-                except TimeoutError:
-                    raise _AbortedError(f"no data for {limit:.0f} s") from None
+                data = answer.take()
+                if not data:
+                    limit = self.options.silent_seconds if stream.has_begun else until - now()
+                    try:
+                        async with asyncio.timeout(max(0.0, min(limit, until - now()))):
+                            data = await answer.read_any()
+                    except TimeoutError:
+                        raise _AbortedError(f"no data for {limit:.0f} s") from None
                 if not data:
                     raise _AbortedError("the worker closed the stream before its end")
                 has_begun = stream.has_begun
@@ -584,11 +596,11 @@ class Proxy:
 
 
 class _Attempt:
-    """One POST to a worker. Raises _AbortedError if the worker dies, and reports it to the fleet."""
+    """One POST to a worker. Raises _AbortedError if the worker dies. Reports the death of the worker to the fleet."""
 
     def __init__(self, proxy: Proxy, call: Call, worker: Worker, data: bytes) -> None:
         self._proxy, self._call, self._worker, self._data = proxy, call, worker, data
-        self._answer: aiohttp.ClientResponse | None = None
+        self._answer: WorkerConnection | None = None
         self._task: asyncio.Task[Any] | None = None
         self._died = False
 
@@ -597,17 +609,16 @@ class _Attempt:
         if self._task is not None:
             self._task.cancel()
 
-    async def __aenter__(self) -> aiohttp.ClientResponse:
+    async def __aenter__(self) -> WorkerConnection:
         self._task = asyncio.current_task()
         self._worker.streams.add(self._abort)
-        call = self._call
+        call, proxy = self._call, self._proxy
         headers = {name: value for name, value in call.headers.items() if name in FORWARDED}
-        left = max(0.1, call.at + self._proxy.options.deadline_seconds - now())
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=left)
-        self._proxy.counts.overhead.add(now() - call.at)
+        left = max(0.1, call.at + proxy.options.deadline_seconds - now())
+        proxy.counts.overhead.add(now() - call.at)
         try:
-            self._answer = await self._proxy.fleet.session.post(
-                self._worker.url + call.path, data=self._data, headers=headers, timeout=timeout
+            self._answer = await proxy.fleet.client.post(
+                self._worker.url, call.path, headers, self._data, left
             )
         except BaseException as error:
             self._worker.streams.discard(self._abort)
@@ -618,15 +629,8 @@ class _Attempt:
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._worker.streams.discard(self._abort)
         if self._answer is not None:
-            if error is None and self._answer.content.at_eof():
+            if error is None:
                 self._answer.release()
-            elif error is None:
-                # The last event has arrived; reading the end of the body keeps the connection.
-                try:
-                    async with asyncio.timeout(0.5):
-                        await self._answer.read()
-                except (aiohttp.ClientError, OSError, TimeoutError):
-                    self._answer.close()
             else:
                 self._answer.close()
         if error is not None:
@@ -638,14 +642,14 @@ class _Attempt:
             if self._task is not None:
                 self._task.uncancel()
             raise _AbortedError("the worker died") from None
-        if isinstance(error, aiohttp.ClientConnectorError):
+        if isinstance(error, UnreachableError):
             self._proxy.fleet.failed(self._worker, f"{type(error).__name__}: {error}")
             raise _UnreachableError("the worker accepts no connection") from None
-        if isinstance(error, aiohttp.ClientError | OSError) and not isinstance(error, TimeoutError):
-            self._proxy.fleet.failed(self._worker, f"{type(error).__name__}: {error}")
-            raise _AbortedError(f"the connection to the worker broke ({type(error).__name__})") from None
         if isinstance(error, TimeoutError):
             raise _AbortedError("the worker did not answer in time") from None
+        if isinstance(error, OSError):
+            self._proxy.fleet.failed(self._worker, f"{type(error).__name__}: {error}")
+            raise _AbortedError(f"the connection to the worker broke ({type(error).__name__})") from None
 
 
 def _is_away(body: bytes) -> bool:
@@ -656,13 +660,8 @@ def _is_away(body: bytes) -> bool:
         return False
 
 
-def _headers(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    kept = ("content-type", "retry-after", "www-authenticate", "x-request-id", "x-kvloom-warning")
-    return [
-        (name.lower().encode(), value.encode())
-        for name, value in answer.headers.items()
-        if name.lower() in kept
-    ]
+def _headers(answer: WorkerConnection) -> list[tuple[bytes, bytes]]:
+    return [one for one in answer.headers if one[0] in KEPT_HEADERS]
 
 
 def _worker_header(worker: Worker) -> tuple[bytes, bytes]:

@@ -2,10 +2,10 @@
 
     request hits L tokens on worker A ──▶ count of the block at L ──▶ hot, and on fewer than `copies` workers?
       1  A:  the first L tokens, max_tokens 1, do_remote_decode     A copies the pages to its shared host memory
-      2  B:  the same, with A's kv_transfer_params                  B pulls them by its peer tier
+      2  B:  the same request, with A's kv_transfer_params          B pulls the pages through its peer tier
 
-Both are the calls of a hand-over, with the key and the salt of the request that made the prefix hot. A failure costs nothing: the
-prefix has one copy, as before.
+Both requests are the same as in a hand-over, with the API key and the salt of the request that made the prefix hot. If
+one of them fails, the prefix still has one copy, as before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["ReplicationOptions", "Replicator"]
 log = logging.getLogger("kvloom.router")
 MAX_PREFIXES = 50_000
 FORGET_SECONDS = 600.0
-"""A prefix without hits for so long is not hot any more."""
+"""A prefix is no longer hot after this many seconds without a hit."""
 PAUSE_SECONDS = 30.0
 """Time between two copies of the same prefix."""
 MAX_RUNNING = 4
@@ -40,7 +40,8 @@ CALL_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicationOptions:
-    """A prefix of `min_tokens` or more with `hits` hits is kept on `copies` workers. 1 copy: no replication."""
+    """A prefix with at least `min_tokens` tokens and at least `hits` hits is copied until `copies` workers have it. If
+    `copies` is 1, nothing is copied."""
 
     copies: int = 1
     hits: int = 3
@@ -55,7 +56,7 @@ class _Prefix:
 
 
 class Replicator:
-    """Counts hits of prefixes, and copies hot ones. One event loop uses it."""
+    """Counts hits of prefixes, and copies hot prefixes to more workers. Must be used by one event loop."""
 
     def __init__(self, fleet: Fleet, options: ReplicationOptions | None = None) -> None:
         self._fleet, self.options = fleet, options or ReplicationOptions()
@@ -98,8 +99,8 @@ class Replicator:
         return prefix
 
     def _pair(self, model: str, tokens: int, lengths: Mapping[str, Sequence[int]]) -> tuple[str, str] | None:
-        """Return a worker that has the prefix and shares its pages, and one that lacks it and reads from there. None if
-        there are enough copies, or no such pair."""
+        """Return two workers: a source that has the prefix and shares its pages, and a target that lacks the prefix and
+        reads from the source. Return None if there are enough copies, or if there is no such pair."""
         candidates = self._fleet.candidates(model)
         have = [name for name in candidates if lengths.get(name, (0,))[-1] >= tokens]
         if len(have) >= self.options.copies:

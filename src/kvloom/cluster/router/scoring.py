@@ -1,10 +1,10 @@
-"""Chooses a worker for a request: the smallest expected cost, in seconds.
+"""Chooses the worker with the smallest expected cost for a request. The cost is in seconds:
 
     time to first token   backlog of the worker + prefill of the missing tokens + load of pages from farther tiers
     + delay of others     seconds that later requests wait for this prefill, in proportion to the worker's load
     + decode load         time of decode steps during the prefill, and a cost of pages that running requests occupy
     + adapter             the time to load an adapter that is not resident
-    - affinity            of a session to its last worker, unless that worker is overloaded
+    - affinity            a reduction for the last worker of the session, unless this worker is overloaded
 
 The inputs are the router's own requests, the times of their first tokens and ends, and the workers' events. Time is an
 argument, so workers may be simulated: `kvloom replay --workers` uses these classes.
@@ -21,7 +21,7 @@ __all__ = ["Choice", "Scorer", "ScoringOptions", "SpeedModel", "WorkerLoad"]
 
 MAX_SESSIONS = 100_000
 SCORED = 8
-"""Number of workers whose whole cost is computed. They are the best by backlog and cached tokens."""
+"""Number of workers whose whole cost is computed. They are the best workers by backlog and cached tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class ScoringOptions:
     |--------------------|--------------------------------------------------------------------------------------|
     | `delay_weight`     | cost of the delay of later requests: seconds per second of prefill, at full load     |
     | `decode_seconds`   | seconds that decode adds to each step of a prefill, if running requests fill the pool |
-    | `step_tokens`      | prompt tokens of one step                                                            |
+    | `step_tokens`      | number of prompt tokens in one step                                                  |
     | `memory_seconds`   | cost if running requests fill the pool; it grows from 0 at 80 % of the pool          |
     | `affinity_seconds` | seconds by which the cost of a session's last worker is reduced                      |
-    | `overload_seconds` | affinity ends if the worker's backlog exceeds the least backlog by more seconds      |
+    | `overload_seconds` | a worker whose backlog exceeds the smallest backlog by more gets no affinity         |
     | `foreign_seconds`  | cost of each request that another router sent to the worker                          |
     | `adapter_seconds`  | cost of an adapter that is not resident                                              |
     | `load_rates`       | tokens per second at which pages load from CPU, DISK and STORAGE                     |
@@ -76,8 +76,8 @@ class SpeedModel:
 
 @dataclass(slots=True)
 class _Sent:
-    """One request that the router sent to a worker. `compute` of its `tokens` must be computed, which is expected to
-    take `seconds`. It was sent at time `at`."""
+    """One request that the router sent to a worker at time `at`. It has `tokens` tokens. The worker must compute
+    `compute` of them, which is expected to take `seconds`."""
 
     compute: int
     tokens: int
@@ -95,19 +95,19 @@ class WorkerLoad:
     speed: SpeedModel = field(default_factory=SpeedModel)
     busy_until: float = 0.0
     tokens: int = 0
-    """Tokens of all requests."""
+    """Number of tokens of all requests."""
     requests: dict[object, _Sent] = field(default_factory=dict)
     waiting: int = 0
-    """Requests without a first token."""
+    """Number of requests without a first token."""
     waiting_tokens: int = 0
-    """Prompt tokens to compute for the waiting requests."""
+    """Number of prompt tokens to compute for the waiting requests."""
     decoding_tokens: int = 0
-    """Tokens of the requests that have a first token."""
+    """Number of tokens of the requests that have a first token."""
     busy_share: float = 0.0
     """Share of recent time in which the worker computed prompts."""
     adapters: set[str] = field(default_factory=set)
     foreign: int = 0
-    """Open requests that other routers sent to the worker."""
+    """Number of open requests that other routers sent to the worker."""
     _last_first: float = 0.0
     share_at: float = 0.0
 
@@ -180,8 +180,8 @@ BUSY_SECONDS = 30.0
 
 
 class Choice(NamedTuple):
-    """The chosen worker. `seconds` is its expected time to first token. `cached` prompt tokens need not be computed,
-    and `on_gpu` of them are on the GPU."""
+    """The chosen worker. `seconds` is its expected time to first token. `cached` is the number of prompt tokens that
+    need not be computed, and `on_gpu` is the number of these tokens that are on the GPU."""
 
     worker: str
     seconds: float
@@ -216,29 +216,25 @@ class Scorer:
         home = None if session is None else self._sessions.get(session)
         if len(found) > SCORED:  # a rough order first
             rough = [
-                load.busy_until - load.speed.per_token * lengths.get(name, none)[-1]
-                if load.busy_until > now
-                else now - load.speed.per_token * lengths.get(name, none)[-1]
+                (busy if (busy := load.busy_until) > now else now)
+                - load.speed.per_token * (lengths[name][-1] if name in lengths else 0)
                 for load, name in found
             ]
             limit = sorted(rough)[SCORED - 1]
-            near = [one for one, cost in zip(found, rough, strict=True) if cost <= limit]
-            found = (
-                [*near[: 2 * SCORED], *(one for one in found if one[1] == home)]
-                if home
-                else near[: 2 * SCORED]
-            )
-        least = min(load.busy_until for load, _ in found) - now
+            near = [one for one, cost in zip(found, rough, strict=True) if cost <= limit][: 2 * SCORED]
+            found = near if home is None else [*near, *(one for one in found if one[1] == home)]
+        least = min([load.busy_until for load, _ in found]) - now
         best: Any = None
         best_cost = 0.0
         for load, name in found:
-            cost, *rest = self._cost(load, prompt_tokens, lengths.get(name, none), now)
+            scored = self._cost(load, prompt_tokens, lengths.get(name, none), now)
+            cost = scored[0]
             if adapter is not None and adapter not in load.adapters:
                 cost += self.options.adapter_seconds
             if name == home and load.busy_until - now - max(0.0, least) <= self.options.overload_seconds:
                 cost -= self.options.affinity_seconds
             if best is None or cost < best_cost:
-                best, best_cost = (name, *rest), cost
+                best, best_cost = (name, *scored[1:]), cost
         choice = Choice(*best)
         if session is not None:
             self._sessions[session] = choice.worker

@@ -1,9 +1,9 @@
 """Eviction: the order in which cached entries are evicted, per tenant.
 
 policies      Entry, the Policy protocol, the simple policies
-registry      policies by name, also from outside the package
+registry      finds policies by name, also policies of other packages
 adaptive      the learning policy
-reuse_model   when an entry will be used again: the model behind it
+reuse_model   ReuseModel: predicts when an entry will be used again, for the learning policy
 queue         EvictionQueue: entries of one account in order
 tenants       Tenant, its account, quota and share
 """

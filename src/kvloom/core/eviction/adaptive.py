@@ -4,12 +4,14 @@ The features of an entry are its number of uses, the turn and pause of its conve
 request, its finish reason, and the time since the last use. `ReuseModel` learns from these features when entries are
 used again. This file chooses the samples, and computes priorities from the model.
 
-| entry      | condition                                              | evicted by                                     |
+| entry      | condition                                              | order of eviction                              |
 |------------|--------------------------------------------------------|------------------------------------------------|
-| active     | no later request has returned to its last visit        | the index of `ReuseModel`                      |
-| tail       | returning requests use less than the whole visit       | the same, times the share that uses the tail   |
-| superseded | a later turn of its conversation did not use it        | least recently used, before the others         |
-| stale      | idle longer than nearly all returning requests         | the same                                       |
+| active     | no later request has returned to its last visit        | by the index of `ReuseModel`                   |
+| tail       | at the end of a visit; not all returning requests use  | by the index of `ReuseModel`, times the share  |
+|            | this end                                               | of returning requests that use it              |
+| superseded | a later turn of its conversation did not use it        | before active and tail entries, least recently |
+|            |                                                        | used first                                     |
+| stale      | idle longer than nearly all returning requests         | like superseded entries                        |
 
 Until it has samples, the policy evicts the least recently used entry.
 """
@@ -34,7 +36,7 @@ _ENDS = 24
 _NONE = VALUES - 1  # the value of an ignored feature
 _OTHERS = bytes([_NONE] * 4)
 SWITCHES = 2.0
-"""An entry counts as shared after this many changes from one conversation to another."""
+"""An entry counts as shared after its uses have changed this many times from one conversation to another."""
 
 
 class Visit(ReuseHistory):
@@ -82,7 +84,7 @@ class Adaptive:
     name = "adaptive"
 
     COVER = 0.5
-    """A request that hits at least this share of a visit continues the visit."""
+    """If a request hits at least this share of the tokens of a visit, it continues the visit."""
 
     def __init__(self) -> None:
         self.model = ReuseModel(strata=_ENDINGS + 1, features=5)
@@ -119,7 +121,8 @@ class Adaptive:
         return entry.last_used + (later if later < horizon else horizon)
 
     def tokens_to_evict(self, entry: Entry) -> int:
-        """Return how many of the last tokens of `entry` are at most as valuable as its last token."""
+        """Return how many of the last tokens of `entry` may be evicted together. These tokens are not more valuable
+        than the last one."""
         history = entry.history
         if not isinstance(history, Visit) or not history.open:
             return entry.tokens
@@ -206,7 +209,7 @@ class Adaptive:
         )
 
     def _sample(self, visit: Visit, path: Sequence[Entry], now: float) -> None:
-        """Start one sample in the middle of the request's new tokens, and one for an entry that it hit."""
+        """Start one sample in the middle of the request's new tokens, and one for an entry that the request hit."""
         new = visit.length - visit.resumed - self._tail
         watched: list[int] = []
         if new > 0:
@@ -239,10 +242,9 @@ class Adaptive:
         visit.watched = tuple(rest)
 
     def _count_end(self, without: int, at_most: bool) -> None:
-        """Count a returning request that did not use the last `without` tokens of a visit. With `at_most`, the
-        exact number is unknown but not larger. One count is then spread over the possible numbers, in proportion to
-        earlier counts.
-        """
+        """Count a returning request that did not use the last `without` tokens of a visit. With `at_most`, `without` is
+        only an upper bound. One count is then spread over all numbers up to this bound, in proportion to earlier
+        counts."""
         end = min(max(0, without).bit_length(), _ENDS - 1)
         if not at_most:
             self._without[end] += 1.0
@@ -264,7 +266,7 @@ class Adaptive:
 
 
 def _uses(hits: int) -> int:
-    """Return the number of uses as a feature value. It is exact up to 5, and a power of two above."""
+    """Return the number of uses as a feature value. Up to 5 uses the value is exact, and above 5 it is a power of two."""
     return hits if hits < 6 else min(VALUES - 1, 3 + hits.bit_length())
 
 

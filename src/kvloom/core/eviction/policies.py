@@ -1,8 +1,8 @@
 """Eviction policies. Each policy is one priority function. The entry with the smallest priority is evicted first.
 
-An entry is a part of the cache that can be evicted alone: the end of a leaf, a checkpoint or a media run. A policy
-has no access to tokens or pages. The queue computes an entry's priority when the entry is queued, and again before
-it is evicted.
+An entry is a part of the cache that can be evicted alone: the last blocks of a leaf, a checkpoint, or a media run. A
+policy has no access to tokens or pages. The queue computes an entry's priority when the entry is queued, and again
+before it is evicted.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class ReuseHistory:
     __slots__ = ()
 
     def split(self) -> ReuseHistory:
-        """Return the history for the upper node after a node was split. Both nodes share this object, unless a
-        policy overrides this method.
-        """
+        """Return the history of the upper node after a node was split. By default both nodes share this object."""
         return self
 
 
@@ -96,7 +94,7 @@ class Entry(ABC):
         """Number of bytes that an eviction frees."""
 
     def rank(self, now: float) -> int:
-        """Return the first part of the sort key. It is FIRST for useless entries and for entries of ended sessions.
+        """Return the first part of the sort key. It is FIRST for unneeded entries and for entries of ended sessions.
         Otherwise it is the priority that a request set, or 0 after this priority has expired."""
         if self.useless or self.ended:
             return FIRST

@@ -1,7 +1,7 @@
 """Eviction queue: a heap of entries in the order of eviction. A key is computed again when its entry reaches the top.
 
-Unneeded window pages come first, the oldest first. Then come entries by rank and policy. Entries that waiting
-requests will hit come last. The queue chooses the next entry and evicts nothing.
+Unneeded window pages come first, the oldest first. Then come entries by rank and policy. Last come the entries that
+waiting requests will hit. The queue chooses the next entry and evicts nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ E = TypeVar("E", bound=Entry)
 class EvictionQueue(Generic[E]):
     """The entries of one account that can be evicted. Outdated heap items are skipped.
 
-    | call        | cost                                                                             |
-    |-------------|----------------------------------------------------------------------------------|
-    | push        | O(log n)                                                                         |
-    | next_victim | O(log n) amortised: a key is computed again only if its entry was used since |
+    | call        | cost                                                                                 |
+    |-------------|--------------------------------------------------------------------------------------|
+    | push        | O(log n)                                                                             |
+    | next_victim | O(log n) amortised: a key is computed again only if its entry was used meanwhile     |
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -43,11 +43,9 @@ class EvictionQueue(Generic[E]):
         return self.live
 
     def push(self, entry: E, now: float) -> None:
-        """Queue `entry`. If it is already queued and its key is now smaller, move it. If its key is now larger, it
-        is moved later, when it reaches the top.
-
-        If the key may fall with time, the entry is moved when its retention expires or at the policy's next review.
-        """
+        """Queue `entry`. If `entry` is already queued and its key is now smaller, the entry moves up. If its key is now
+        larger, the entry moves when it reaches the top. If the key may fall with time, the entry moves when its
+        retention expires, or at the policy's next review."""
         rank, priority = key = self._key(entry, now)
         queued = entry.queued
         if queued is None or key < queued:
@@ -60,16 +58,16 @@ class EvictionQueue(Generic[E]):
             self._schedule_review(entry, now)
 
     def _key(self, entry: E, now: float) -> tuple[int, tuple[float, ...]]:
-        """Return the sort key. Entries that waiting requests will hit come last. Among these, the entry with the
-        latest turn is evicted first.
-        """
+        """Return the sort key. Entries that waiting requests will hit come last. Among these, the entry whose first
+        waiting request will be scheduled latest is evicted first."""
         if entry.wanted_by:
             urgent, number = entry.wanted_by[0]
             return entry.rank(now), (INF, INF, -urgent, -number)
         return entry.rank(now), self.policy.priority(entry, now)
 
     def _schedule_review(self, entry: E, now: float) -> None:
-        """Schedule the time at which the key of `entry` is computed again, because it may have fallen."""
+        """If the key of `entry` can fall with time, schedule when to compute it again: when its retention expires, or
+        at the policy's next review if that is earlier."""
         due = INF if entry.expires is None or entry.expires <= now else entry.expires
         if self.learner is not None:
             review = self.learner.review(entry, now)

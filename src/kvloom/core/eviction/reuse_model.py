@@ -48,11 +48,11 @@ class ReuseModel:
         self.strata, self.features = strata, features
         self.window, self.every = window, every
         self.fits = 1
-        """Count of fits."""
+        """Number of times that the model was fitted."""
         self.horizon = math.inf
-        """Age by which nearly all reuses have happened. Features have no effect beyond it."""
+        """Age before which nearly all reuses have happened. At higher ages, features have no effect."""
         self.factors = [[0.0] * VALUES for _ in range(features)]
-        """Logarithmic factor of each feature and value, set by `fit`."""
+        """Logarithm of the factor of each feature value, set by `fit`."""
         self.edges: Floats = np.array(_EDGES)
         self._width = np.diff(self.edges, append=self.edges[-1] * 1.25)
         self._middle = np.maximum(self.edges + self._width / 2, 1.0)
@@ -104,7 +104,7 @@ class ReuseModel:
             self._away[number % self.window] = away
 
     def _adjust_stride(self, now: float) -> None:
-        """Take fewer samples if the window covers less than SPAN seconds, and more if it covers much more."""
+        """Take fewer samples if the samples in the window span less than SPAN seconds, and more if they span much more."""
         if self._recorded:
             if now - self._wrapped < SPAN:
                 self._stride *= 2
@@ -115,9 +115,8 @@ class ReuseModel:
     # -- index ----------------------------------------------------------------------------------
 
     def index(self, stratum: int, level: float, age: float) -> float:
-        """Return the value of keeping pages of this `age`. `level` is the sum of their feature factors. The value
-        is the logarithm of the expected uses per second. It assumes the keeping time that maximises this rate.
-        """
+        """Return the value of keeping pages of this `age`, where `level` is the sum of their feature factors. The value
+        is the logarithm of the expected uses per second, for the keeping time with the highest rate."""
         row = self._index[stratum][_row(level)]
         if age < _FINE:
             return row[0] if age < 2.0 else row[1] if age < 4.0 else row[2]
@@ -128,7 +127,8 @@ class ReuseModel:
         return row[bin_] + (row[bin_ + 1] - row[bin_]) * (place - bin_)
 
     def falls(self, stratum: int, level: float, age: float) -> float:
-        """Return the age at which `index` will be clearly lower than now. It is at most twice the current age."""
+        """Return the age at which the value of `index` will be clearly lower than now. The result is at most twice the
+        current age."""
         if age < _FINE:
             first = 0 if age < 2.0 else 1 if age < 4.0 else 2
         else:
@@ -196,7 +196,7 @@ class ReuseModel:
         return found
 
     def _far(self, count: Floats, exposure: Floats) -> float:
-        """Return the age by which the fraction SEEN of all reuses has happened. Censored samples do not reduce this
+        """Return the age before which the fraction SEEN of all reuses has happened. Censored samples do not reduce this
         age."""
         hazard = self._shrunk(count, exposure, self._prior, PULL)
         come = 1 - np.exp(-np.cumsum(hazard * self._width))
@@ -204,9 +204,8 @@ class ReuseModel:
         return _EDGES[last + 1] if last + 1 < BINS else math.inf
 
     def _tabulate(self, baseline: Floats) -> None:
-        """Compute the index at the start of every bin, for each stratum and level. The index is an optimal stopping
-        value. Keeping a page costs one per second, and a reuse earns one.
-        """
+        """Compute the index at the start of every bin, for each stratum and level. The index is the value of an optimal
+        stopping problem: keeping a page costs one per second, and a reuse earns one."""
         levels = np.exp(_LOWEST + _LEVEL_STEP * np.arange(_LEVELS))
         kinds, which = np.unique(
             baseline, axis=0, return_inverse=True
@@ -239,21 +238,22 @@ def _row(level: float) -> int:
 
 
 PRIOR = 0.1
-"""Prior of hazard times age. It is the same for every age, so that without data the least recently used entry is
-evicted first.
-"""
+"""Prior of the product of hazard and age. This product is the same for every age. Without data, the least recently used
+entry is therefore evicted first."""
 READS, GONE = 40.0, 600.0
-"""Prior, in seconds: a user reads and types for READS before the next turn, and most users have left after GONE."""
+"""Times of the prior, in seconds. A user reads and types for READS seconds before the next turn. Most users have left
+after GONE seconds."""
 PULL = 30.0
-"""Weight of the shape of the prior, in samples. The scale of the prior is learned."""
+"""Weight of the prior's shape, as a number of samples. The scale of the prior is learned."""
 STRATUM_PULL = 50.0
-"""Weight of the common hazard for one stratum, in samples. The scale is learned."""
+"""Weight of the common hazard in the hazard of one stratum, as a number of samples. The scale is learned."""
 DOUBT = 8.0
-"""Weight, in uses, of the assumption that a feature value has no effect."""
+"""Weight of the assumption that a feature value has no effect, as a number of uses."""
 ROUNDS = 3
 SEEN = 0.92
 """Share of all reuses that happen before the horizon."""
 FALL, LOOK = 0.69, 30.0
-"""FALL is a clear fall of the index, as a logarithm. LOOK is the shortest time between reviews, in seconds."""
+"""FALL is the smallest fall of the index that causes a review, as a logarithm. LOOK is the shortest time between two
+reviews, in seconds."""
 SPAN = 7200.0
 """Seconds of traffic that the samples should cover."""

@@ -18,7 +18,7 @@ from .queue import EvictionQueue
 __all__ = ["Account", "Accounts", "Tenant"]
 
 SOFT_PART = 0.5
-"""The protected fraction of a share that is not firm."""
+"""Fraction of a share that is protected if the share is not firm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Tenant:
     weight: float = 0.0
     firm: bool = True
     objective: Objective = field(default_factory=Objective)
-    """Objective of its requests that have none of their own."""
+    """Objective for those requests of the tenant that have no objective of their own."""
 
     @property
     def claim(self) -> float:
-        """The protected part of the weight. It is the whole weight if the share is firm, else SOFT_PART of it."""
+        """The protected part of the weight: the whole weight if the share is firm, otherwise SOFT_PART of the weight."""
         return self.weight if self.firm else self.weight * SOFT_PART
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Account:
         self.in_use += size
 
     def release(self, idle: int, freed: int) -> None:
-        """Subtract `idle` bytes from the bytes in use. Subtract `freed` of them also from the total."""
+        """Count `idle` bytes as no longer in use. Of these, count `freed` bytes as free; the others stay cached."""
         self.in_use -= idle
         self.used -= freed
 

@@ -2,7 +2,7 @@
 
 inspector      counters for metrics (`cache.inspect`)
 check          integrity check (`cache.check`)
-pool_map       the state of the pool in a bounded number of cells
+pool_map       the state of all pages, summarised in a limited number of cells
 hot_prefixes   the nodes with the most hits
 """
 

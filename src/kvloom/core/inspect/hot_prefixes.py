@@ -18,7 +18,7 @@ __all__ = ["HotPrefixes"]
 
 Heat = tuple[int, float, int]
 TURNS = 16
-"""After this many reports the cells of every branch are looked up again, even if the branch has not changed."""
+"""After this many reports, the pool cells of every branch are computed again, even if the branch has not changed."""
 
 
 class HotPrefixes:

@@ -87,12 +87,12 @@ class Inspector:
 
     @property
     def evicted(self) -> Counter[str]:
-        """Evictions by kind: blocks, window, snapshot, media."""
+        """Number of evictions by kind: blocks, window, snapshot, media."""
         return self._state.allocator.evicted
 
     @property
     def evicted_bytes(self) -> int:
-        """Bytes evicted so far."""
+        """Number of bytes evicted so far."""
         return self._state.allocator.evicted_bytes
 
     @property
@@ -102,11 +102,11 @@ class Inspector:
 
     @property
     def reuse_seconds(self) -> Histogram:
-        """Seconds between a hit and the previous use of the same prefix."""
+        """Histogram of the seconds between a hit and the previous use of the same prefix."""
         return self._state.counts.reuse_seconds
 
     def hit_pages(self) -> dict[str, int]:
-        """Pages hit so far, by group name. O(groups)."""
+        """Return the number of pages hit so far, by group name. O(groups)."""
         return self._state.counts.hit_pages()
 
     def unused_tokens(self) -> int:

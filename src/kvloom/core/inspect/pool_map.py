@@ -33,9 +33,8 @@ __all__ = ["STATES", "PoolMap"]
 STATES = ("unknown", "cached", "in use", "pinned", "unbacked")
 CACHED, IN_USE, PINNED, UNBACKED = range(1, len(STATES))
 TENANTS = 32
-"""Number of tenant codes. The last code is for tenants without a code of their own; the one before it is for pages
-that were not visited yet.
-"""
+"""Number of tenant codes. The last code stands for all tenants without a code of their own. The code before it stands
+for pages that the walk has not visited yet."""
 OTHERS, UNSEEN = TENANTS - 1, TENANTS - 2
 PAGES_A_LOOK = 1 << 17
 CODES = np.int32
@@ -68,9 +67,8 @@ class PoolMap:
         self._branches = HotPrefixes(state, branches)
 
     def look(self, seconds: float = 0.003) -> dict[str, Any]:
-        """Return the map. The walk takes at most `seconds`. The other costs grow with cells, branches and open
-        sequences.
-        """
+        """Return the map. The walk over the tree takes at most `seconds`. The other costs grow with the number of
+        cells, branches and open sequences."""
         self._paint_sequences()
         for node in self._branches.walk(time.thread_time() + seconds):
             self._paint_node(node)
@@ -170,7 +168,7 @@ class PoolMap:
     # -- the map --------------------------------------------------------------------------------
 
     def _cut(self) -> list[tuple[int, int]]:
-        """Return ranges of cells. Each range has about as many pages as one map may count."""
+        """Return ranges of cells. Each range has about as many pages as one call of `look` may count."""
         pages = sum(c.per_slab for c in self._state.pool.classes)
         slabs = max(1, PAGES_A_LOOK // pages)
         cells = max(1, slabs * self.cells // (self._state.pool.reserved - 1))

@@ -99,7 +99,8 @@ class VisibilityKind(ABC):
 
     has_size = True
     has_holes = False
-    """Whether the visible tokens of a query may have gaps (a dilated window). Then `sees_each` differs."""
+    """Whether the visible tokens of a query may have gaps, as in a dilated window. A kind with gaps overrides
+    `sees_each`."""
 
     @abstractmethod
     def first_visible(self, position: int, size: int) -> int:
@@ -107,12 +108,11 @@ class VisibilityKind(ABC):
 
     @abstractmethod
     def first_visible_each(self, positions: Positions, size: int) -> Positions:
-        """Return `first_visible` for many positions."""
+        """Return, for each position, the first token that the query at this position sees."""
 
     def visible_blocks(self, position: int, size: int, block: int) -> Sequence[int]:
         """Return the blocks up to `position` that this query or a later query sees, in order. A kind with holes may
-        leave out blocks that no such query sees.
-        """
+        omit blocks that none of these queries sees."""
         return range(self.first_visible(position, size) // block, position // block + 1)
 
     def sees_each(self, positions: Positions, tokens: Positions, size: int) -> npt.NDArray[np.bool_]:
@@ -152,14 +152,14 @@ KINDS: dict[str, VisibilityKind] = {"full": _Full(), "sliding": _Sliding(), "chu
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """The rule for the earlier tokens that a query sees. Masks, released pages, hits and loads all follow this
-    rule.
+    """The rule for the earlier tokens that a query sees. Masks, released pages, hits and loads all follow this rule.
 
     | kind    | tokens that the query at `position` sees             |
     |---------|------------------------------------------------------|
-    | full    | all                                                  |
-    | sliding | the last `size`, itself included                     |
-    | chunked | those of its own chunk of `size`                     |
+    | full    | all tokens up to `position`                          |
+    | sliding | the last `size` tokens, up to `position`             |
+    | chunked | the tokens of its chunk, up to `position`; a chunk   |
+    |         | has `size` tokens                                    |
     """
 
     kind: str
@@ -177,7 +177,7 @@ class Visibility:
         return KINDS[self.kind].first_visible(position, self.size)
 
     def first_visible_each(self, positions: Positions) -> Positions:
-        """Return `first_visible` for many positions."""
+        """Return, for each position, the first token that the query at this position sees."""
         return KINDS[self.kind].first_visible_each(positions, self.size)
 
     def visible_blocks(self, position: int, block: int) -> Sequence[int]:
@@ -189,14 +189,13 @@ class Visibility:
         return KINDS[self.kind].sees_each(positions, tokens, self.size)
 
     def visible_tokens(self, length: int) -> int:
-        """Return the number of tokens that a sequence of `length` tokens must keep: from the first token that its
-        last query sees to the end.
-        """
+        """Return the number of tokens that a sequence of `length` tokens must keep. These are the tokens from the first
+        token that its last query sees to the end."""
         return length - self.first_visible(length - 1) if length > 0 else 0
 
     @property
     def has_holes(self) -> bool:
-        """Whether a query may see a token without seeing all later tokens before the query."""
+        """Whether the tokens that a query sees may have gaps."""
         return KINDS[self.kind].has_holes
 
     @property
@@ -265,8 +264,7 @@ def attention_fields(
     kv_heads: int, head_dim: int, dtype: str, scales: bool | None = None
 ) -> tuple[Field, ...]:
     """Return the fields of one attention layer. int8 and fp8 values have one float32 scale per token and head. With
-    `scales=False` there are no such fields, because static scales are weights of the model.
-    """
+    `scales=False` there are no fields for scales, because static scales are weights of the model."""
     fields: tuple[Field, ...] = (
         Field("k", (kv_heads, head_dim), dtype, shard_axis=0),
         Field("v", (kv_heads, head_dim), dtype, shard_axis=0),

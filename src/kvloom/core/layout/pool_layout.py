@@ -21,7 +21,7 @@ from .layer_spec import LayerSpec
 __all__ = ["HASH_TOKENS", "MAX_WASTE", "PageGroup", "PoolLayout"]
 
 HASH_TOKENS = 16
-"""Number of tokens of one block hash. A block has a multiple of it."""
+"""Number of tokens of one block hash. The number of tokens of a block is a multiple of this number."""
 MAX_WASTE = 0.05
 """Largest padding of a group, as a fraction of a slab."""
 _ALIGN = 16
@@ -191,12 +191,10 @@ def _layer_bytes(spec: LayerSpec, block_tokens: int) -> int:
 
 @lru_cache(maxsize=256)
 def _choose(sizes: tuple[tuple[int, int], ...], granularity: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the slab size, and (runs, page stride) for each group. A group is given as (layer bytes, layers).
-
-    Tries every slab size that is a small multiple of a group's page, with the cheapest runs for each group. The
-    cost counts padding, page ids per block, and slabs of several pages. Such a slab is half empty per sequence on
-    average, and cannot be freed while a single page is in use.
-    """
+    """Return the slab size, and (runs, page stride) for each group. A group is given as (layer bytes, layers). Tries
+    every slab size that is a small multiple of a group's page, with the cheapest runs for each group. The cost counts
+    padding, page ids per block, and slabs of several pages. On average, a slab of several pages is half empty for each
+    sequence, and it cannot be freed while one of its pages is in use."""
     slabs = {
         _round_up(layer * run * k, granularity)
         for layer, count in sizes
@@ -245,7 +243,8 @@ def _best_cut(layer: int, count: int, slab: int) -> tuple[float, int, int] | Non
 
 @lru_cache(maxsize=1024)
 def _run_lengths(count: int) -> tuple[int, ...]:
-    """Return the run lengths to try: for each number of runs, the shortest length that covers all layers."""
+    """Return the run lengths to try. For each number of runs, this is the shortest length with which the runs cover all
+    layers."""
     return tuple(sorted({-(-count // runs) for runs in range(1, count + 1)}))
 
 

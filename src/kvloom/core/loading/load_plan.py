@@ -27,7 +27,7 @@ __all__ = ["LoadPlan", "MissingPages", "TierQuery", "deciding_group", "first_que
 
 Mask = npt.NDArray[np.bool_]
 MOST_TAILS = 4096
-"""Largest number of positions queried for a snapshot. Each position costs one hash."""
+"""Largest number of positions at which the tiers are queried for a snapshot. Each position costs one hash."""
 LAST_ROUND = 16
 
 
@@ -52,23 +52,18 @@ class MissingPages:
 
 
 def deciding_group(layout: PoolLayout) -> PageGroup | None:
-    """Return a group with full attention, or None. Every longer hit needs this group's page of the next block. A
-    single query for this page can therefore show that tiers do not help.
-
-    Returns None if there is no such group. Also returns None if the model has states, because a snapshot may be
-    inside the block.
-    """
+    """Return a group whose page of the next block is needed for every longer hit. This is a group with full attention.
+    If no tier has the page, tiers cannot extend the hit. Returns None if there is no such group, or if the model has
+    states, because a snapshot may be inside the block."""
     if layout.of("state"):
         return None
     return next((group for group in layout.of("token") if not group.spec.visibility.windowed), None)
 
 
 def first_query(group: PageGroup, lookup: Lookup, match: Match) -> TierQuery | None:
-    """Return the query for the next block of the deciding group. If the tiers do not have this page, they cannot
-    extend the hit. Computes one hash.
-
-    Returns None if window pages of matched tokens are missing, because then no single page decides.
-    """
+    """Return the query for the next block of the deciding group. If no tier has this page, tiers cannot extend the hit.
+    Computes one hash. Returns None if window pages of matched tokens are missing, because no single page decides in
+    this case."""
     if match.resume < match.matched:
         return None
     end = (match.matched // group.block_tokens + 1) * group.block_tokens
@@ -170,9 +165,8 @@ class LoadPlan:
             resume = deepest
 
     def _units(self, resume: int) -> list[tuple[Visibility, Mask]]:
-        """Return, for every windowed group, its visibility and one truth value per block before `resume`. The value
-        states whether the pool or a tier has the block's page. A partial last block counts as present.
-        """
+        """Return, for every windowed group, its visibility and one truth value per block before `resume`. The value is
+        true if the pool or a tier has the block's page. A partial last block counts as present."""
         whole, part = divmod(resume, self.block)
         more = np.ones(int(part > 0), bool)
         return [
@@ -189,7 +183,8 @@ class LoadPlan:
         return resume <= self.match.matched and bool((self._rows[whole] > 0).all())
 
     def _has_end(self, resume: int, tails: dict[int, set[int]]) -> bool:
-        """Return whether all pages of the partial block at `resume` are in the pool, or all are in a tier.
+        """Return whether all pages of the partial block at `resume` are in the pool, or all of them are in a tier.
+        `tails` contains, for each group, the positions whose partial block a tier has.
 
         In a model without states, a page with more tokens than `resume` also counts.
         """

@@ -120,9 +120,8 @@ def _needs(state: CacheState, to_load: Mask, states: int) -> list[int]:
 def _end(
     state: CacheState, reservation: Reservation, rows: Ids, loaded: Mask, states_loaded: bool
 ) -> tuple[int, int]:
-    """Return two positions after a load in which some pages may have failed. Before the first position, every token has
-    all its pages in `rows`. At the second position, a prompt can resume with these pages.
-    """
+    """Return two positions after a load. Some pages of the load may have failed. Before the first position, `rows` has
+    all pages of every token. At the second position, a prompt can resume with these pages."""
     block, tree = state.block_tokens, state.tree
     lost = reservation.to_load & ~loaded
     if not lost.any() and (reservation.states is None or states_loaded):

@@ -55,7 +55,7 @@ class BlockPages:
         self._strides = {c: slab_bytes // pool.classes[c].per_slab for c in self.classes}
         self.row_bytes = sum(self._strides[c] for c in classes)
         self._single_class = self.classes[0] if len(self.classes) == 1 else None
-        """The size class if all columns have the same, else None."""
+        """The size class of all columns, or None if the columns have different size classes."""
         self.owners: dict[int, npt.NDArray[np.object_]] = {
             c: np.empty(pool.reserved * pool.classes[c].per_slab, object)
             for c in self.classes

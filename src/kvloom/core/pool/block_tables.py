@@ -27,14 +27,14 @@ class BlockTables:
     |------------------|----------------------------------------------------------------------------|
     | tables           | page ids [column, row, block]                                              |
     | states           | page ids of the live states [column, row]                                  |
-    | length           | computed tokens                                                            |
-    | state_length     | tokens that the live states cover                                          |
-    | blocks           | reserved blocks                                                            |
+    | length           | number of computed tokens                                                  |
+    | state_length     | number of tokens that the live states cover                                |
+    | blocks           | number of reserved blocks                                                  |
     | first            | first block inside each window [window, row]                               |
-    | tail             | tokens after the last published block                                      |
-    | special          | the row cannot be extended or committed in bulk                            |
-    | wants_checkpoint | a later position needs a checkpoint                                        |
-    | first_changed    | first block whose page ids changed since `take_changed`                    |
+    | tail             | ids of the tokens after the last published block                           |
+    | special          | whether the row must be extended and committed alone, not in bulk          |
+    | wants_checkpoint | whether a later position of the row needs a checkpoint                     |
+    | first_changed    | first block whose page ids changed since the last `take_changed`           |
     """
 
     def __init__(

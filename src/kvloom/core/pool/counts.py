@@ -6,7 +6,8 @@ call would make a count wrong, it raises ValueError with the page and changes no
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -159,7 +160,8 @@ def _refuse(at: At, wrong: npt.NDArray[np.bool_], why: str) -> None:
 
 
 def leading(masks: list[int], places: int) -> list[int]:
-    """For each bit below `places`, return the number of masks at the start of the list that all have this bit set."""
+    """Return, for each bit below `places`, how many masks at the start of the list have this bit set without
+    interruption."""
     found = [len(masks)] * places
     alive = (1 << places) - 1
     for at, mask in enumerate(masks):
@@ -173,3 +175,9 @@ def leading(masks: list[int], places: int) -> list[int]:
             if not alive:
                 break
     return found
+
+
+def leading_of(known: Mapping[Any, int], keys: Sequence[Any], places: int, scale: int) -> list[int]:
+    """Look up the mask of each of `keys` in `known` (0 if the key is missing). Return what `leading` returns for these
+    masks, times `scale`."""
+    return [count * scale for count in leading([known.get(key, 0) for key in keys], places)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 chain: Callable[[bytes, bytes], list[bytes]] | None
-"""Computes block hashes from token bytes. None if the native loops are not built."""
+"""Computes the chain of block hashes of token bytes. None if the native loops are not built."""
 
 try:
     from kvloom.core._native import (
@@ -36,9 +36,9 @@ except ImportError:
     chain = None
 
 try:
-    from kvloom.core._native import leading
+    from kvloom.core._native import leading, leading_of
 except ImportError:
-    from .counts import leading
+    from .counts import leading, leading_of
 
 __all__ = [
     "add_cached",
@@ -47,6 +47,7 @@ __all__ = [
     "chain",
     "drop_cached",
     "leading",
+    "leading_of",
     "plain_ids",
     "release",
     "retain",

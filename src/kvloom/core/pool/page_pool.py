@@ -72,7 +72,7 @@ class SizeClass:
         return (np.flatnonzero(idle) + start).astype(np.int32)
 
     def file(self, slab: int, free: int, before: int) -> None:
-        """Move a slab to the list for its new number of free pages."""
+        """Move a slab to the list of slabs with its present number of free pages."""
         if 0 < before < self.per_slab:
             del self.partial[before][slab]
         if 0 < free < self.per_slab:
@@ -115,18 +115,16 @@ class PagePool:
         return max(0, self.fewest_slabs(needs, more) - (self.slabs - 1))
 
     def fewest_slabs(self, needs: Sequence[int], more: int = 0) -> int:
-        """Return the smallest number of slabs for the pages in use plus `needs[c]` + `more` pages of each class c.
-        Assumes compaction.
-        """
+        """Return the smallest number of slabs that can contain the pages in use and `needs[c]` + `more` further pages
+        of each class c. Assumes compaction."""
         slabs = 0
         for c in self.classes:
             slabs -= -(c.in_use_pages + needs[c.index] + more) // c.per_slab
         return slabs
 
     def slabs_short(self, needs: Sequence[int]) -> int:
-        """Return the number of slabs that must become free before `allocate` can return `needs`. If the result is
-        0, spare slabs may be used to keep the pages of a sequence together.
-        """
+        """Return the number of slabs that must become free before `allocate` can return `needs`. While this number is
+        0, `allocate` may use whole free slabs to keep the pages of a sequence together."""
         slack = self.free_slabs
         if self._plain:
             slack -= needs[0]
@@ -359,9 +357,8 @@ class PagePool:
     # -- checking ------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Count every page again. Raises AssertionError at the first difference. O(pool), so only for tests and idle
-        time.
-        """
+        """Count every page again and compare with the pool's own counts. Raises AssertionError at the first difference.
+        O(pool), so only for tests and idle time."""
         owners = np.zeros(self.reserved, np.int32)
         for c in self.classes:
             in_use, cached = int((c.in_use > 0).sum()), int(((c.in_use == 0) & (c.cached > 0)).sum())

@@ -82,9 +82,8 @@ class PendingCopies:
         return slabs
 
     def current_pages(self, columns: BlockPages, rows: Ids) -> Ids:
-        """Return the pages that contain the bytes of `rows` while the copies are still pending. A page is 0 if it
-        is unknown. The result is valid until `take`.
-        """
+        """Return the pages that contain the bytes of `rows` while the copies are still pending. An entry is 0 if the
+        page is unknown. The result is valid until `take`."""
         if not self._batches and not any(self._pending):
             return rows
         if not self._batches and len(self._pending) == 1:

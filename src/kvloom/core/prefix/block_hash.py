@@ -66,6 +66,9 @@ def unit_hashes(block_hash: bytes) -> tuple[bytes, ...]:
 
 def token_bytes(tokens: npt.ArrayLike) -> bytes:
     """Return token ids as little-endian int32 bytes. Hashes and the radix tree use this form."""
+    plain = loops.plain_ids(tokens)
+    if plain is not None:
+        return bytes(plain)
     array = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)
     if array.ndim != 1:
         raise ValueError(f"tokens must be a 1-D array of ids, got shape {array.shape}")

@@ -55,7 +55,7 @@ class Checkpoints:
         self._serials = count(1)
 
     def set_offload_source(self, source: OffloadSource | None) -> None:
-        """Attach the object that builds offload batches, or detach it."""
+        """Set the object that builds offload batches. None removes it."""
         self.offload_source = source
 
     def invalidate_matches(self) -> None:
@@ -103,9 +103,8 @@ class Checkpoints:
             current = current.parent
 
     def complete(self, node: Node, position: int, query: int | None = None) -> bool:
-        """Return whether all window pages that the token at `query` sees are cached, up to `position` in `node`. The
-        default of `query` is `position`. If several nodes share a block, only the pages of the deepest node count.
-        """
+        """Return whether all window pages that the token at `query` sees are cached, up to `position` in `node`. By
+        default, `query` is `position`. If several nodes share a block, only the pages of the deepest node count."""
         for window, columns in enumerate(self.window_columns):
             covered = (position - 1) // self.block + 1
             for current, rows in self._window_rows(

@@ -13,8 +13,8 @@ __all__ = ["Ghost", "Ghosts"]
 
 
 class Ghost(NamedTuple):
-    """The record that remains of evicted tokens. `when` is the time of the eviction, `reason` names the policy, and
-    `history` is what the policy had learned about the entry."""
+    """The record of an evicted entry. `when` is the time of the eviction. `reason` is the name of the policy that
+    evicted the entry. `history` is the policy's history of the entry."""
 
     when: float
     reason: str
@@ -36,23 +36,23 @@ class Ghosts:
 
     @staticmethod
     def place(node: Node) -> int | bytes:
-        """Return the key of the end of a node. The key of a root is its hash, which stays valid when the root is
-        removed."""
+        """Return the key under which the records of tokens after `node` are stored. The key of a root is its hash,
+        which stays valid when the root is removed."""
         return node.root.hash if node.parent is None else node.serial
 
     def add(
         self, after: Node, text: bytes | bytearray, ghost: tuple[float, str, ReuseHistory | None]
     ) -> None:
-        """Record that the tokens after a node were evicted. They start with `text` (at most SEEN bytes). `ghost` is
-        a tuple with the fields of `Ghost`. A tuple is cheaper to create, and there are far more evictions than
-        lookups.
-        """
+        """Record that the tokens after a node were evicted. These tokens start with `text` (at most SEEN bytes).
+        `ghost` is a tuple with the fields of `Ghost`, because a tuple is cheaper to create and most records are never
+        looked up."""
         seen = self._seen
         seen[self.place(after), hash(bytes(text))] = ghost
         if len(seen) > self.LIMIT:
             seen.popitem(last=False)
 
     def find(self, place: int | bytes, data: bytes, start: int) -> Ghost | None:
-        """Return the record of evicted tokens that equal `data` from byte `start` on, or None."""
+        """Return the record of evicted tokens that equal `data` from byte `start` on, or None. `place` is the result of
+        `place()` for the node before these tokens."""
         ghost = self._seen.get((place, hash(data[start : start + self.SEEN])))
         return None if ghost is None else Ghost(*ghost)

@@ -23,14 +23,17 @@ from .resume_rule import longest_resume
 __all__ = ["HashIndex", "HashKey"]
 
 HashKey = TypeVar("HashKey", bytes, int)
+MAX_NATIVE = 64
+"""Largest number of places that the native loops accept."""
 
 
 class HashIndex(Generic[HashKey]):
-    """A map from block hashes to the places and groups of their pages. `match` applies the same resume rule as the
-    radix tree. Not thread-safe.
+    """A map from block hashes to the places and groups of their pages. A place is a tier, a peer or a worker. `match`
+    applies the same resume rule as the radix tree. Not thread-safe.
 
-    Without `keeps_parents` the index stores neither parents nor partial last blocks. It is then smaller, and
-    `stored` is faster."""
+    Without `keeps_parents` the index stores neither parents nor partial last blocks. It is then smaller, and `stored`
+    is faster.
+    """
 
     __slots__ = (
         "_bits",
@@ -183,7 +186,7 @@ class HashIndex(Generic[HashKey]):
         return number
 
     def entries(self) -> list[tuple[HashKey, tuple[HashKey, int]]]:
-        """Return a copy of all entries, for `chains`. O(hashes), about 50 ns each."""
+        """Return a copy of all entries, which is the input of `chains`. O(hashes), about 50 ns each."""
         assert self._parents is not None, "this index has no parents"
         return list(
             zip(self._bits, zip(self._parents.values(), self._bits.values(), strict=True), strict=True)
@@ -192,8 +195,8 @@ class HashIndex(Generic[HashKey]):
     def chains(
         self, entries: list[tuple[HashKey, tuple[HashKey, int]]]
     ) -> Iterator[tuple[HashKey, list[HashKey], tuple[int, ...], str, int]]:
-        """Yield entries as chains: parent, hashes, groups, place, tail tokens. A call of `stored` with each chain
-        rebuilds the index."""
+        """Yield entries as chains: parent, hashes, groups, place, and the number of tokens of a partial last block
+        (else 0). A call of `stored` with each chain rebuilds the index."""
         names = list(self._places)
         every = (1 << self._groups) - 1
 
@@ -252,7 +255,7 @@ class HashIndex(Generic[HashKey]):
         """Return the longest resumable length of a prompt with block hashes `hashes`, at most `limit` tokens.
 
         `places` restricts the search to some places. For example, a router passes one worker. `tail(parent, start,
-        length)` returns the hash of a partial last block of the prompt. If it is given, partial blocks can also
+        length)` returns the hash of a partial last block of the prompt. If `tail` is given, partial blocks can also
         match.
         """
         folded = self._fold(hashes[: -(-limit // HASH_TOKENS)], places)
@@ -268,7 +271,7 @@ class HashIndex(Generic[HashKey]):
         ]
         if not self._states:
             return longest_resume(min(limit, reach * HASH_TOKENS), windows, HASH_TOKENS)[0]
-        # A partial tail gives a longer hit than its parent, so it is tried first.
+        # A hit that ends with a partial block is longer than the hit before that block, so it is tried first.
         for count in range(reach, -1, -1):
             parent = hashes[count - 1] if count else root
             if parent is None:
@@ -287,19 +290,30 @@ class HashIndex(Generic[HashKey]):
         return 0
 
     def bits(self, hashes: Sequence[HashKey]) -> list[int]:
-        """Return the places and groups of each hash as one integer, for `lengths`. About 30 ns per hash."""
+        """Return, for each hash, one integer whose bits are the places and groups with a page for this hash. `lengths`
+        uses these integers. About 30 ns per hash."""
         return list(map(self._bits.get, hashes, repeat(0)))
 
     def lengths(self, bits: list[int]) -> list[int]:
-        """Return the longest resumable length of a prompt in each place, in tokens. The index of a length is the
-        number of the place.
-
-        Pass the result of the method `bits` for the hashes of the prompt. The bits of several indexes with the same
-        places and groups may be joined by `|`. Partial last blocks are left out. Without windows and states the
-        cost is one comparison per block, and some work per place."""
+        """Return, for each place (for example a worker), how many tokens of a prompt can be resumed there. Entry i
+        belongs to place number i. `bits` is the result of `bits()` for the prompt's hashes. For several indexes with
+        the same places and groups, combine their bits with `|` first. Partial last blocks are ignored. Without windows
+        and states, the cost is one comparison per block, plus a small cost per place."""
         if self._windows or self._states:
             return self._checkpoint_lengths(bits)
-        return self._single_lengths(bits) if self._groups == 1 else self._full_lengths(bits)
+        if self._groups > 1:
+            return self._full_lengths(bits)
+        places = len(self._places)
+        counts = loops.leading(bits, places) if places <= MAX_NATIVE else counts_leading(bits, places)
+        return [count * HASH_TOKENS for count in counts]
+
+    def lengths_of(self, hashes: list[HashKey]) -> list[int]:
+        """Return the same as `lengths(bits(hashes))`. In the usual case of one group and at most 64 places, native code
+        reads the bits from the index, which takes half the time."""
+        places = len(self._places)
+        if self._windows or self._states or self._groups > 1 or places > MAX_NATIVE:
+            return self.lengths(self.bits(hashes))
+        return loops.leading_of(self._bits, hashes, places, HASH_TOKENS)
 
     def _full_lengths(self, bits: Sequence[int]) -> list[int]:
         places, width = len(self._places), self._groups
@@ -325,14 +339,9 @@ class HashIndex(Generic[HashKey]):
             at += HASH_TOKENS
         return found
 
-    def _single_lengths(self, bits: list[int]) -> list[int]:
-        """Compute the lengths for the usual case of one group."""
-        places = len(self._places)
-        counts = loops.leading(bits, places) if places <= 64 else counts_leading(bits, places)
-        return [count * HASH_TOKENS for count in counts]
-
     def _checkpoint_lengths(self, bits: Sequence[int]) -> list[int]:
-        """Compute `lengths` for models with windows or states, with one matrix of blocks, places and groups."""
+        """Compute the result of `lengths` for models with windows or states, with one matrix of blocks, places and
+        groups."""
         places, width, blocks = len(self._places), self._groups, len(bits)
         if not places or not blocks:
             return [0] * places
@@ -366,7 +375,7 @@ class HashIndex(Generic[HashKey]):
         return longest_resume(position, windows, HASH_TOKENS, (position,))[0] == position
 
     def _fold(self, hashes: Sequence[HashKey], places: Iterable[str] | None) -> list[int]:
-        """Return, as bit masks, the groups that each hash has in any of `places`."""
+        """Return, for each hash, a bit mask of the groups that have a page for it in any of `places`."""
         every = (1 << self._groups) - 1
         chosen = (
             range(len(self._places))

@@ -61,7 +61,7 @@ class Reservation:
         self.states: Ids | None = None
 
     def pages(self, group: PageGroup) -> list[tuple[list[bytes], Ids]]:
-        """Return the hashes and page ids to fill, for each run of a group."""
+        """Return, for each run of a group, the hashes and the page ids that the load job must fill."""
         columns = range(group.columns.start, group.columns.stop)
         if group.spec.unit == "state":
             if self.states is None:

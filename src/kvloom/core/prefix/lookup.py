@@ -38,9 +38,8 @@ NOT_CACHED = ("never seen", "evicted")
 
 
 class Miss(NamedTuple):
-    """The position where a lookup ended, and the reason. `when` and `policy` are set for evicted pages. `matched`
-    is set if tiers have pages up to a later position, but no checkpoint there.
-    """
+    """The position where a lookup ended, and the reason. `when` and `policy` are set for evicted pages. `matched` is a
+    later position up to which tiers have pages, but at which there is no checkpoint."""
 
     reason: str
     position: int
@@ -145,9 +144,8 @@ class Lookup:
     def _resume(
         self, path: list[Node], limit: int, rows: Ids, reason: str
     ) -> tuple[Ids, int, Checkpoint | None, str]:
-        """Return the rows of page ids, the longest resumable length, its checkpoint, and the reason why it is below
-        `limit`.
-        """
+        """Return the rows of page ids, the longest resumable length, the checkpoint at this length, and the reason why
+        the length is below `limit`."""
         tree = self._tree
         windows = tree.presence(rows)
         found = {c.position: c for c in self._checkpoints(path, limit)} if tree.has_states else None

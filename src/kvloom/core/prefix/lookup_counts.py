@@ -22,7 +22,7 @@ class LookupCounts:
         self.looked_up_tokens = 0
         self.hit_tokens = 0
         self.reuse_seconds = Histogram()
-        """Seconds between a hit and the previous use of the deepest node that was hit."""
+        """Histogram of the seconds between a hit and the previous use of the deepest node that was hit."""
         self._blocks = self._states = self._media_blocks = 0
         windowed = [g for g in layout.of("token") if g.spec.visibility.windowed]
         self._outside_window = [0] * len(windowed)

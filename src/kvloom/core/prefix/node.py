@@ -1,4 +1,5 @@
-"""The entries of the radix tree: nodes, roots and checkpoints. This module has only data. The tree modifies it."""
+"""The entries of the radix tree: nodes, roots and checkpoints. This module has only data. The tree modifies these
+objects."""
 
 from __future__ import annotations
 
@@ -126,7 +127,7 @@ class Checkpoint(Entry):
 
     @property
     def history(self) -> ReuseHistory | None:
-        """The history of the checkpoint's node, because a returning request uses both."""
+        """The history of the checkpoint's node, because a request that returns uses the checkpoint and the node."""
         return self.node.history
 
     @history.setter

@@ -25,13 +25,15 @@ class OffloadBatch(NamedTuple):
         | field   | meaning                                                                                    |
         |---------|--------------------------------------------------------------------------------------------|
         | pages   | pages that contain the bytes of `rows` until the next `take_copies`; 0 if unknown          |
-        | evicted | the bytes will be overwritten soon; else their sequence closed and they stay cached        |
-        | was_hit | a later request hit them                                                                   |
-        | tenant  | owner of the pages; `root` is the root of their hashes                                     |
+        | evicted | true: the pages are evicted and will be overwritten soon; false: their sequence closed,    |
+        |         | and they stay cached                                                                       |
+        | was_hit | whether a later request hit the pages                                                      |
+        | tenant  | owner of the pages                                                                         |
+        | root    | root of the block hashes of the pages                                                      |
         | age     | step marks since the pages entered the tree or moved: 0, 1 or 2 (2 also if unknown)        |
 
-    A page of age 1 was written by a step that was launched before the last mark. A page of age 2 was written before
-    the second last mark.
+    A page of age 1 was written by a step that was launched before the last mark. A page of age 2 was written before the
+    second last mark.
     """
 
     numbering: str
@@ -65,9 +67,8 @@ class OffloadSource:
         self._marked = -math.inf, -math.inf
 
     def mark_step(self, now: float, moved: bool) -> None:
-        """Increase the age of all pages in the tree. `moved` states that pages moved since the last mark. The last
-        mark is then invalid.
-        """
+        """Increase the age of all pages in the tree. `moved` states that pages moved since the last mark. The last mark
+        then does not count."""
         self._before = self._marks + moved
         self._marks += 1
         self._marked = now, now if moved else self._marked[0]

@@ -68,7 +68,8 @@ class QueuedPrefix:
 
 
 class Pins:
-    """Owns the pins of one cache with their expiry times, and the last node of each session."""
+    """Owns the pins of one cache with their expiry times, and the last node of each session. Also marks the prefixes
+    that waiting requests will hit."""
 
     SESSIONS = 1 << 16
 
@@ -189,8 +190,8 @@ class Pins:
             self._sessions.popitem(last=False)
 
     def end_session(self, session: str) -> int:
-        """Mark the entries that only this session used, so that they are evicted first. Returns the number of their
-        tokens."""
+        """Mark the blocks that only this session used, so that they are evicted first. Returns the number of tokens in
+        these blocks."""
         node: Node | None = self._sessions.pop(session, None)
         now = self._clock.now()
         tokens = 0

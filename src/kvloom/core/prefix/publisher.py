@@ -111,7 +111,8 @@ class EventPublisher:
         return tail_hash(parent, text, self.resolve)
 
     def block_hash_at(self, node: Node, position: int) -> bytes:
-        """Return `hash_at` as a BlockHash, which also contains the hashes of all units of the block."""
+        """Like `hash_at`, but if a block has several units of HASH_TOKENS tokens, return a BlockHash. It also contains
+        the hashes of the block's units up to `position`."""
         end = self.hash_at(node, position)
         if self.block == HASH_TOKENS:
             return end
@@ -147,13 +148,13 @@ class EventPublisher:
         block_hash = self.hash_at(node, position)
         before = (position - 1) // HASH_TOKENS * HASH_TOKENS
         parent = self.hash_at(node, before) if before > node.start else self.hash_before(node)
-        # A partial tail inside a longer node has pages, but a prompt can resume there only with a snapshot.
+        # A partial block inside a longer node has pages, but a prompt can resume there only with a snapshot.
         groups = self.state_groups + (self.token_groups if position % HASH_TOKENS else ())
         text = self._tokens(node, before, position)
         self.events.emit(BlockStored(parent, (block_hash,), groups, MEDIUM, position % HASH_TOKENS, text))
 
     def adopted(self, node: Node, missing: npt.NDArray[np.bool_]) -> None:
-        """Publish window pages that were stored again."""
+        """Publish that window pages of `node` are cached again. `missing` marks the pages that were missing before."""
         for window, columns in enumerate(self.window_columns):
             rows = np.flatnonzero(missing[:, columns.start])
             groups = (self.window_groups[window],)

@@ -46,7 +46,7 @@ class RadixTree(Checkpoints):
     # -- finding --------------------------------------------------------------------------------
 
     def root(self, root_hash: bytes, account: Account, tenant: str = "") -> Root:
-        """Return the root with a hash. Creates the root if there is none."""
+        """Return the root with the hash `root_hash`. Creates the root if there is none."""
         root = self.roots.get(root_hash)
         if root is None:
             root = Root(next(self._serials), root_hash, account, self.pages.width, tenant)
@@ -124,13 +124,12 @@ class RadixTree(Checkpoints):
     ) -> tuple[Node, bool]:
         """Add the tokens `data` and their pages (`rows`) after `cursor`, which ends at a block boundary.
 
-        Returns the node that ends where `data` ends, and whether the tree already had any of the tokens. The tree
-        takes over `rows`, and the caller must not change it afterwards. If the tree already has a page of a block,
-        it writes that page into `rows`, and the caller must use that page.
+        Returns the node that ends where `data` ends, and whether the tree already had any of the tokens. The tree takes
+        over the array `rows`, so the caller must not change the array afterwards. If the tree already has a page of a
+        block, it writes the id of that page into `rows`, and the caller must use that page.
 
-        `locked` is the node that the caller has locked, by default `cursor`. `last` states that the caller will
-        unlock it next. The node may then grow by a partial block. `lock` moves the caller's lock to the returned
-        node.
+        `locked` is the node that the caller has locked, by default `cursor`. `last` states that the caller will unlock
+        this node next. The node may then grow by a partial block. `lock` moves the caller's lock to the returned node.
         """
         node, start = cursor, cursor.end
         locked = locked or cursor
@@ -204,9 +203,8 @@ class RadixTree(Checkpoints):
         )
 
     def _loses(self, node: Node, rows: Ids) -> bool:
-        """Return whether a node would lose a window page that a checkpoint may need, if the node grows by `rows`.
-        The first of `rows` replaces the node's partial block, but may lack a window page.
-        """
+        """Return whether a node that grows by `rows` would lose a window page that a checkpoint may need. The first row
+        of `rows` replaces the row of the node's partial block, but may lack a window page."""
         if not self.windows or not node.end % self.block:
             return False
         return bool(((node.pages[node.count - 1] > 0) & (rows[0] == 0)).any())
@@ -418,7 +416,8 @@ class RadixTree(Checkpoints):
                 self.requeue(node, now)
 
     def requeue(self, node: Node, now: float) -> None:
-        """Queue a leaf for eviction. If its end is not resumable, the leaf is evicted before others."""
+        """Queue a leaf for eviction. If no prompt can resume at the end of the leaf, the leaf is evicted before other
+        entries."""
         if not node.children and not node.locks and node.parent is not None:  # inlined `node.leaf`
             if self.needs_checkpoints:
                 node.useless = self.last_resume(node) < node.end

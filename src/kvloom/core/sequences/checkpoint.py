@@ -76,7 +76,8 @@ def checkpoint(state: CacheState, seq: Sequence, position: int | None = None) ->
 def node_at(
     state: CacheState, seq: Sequence, position: int, now: float, closing: bool = False
 ) -> Node | None:
-    """Return the node that contains `position` of a sequence. Publishes a partial tail if needed."""
+    """Return the tree node that contains the token before `position`, or None at position 0. If the tree does not have
+    the sequence's tokens up to `position` yet, adds them first, even if the last block is partial."""
     if position <= seq.published:
         node: Node | None = seq.node
         while node is not None and node.start >= position:

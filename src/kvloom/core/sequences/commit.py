@@ -141,9 +141,8 @@ def _retention_cuts(state: CacheState, seq: Sequence, start: int, stop: int) -> 
 
 
 def _is_ready(state: CacheState, seq: Sequence, stop: int) -> bool:
-    """Return whether tokens up to `stop` can have been written. This requires that the partial block is copied, and
-    that states and media runs are allocated.
-    """
+    """Return whether the pages of all tokens up to `stop` are ready to be written: the partial block is copied, and
+    states and media runs are allocated."""
     if seq.shared_tail or (state.has_states and not state.block_tables.states[0, seq.row]):
         return False
     return not seq.media or all(

@@ -21,7 +21,7 @@ __all__ = ["close_sequence", "open_sequence", "resume_from", "retain_media"]
 
 
 MAX_RETAINED = 4
-"""Largest number of checkpoints that a prompt takes at the ends of retained token ranges."""
+"""Largest number of checkpoints that a prompt takes for retained token ranges, one at the end of each range."""
 
 
 def open_sequence(state: CacheState, cache: SequenceOwner, match: Match) -> Sequence:
@@ -225,9 +225,8 @@ def close_sequence(state: CacheState, seq: Sequence) -> Node:
 
 
 def _publish_end(state: CacheState, seq: Sequence, now: float) -> Node:
-    """Publish the partial tail, and take a checkpoint at the end of the sequence. Its live states become the
-    snapshot.
-    """
+    """Publish the partial last block, and take a checkpoint at the end of the sequence. The live states of the sequence
+    become the snapshot."""
     tree, table = state.tree, state.block_tables
     if not tree.needs_checkpoints:
         if table.length.item(seq.row) == seq.published:

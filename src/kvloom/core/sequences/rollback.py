@@ -59,7 +59,7 @@ def _resumable_below(
         if not state.has_states or resume >= table.state_length[seq.row]:
             return resume, None
     candidates, reach = list(path), seq.node.end
-    if target > seq.published == seq.node.end:  # a snapshot in the partial tail of this sequence
+    if target > seq.published == seq.node.end:  # a snapshot in the partial last block of this sequence
         ids = table.tail[seq.row, : target - seq.published].tobytes()
         below, matched = tree.walk(seq.node, ids, target - seq.published)
         candidates += below
@@ -99,8 +99,7 @@ def _unpublish(
     state: CacheState, seq: Sequence, path: list[Node], boundary: int, resume: int, now: float
 ) -> None:
     """Move the sequence's lock to the node that ends at the earlier block boundary `boundary`. The tokens from
-    `boundary` to `resume` count as unpublished again.
-    """
+    `boundary` to `resume` then count as unpublished."""
     tail, tree = resume - boundary, state.tree
     if not seq.control.store and boundary >= seq.node.end:
         seq.published = boundary  # these tokens are not in the tree

@@ -68,8 +68,8 @@ class Sequence:
 
     | tokens               | meaning                                     |
     |----------------------|---------------------------------------------|
-    | [0, resumed)         | were cached when it was opened              |
-    | [0, published)       | full blocks, in the radix tree              |
+    | [0, resumed)         | were cached when the sequence was opened    |
+    | [0, published)       | full blocks that are in the radix tree      |
     | [0, length)          | computed: pages and states are valid        |
     | [0, reserved_tokens) | have pages to write to                      |
     """
@@ -155,8 +155,7 @@ class Sequence:
 
     @property
     def next_checkpoint(self) -> int | None:
-        """The next position at which a step should end, so that a snapshot can be taken there. None if there is
-        none."""
+        """The next position at which a step should end, so that a snapshot can be taken there, or None."""
         length = self.length
         ahead = [p for p in self.checkpoint_positions if p > length]
         every = self.cache.checkpoint_policy.every_blocks * self.cache.block_tokens

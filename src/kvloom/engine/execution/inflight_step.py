@@ -37,9 +37,10 @@ class InflightStep:
     """Number of prompt tokens in the step. Each decoding request adds one more token."""
     embeddings: tuple[PooledPrompt, ...] = ()
     drafts: tuple[Draft, ...] = ()
-    """The draft of each request; empty if no request has one. `tokens` then has one more for each draft token."""
+    """The draft of each request. Empty if no request has a draft. With drafts, `tokens` has one more token for each
+    draft token."""
     size: StepSize = field(default_factory=StepSize)
-    """The work of the step, for estimates of time."""
+    """The amounts of work in the step, for estimates of its time."""
 
     @classmethod
     def create(

@@ -23,24 +23,22 @@ from .model_runner import ModelRunner, graph_sizes
 __all__ = ["MAX_RUNNING", "TOKEN_BUDGET", "MemoryBudget", "default_token_budget", "measure_budget"]
 
 TOKEN_BUDGET = {False: 2048, True: 8192}
-"""Default number of prompt tokens in a step, without and with a GPU."""
+"""Default number of prompt tokens in a step: on a CPU, on a GPU."""
 OFFLINE_TOKEN_BUDGET, LARGE_DEVICE_BYTES = 16384, 60 << 30
 """Number of prompt tokens in a step of offline batches, on a device with at least LARGE_DEVICE_BYTES bytes."""
 MAX_RUNNING = {False: 256, True: 512}
-"""Default number of running requests, without and with a GPU. In larger batches more sequences share pages, which are
-read once.
-"""
+"""Default number of running requests: on a CPU, on a GPU. In a larger batch, more sequences share pages, which are read
+once."""
 SLACK_BYTES = 256 << 20
-"""Bytes for libraries, and for work that the trial does not include."""
+"""Bytes reserved for libraries, and for work that the trial step does not include."""
 CPU_POOL = 1 << 30
 MiB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """How the memory of a device is divided, in bytes. Of `total`, the engine may use `usable`. Weights and other
-    processes have `taken`. The largest step needs `step`, and CUDA graphs need `graphs`. The pool gets the rest.
-    """
+    """How the memory of a device is divided, in bytes. Of the `total`, the engine may use `usable`. Weights and other
+    processes use `taken`. The largest step needs `step`, and CUDA graphs need `graphs`. The pool gets the rest."""
 
     total: int
     usable: int

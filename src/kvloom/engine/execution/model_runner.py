@@ -47,7 +47,8 @@ MIN_SHARERS = 4
 
 
 def graph_sizes(rows: int) -> list[int]:
-    """Return the graph sizes for up to `rows` sequences. There are few sizes, but steps need little padding."""
+    """Return the graph sizes for up to `rows` sequences. The sizes are few, and dense enough that steps need little
+    padding."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, 8192, 128)]
     return [size for size in sizes if size < rows] + [rows]
 
@@ -91,7 +92,8 @@ class ModelRunner:
             "" if target is None else DRAFT_PREFIX,
         )
         self.watch_step: Callable[[Batch], AbstractContextManager[Any]] = lambda _: nullcontext()
-        """Returns the context of a run of the model: a head stores the run's hidden states there."""
+        """A function that returns a context for each run of the model. A head uses this context to store the hidden
+        states of the run."""
         self.numerics: AbstractContextManager[Any] = nullcontext()
         """The context of all computations on logits: batch-invariant mode, or none."""
         if invariant:
@@ -109,14 +111,14 @@ class ModelRunner:
         )
         self.tokens, self.rows = tokens, rows
         self.chosen = torch.zeros(rows, dtype=torch.int64, device=buffer.device)
-        """Tokens sampled by the previous step. `source` of a work is an index into it."""
+        """Tokens sampled by the previous step. The `source` of a work is an index into these tokens."""
         decoder = model.get_decoder()  # some models return themselves
         self.decoder: torch.nn.Module | None = (
             decoder if decoder is not model else getattr(model, "model", None)
         )
         """The part of the model that ends with the final norm. None if it is not a separate module."""
         self.hidden_states: list[torch.Tensor] = []
-        """Output of the final norm for the works of the last step that need it: [tokens, hidden] each."""
+        """Output of the final norm ([tokens, hidden]) for each work of the last step that requested it."""
         self._plain = "cache_params" in inspect.signature(model.forward).parameters
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._cache = cache
@@ -407,9 +409,8 @@ class ModelRunner:
 
 
 def _partial_sum_tokens(longest: int) -> int:
-    """Return the number of tokens of one partial sum of batch-invariant attention. The number of sums is enough to
-    fill a device, and at most 64.
-    """
+    """Return the number of tokens in one partial sum of batch-invariant attention. It is chosen so that there are
+    enough partial sums to fill a device, but at most 64."""
     return max(512, -(-longest // (64 * 512)) * 512)
 
 

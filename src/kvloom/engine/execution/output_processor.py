@@ -61,8 +61,8 @@ class OutputProcessor:
     def _accept_drafts(
         self, step: InflightStep, tokens: list[int], logprobs: dict[int, TokenLogprobs], open_: list[int]
     ) -> None:
-        """Apply the tokens of a step with drafts. Each request gets its accepted tokens and the token after them,
-        until it finishes. `open_` are the indices of the unfinished requests."""
+        """Apply the tokens of a step with drafts. Each request gets its accepted draft tokens and the next sampled
+        token, unless it finishes earlier. `open_` are the indices of the unfinished requests."""
         places = accepted_places(tokens, step.drafts)
         self.scheduler.commit_tokens(step.requests, [tokens[of[0]] for of in places], [])
         depth = 0
@@ -114,9 +114,8 @@ class OutputProcessor:
                 return
 
     def _advance_grammars(self, requests: list[Request]) -> set[int]:
-        """Send each new token to its grammar, and wait a short time for the next masks. Return the requests (by
-        `id`) whose grammar refuses the token.
-        """
+        """Send each new token to its grammar, and wait a short time for the next masks. Return the ids of the requests
+        whose grammar refuses the token."""
         waiting, refused = [], set()
         for request in requests:
             structure = request.structure

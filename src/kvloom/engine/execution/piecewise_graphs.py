@@ -25,7 +25,8 @@ from kvloom.models.paged import Batch, BatchBuilder, GraphSplitter, Pages, Work
 __all__ = ["PiecewiseGraphs", "piece_sizes", "uncollected"]
 
 MARGIN = 1.5
-"""Graphs are used for steps of up to MARGIN times the tokens at which host and device take equally long."""
+"""At a certain number of tokens, a step takes equally long on host and device. Graphs are used for steps of up to
+MARGIN times this number."""
 
 
 @contextmanager
@@ -41,8 +42,8 @@ def uncollected() -> Iterator[None]:
 
 
 def piece_sizes(tokens: int) -> list[int]:
-    """Return the graph sizes for steps of up to `tokens` tokens. There are few sizes, but steps need little
-    padding."""
+    """Return the graph sizes for steps of up to `tokens` tokens. The sizes are few, and dense enough that steps need
+    little padding."""
     sizes = [*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256), *range(4096, 65536, 512)]
     return [size for size in sizes if size <= tokens]
 
@@ -79,9 +80,8 @@ class PiecewiseGraphs:
         self._side: torch.cuda.Stream | None = None
 
     def limit(self, tokens: int, host: float, device: float) -> None:
-        """Use graphs only for steps in which the host is the bottleneck. `host` and `device` are the seconds that a
-        step of `tokens` tokens took on each.
-        """
+        """Set the largest step that uses graphs. Larger steps gain nothing, because the host is not their bottleneck.
+        `host` and `device` are the seconds that a step of `tokens` tokens took on each."""
         self._most = min(self._most, int(MARGIN * tokens * host / device))
 
     @property

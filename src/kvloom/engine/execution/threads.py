@@ -33,7 +33,7 @@ def use_threads(asked: int | None = None) -> int:
 
 
 def cores() -> int:
-    """Return the number of usable cores. It is the number in the CPU affinity, but at most a container's quota."""
+    """Return the number of usable cores: the cores in the CPU affinity, limited by the container's quota."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = QUOTA.read_text(encoding="ascii").split()

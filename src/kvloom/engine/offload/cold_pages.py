@@ -43,7 +43,7 @@ from .stats import OffloadStats
 __all__ = ["MAX_HOST_SHARE", "ColdPages", "ColdStart"]
 
 MAX_SAVED = 1024
-"""Ends of long requests that are remembered, for models with windows or states."""
+"""Largest number of ends of long requests that are remembered, for models with windows or states."""
 MAX_HOST_SHARE = 0.9
 """Largest share of host memory that cold pages may use. Transfers need the rest."""
 
@@ -193,10 +193,8 @@ class ColdPages:
         return None
 
     def start(self, request: Request, found: ColdStart) -> bool:
-        """Start the empty sequence of a request with leased pages. If the pool lacks pages, release the leases and
-        return False.
-
-        Waits for the copies of the pages that must be in the pool."""
+        """Start the empty sequence of a request with leased pages. Waits until the pages that must be in the pool are
+        copied. If the pool lacks pages, releases the leases and returns False."""
         sequence, cache = request.sequence, self._cache
         assert sequence is not None
         tail = request.ids(found.position)[len(found.pages) * cache.block_tokens :]
@@ -214,8 +212,8 @@ class ColdPages:
         return True
 
     def _lease(self, request: Request, position: int) -> ColdStart:
-        """Lease the pages to resume at `position`. If some pages are missing, the position of the result is an
-        earlier end of a block. In models with windows or states it is then 0."""
+        """Lease the pages with which a request can resume at `position`. If some pages are missing, the result has an
+        earlier position: the end of an earlier block, or 0 in models with windows or states."""
         cache, tenant = self._cache, request.control.tenant
         hashes, blocks = self._block_hashes(request, 0, position, None), position // cache.block_tokens
         found = ColdStart(position, np.zeros((blocks, len(cache.page_tables)), np.int32), hashes, [], [])
@@ -266,7 +264,7 @@ class ColdPages:
 
     @staticmethod
     def _keeps(request: Request) -> bool:
-        """Return whether host memory may keep a request's pages for other requests."""
+        """Return whether pages of a request may stay in host memory for other requests."""
         return request.control.store and not request.uncached
 
     def _columns(self, request: Request) -> list[tuple[PageGroup, Form, int]]:

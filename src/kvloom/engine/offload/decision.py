@@ -14,7 +14,7 @@ class Action(Enum):
     COMPUTE = "compute"
     """Compute tokens, up to `Decision.until`."""
     WAIT = "wait"
-    """Compute nothing, because pages in transfer arrive sooner than they could be computed."""
+    """Compute nothing, because the pages in transfer will arrive before the request could compute them."""
     NO_FREE_PAGES = "no free pages"
     """A tier has pages of the request, but the pool has no free pages for them. The request waits or computes."""
     RESUME = "resume"
@@ -23,8 +23,8 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """An action, and the position up to which the request computes before the next decision. A position of None
-    means no limit."""
+    """An action, and the position up to which the request computes before the next decision. If the position is None,
+    there is no limit."""
 
     action: Action
     until: int | None = None

@@ -78,10 +78,9 @@ class _Pull:
 
 
 class HandOver:
-    """Pulls the pages of one request from a prefill worker into host memory, while that worker computes the prompt.
-    `peer` is the number of the prefill worker's tier queue. If no new page arrives for `patience` seconds, the
-    hand-over ends.
-    """
+    """Pulls the pages of one request from a prefill worker into this worker's host memory, while the prefill worker
+    computes the prompt. `peer` is the index in `transfers.queues` of the queue whose tier is the prefill worker. If no
+    new page arrives for `patience` seconds, the hand-over ends."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ Event = torch.cuda.Event | FinishedEvent
 Ids = npt.NDArray[np.integer[Any]]
 _SLAB_BYTES = 8 << 20
 _MIN_CHECKED_BYTES = 32 * 1024
-"""Layers smaller than this share one checksum, because one per layer would cost too much."""
+"""Layers with fewer bytes than this share one checksum, because a checksum per layer would cost too much."""
 
 
 def form_of(group: PageGroup, run: int) -> Form:
@@ -52,11 +52,9 @@ def _layout_text(group: PageGroup, run: int, fields: str) -> str:
 
 
 def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
-    """Return the stored form of every page form of a layout. Tiers store pages of HASH_TOKENS tokens, like a layout
-    with that block size. Returns {} if the layout already has that block size.
-
-    Omits groups whose layers would be divided into different runs in that layout.
-    """
+    """Return, for every page form of a layout, the form in which tiers store it. Tiers store pages of HASH_TOKENS
+    tokens, as a layout with this block size has them. Returns {} if the layout already has this block size. Omits
+    groups that this block size would divide into other runs."""
     if layout.block_tokens == HASH_TOKENS:
         return {}
     layers = {name: group.spec for group in layout.groups for name in group.layers}
@@ -70,10 +68,9 @@ def unit_forms(layout: PoolLayout) -> dict[Form, UnitForm]:
 
 
 def value_forms(layout: PoolLayout) -> dict[Form, ValueForm]:
-    """Return the stored form of every page form of a layout and of its units, for re-encoding tiers. Stored forms
-    contain values and do not depend on the KV dtype. Raises ValueError for pages whose values need scales that are
-    not in the page.
-    """
+    """Return the forms in which a re-encoding tier stores pages, by page form of a layout and of its units. The stored
+    forms contain values and do not depend on the KV dtype. Raises ValueError for pages whose scales are not in the
+    page."""
     layers = {name: group.spec for group in layout.groups for name in group.layers}
     layouts = [layout]
     if layout.block_tokens != HASH_TOKENS:

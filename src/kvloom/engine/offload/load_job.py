@@ -43,8 +43,8 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class LoadLookup:
-    """What the tiers have of a prompt: for each page that the pool lacks, the tier that stores it. `is_complete` is set
-    once every tier has answered or is late."""
+    """What the tiers have of a prompt: the tier of each page that the pool lacks. `is_complete` is set when every tier
+    has answered or is late."""
 
     plan: LoadPlan | None = None
     pending: TierLookup | None = None
@@ -74,11 +74,11 @@ class TierTransfer:
     chunks: deque[LoadChunk] = field(default_factory=deque)
     """Chunks that have not arrived."""
     loaded_from: int = 0
-    """Host memory has all pages from this token to the end of the load plan."""
+    """First token from which on host memory has all pages up to the end of the load plan."""
     pages_by_tier: Counter[int] = field(default_factory=Counter)
     """Pages that arrived, by tier."""
     bytes_from: np.ndarray | None = None
-    """[tier, block]: bytes to load for this block and all later blocks."""
+    """Bytes to load from each tier for a block and all later blocks: [tier, block]."""
     deadline: float = 0.0
 
     @property
@@ -97,7 +97,7 @@ class PoolCopy:
     started: float
     leases: list[Lease]
     loaded: np.ndarray
-    """[row, column of the block table]: whether the page of the reservation is copied."""
+    """Whether the page of the reservation is copied: [row, column of the block table]."""
     states_loaded: bool = True
     events: list[LoadEvent | FinishedEvent] = field(default_factory=list)
 

@@ -20,7 +20,7 @@ __all__ = ["Estimates", "LoadOrRecompute", "Progress"]
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a request has computed and loaded its prompt. Tokens before `computed_to` are computed. Tokens from
-    `loaded_from` to `end` are loaded, where `end` is the end of the prompt."""
+    `loaded_from` to `end`, the end of the prompt, are loaded."""
 
     computed_to: int
     loaded_from: int
@@ -57,9 +57,8 @@ class LoadOrRecompute:
         self._first: tuple[float, int] | None = None  # time and loaded_from of the first decision
 
     def tokens_to_compute(self, at: Progress, estimates: Estimates, now: float) -> int:
-        """Return how many tokens to compute before the next decision, or 0 to wait. If the loaded tokens save less
-        than they cost, returns all tokens to the end of the prompt.
-        """
+        """Return how many tokens to compute before the next decision, or 0 to wait. If loading saves no time, returns
+        all tokens to the end of the prompt."""
         gap = at.loaded_from - at.computed_to
         compute, load = estimates.compute_seconds, estimates.load_seconds
         tokens: int | None = None
@@ -100,9 +99,8 @@ class LoadOrRecompute:
     def _corrected(
         self, loaded_from: int, next_tokens: int, load: Callable[[int], float], now: float
     ) -> Callable[[int], float]:
-        """Return `load` multiplied by the ratio of elapsed to expected load time, at least 1. The next
-        `next_tokens` tokens may still be in transfer, so the expected time includes them.
-        """
+        """Return `load` multiplied by the ratio of elapsed to expected load time, which is taken as at least 1. The
+        expected time includes the next `next_tokens` tokens, because they may still be in transfer."""
         first_time, first_loaded = self._first = self._first or (now, loaded_from)
         soon = load(loaded_from - next_tokens)
         expected = soon + soon / next_tokens * (first_loaded - loaded_from)

@@ -64,8 +64,8 @@ class Step(Protocol):
 
 
 class WatchedTier(NamedTuple):
-    """A tier whose pages are published as events. It has the tier's medium and changes, and the forms of each layer
-    group's pages."""
+    """A tier whose pages are published as events. It has the tier's medium, the recorded changes, and the forms of each
+    layer group's pages."""
 
     medium: str
     changes: PageChanges
@@ -119,7 +119,7 @@ class OffloadManager:
         self.cold: ColdPages | None = None
         """Cold pages of requests that are longer than the pool. None if no host tier is configured."""
         self.cold_refusal = ""
-        """Why this engine has no cold pages, if host memory is not the reason."""
+        """The reason why this engine has no cold pages, if the reason is not a missing host tier."""
         if host_write is not None:
             self.cold = ColdPages(
                 cache, self.transfers, self._pages, self._tiers.forms_of, apply_copies, self.stats
@@ -161,6 +161,7 @@ class OffloadManager:
         """
         if request.offers_pages:
             self._offering[request] = 0
+            self._store.copy_units()
         if request.awaits_peer is not None and self._start_hand_over(request, find_match(request)):
             return
         if not self._can_prefetch:
@@ -246,10 +247,9 @@ class OffloadManager:
         return job is not None and job.copy is not None
 
     def copying_requests(self) -> list[tuple[Request, int]]:
-        """Return the requests that wait only for copies between pool and host memory. Also return, for each, the
-        number of tokens for which pages of the pool are reserved. It is 0 while needed pages are still being
-        offloaded. O(jobs).
-        """
+        """Return the requests that wait only for copies between pool and host memory, each with the number of tokens
+        for which it has reserved pages of the pool. The number is 0 while needed pages are still being offloaded.
+        O(jobs)."""
         return [
             (job.request, 0 if job.copy is None else job.copy.reservation.end)
             for job in self._jobs.values()
@@ -361,7 +361,7 @@ class OffloadManager:
         self._store.before_step(pages_moved)
 
     def during_step(self, is_busy: Callable[[], bool]) -> None:
-        """Offload pages early while the device `is_busy`. In this time the engine would only wait for the device."""
+        """Offload pages early while the device `is_busy`, because the engine would only wait for the device."""
         self._store.offload_ahead(is_busy)
 
     def after_step(
@@ -409,6 +409,7 @@ class OffloadManager:
         if self.host_server is not None:
             self.host_server.close()
         self.transfers.close(max(0.1, deadline - time.monotonic()))
+        self._store.close()
         self._pages.close()
 
     # -- hand-over between prefill and decode workers ------------------------------------------------
@@ -510,9 +511,7 @@ class OffloadManager:
         return job
 
     def _can_resume(self, job: LoadJob) -> bool:
-        """Return whether the loaded tokens meet the tokens that a running request has computed. If so, end its
-        transfers.
-        """
+        """Return whether loaded and computed tokens of a running request meet. If so, end its transfers."""
         request, transfer = job.request, job.transfer
         if job.phase is not Phase.COMPUTING or (
             self._tiers.advance(job, None) and transfer.loaded_from > request.computed
@@ -570,8 +569,8 @@ class OffloadManager:
         return False
 
     def _end_job(self, job: LoadJob, resume: int) -> None:
-        """End a job. Its request can resume at `resume`. The request looks in tiers again only if this prefix is
-        evicted."""
+        """End a job. Its request can resume at `resume`. The request looks in tiers again only if the prefix up to
+        `resume` is evicted."""
         if job.phase is Phase.COPYING_HEAD:  # the tail is still loading
             job.phase = Phase.WAITING
             return

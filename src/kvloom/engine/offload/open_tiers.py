@@ -16,26 +16,21 @@ import torch
 from kvloom.core import KVCache, PoolLayout
 from kvloom.engine.config import OffloadConfig
 from kvloom.tiers import (
-    CODINGS,
     HostTier,
     LossyTier,
     OpenTier,
-    Shares,
-    SupportsShares,
     TierError,
     UnitTier,
     ValueTier,
     check_tiers,
     is_optional,
-    open_with_policy,
     scheme_of,
     split_write_policy,
     tenant_shares,
-    url_label,
 )
 from kvloom.tiers.host import HostURL, SharedMemory
 from kvloom.tiers.peer import PeerConfig, PeerServer, read_secret
-from kvloom.tiers.transfers import UnavailableTier
+from kvloom.tiers.transfers import open_required, open_tiers
 
 from .host_pages import open_host, unit_forms, value_forms
 from .manager import OffloadManager
@@ -44,9 +39,8 @@ __all__ = ["open_offload", "opened_tiers"]
 
 log = logging.getLogger("kvloom.tiers")
 STAGING_BYTES = {False: 256 << 20, True: 4 << 30}
-"""Bytes of host memory without a configured host tier, without and with a GPU. Every transfer passes through host
-memory.
-"""
+"""Bytes of the staging arena of an engine without a host tier: on a CPU, on a GPU. Every transfer passes through host
+memory."""
 
 
 @contextmanager
@@ -59,27 +53,13 @@ def opened_tiers(tiers: Many[str | OpenTier]) -> Iterator[list[str | OpenTier]]:
     try:
         for text in tiers:
             is_later = isinstance(text, OpenTier) or scheme_of(text) == "host" or is_optional(text)
-            found.append(text if is_later else _open_required(str(text)))
+            found.append(text if is_later else open_required(str(text)))
         yield found
     except BaseException:
         for place in found:
             if isinstance(place, OpenTier) and place not in tiers:
                 place.tier.close()
         raise
-
-
-def _open_required(text: str) -> OpenTier:
-    try:
-        return open_with_policy(text)
-    except TierError as error:
-        raise _unusable(text, error) from error
-
-
-def _unusable(text: str, error: TierError) -> ValueError:
-    return ValueError(
-        f"tier {url_label(text)} cannot be used: {error}; correct it, or add optional=1 to its options "
-        "to start without it"
-    )
 
 
 def open_offload(
@@ -115,31 +95,10 @@ def open_offload(
     shares = tenant_shares(tenants, cache.usable_slabs * layout.slab_bytes)
     if hosts:  # staging memory has no tenant shares
         host.set_shares(shares)
-    places: list[OpenTier] = []
-    unavailable: list[tuple[str, str]] = []
     try:
-        for text in tiers:
-            if isinstance(text, OpenTier):
-                places.append(text)
-                if shares and isinstance(text.tier, SupportsShares):
-                    text.tier.set_shares(shares)
-                try:
-                    _checked(text, layout)
-                except TierError as error:
-                    raise _unusable(text.tier.name, error) from error
-            elif text not in hosts:
-                try:
-                    places.append(_checked(open_with_policy(text, shares), layout))
-                except TierError as error:
-                    if not is_optional(text):
-                        raise _unusable(text, error) from error
-                    unavailable.append((url_label(text), str(error)))
-                    log.warning("tier %s is left out, serving goes on without it: %s", *unavailable[-1])
-                    if _should_retry(text, error):
-                        places.append(_unavailable_place(text, shares, str(error)))
+        others = [text for text in tiers if text not in hosts]
+        places, unavailable = open_tiers(others, shares, lambda place: _checked(place, layout))
     except BaseException:
-        for place in places:
-            place.tier.close()
         host.close()
         raise
     places = [_with_unit_pages(_with_values(place, layout), layout) for place in places]
@@ -159,11 +118,12 @@ def _with_values(place: OpenTier, layout: PoolLayout) -> OpenTier:
 
 def _with_unit_pages(place: OpenTier, layout: PoolLayout) -> OpenTier:
     """Wrap `place` so that it stores pages of HASH_TOKENS tokens. Servers of every block size can use such pages. A
-    peer is not wrapped, because it may be the host memory of another engine, whose pages have that engine's block
-    size.
+    peer may be the host memory of another engine, whose pages have that engine's block size. It then also has units
+    of the pages that it hands over.
     """
-    forms = {} if "peer://" in place.tier.name else unit_forms(layout)
-    return replace(place, tier=UnitTier(place.tier, forms)) if forms else place
+    forms = unit_forms(layout)
+    is_peer = "peer://" in place.tier.name
+    return replace(place, tier=UnitTier(place.tier, forms, has_whole_pages=is_peer)) if forms else place
 
 
 def _server_config(host_text: HostURL) -> PeerConfig | None:
@@ -191,21 +151,6 @@ def _serve_host(host: HostTier, config: PeerConfig, memory: SharedMemory | None)
         return None
     log.info("host memory is shared at peer://%s:%d", *server.address)
     return server
-
-
-def _should_retry(text: str, error: TierError) -> bool:
-    """Return whether opening a tier may succeed later. Returns False if a package is missing, or if the tier
-    re-encodes pages.
-    """
-    return not isinstance(error.__cause__, ImportError) and scheme_of(text) not in CODINGS
-
-
-def _unavailable_place(text: str, shares: Shares, reason: str) -> OpenTier:
-    """Return a stand-in for a tier that is unavailable now. The stand-in opens the tier later, in the background."""
-    _, write = split_write_policy(text)
-    return OpenTier(
-        UnavailableTier(url_label(text), lambda: open_with_policy(text, shares).tier, reason), write
-    )
 
 
 def _checked(place: OpenTier, layout: PoolLayout) -> OpenTier:

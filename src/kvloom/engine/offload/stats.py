@@ -14,7 +14,7 @@ class OffloadStats:
     load_jobs: int = 0
     """Number of started copies from host memory into the pool."""
     loaded_tokens: int = 0
-    """Number of tokens that requests did not compute because of these copies."""
+    """Number of prompt tokens that were loaded by these copies instead of computed."""
     loaded_bytes: int = 0
     failed_pages: int = 0
     """Pages that host memory had evicted before they were copied."""
@@ -28,7 +28,7 @@ class OffloadStats:
     encoded_images: int = 0
     """Images that no tier had in time, so the vision tower ran."""
     hand_overs: int = 0
-    """Prompts whose pages a prefill worker computed, and that ended with all of them."""
+    """Prompts for which a prefill worker computed the pages, and all pages arrived."""
     cut_hand_overs: int = 0
     """Prompts whose prefill worker or pages were lost or late. The rest was computed here."""
     handed_over_pages: int = 0

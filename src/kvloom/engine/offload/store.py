@@ -21,9 +21,10 @@ from kvloom.kernels.copy import FinishedEvent
 from kvloom.tiers import Lease, Objects, Outcome
 from kvloom.tiers.transfers import TransferManager
 
-from .host_pages import Event, HostPages
+from .host_pages import Event, HostPages, unit_forms
 from .stats import OffloadStats
 from .tier_loader import Forms
+from .unit_copies import UnitCopies
 
 __all__ = ["PageOffloader"]
 
@@ -31,7 +32,7 @@ PoolVersion = tuple[int, int, int]
 _PENDING = int(Outcome.PENDING)
 _DONE: Event = FinishedEvent()
 MAX_LOSSY_ROOTS = 4096
-"""Largest number of lossy roots. Above it, roots without cached pages are dropped."""
+"""Largest number of recorded lossy roots. If there are more, roots without cached pages are dropped."""
 
 
 @dataclass(slots=True)
@@ -77,6 +78,7 @@ class PageOffloader:
         self._queued_hashes: set[bytes] = set()
         self._queued_at: PoolVersion | None = None
         self._pending: list[_PendingOffload] = []
+        self._units: UnitCopies | None = None
         self.copying_keys: set[bytes] = set()
         """Keys of pages that are being copied to host memory."""
         cache.loading.set_listener(self._on_offload, on_close=bool(writes & {"through", "second-use"}))
@@ -89,6 +91,18 @@ class PageOffloader:
             if len(self._lossy_roots) > MAX_LOSSY_ROOTS:
                 self._lossy_roots &= self.cache.roots
             self._lossy_roots.add(root)
+
+    def copy_units(self) -> None:
+        """Copy the pages of later batches into units too, for workers with another block size. Does nothing if this
+        worker has the block size of units."""
+        forms = unit_forms(self.cache.layout) if self._units is None else {}
+        if forms:
+            self._units = UnitCopies(self.transfers.host, forms)
+
+    def close(self) -> None:
+        """End the copies into units."""
+        if self._units is not None:
+            self._units.close()
 
     @property
     def busy(self) -> bool:
@@ -128,6 +142,8 @@ class PageOffloader:
 
     def poll(self) -> None:
         """Finish the copies that are done. Does not block."""
+        if self._units is not None:
+            self._units.poll()
         if not self._pending:
             return
         pending = []
@@ -207,6 +223,8 @@ class PageOffloader:
         if offload.retained is not None:
             self.cache.loading.release_batch(offload.retained)
         objects, new = offload.objects, offload.new
+        if self._units is not None:
+            self._units.copy(objects)
         count = len(objects) if new is None else int(new.sum())
         self.stats.offloaded_pages += count
         self.stats.offloaded_bytes += count * objects.form.page_bytes

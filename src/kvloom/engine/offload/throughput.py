@@ -8,15 +8,13 @@ __all__ = ["TimeModel", "meeting_point"]
 
 
 class TimeModel:
-    """Models seconds = base + slope * amount, fitted by least squares. Older measurements have less weight.
-
-    Base and slope are at least 0. If amount 0 was measured, its seconds are the base, because similar amounts do not
-    determine the base well.
-    """
+    """Models the seconds of an amount of work as base + slope * amount, fitted by least squares. Older measurements
+    have less weight. Base and slope are at least 0. If amount 0 was measured, its seconds are the base, because
+    measurements of similar amounts do not determine the base well."""
 
     FADE = 0.9
     ENOUGH = 2.7
-    """Weight of three measurements. The first one often includes one-time costs."""
+    """Weight of three measurements. Fewer are not trusted, because the first one often includes one-time costs."""
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
@@ -80,9 +78,8 @@ class TimeModel:
 def meeting_point(
     blocks: int, compute_seconds: Callable[[int], float], load_seconds: Callable[[int], float]
 ) -> int:
-    """Return the first block at which computing all blocks before it takes as long as loading all blocks after it.
-    `compute_seconds` must not decrease, and `load_seconds` must not increase. O(log blocks) calls.
-    """
+    """Return the first block at which computing all earlier blocks takes as long as loading all later blocks.
+    `compute_seconds` must not decrease, and `load_seconds` must not increase. O(log blocks) calls."""
     low, high = 0, blocks
     while low < high:
         middle = (low + high) // 2

@@ -31,19 +31,20 @@ from .throughput import TimeModel, meeting_point
 __all__ = ["Forms", "TierLoader"]
 
 Forms = dict[int, list[Form]]
-"""By layer group, the forms of its runs."""
+"""The forms of the runs of each layer group, by group."""
 MIN_GAIN = 0.05
-"""A tail is loaded only if this saves at least this fraction of the time to compute everything."""
+"""The end of a prompt is loaded only if loading saves at least this fraction of the time to compute the whole prompt.
+"""
 MIN_CHUNKS = 32
 """Smallest number of chunks of a prompt. A request can use a chunk as soon as it arrives."""
 MIN_STEP_SHARE = 32
-"""A step computes at least 1 / MIN_STEP_SHARE of a prompt, because smaller steps take as long."""
+"""A step computes at least 1 / MIN_STEP_SHARE of a prompt. Smaller steps would not take less time."""
 MAX_HOST_SHARE = 0.9
 """Largest fraction of host memory that one prompt may fill."""
 MIN_WAIT_SECONDS = 0.002
 """Shortest useful wait in seconds. Thread switches take about as long."""
 MAX_SHORT_WAIT_SECONDS = 0.01
-"""Longest wait of a short prompt in seconds, if `wait_share` allows less."""
+"""Longest wait of a short prompt, in seconds. It applies if `wait_share` allows a shorter wait."""
 
 
 class TierLoader:
@@ -64,7 +65,7 @@ class TierLoader:
         self.lossy_forms: Forms = {
             group: [replace(form, exact=False) for form in forms] for group, forms in self.forms.items()
         }
-        """Forms for requests that accept lossy pages. Their hashes and pages are separate."""
+        """Forms for requests that accept lossy pages. These requests have separate hashes and pages."""
         self._fetching: dict[bytes, FetchJob] = {}
 
     def forms_of(self, request: Request) -> Forms:
@@ -76,7 +77,7 @@ class TierLoader:
         return Objects(query.hashes, query.group, form, request.control.tenant)
 
     def host_misses(self, query: TierQuery | None, request: Request) -> bool:
-        """Return whether host memory lacks all pages of a query. Costs a tenth of a load plan."""
+        """Return whether host memory lacks all pages of a query. Costs a tenth of the time of a load plan."""
         return query is not None and not any(
             key in self.transfers.host for key in self.objects_for(query, request).keys
         )
@@ -296,11 +297,10 @@ class TierLoader:
         return seconds
 
     def _max_lost_seconds(self, job: LoadJob) -> float:
-        """Return the seconds that a request may lose by waiting. The limit is `wait_share` of the time to compute
-        its prompt. A short prompt may wait twice the expected time of the next chunk, at most
-        MAX_SHORT_WAIT_SECONDS. Without a measured prefill rate, the limit is a twentieth of the longest deadline,
-        or 0 if the load takes longer than that.
-        """
+        """Return the seconds that a request may lose by waiting. The limit is `wait_share` of the time to compute its
+        prompt. For a short prompt it is twice the expected time of the next chunk, at most MAX_SHORT_WAIT_SECONDS. If
+        no prefill rate was measured, the limit is a twentieth of the longest deadline. It is 0 if the load takes longer
+        than that."""
         load = self._load_seconds(job) if job.transfer.chunks else None
         if not self.prefill_time.is_known:
             first = self.config.deadline_seconds[1] / 20

@@ -105,9 +105,8 @@ class BeamSearch(Generic[S]):
 
     @staticmethod
     def candidates_needed(width: int, ends: int) -> int:
-        """Return how many of its most likely tokens a beam must offer, so that at least `width` of them are not end
-        tokens.
-        """
+        """Return how many of its most likely tokens a beam must offer, so that at least `width` of these tokens are not
+        end tokens."""
         return width + max(width, ends)
 
     def offer(self, slot: S, candidates: TokenLogprobs) -> bool:

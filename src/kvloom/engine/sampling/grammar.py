@@ -43,7 +43,7 @@ FAST_COMPILES = 2
 FAST_SECONDS = 0.5
 """A compilation that takes longer than this many seconds continues at the lowest priority, and the next one starts."""
 SLOW_COMPILES = 4
-"""Largest number of compilations at the lowest priority. Further ones are refused."""
+"""Largest number of compilations at the lowest priority. Further compilations are refused."""
 LATE_SECONDS = 0.1
 """A mask that takes longer than this many seconds is computed at the lowest priority."""
 PROCESS_BYTES = 4 << 20
@@ -209,7 +209,8 @@ class Grammar:
         self.ready = False
         self.error = ""
         self.busy = False
-        """Whether it failed because other grammars used the memory or the processes. It may succeed later."""
+        """Whether the grammar failed because other grammars used the memory or the processes. The grammar may succeed
+        later."""
         self.users = 0
         self.bytes = PROCESS_BYTES
         self.link: socket.socket | None = None
@@ -219,9 +220,8 @@ class Grammar:
         self.late = False
         self.key = -1
         self.queued = self.wanted = time.monotonic()
-        """`queued` is the time of the first request for the grammar. `wanted` is the time of the last request, or
-        when it became ready.
-        """
+        """`queued` is the time of the first request for the grammar. `wanted` is the time of the last request, or the
+        time at which the grammar became ready."""
         self._operations: list[list[Any]] = []
         self._asking: list[GrammarState] = []
         self._dropped: list[int] = []
@@ -539,9 +539,8 @@ class Grammars:
 
     @staticmethod
     def _last_of_largest(grammars: list[Grammar]) -> Grammar:
-        """Return the last grammar of the tenant with the most grammars. If several tenants have the same number,
-        return the last grammar of them all.
-        """
+        """Return the last grammar of the tenant with the most grammars. If several tenants have the most, return the
+        last grammar among all of these tenants."""
         counts = Counter(grammar.tenant for grammar in grammars)
         most = max(counts.values())
         return next(grammar for grammar in reversed(grammars) if counts[grammar.tenant] == most)

@@ -43,12 +43,13 @@ NICE = 5
 """Nice value of these processes. The engine has a higher priority, because its steps serve all requests."""
 ERROR_CHARACTERS = 2000
 PARALLEL_MASKS = 8
-"""From this many masks in one frame on, threads share the work."""
+"""If a frame has at least this many masks, threads share the work."""
 THREADS = 4
 SHARED_LIMIT = 32
 """Number of operations in a frame that one CPU limit covers; larger frames get proportionally more time."""
 JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Spaces in JSON, unless the schema sets them. If spaces were free, a small model might generate only spaces."""
+"""Whitespace that JSON may contain, unless the schema sets it. If any whitespace were allowed, a small model might
+generate only spaces."""
 
 
 def memory_used() -> int:

@@ -16,7 +16,7 @@ from kvloom.combinations import refused
 __all__ = ["GREEDY_BELOW", "MAX_LOGPROBS", "Finish", "SamplingParams", "StructureKind"]
 
 GREEDY_BELOW = 1e-5
-"""With a lower temperature, the most likely token is selected."""
+"""Below this temperature, the most likely token is selected."""
 MAX_LOGPROBS = 1024
 MAX_SAMPLES = 1024
 INTEGERS = (

@@ -36,9 +36,8 @@ from .params import SamplingParams
 __all__ = ["SampledTokens", "Sampler", "SamplingRequest"]
 
 WIDTHS = (64, 256, 1024)
-"""Number of most likely tokens to sort. The smallest width that is at least twice `top_k` is used, so that tokens
-equal to the last one fit.
-"""
+"""Possible numbers of most likely tokens to sort. The sampler uses the smallest width that is at least twice `top_k`,
+so that tokens with the same logit as the last one fit."""
 
 
 class SamplingRequest(Protocol):
@@ -217,9 +216,8 @@ class Sampler:
 
 
 def _floor(ordered: torch.Tensor, draw: _Draw) -> torch.Tensor:
-    """Return the smallest logit of each row that may be sampled ([rows, 1]), from sorted logits. Tokens with an
-    equal logit may also be sampled.
-    """
+    """Return the smallest logit of each row that may be sampled ([rows, 1]), from sorted logits. All tokens with this
+    logit may be sampled."""
     outside = torch.arange(ordered.shape[1], device=ordered.device) >= draw.k
     share = ordered.masked_fill(outside, -math.inf).softmax(-1)
     before = share.cumsum(-1) - share  # the token that crosses top_p is included
@@ -266,7 +264,7 @@ def _make_plan(requests: list[SamplingRequest], vocabulary: int, device: torch.d
 def _allowed_bits(
     every: list[SamplingParams], rows: list[int], vocabulary: int
 ) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """Return the rows, with one bit for each token that a row may sample."""
+    """Return `rows`, and for each row one bit per token that the row may sample."""
     flags = np.zeros((len(rows), -(-vocabulary // 32) * 32), dtype=np.uint8)
     for place, row in enumerate(rows):
         flags[place, [token for token in every[row].allowed_token_ids or () if token < vocabulary]] = 1

@@ -23,7 +23,7 @@ __all__ = ["Admission"]
 
 Ints = npt.NDArray[np.int64]
 TYPICAL = 256
-"""Estimated number of output tokens before the first request has finished."""
+"""Assumed number of output tokens, until the first request has finished."""
 MEMORY = 32
 """Number of recent outputs that the estimate uses."""
 HAVE, END, _, LEFT = range(4)

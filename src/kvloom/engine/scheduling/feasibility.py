@@ -28,8 +28,8 @@ class Feasibility:
         self._slabs_for = lru_cache(4096)(self._most_slabs)
 
     def check(self, request: Request, reachable_slabs: int = 0) -> bool:
-        """Return whether a request at its limit needs cold pages, also after the pool has grown to
-        `reachable_slabs`. Raise ValueError for a request that can never run."""
+        """Return whether a request at its limit needs cold pages, even after the pool has grown to `reachable_slabs`.
+        Raise ValueError for a request that can never run."""
         slab, may_be_long = self.cache.layout.slab_bytes, False
         quota = self.cache.account(request.control.tenant).tenant.quota
         for owner, needed, limit in (
@@ -58,8 +58,8 @@ class Feasibility:
         return may_be_long
 
     def holds(self, length: int, tenant: str, reachable_slabs: int = 0) -> bool:
-        """Return whether a sequence of `length` tokens fits into the tenant's quota and into the pool, after it has
-        grown to `reachable_slabs`."""
+        """Return whether a sequence of `length` tokens fits into the tenant's quota, and into the pool after the pool
+        has grown to `reachable_slabs`."""
         quota, slabs = self.cache.account(tenant).tenant.quota, self._slabs_for(length, None)
         within_quota = quota is None or slabs * self.cache.layout.slab_bytes <= quota
         return within_quota and slabs <= max(self.cache.usable_slabs, reachable_slabs)
@@ -91,9 +91,7 @@ class Feasibility:
         return f", or raise --tier host:SIZE: its oldest pages need {needed:,} bytes of host memory, and may use {most:,}"
 
     def _slabs_of(self, request: Request, most_full: int | None = None) -> int:
-        """Return the largest number of slabs that a request uses. It is reached at the end, or while the largest
-        image is computed.
-
+        """Return the largest number of slabs that a request uses, at its end or while its largest image is computed.
         With `most_full`, at most this many blocks of full attention are in the pool."""
         slabs = self._slabs_for(request.limit, most_full)
         if request.images is None:
@@ -137,11 +135,9 @@ class Feasibility:
         return int(np.sum(slabs, 0).max())
 
     def _pages_for(self, length: int, most_full: int | None = None) -> list[npt.NDArray[np.int64]]:
-        """Return the pages of each class at every length up to `length`. Without windows, return them only for
-        `length`.
-
-        With windows, a sequence may use the most pages before its end.
-        """
+        """Return the number of pages that a sequence uses, as one array per size class. With windows, an array has an
+        entry for each length from 1 to `length`, because the number can be larger at a shorter length. Without windows
+        it has one entry, for `length`. With `most_full`, at most this many blocks of full attention are counted."""
         layout = self.cache.layout
         windowed = any(group.spec.visibility.windowed for group in layout.of("token"))
         ends = np.arange(1 if windowed else length, length + 1)

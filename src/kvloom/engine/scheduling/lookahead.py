@@ -21,7 +21,8 @@ MAX_PROTECTED = 256
 SHORT_SHARE = 16
 """Pages are protected while less than 1 / SHORT_SHARE of the slabs is free."""
 MAX_COMPARED = 16
-"""Number of next requests in the queue that are compared with a prompt in a step, if resuming needs a checkpoint."""
+"""Number of next requests in the queue with which a step compares a prompt, if the model resumes only at checkpoints.
+"""
 MAX_CHECKPOINTS = 4
 """Largest number of pending checkpoints of a prompt for queued requests. In models with states, each ends a step."""
 
@@ -70,13 +71,12 @@ class Lookahead:
             cache.checkpoint(sequence, position)
 
     def start_step(self) -> None:
-        """Forget the checkpoints that were announced in the last step."""
+        """Drop the checkpoints that were announced in the last step."""
         self._announced = {}
 
     def announce_checkpoint(self, request: Request) -> None:
-        """Let queued requests wait for the next checkpoint of a prompt in this step. Does nothing for models
-        without states, whose requests wait for each block.
-        """
+        """Announce the next checkpoint of a prompt in this step, so that queued requests can wait for it. Does nothing
+        for models without states, whose requests wait for each block."""
         block = self._cache.block_tokens
         position = None if request.sequence is None else request.sequence.next_checkpoint
         if position is not None and position >= block:
@@ -84,10 +84,8 @@ class Lookahead:
             self._announced.setdefault(position // block * block, set()).add(prefix)
 
     def awaits_checkpoint(self, request: Request, resume: int) -> bool:
-        """Return whether a prompt of this step will take a checkpoint that helps a queued request. The request can
-        resume at `resume` now, and could then resume at a later position. Costs one comparison per announced
-        position.
-        """
+        """Return whether a prompt of this step will take a checkpoint at which a queued request could resume later than
+        at `resume`, its present resume position. Costs one comparison per announced position."""
         for position, prefixes in self._announced.items():
             if resume < position < len(request.tokens):
                 prefix = next_block_of(request, position - 1, self._cache.block_tokens)

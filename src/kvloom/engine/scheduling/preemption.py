@@ -25,16 +25,15 @@ def choose_victim(
     picked: Many[Scheduled],
     excess: Callable[[Request], float],
 ) -> Request | None:
-    """Return the running request to preempt so that `request` gets pages for `count` tokens. Return None if there
-    is none.
+    """Return the running request to preempt so that `request` gets pages for `count` tokens. Return None if there is no
+    candidate. Requests with work in this step are never candidates.
 
-    Requests with work in this step are never chosen. Candidates of the same tenant have a lower rank, or are parked
-    beams. Candidates of other tenants belong to tenants above their share, and arrived later or are parked. If the
-    quota of the tenant is exhausted, only its own requests are candidates.
+    A request of the same tenant is a candidate if it has a lower rank, or is a parked beam. A request of another tenant
+    is a candidate if its tenant is above its share, and if the request arrived later or is a parked beam. If the quota
+    of the tenant is exhausted, only its own requests are candidates.
 
-    `excess(request)` returns how far a tenant is above its fair share of the pool. If the tenant of `request` is
-    within its share, ranks are ignored, and the tenant with the largest excess is preempted first.
-    """
+    `excess(request)` returns how far a tenant is above its fair share of the pool. If the tenant of `request` is within
+    its share, ranks are ignored, and the tenant with the largest excess is preempted first."""
     assert request.sequence is not None
     busy = {id(other) for other, _ in picked} | {id(request)}
     others = [r for r in running if id(r) not in busy]

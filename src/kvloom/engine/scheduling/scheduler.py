@@ -43,7 +43,8 @@ tree walk.
 MAX_PROMPT_LOGPROBS = 256
 """Largest number of prompt tokens with log-probabilities in a step. Each token needs its own logits."""
 MAX_DEFERRED = 32
-"""Largest number of requests that a step defers because others compute their next block. Each costs a match."""
+"""Largest number of requests that a step defers because other requests compute their next block. Each deferred request
+costs a match."""
 SHARED_STEPS = 4
 """With several tenants, a step computes at most 1 / SHARED_STEPS of the token budget."""
 MAX_PREEMPTED = 16
@@ -77,7 +78,8 @@ class Scheduler:
         self.offload = offload
         """Loads pages from tiers. None if the engine has no tiers."""
         self.reachable_slabs = 0
-        """Number of slabs to which the pool can always grow. Until then, requests that lack pages wait."""
+        """Number of slabs to which the pool can always grow. Until the pool has grown, requests that lack pages wait.
+        """
         self.awaits_growth = False
         """Whether a request waited in the last step because it lacked pages and the pool can grow."""
         self.admission: Admission | None = Admission(cache)
@@ -331,9 +333,8 @@ class Scheduler:
     # -- between tenants --------------------------------------------------------------------------
 
     def _share_out(self) -> None:
-        """Compute the share of each active tenant. Preempt requests of tenants above their share for waiting tenants
-        below their share. With one active tenant there are no shares.
-        """
+        """Compute the share of each active tenant. If a tenant below its share has waiting requests that do not fit,
+        preempt requests of tenants above their share. With one active tenant there are no shares."""
         tenants = self._queue.active()
         total = sum(tenant.weight for tenant in tenants)
         self._shares = {tenant: tenant.weight / total for tenant in tenants} if len(tenants) > 1 else {}
@@ -356,9 +357,8 @@ class Scheduler:
             free = max(0, free - max(0, wanted))
 
     def _shared_part(self, decodes: list[Request]) -> list[Request]:
-        """Return the decoding requests of this step. If the limit does not allow all of them, each tenant gets a
-        part in proportion to its weight. Requests that waited longest come first.
-        """
+        """Return the decoding requests of this step. If the limit does not allow all of them, each tenant gets a part
+        in proportion to its weight, and the requests that have waited longest come first."""
         assert self.step_limit is not None
         most = self.step_limit.tokens
         if len(decodes) <= most:
@@ -467,9 +467,8 @@ class Scheduler:
         return self._queue.requeue_ready(self.offload.is_pending)
 
     def step_launched(self, work: Many[Scheduled]) -> None:
-        """Commit the tokens of launched work that are on the host. If all known tokens of a request are launched,
-        count its next token as in flight.
-        """
+        """Commit the tokens of launched work that are on the host. If all tokens of a request on the host are launched,
+        count its next token as in flight."""
         rows, tokens = [], []
         for request, part in work:
             count = part.new_tokens
@@ -512,8 +511,8 @@ class Scheduler:
         request.tokens.append(token)
 
     def discard_step(self, places: dict[int, int] | None = None) -> None:
-        """Discard a failed step. Its requests wait, and recompute all tokens that are not cached. Their live states
-        are dropped, because they may be ahead of their tokens."""
+        """Discard a failed step. Its requests wait again, and recompute all tokens that are not cached. Their live
+        states are dropped, because these states may include tokens that were not committed."""
         self.close_unsettled()
         for request in [request for request in self.running if not request.parked]:
             assert request.sequence is not None
@@ -709,12 +708,10 @@ class Scheduler:
         return self._feasibility.holds(len(request.tokens) + 1, request.control.tenant, self.reachable_slabs)
 
     def _make_cold(self, request: Request, blocks: int, count: int = 0) -> bool:
-        """Make some of the oldest blocks of long requests cold, so that `request` gets pages. Return whether any
-        block became cold.
-
-        A request that may become long becomes long if it has more blocks in the pool than admission projects. The
-        request with the most blocks in the pool comes first. If the tenant's quota is exhausted, only its own
-        requests are candidates."""
+        """Make some of the oldest blocks of long requests cold, so that `request` gets pages. Return whether any block
+        became cold. The request with the most blocks in the pool comes first. A request that may become long becomes
+        long here, if it has more blocks in the pool than admission projects. If the tenant's quota is exhausted, only
+        requests of this tenant are candidates."""
         cold = None if self.offload is None else self.offload.cold
         if cold is None:
             return False
@@ -755,7 +752,7 @@ class Scheduler:
         return Work(request.sequence, tokens, images=request.images)
 
     def _unpark(self) -> bool:
-        """Preempt a parked beam if parked beams use every row while requests wait. Return whether a beam was
+        """If parked beams use every row while requests wait, preempt a parked beam. Return whether a beam was
         preempted."""
         parked = [request for request in self.running if request.parked]
         if parked and self.waiting:
@@ -763,10 +760,9 @@ class Scheduler:
         return bool(parked and self.waiting)
 
     def _reject(self, request: Request) -> None:
-        """Finish a request that does not fit into the pool even alone.
-
-        Before that, two other ways are tried. If the request may become long, it becomes long, because the pool may
-        have shrunk. Then it retries without the cache, because shared cached pages may prevent eviction."""
+        """Finish a request that does not fit into the pool even alone. Two other ways are tried first. If the request
+        may become long, it becomes long, because the pool may have shrunk. Otherwise it runs again without the cache,
+        because shared cached pages may prevent eviction."""
         pool = self.cache.usable_slabs * self.cache.layout.slab_bytes
         if not request.is_long and self.runs_cold(request.limit, request.control.tenant, pool):
             request.may_be_long = request.is_long = True

@@ -126,8 +126,8 @@ class SloGate:
     def _own_work(
         self, request: Request, growth: Admission | None, offload: OffloadManager | None, waited: float
     ) -> PromptWork | None:
-        """Return the tokens that a request must compute, without hits in pool and tiers. Returns None while tiers
-        look up the pages."""
+        """Return the number of tokens that a request must compute, which are its tokens without hits in pool and tiers.
+        Returns None while tiers look up the pages."""
         match = self._match(request)
         size, seconds = len(request.tokens), 0.0
         tokens = max(1, size - match.resume)
@@ -182,11 +182,10 @@ class SloGate:
         )
 
     def _split_queue(self, request: Request) -> tuple[list[Request], list[Request]]:
-        """Return the waiting requests that are scheduled before a request, and the others.
-
-        In its own tenant, requests with a smaller rank come first. Tenants take turns by weight. The requests of
-        another tenant therefore come first up to a limit. This limit is the tokens of the own tenant up to the
-        request, times the ratio of the weights."""
+        """Return the waiting requests that are scheduled before a request, and the others. In the request's own tenant,
+        requests with a smaller rank come first. Other tenants take turns by weight: their requests come first up to a
+        number of tokens. This number is the tokens of the own tenant up to the request, times the ratio of the weights.
+        """
         waiting = sorted((one for one in self._queue if one is not request), key=lambda one: one.rank)
         mine = self._queue.tenant_queue(request)
         ahead = [one for one in waiting if self._queue.tenant_queue(one) is mine and one.rank < request.rank]

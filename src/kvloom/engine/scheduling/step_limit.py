@@ -12,9 +12,10 @@ __all__ = ["LEAST_TOKENS", "SHARED_SECONDS", "StepLimit"]
 SHARED_SECONDS = 0.1
 """Target time, in seconds, of the prompt tokens of a step, and of its decoding requests."""
 LEAST_TOKENS = 64
-"""The limit is a multiple of this number. Smaller steps are not measured, because they take a nearly constant time."""
+"""The limit is a multiple of this number of tokens. Steps with fewer tokens are not measured, because they take a
+nearly constant time."""
 SMOOTHING = 0.25
-"""Weight of the latest step."""
+"""Weight of the latest step in the moving average of speeds."""
 
 
 class StepLimit:

@@ -23,7 +23,7 @@ NextBlock = tuple[str, str, str, bool, bytes]
 
 
 UNWEIGHTED = 1 / 16
-"""Weight of a tenant with weight 0, as a fraction of the smallest other weight."""
+"""A tenant with weight 0 gets this fraction of the smallest other weight."""
 
 
 class TenantQueue:
@@ -103,9 +103,8 @@ class WaitingQueue:
         return active
 
     def push(self, request: Request) -> None:
-        """Queue a request. If its tenant had no waiting requests, the tenant starts at the service level of the
-        other tenants, so that idle time earns no credit.
-        """
+        """Queue a request. If its tenant had no waiting requests, the tenant starts at the service level of the other
+        tenants, so that a tenant gains no advantage from idle time."""
         tenant = self.tenant_queue(request)
         if len(self._tenants) > 1 and not tenant.heap:
             others = [other.service for other in self.active() if other is not tenant]
@@ -194,9 +193,8 @@ def next_block_of(request: Request, start: int, block: int) -> NextBlock | None:
 
 
 def common_prefix(one: Request, other: Request, start: int, block: int) -> int:
-    """Return the length, in whole blocks, at which `other` could resume with the tokens that `one` computes from
-    `start` on. Returns 0 if `other` cannot use these tokens.
-    """
+    """Return the length, in whole blocks, at which `other` could resume after `one` has computed its tokens from
+    `start` on. Returns 0 if `other` cannot use these tokens."""
     end = (start // block + 1) * block
     if min(len(one.tokens), len(other.tokens) - 1) < end or one.tokens[end - 1] != other.tokens[end - 1]:
         return 0  # the usual case

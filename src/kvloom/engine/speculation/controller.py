@@ -40,7 +40,7 @@ class Acceptance:
         self._overall: dict[str, float] = {}
 
     def of(self, known: dict[str, float], proposer: str) -> float:
-        """Return the chance that one more draft token is accepted. `known` are the estimates of a request, by
+        """Return the probability that one more draft token is accepted. `known` contains the estimates of a request, by
         proposer."""
         return known.get(proposer, self._overall.get(proposer, PRIOR))
 
@@ -190,7 +190,7 @@ class Controller:
 
 
 def _worth(chance: float, length: int) -> int:
-    """Return how many of the first `length` draft tokens are accepted with a probability of at least LEAST."""
+    """Return how many of the first `length` draft tokens have a probability of acceptance of at least LEAST."""
     chance = min(max(chance, LEAST), MOST)
     return min(length, int(math.log(LEAST) / math.log(chance)))
 

@@ -63,9 +63,9 @@ class DraftModelProposer:
         sampled: torch.Tensor,
         complete: bool,
     ) -> None:
-        """If `complete`, the draft model computes each output token at once, because tiers store its pages.
-        Otherwise some tokens are computed later, before the next draft: the last token of a draft, and output
-        tokens without drafts. `sampled` are the target's tokens of the previous step, on the device."""
+        """If `complete`, the draft model computes each output token at once, because tiers store its pages. Otherwise
+        the last token of a draft, and output tokens without drafts, are computed later, before the next draft.
+        `sampled` are the target's tokens of the previous step, on the device."""
         self._runner, self._sampler, self._apply_copies = runner, sampler, apply_copies
         self._sampled, self._complete = sampled, complete
         self._runs_after_draft = int(complete)  # compute the last token of a draft
@@ -136,7 +136,7 @@ class DraftModelProposer:
         request.draft_missing = start if missing is None else min(start, missing)
 
     def _catch_up(self, requests: Sequence[DraftedRequest]) -> None:
-        """Compute the tokens that the draft model lacks, if they are too many for the first run of a draft."""
+        """Compute the tokens that the draft model lacks, if the first run of a draft cannot compute so many tokens."""
         lacking = [request for request in requests if request.draft_missing is not None]
         if sum(request.computed - (request.draft_missing or 0) for request in lacking) <= self._runner.tokens:
             return

@@ -18,9 +18,10 @@ from .token_index import LONGEST_MATCH, TokenIndex
 __all__ = ["NGramProposer", "SuffixProposer"]
 
 MOST_PAST_TOKENS = 1 << 18
-"""Most tokens of past answers in the index of a tenant and adapter, for each of its two generations."""
+"""Largest number of tokens of past answers in one generation of the index of a tenant and adapter. An index has two
+generations."""
 SEPARATOR = (1 << 21) - 1
-"""Id between two past answers in an index. It is not the id of a token, so no match crosses it."""
+"""Id between two past answers in an index. No token has this id, so a match never spans two answers."""
 
 
 class NGramProposer:

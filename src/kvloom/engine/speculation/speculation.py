@@ -45,7 +45,7 @@ class SpeculationStats:
     accepted: list[int] = field(default_factory=list)
     proposing_seconds: float = 0.0
     seconds_saved: float = 0.0
-    """Estimated seconds that plain steps would have taken for the same tokens, minus the seconds of steps with
+    """Estimate of the saved seconds: the time of plain steps for the same tokens, minus the time of the steps with
     drafts."""
 
     def count(self, drafted: int, accepted: int) -> None:
@@ -85,8 +85,8 @@ class Speculation:
         return any(refusal(request) is None for request in requests)
 
     def propose(self, running: Sequence[DraftedRequest]) -> dict[int, Draft]:
-        """Return the drafts of the next step by request (`id`). A draft never exceeds `max_tokens` or the step's
-        rows."""
+        """Return the drafts of the next step by request (`id`). A draft never exceeds the `max_tokens` of its request,
+        and all drafts fit into the rows of the step."""
         if self.controller is not None:
             self.controller.step_begins()
             if not self.controller.wants_drafts:
@@ -112,7 +112,7 @@ class Speculation:
     def _ask(
         self, proposer: Proposer, waiting: list[tuple[DraftedRequest, int]], left: int, others: int
     ) -> list[tuple[DraftedRequest, list[int]]]:
-        """Return the drafts of one proposer, with the lengths that the controller chooses."""
+        """Return the drafts of one proposer. The controller chooses their lengths."""
         longest = self.draft_tokens or DRAFT_TOKENS.get(proposer.name, OTHER_DRAFT_TOKENS)
         most, controller = [min(longest, n) for _, n in waiting], self.controller
         if controller is None:

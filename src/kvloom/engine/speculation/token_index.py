@@ -15,11 +15,11 @@ import numpy as np
 __all__ = ["MIN_MATCH", "TokenIndex"]
 
 MIN_MATCH = 3
-"""Tokens of an indexed n-gram. No match is shorter."""
+"""Number of tokens of an indexed n-gram, which is also the shortest match."""
 LONGEST_MATCH = 24
-"""Most tokens of a match. A match of this length ends the search."""
+"""Largest number of tokens of a match. A match of this length ends the search."""
 CANDIDATES = 8
-"""Most earlier positions of an n-gram that are compared."""
+"""Largest number of earlier positions of an n-gram that a search compares."""
 BASE = 1 << 21
 """Larger than any token id, so that the key of an n-gram fits 63 bits."""
 BULK = 64
@@ -69,10 +69,8 @@ class TokenIndex:
         self._last.update(zip(key_list, range(first, first + len(keys)), strict=True))
 
     def longest_match(self, tail: Sequence[int], own: bool) -> tuple[int, int]:
-        """Find the longest match of the last tokens of `tail`. Return the position after the match and its length,
-        or (0, 0) without a match.
-
-        `own` states that `tail` is the end of the index. This occurrence does not count as a match."""
+        """Find the longest match of the last tokens of `tail`. Return the position after the match and its length, or
+        (0, 0) without a match. `own` states that `tail` is the end of the index, so this occurrence is not a match."""
         if len(tail) < MIN_MATCH:
             return 0, 0
         key = (tail[-3] * BASE + tail[-2]) * BASE + tail[-1]

@@ -76,7 +76,8 @@ def draft_positions(
 
 
 def accepted_places(tokens: Sequence[int], drafts: Sequence[Draft]) -> list[range]:
-    """Return, for each request, the range of its accepted tokens in the sampled `tokens`. It has at least one token."""
+    """Return, for each request, the range of its accepted tokens in the sampled `tokens`. A range has at least one
+    token."""
     places, start = [], 0
     for draft in drafts:
         count = 0

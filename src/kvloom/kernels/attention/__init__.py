@@ -4,18 +4,18 @@
 |----------------------------------------------|----------------------------------------------------------------------------|
 | plan, cpu_plan                               | the interface `Plan`, the choice of an implementation, plans on a CPU      |
 | mask, shape, reference                       | visible tokens, supported shapes, the oracle in plain torch                |
-| decode, work_list                            | `DecodePlan`: 1 to 64 queries a row, in CUDA graphs                        |
-| cascade                                      | runs of pages that several sequences share, read once                      |
+| decode, work_list                            | `DecodePlan`: rows of 1 to 64 queries, in CUDA graphs                      |
+| cascade                                      | finds runs of pages that several sequences share and that are read once    |
 | prefill, prefill_*                           | `PrefillPlan` and its backends: over pages, gathered, cuDNN, libraries     |
-| dense                                        | attention over packed K and V; joining two results                         |
+| dense                                        | attention over packed K and V; the merge of two attention results          |
 | cold                                         | attention over pages in host memory, in pieces                             |
 | batch_invariant                              | plans whose results do not depend on the batch                             |
-| triton_*                                     | the kernels                                                                |
+| triton_*                                     | the Triton kernels                                                         |
 
 To add a layer kind (`core.Visibility`), add a number to `mask.SPAN_NUMBERS` and a branch to
 `triton_mask.first_visible`. The oracle and the host's work lists need no change, because they call
-`Visibility.first_visible_each`. `QueryRows.count_pairs` estimates the number of query-key pairs.
-`prefill_libraries` refuses kinds that it does not list.
+`Visibility.first_visible_each`. `QueryRows.count_pairs` estimates the number of query-key pairs. `prefill_libraries`
+refuses kinds that it does not list.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Batch-invariant attention. The result of a row is bit-identical in any batch. The plans use Triton kernels for
-CUDA tensors.
+"""Batch-invariant attention. The result of a row is bit-identical in any batch. The plans use Triton kernels for CUDA
+tensors.
 
 | plan                        | rows                        | a result depends on                                          |
 |-----------------------------|-----------------------------|--------------------------------------------------------------|
 | `BatchInvariantPrefillPlan` | chunks of prompts           | its query and visible tokens, summed by `piece` tokens       |
-| `BatchInvariantDecodePlan`  | single tokens, CUDA graphs  | the same: both plans give the same bits                      |
+| `BatchInvariantDecodePlan`  | single tokens, CUDA graphs  | its query and visible tokens, summed by `piece` tokens       |
 
-These plans are slower than the others, because they do not split work to fill the device. This module does not
-depend on models.
+Both plans give the same bits. They are slower than other plans, because they do not split work to fill the device. This
+module does not depend on models.
 """
 
 from __future__ import annotations

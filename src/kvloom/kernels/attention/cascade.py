@@ -25,11 +25,13 @@ from kvloom.kernels.device import upload
 __all__ = ["SharedRun", "SharedRuns", "find_shared_runs", "is_worth_sharing", "visible_shared_runs"]
 
 MIN_SAVED_TOKENS = 1024
-"""Smallest number of tokens that a shared run must save. For fewer tokens, merging the results costs more."""
+"""Smallest number of tokens that sharing a run must save. If sharing saves fewer tokens, merging the results costs more
+than it saves."""
 MIN_RUN_TOKENS = 128
-"""Smallest number of tokens in a run with its own level. The groups of the next level read a shorter run themselves."""
+"""Smallest number of tokens in a run with its own level. A shorter run is read separately by each group of the next
+level."""
 MIN_WINDOW_TOKENS = 512
-"""Smallest window whose layers share runs. In a smaller window, a sequence's own tokens soon replace the shared ones.
+"""Smallest window whose layers share runs. In a smaller window, a sequence's own tokens soon replace the shared tokens.
 """
 
 

@@ -24,7 +24,7 @@ from .prefill_backends import GATHERED_DIMS, HALF_DTYPES
 __all__ = ["KVPages", "add_cold_attention"]
 
 PIECE_BYTES = 32 << 20
-"""Bytes of one piece: its gathered keys and values, and its scores where they are stored."""
+"""Bytes of one piece: its gathered keys and values, and its scores if they are stored."""
 
 
 class KVPages(NamedTuple):

@@ -67,7 +67,8 @@ class ReferencePlan:
 
 
 MAX_NATIVE_PRODUCTS = 1 << 21
-"""A row with at most this many multiplications runs in native code, query by query. A larger row is one torch call."""
+"""If a row needs at most this many multiplications, native code computes it query by query. A larger row is one torch
+call."""
 
 
 class CpuPlan(ReferencePlan):
@@ -180,9 +181,8 @@ class CpuPlan(ReferencePlan):
     def _gather_plan(
         self, tables: torch.Tensor, block: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return three tensors for gathered attention: the visible pages of each row, padded to one length; the
-        mask to add to the scores; and the tokens that no row sees.
-        """
+        """Return three tensors for gathered attention: the visible pages of each row, padded to one length; the mask
+        that is added to the scores; and the tokens that no row sees."""
         last = self._lengths - 1
         first = self.span.first_visible_each(last)
         begin = first // block

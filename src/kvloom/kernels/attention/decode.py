@@ -140,7 +140,8 @@ class DecodePlan:
         new_k: torch.Tensor | None = None,
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute `reference.attend` for the rows of the last `make`. Writes to `out` and `lse` if they are given."""
+        """Compute the same results as `reference.attend`, for the rows of the last `make`. Writes to `out` and `lse` if
+        they are given."""
         mask = mask or Mask(self.span)
         if mask.span != self.span:
             raise ValueError(

@@ -161,10 +161,11 @@ class PrefillPlan:
         new_k: torch.Tensor | None = None,
         new_v: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute `reference.attend` for the rows of the last `make`. Writes to `out` and `lse` if they are given.
+        """Compute the same results as `reference.attend`, for the rows of the last `make`. Writes to `out` and `lse` if
+        they are given.
 
-        `new_k` and `new_v` ([tokens, kv_heads, dim], packed like q) are the keys and values of the new tokens. If
-        they are given, only the cached tokens are gathered from pages.
+        `new_k` and `new_v` ([tokens, kv_heads, dim], packed like q) are the keys and values of the new tokens. If they
+        are given, only the cached tokens are gathered from pages.
         """
         mask = mask or Mask(self.span)
         rows = self._check(q, mask, tables, scale)
@@ -372,7 +373,7 @@ class PrefillPlan:
         return count
 
     def _plan_blocks(self, rows: QueryRows, chosen: Ints, dtype: torch.dtype) -> list[_Blocks]:
-        """Return two lists of blocks: short blocks for rows with few queries, and long blocks for the others."""
+        """Return two lists of blocks: short blocks for rows with few queries, and long blocks for the other rows."""
         shape, heights = self.shape, rows.queries[chosen] * self.shape.group
         found = []
         for mine in (heights <= SMALL_ROWS, heights > SMALL_ROWS):

@@ -4,12 +4,13 @@ Triton.
 | backend     | reads                              | supports                                                          |
 |-------------|------------------------------------|-------------------------------------------------------------------|
 | pages       | pages in place                     | everything                                                        |
-| descriptors | pages gathered to one run a row    | half precision; windows, chunks and sinks; any mix of lengths     |
-| cudnn       | the same, in batches of equal size | half precision; sinks; torch's cuDNN operator, fastest for large batches |
+| descriptors | pages gathered to one run per row  | half precision; windows, chunks and sinks; any mix of lengths     |
+| cudnn       | pages gathered to one run per row, | half precision; sinks. Runs torch's cuDNN operator, which is the  |
+|             | in batches of equal size           | fastest for large batches                                         |
 
 For a windowed row, only the tokens visible in the step are gathered. If no row of a step is longer than the window,
-attention is treated as full. cuDNN takes 40 milliseconds on the host to plan a new size. It is therefore used only
-for round sizes, which repeat from chunk to chunk.
+attention is treated as full. cuDNN takes 40 milliseconds on the host to plan a new size. It is therefore used only for
+round sizes, which repeat from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 GATHERED_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Head dimensions (keys, values) that the kernels over gathered tokens support."""
 MIN_CUDNN_TILES = 512
-"""Smallest number of tiles (128 queries of one head) in each cuDNN batch. Fewer tiles leave multiprocessors idle."""
+"""Smallest number of tiles (128 queries of one head) in each cuDNN batch. With fewer tiles, some multiprocessors are
+idle."""
 MIN_CUDNN_PAIRS = 1 << 26
 """Smallest number of query-key pairs, over all heads, that is worth a cuDNN plan for a new size."""
 MAX_CUDNN_BATCHES = 4
@@ -58,18 +60,19 @@ MIN_GATHERED_PAIRS = 1 << 26
 launches cost more.
 """
 MIN_GATHERED_PAIRS_WIDE = 1 << 24
-"""The same limit for heads of more than 128 dims, which are slower over pages."""
+"""Used instead of MIN_GATHERED_PAIRS for heads of more than 128 dims, which are slower over pages."""
 MANY_VISIBLE_TOKENS = 2048
-"""Mean number of visible tokens per query from which descriptors are faster than cuDNN, for heads of up to 64 dims."""
+"""If queries of heads of up to 64 dims see at least this many tokens on average, descriptors are faster than cuDNN."""
 NARROW_WINDOW = 128
-"""Largest window for which attention reads few tokens per step."""
+"""In windows of at most this size, heads of up to 64 dims read few tokens per step."""
 MIN_GATHERED_QUERIES = 64
-"""Rows with fewer queries are computed over pages: gathering would cost more than their attention."""
+"""Rows with fewer queries are computed over pages, because gathering would cost more than their attention."""
 COPY_TOKENS = 64
 MIN_PIECE_UNITS = 4
-"""Smallest number of steps over tokens in one piece of a split block."""
+"""Smallest number of units in one piece of a split block. A unit is the tokens that the kernel reads in one step."""
 SMALL_ROWS = 16
-"""A sequence with at most this many query rows per KV head gets short blocks, even if others get long ones."""
+"""A sequence with at most this many query rows per KV head gets short blocks, even if other sequences get long blocks.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +305,8 @@ class CudnnBatch:
 
 
 def cudnn_batches(rows: QueryRows, chosen: Ints) -> list[CudnnBatch]:
-    """Group the chosen rows into batches of equal size. If any size is not round, return no batches."""
+    """Group the chosen rows into batches of equal size. If any size is not round (see `_even_size`), return no
+    batches."""
     queries, context_lengths = rows.queries[chosen], rows.context_lengths[chosen]
     if (context_lengths % _even_size(context_lengths, 16)).any() or (queries % _even_size(queries, 32)).any():
         return []

@@ -152,9 +152,10 @@ def merge_parts(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Merge parts [batch, tokens, heads, dim] with log-sum-exps [batch, tokens, heads] into packed `out` and `lse`.
-    The last dimension must be dense.
-    """
+    """Merge the attention results `a` and `b` of two sets of tokens into packed `out` and `lse`. Without `b`, only `a`
+    is copied. Results are [batch, tokens, heads, dim] with a dense last dimension, and log-sum-exps are [batch, tokens,
+    heads]. `places` lists where the queries of each sequence are (see `triton_gathered`). `longest` is the largest
+    number of queries of a place."""
     other, other_lse = (a, a_lse) if b is None or b_lse is None else (b, b_lse)
     gathered.merge_parts[(triton.cdiv(longest * a.shape[2], MERGE_ROWS), places.shape[0])](
         a, a_lse, other, other_lse, out, lse, places, a if sinks is None else sinks,

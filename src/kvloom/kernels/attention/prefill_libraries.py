@@ -45,9 +45,10 @@ __all__ = [
 ENVIRONMENT_VARIABLE = "KVLOOM_ATTENTION_LIBRARIES"
 WORKSPACE = 384 << 20
 MEASURED_RUNS = 3
-"""Timed runs of each candidate, after one warm-up."""
+"""Number of timed runs of each candidate, after one warm-up run."""
 MAX_ERROR = 0.02
-"""Largest relative difference between the outputs of a library and ours. It allows for rounding in half precision."""
+"""Largest allowed relative difference between the outputs of a library and our outputs. Rounding in half precision
+stays below this limit."""
 
 Result = tuple[torch.Tensor, torch.Tensor]
 

@@ -1,16 +1,17 @@
 """Attention over pages in plain torch, in float32 or float64. It is the oracle: every kernel must compute the same
 results.
 
-Rows are packed. The queries of sequence i are `starts[i]` to `starts[i + 1]` of q, and belong to the last tokens of
-the sequence. This module does not depend on models or the pool.
+Rows are packed. The queries of sequence i are `starts[i]` to `starts[i + 1]` of q, and belong to the last tokens of the
+sequence. This module does not depend on models or the pool.
 
 | argument   | shape               | meaning                                                              |
 |------------|---------------------|----------------------------------------------------------------------|
 | q          | [queries, heads, d] | packed queries of all sequences                                      |
 | k, v       | [pages, b, kv, d]   | pages of this layer, new tokens already written                      |
 | tables     | [sequences, blocks] | page ids, 0 where nothing is visible                                 |
-| starts     | [sequences + 1]     | where each sequence's queries begin in q; equal bounds: an empty row |
-| lengths    | [sequences]         | tokens of each sequence, its queries included                        |
+| starts     | [sequences + 1]     | index in q of each sequence's first query, then the number of        |
+|            |                     | queries; two equal neighbours mean an empty row                      |
+| lengths    | [sequences]         | number of tokens of each sequence, including its queries             |
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 MAX_BATCH_BYTES = 32 << 20
-"""Largest number of bytes that one batch of `attend` gathers and scores. One long row may take more; it is scored in
-pieces of half this size.
-"""
+"""Largest number of bytes that one batch of `attend` gathers and scores. A single long row may need more. It is scored
+in pieces of half this size."""
 SMALL_PADDING_BYTES = 2 << 20
-"""Rows whose padding is smaller than this are batched together, because padding costs less than more torch calls."""
+"""Rows are batched together if their padding has fewer bytes than this, because padding costs less than more torch
+calls."""
 MIN_PIECE_QUERIES = 16
 """Smallest number of queries in a piece of a long row."""
 LOG2E = 1 / math.log(2)

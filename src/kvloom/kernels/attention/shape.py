@@ -110,9 +110,8 @@ def check_call(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> int:
-    """Raise ValueError for an unsupported call. Return the kind of page scales: 0 for none, 1 for one per head, 2
-    for one per token and head.
-    """
+    """Raise ValueError for an unsupported call. Return the kind of page scales: 0 for no scales, 1 for one scale per
+    head, 2 for one scale per token and head."""
     if q.dim() != 3 or q.shape[1:] != (shape.heads, shape.k_dim):
         raise ValueError(f"q {tuple(q.shape)} is not [queries, {shape.heads}, {shape.k_dim}]")
     if q.dtype not in FLOAT_DTYPES:

@@ -1,14 +1,16 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """Prefill over gathered K and V: the kernels that copy pages, attend by tensor descriptors, and merge batches.
 
-Rows and blocks are defined in `triton_prefill`. The host passes the copies and the visible tokens as int32 lists.
-This module does not depend on plans.
+Rows and blocks are defined in `triton_prefill`. The host passes the copies and the visible tokens as int32 lists. This
+module does not depend on plans.
 
 | list    | fields                                                                                      |
 |---------|---------------------------------------------------------------------------------------------|
-| spans   | first row, first query, queries, position of the first query, first token in K, tokens       |
-| copies  | table row, first token, tokens there, first token in the copy, tokens of the copy            |
-| places  | batch, row in the batch, queries, first query                                               |
+| spans   | first row, first query, number of queries, position of the first query, first token in K,   |
+|         | number of tokens                                                                            |
+| copies  | table row, first token in the pages, number of tokens in the pages, first token in the      |
+|         | copy, number of tokens in the copy                                                          |
+| places  | index in the batch, first token in the batch, number of queries, first packed query         |
 """
 
 from __future__ import annotations
@@ -194,10 +196,11 @@ def merge_parts(
     out_token, out_head, lse_token, lse_head,
     HEADS: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BOTH: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """Merge attention over two sets of tokens by their natural log-sum-exps. Copies the results from batches to
-    packed queries. Grid: (longest, places).
+    """Merge the attention results A and B of two sets of tokens, weighted by their natural log-sum-exps. Reads [batch,
+    token, head] and writes packed queries [token, head]. Without BOTH, only A is read. With SINK, the result is also
+    combined with the sinks.
 
-    Without BOTH there is only one set. Its results are copied and combined with the sinks.
+    Grid: (longest * HEADS / ROWS rounded up, places), where `longest` is the largest number of queries of a place.
     """
     place = PLACES + tl.program_id(1) * PLACE_WIDTH
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -1,14 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
 """Prefill over pages: the kernels that attend blocks of query rows and merge split blocks.
 
-A row is one query head of one query token. A sequence's rows of one KV head are ordered by token (row = token * GROUP
-+ head in group). A block is BM consecutive rows. The host passes the blocks, their visible tokens, and the split
-blocks as int32 lists.
+A row is one query head of one query token. A sequence's rows of one KV head are ordered by token (row = token * GROUP +
+head in group). A block is BM consecutive rows. The host passes the blocks, their visible tokens, and the split blocks
+as int32 lists.
 
 | list    | fields                                                                                      |
 |---------|---------------------------------------------------------------------------------------------|
-| blocks  | table row, first token, end, first row, first query, queries, position of the first query, slot |
-| joins   | first slot, pieces, first row, first query, queries                                         |
+| blocks  | table row, first token, end of the tokens, first row, first query, number of queries,       |
+|         | position of the first query, slot                                                           |
+| joins   | first slot, number of pieces, first row, first query, number of queries                     |
 """
 
 from __future__ import annotations

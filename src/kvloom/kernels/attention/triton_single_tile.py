@@ -35,7 +35,7 @@ from .triton_work_list import (
 __all__ = ["READ_AHEAD", "attend_single_tiles"]
 
 READ_AHEAD = 8
-"""Number of segments that are read after the last one and not used. A loop may have at most this many stages."""
+"""Number of segments after the last segment that are read but not used. A loop may have at most this many stages."""
 
 
 @triton.jit

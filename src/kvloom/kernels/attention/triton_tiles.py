@@ -82,9 +82,9 @@ def attend_tiles(
 ):  # fmt: skip
     """Process one head's part of a lane's stretch. If DIRECT is set, results of whole tiles are written to OUT.
 
-    With `SHARED`, MEMBERS lists the queries, otherwise queries are consecutive in q. `SCALES` is 0 for none, 1 for
-    one per head, 2 for one per token and head. With `PHASES`, units that every row sees run without a mask, which
-    helps if masking costs arithmetic.
+    With `SHARED`, MEMBERS lists the queries, otherwise queries are consecutive in q. `SCALES` is 0 for pages without
+    scales, 1 for one scale per head, 2 for one scale per token and head. With `PHASES`, units that every row sees run
+    without a mask, which helps if masking costs arithmetic.
     """
     if OVERLAP:
         launch_dependents()

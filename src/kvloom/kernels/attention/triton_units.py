@@ -245,10 +245,9 @@ def two_parts(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _one_part(x, DTYPE: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Join the products of both parts of `two_parts`. `x` is [A, 2 * B] and contains the products of the high and
-    the low part of each number next to each other. In int8, the result is an integer that is `LOW_INT8` times too
-    large. It is below 2^31 for 256 products.
-    """
+    """Join the products of both parts of `two_parts`. `x` is [A, 2 * B]. The products of the high and the low part of
+    each number are adjacent in `x`. In int8, the result is an integer that is `LOW_INT8` times too large. It is below
+    2^31 for 256 products."""
     high, low = tl.split(tl.reshape(x, [A, B, 2]))
     if DTYPE == tl.int8:
         return (high * 254 + low).to(tl.float32)

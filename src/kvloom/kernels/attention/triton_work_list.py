@@ -338,8 +338,8 @@ def merge_levels(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, BM: tl.constexpr,
     S_BM: tl.constexpr, DEPTH: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """For each query token and head, join the pieces of its own segment with those of every shared segment above
-    it."""
+    """For each query token and head, merge the results of its own segment with the results of every shared segment that
+    it reads."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     column = tl.arange(0, COLUMNS)

@@ -26,12 +26,9 @@ UNIT_BYTES = 36 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The division of work in a launch: query `rows` by `tokens`, warps and stages of a program, and the number of
-    concurrent programs.
-
-    A program takes at least `min_units` units. Starting a tile costs as much as `overhead_units` units. 0 selects
-    the single-tile kernel.
-    """
+    """The division of work in a launch. A tile has `rows` query rows and reads `tokens` tokens at a time. A program has
+    a number of warps and stages, and takes at least `min_units` units. Starting a tile costs as much as
+    `overhead_units` units. If `overhead_units` is 0, the single-tile kernel runs."""
 
     rows: int
     tokens: int
@@ -158,11 +155,12 @@ class LayerCall:
     ) -> None:
         """Launch the attention kernel for every tile of the work list.
 
-        `bounds` is a bit mask of the limits that the kernel checks for each row: 1 the last visible
-        token, 2 the first visible token, 3 both. A tile whose tokens were all read by one program has a final result. With `direct` it
-        is written to `out`. All other results are partial, and are written to `work.parts`. `members` contains the
-        indices of the queries that read a shared prefix. Without `members`, the queries of a tile are consecutive. With
-        `beside`, this launch runs at the same time as the launch before it, and ends only after that one has ended.
+        `bounds` is a bit mask of the limits that the kernel checks for each row: 1 the last visible token, 2 the first
+        visible token, 3 both. A tile whose tokens were all read by one program has a final result. With `direct`, final
+        results are written to `out`. All other results are partial, and are written to `work.parts`. `members` contains
+        the indices of the queries that read a shared prefix. Without `members`, the queries of a tile are consecutive.
+        With `beside`, this launch runs at the same time as the launch before it, and ends only after that launch has
+        ended.
         """
         q, k, v, shape, mask, tile = self.q, self.k, self.v, self.shape, self.mask, work.tile
         k_scale = self.q if self.k_scale is None else self.k_scale

@@ -60,9 +60,8 @@ ROW_WISE = frozenset(
         "histc",
     ]
 )
-"""Operations that process each row the same way, or only compare and count. Here `index_add` never adds twice to one
-place.
-"""
+"""Operations that process each row the same way, or only compare and count. In models, `index_add` never adds twice to
+the same element."""
 
 
 ELEMENT_WISE = frozenset(("complex", "floor_divide", "polar"))

@@ -35,11 +35,11 @@ Method = Literal["batch", "staged", "kernel"]
 
 _ALIGN = 16
 _BATCH_BYTES = 512 * 1024
-"""Smallest page that gets an engine copy of its own."""
+"""Smallest page in bytes for which the copy engine makes one copy per page."""
 _STAGE_BYTES = 16 * 1024 * 1024
-"""Size of each of the two staging buffers per direction: large enough to reach link speed."""
+"""Size in bytes of each of the two staging buffers per direction. The size is large enough to reach link speed."""
 _LINK_PROGRAMS = 32
-"""Number of programs that saturate the link. More would only take multiprocessors from the model."""
+"""Number of programs that saturate the link. More programs would only take multiprocessors from the model."""
 _PROGRAMS_PER_SM = 8
 
 

@@ -3,7 +3,7 @@
 | file        | content                                                                    | kernels                            |
 |-------------|----------------------------------------------------------------------------|------------------------------------|
 | operations  | RMS norms, gated activations, rotary embedding, products of a single row   | triton_operations, triton_linear   |
-| argmax      | the position of each row's largest value: greedy sampling                  | triton_argmax                      |
+| argmax      | the position of each row's largest value, for greedy sampling              | triton_argmax                      |
 | step_layout | a decode step's tokens, positions, slots and block tables                  | triton_step_layout                 |
 """
 

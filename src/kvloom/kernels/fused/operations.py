@@ -9,7 +9,7 @@ oracle) or in native code (`cpu`). CUDA tensors run in Triton. `models/fusion` r
 | `rms_norm`     | x [..., dim], any strides but dense in dim        | the same shape, dense    |
 | `rms_norms`    | x [tokens, heads, dim], two norms                 | the same shape, dense    |
 | `act_and_mul`  | x [tokens, 2 * dim]: gates, then gated values     | [tokens, dim]            |
-| `add_norm`     | x, y [..., dim], dense                            | x with y's norm added in place; and its norm |
+| `add_norm`     | x, y [..., dim], dense                            | the norm of x, after the norm of y was added to x in place |
 | `linear`       | x [..., in], weight [out, in], addend             | [..., out]               |
 | `apply_rotary` | q, k [batch, heads, tokens, dim], cos, sin [batch, tokens, dim] | both (or their norms) rotated; dense by token |
 
@@ -40,8 +40,7 @@ __all__ = [
 ]
 
 NormForm = Literal["llama", "gemma"]
-"""How the norm applies its weight. `llama` rounds before the multiplication; `gemma` multiplies by 1 + weight in
-float32.
+"""How a norm applies its weight. `llama` rounds before the multiplication. `gemma` multiplies by 1 + weight in float32.
 """
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -131,8 +130,8 @@ def linear(
     bias: torch.Tensor | None = None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x times the weight, plus a bias. If `into` is given, add the product to `into` in place. Sums are
-    rounded once."""
+    """Return x times the weight, plus `bias` if given. If `into` is given, add the product to `into` in place and
+    return `into`. Sums are rounded once."""
     if into is not None and bias is not None:
         raise ValueError("a product with a bias cannot be added to another tensor: give either bias or into")
     if _get_current_dispatch_mode() is not None:  # a dispatch mode must see every torch operation

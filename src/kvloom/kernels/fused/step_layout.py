@@ -25,7 +25,8 @@ ROW_FIELDS = 6
 class StepLayout:
     """The model inputs of a decode step. `tables` ([columns, rows, blocks]) are valid up to the length of each row.
 
-    The new tokens are written at `slots` and `pages` ([columns, rows]) and `places`.
+    The new token of a row is written to slot `slots` of each column. The slot is offset `places` in page `pages`.
+    `slots` and `pages` are [columns, rows].
     """
 
     tokens: torch.Tensor

@@ -25,7 +25,7 @@ _BATCH_SINCE = 12080
 
 
 class CudaError(RuntimeError):
-    """A driver call failed. `code` is its CUresult."""
+    """Raised if a driver call fails. `code` is the CUresult of the call."""
 
     OUT_OF_MEMORY = 2
 
@@ -133,7 +133,7 @@ class CudaDriver:
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Release a handle. The memory is freed when it has no mapping any more."""
+        """Release a handle. The memory is freed when no mapping of it is left."""
         self._call("cuMemRelease", c_uint64(handle))
 
     def map(self, address: int, size: int, handle: int) -> None:

@@ -2,14 +2,14 @@
 
     page   [layer 0 | layer 1 | …]            layer   [field 0: tokens by shape | field 1: … ]
 
-A view is a strided tensor over the pool. Page `p` of a group begins at byte `p * page_stride`. Views copy nothing
-and do not depend on block tables. `order` selects the order of axes in memory. The axes of a view are the same in
-both orders:
+A view is a strided tensor over the pool. Page `p` of a group begins at byte `p * page_stride`. Views copy nothing and
+do not depend on block tables. `order` selects the order of axes in memory. The axes of a view are the same in both
+orders:
 
-| order | keys, values          | scales        | 8-bit values          | for                                     |
+| order | keys, values          | scales        | 8-bit values          | used by                                 |
 |-------|-----------------------|---------------|-----------------------|-----------------------------------------|
-| HND   | heads, tokens, dims   | heads, tokens | heads, dims, tokens   | our kernels: one head's data is dense   |
-| NHD   | tokens, heads, dims   | tokens, heads | tokens, heads, dims   | engines that keep tokens whole          |
+| HND   | heads, tokens, dims   | heads, tokens | heads, dims, tokens   | our kernels: the data of a head is dense |
+| NHD   | tokens, heads, dims   | tokens, heads | tokens, heads, dims   | engines that need all heads of a token together |
 """
 
 from __future__ import annotations

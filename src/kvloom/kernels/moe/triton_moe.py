@@ -226,7 +226,7 @@ def _choose_kernel(
 
 def count_pairs(index: torch.Tensor, counts: torch.Tensor, chunk: int) -> None:
     """Count how often each expert was selected, separately for every `chunk` consecutive pairs of token and expert in
-    `index`. Writes them to `counts` [chunks, bins], where bin i is expert i."""
+    `index`. Writes the counts to `counts` [chunks, bins], where bin i is expert i."""
     chunks, bins = counts.shape
     _count_kernel[(chunks,)](index, counts, index.numel(), CHUNK=chunk, BINS=bins, num_warps=4)
 
@@ -235,9 +235,8 @@ def order_pairs(
     index: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, owners: torch.Tensor, tiles: torch.Tensor,
     fused_moe: int, chunk: int, tile_rows: int,
 ) -> None:  # fmt: skip
-    """Sort the pairs into tiles of one expert each. Writes `rows` (-1 for unused places), the expert of each tile,
-    and the number of tiles.
-    """
+    """Sort the pairs into tiles of one expert each. Writes the pair of each row to `rows` (-1 for an unused row), the
+    expert of each tile, and the number of tiles."""
     chunks, bins = counts.shape
     _order_kernel[(fused_moe, chunks)](
         index, counts, rows, owners, tiles, index.numel(), chunks,

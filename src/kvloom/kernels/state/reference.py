@@ -25,7 +25,8 @@ CHUNK = 64
 """Number of tokens that the chunked forms process at once."""
 
 _CHANNEL_CHUNK = 16
-"""The same for layers with one decay per channel, where each pair of tokens costs a whole vector."""
+"""Like CHUNK, for layers with one decay per channel. It is smaller, because each pair of tokens costs a whole
+vector."""
 
 _BLOCK_ELEMENTS = 1 << 21
 """Number of states that a loop over time collects before it computes their outputs together."""

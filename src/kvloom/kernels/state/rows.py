@@ -4,19 +4,24 @@ Rows are built once per step. All layers of one block table read the same rows.
 
 | field           | shape           | meaning                                                                       |
 |-----------------|-----------------|-------------------------------------------------------------------------------|
-| starts          | [sequences + 1] | where each row's tokens begin, from 0 on; equal bounds: an empty row          |
-| read            | [sequences]     | the page of a row's first state; 0: the row begins from zeros                 |
-| write           | [sequences]     | the page of its last state; 0: it is not stored. May be the read page         |
-| fresh           | [sequences]     | true: begins from zeros despite `read` (a page that was never written)        |
-| longest         | host int        | most tokens of a row; up to STEP_TOKENS, rows run as decode steps             |
-| stored          | [sequences]     | tokens after which the last state is stored, 1 or more; None: all (GPU only)  |
-| batch_invariant | host bool       | the same bits in any chunks of a sequence, and in any batch                   |
+| starts          | [sequences + 1] | index of each row's first token, then the number of tokens; two equal         |
+|                 |                 | neighbours mean an empty row                                                  |
+| read            | [sequences]     | page of the row's first state; 0: the row begins from zeros                   |
+| write           | [sequences]     | page for the row's last state, may be the `read` page; 0: it is not stored    |
+| fresh           | [sequences]     | true: the row begins from zeros even if `read` is set, because that page was  |
+|                 |                 | never written                                                                 |
+| longest         | host int        | largest number of tokens of a row; up to STEP_TOKENS, rows run as decode      |
+|                 |                 | steps                                                                         |
+| stored          | [sequences]     | number of tokens after which the last state is stored, 1 or more; None: after |
+|                 |                 | all tokens (GPU only)                                                         |
+| batch_invariant | host bool       | whether results must have the same bits in any batch, and for any division of |
+|                 |                 | a sequence into chunks                                                        |
 
 Rows run in parallel. A page that one row writes must not be read or written by another row of the call. The caller
 therefore splits a prompt at its snapshots and makes one call per part. The last state of an empty row is its first
 state. Batch-invariant rows run token by token, and the state is rounded to the dtype of its page after every token.
-Decode steps run faster in a separate call than together with long rows. The outputs of tokens after the last start
-are undefined.
+Decode steps run faster in a separate call than together with long rows. The outputs of tokens after the last start are
+undefined.
 """
 
 from __future__ import annotations

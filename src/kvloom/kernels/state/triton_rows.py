@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Triton's interpreter multiplies the raw bits of bfloat16. There, rounded values are converted back to float32."""
+"""Whether Triton's interpreter runs the kernels. The interpreter multiplies the raw bits of bfloat16, so rounded values
+are converted back to float32."""
 
 
 @triton.jit

@@ -3,11 +3,11 @@
 """Scans with one state vector per channel (Mamba-1, RG-LRU) in Triton. Channels run in parallel, and time runs in a
 loop.
 
-If there are enough rows to fill the device, a program processes a whole row for a block of channels. A few long
-rows are also split into chunks in time, and each chunk is processed twice:
+If there are enough rows to fill the device, a program processes a whole row for a block of channels. A few long rows
+are also split into chunks in time, and each chunk is processed twice:
 
-    SUMMARY   every chunk from zeros             →  its last state, the sum of its steps
-    pass      along the chunks of a row          →  every chunk's first state, the row's last
+    SUMMARY   every chunk from zeros             →  the chunk's last state, the sum of its steps
+    pass      along the chunks of a row          →  every chunk's first state, the row's last state
     OUTPUTS   every chunk from its first state   →  y
 
 Batch-invariant rows are never split, and a program processes as many channels as in a decode step.
@@ -44,7 +44,7 @@ SUMMARY: tl.constexpr = tl.constexpr(1)
 OUTPUTS: tl.constexpr = tl.constexpr(2)
 
 CHUNK = 256
-"""Tokens of a chunk, if rows are split in time."""
+"""Number of tokens of a chunk, if rows are split in time."""
 
 # Channels per program, and warps. Arithmetic bounds a whole row; loads in flight bound a decode step.
 WALK_ELEMENTS, WALK_WARPS = 512, 1

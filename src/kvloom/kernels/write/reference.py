@@ -12,7 +12,7 @@ from kvloom.kernels.dtypes import accumulator_dtype, quantised_max
 __all__ = ["SMALLEST_SCALE", "Rotary", "apply_rotary", "write"]
 
 SMALLEST_SCALE = 2.0**-100
-"""Smallest scale, so that its inverse is finite. A row of zeros has this scale."""
+"""Smallest scale that is used, so that the inverse of a scale is always finite. A row of zeros has this scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class Rotary:
 
     | form     | pair i is         | and is written to   | as in                    |
     |----------|-------------------|---------------------|--------------------------|
-    | halves   | x[i], x[i + n]    | the same places     | Llama, Qwen, Gemma       |
-    | pairs    | x[2i], x[2i + 1]  | the same places     | GPT-J, Cohere, GLM       |
+    | halves   | x[i], x[i + n]    | x[i], x[i + n]      | Llama, Qwen, Gemma       |
+    | pairs    | x[2i], x[2i + 1]  | x[2i], x[2i + 1]    | GPT-J, Cohere, GLM       |
     | unpaired | x[2i], x[2i + 1]  | x[i], x[i + n]      | DeepSeek's modeling code |
 
     n pairs rotate the first 2n dims of a head, or the last 2n dims with `tail` (latents). Results are computed in

@@ -36,7 +36,7 @@ TILE = 4096
 """Elements that a program processes if there are many rows. In bf16, each thread has four loads of 16 bytes."""
 SMALL_TILE = 1024
 PROGRAMS = 512
-"""Number of programs that fill the device. Smaller tiles are faster if there would be fewer programs."""
+"""Number of programs that fill the device. If there would be fewer programs, smaller tiles are faster."""
 
 
 @triton.jit
@@ -148,8 +148,8 @@ def _append(
     ROUNDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write rows of K or V to their pages. SCALES is 0 for none, 1 for one per head, 2 for one per token and head,
-    stored in the page."""
+    """Write rows of K or V to their pages. SCALES is 0 for pages without scales, 1 for one scale per head, 2 for one
+    scale per token and head, which is stored in the page."""
     token, head = row // HEADS, row % HEADS
     slot = tl.load(slots + token.to(tl.int64) * slot_stride, mask=token < tokens, other=-1).to(tl.int64)
     kept = slot >= 0

@@ -51,11 +51,9 @@ __all__ = ["fuse"]
 
 
 def fuse(model: Any, limit: int = 0) -> Counter[str]:
-    """Fuse every module that can be fused. Return counts by kind. The call can be repeated. The model must be on
-    its device.
-
-    `limit` must be above every position that the model will get. 0 means unknown, and disables the rotary cache.
-    """
+    """Fuse every module that can be fused. Return the number of fused modules by kind. The call can be repeated. The
+    model must be on its device. `limit` must be above every position that the model will get. If `limit` is 0, the
+    positions are unknown, and there is no rotary cache."""
     done: Counter[str] = Counter()
     with torch.no_grad():
         fresh = [module for module in model.modules() if not getattr(module, "is_fused", False)]
@@ -84,7 +82,7 @@ def fuse(model: Any, limit: int = 0) -> Counter[str]:
 
 
 def _fuse_head(model: Any) -> None:
-    """On a CPU, let the model's head multiply a few rows without BLAS."""
+    """On a CPU, make the model's head multiply small numbers of rows without BLAS."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if type(head) is nn.Linear and "bias" not in dict(head.named_parameters()) and head.weight.is_cpu:
         vars(head).setdefault("forward", lambda x: linear(x, head.weight))
@@ -193,11 +191,9 @@ class _ResidualOutput:
 
 
 class _FusedDecoderLayer:
-    """The fused forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place.
-
-    With `posts`, each addend is normalised first. The last launch then also computes the norm `after`, which is the
-    first norm of the next layer. Its result is stored as an attribute of x, so it is freed with x.
-    """
+    """The fused forward of a decoder layer: x + attention(norm(x)), then x + mlp(norm(x)), both in place. With `posts`,
+    each addend is normalised first. The last launch also computes the norm `after`, which is the first norm of the next
+    layer. The result of this norm is stored as an attribute of x, so it is freed with x."""
 
     def __init__(
         self,
@@ -260,9 +256,8 @@ SANDWICH = (
 
 
 def _fuse_layer(module: Any) -> bool:
-    """Fuse a decoder layer of attention and a gated MLP. Returns whether the layer was fused. With a stand-in for
-    its attention, the fused layer must give the same result.
-    """
+    """Fuse a decoder layer of attention and a gated MLP. Returns whether the layer was fused. The layer is fused only
+    if it gives the same result with a stand-in for its attention."""
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     output: Any = getattr(attention, "o_proj", None)
     plain = type(output) is nn.Linear

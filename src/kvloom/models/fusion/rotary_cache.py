@@ -23,7 +23,7 @@ class RotaryCache:
     of computing them."""
 
     def __init__(self, module: Any, limit: int, kinds: list[tuple[str, ...]], like: torch.Tensor) -> None:
-        """`kinds` are the arguments of a call besides positions. The table of each kind has 2 * head dim * limit
+        """`kinds` are the arguments of a call other than positions. The table of each kind has 2 * head dim * limit
         numbers."""
         self.own, self.limit = module.forward, limit
         self._tables = {kind: self._table(like, kind) for kind in kinds}

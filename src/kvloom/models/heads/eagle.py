@@ -43,8 +43,8 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer whose attention reads the embedding of a token and the hidden state of the token before it.
-    Both are joined in the input."""
+    """A decoder layer whose attention reads the embedding of a token and the hidden state of the token before it. The
+    input of the layer is the concatenation of the two."""
 
     def __init__(self, layer: Any, config: Any) -> None:
         """`layer` is a Llama layer. This layer takes over its modules."""

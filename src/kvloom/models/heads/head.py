@@ -69,8 +69,8 @@ def collect_outputs(modules: Iterable[Any], copies: bool = False) -> Iterator[li
 
 
 def own_or_shared(module: Any, own: torch.Tensor | None) -> Any:
-    """Return `module`, which has a matrix of the target. If the head has a different matrix `own`, return a copy of
-    the module with `own`."""
+    """Return `module`, which has a matrix of the target. If the head has a matrix `own` that differs from it, return a
+    copy of the module with `own`."""
     if own is None or (
         own.shape == module.weight.shape and torch.equal(own.to(module.weight), module.weight)
     ):

@@ -22,7 +22,7 @@ _IRRELEVANT_FIELDS = (
     "torch_dtype",
     "use_cache",
 )
-"""Config fields that do not change results, or that the weights cover."""
+"""Config fields that do not change results, or whose effect is part of the weights."""
 
 
 def model_fingerprint(model: Any) -> str:

@@ -51,10 +51,9 @@ def _operation(
     sinks: torch.Tensor | None,
     latent_values: int,
 ) -> torch.Tensor:
-    """`Pages.attend` as one operation in the graph of a compiler. It modifies the pool, which is not part of the
-    graph. The order is still correct, for two reasons. The operation reads its own writes. It also depends on the
-    results of earlier operations through its queries.
-    """
+    """`Pages.attend` as one operation in the graph of a compiler. The operation modifies the pool, which is not part of
+    the graph. The order of operations is still correct: an operation reads its own writes, and its queries depend on
+    the results of earlier operations."""
     found = PAGES_BY_HANDLE[handle].attend(layer, query, key, value, scale, softcap, sinks, latent_values)
     return found.contiguous()
 

@@ -123,12 +123,12 @@ class Batch:
     longest: int = 1
     stored: torch.Tensor | None = None
     replays: bool = False
-    """Whether some tokens are computed already, and only recurrent layers need them."""
+    """Whether some tokens are already computed, and only recurrent layers compute them again."""
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """For each token, its row and the number of tokens that it sees. None unless each row consists of one token
-        and its drafts."""
+        """The row of each token, and the number of tokens that it sees. None unless each row consists of one token and
+        its drafts."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
@@ -142,12 +142,12 @@ class Batch:
 DRAFT_STEP_TOKENS = 256
 """Largest number of tokens in a replayed step with drafts."""
 REPLAYED = -2
-"""Source of a token that is computed already: its K and V go to page 0."""
+"""Source of a token that is already computed. Its K and V are written to page 0."""
 
 
 @dataclass(slots=True)
 class _StepNumbers:
-    """The integer inputs of a step, on the host. Their order here is the order in the buffer that is uploaded to the
+    """The integer inputs of a step, on the host. The fields have the order of the buffer that is uploaded to the
     device."""
 
     tokens: Ints
@@ -226,9 +226,8 @@ class BatchBuilder:
         self._turn = 0
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
-        """Return the batch of `works`, in order. `chosen` are the sampled tokens of the previous step. It is needed
-        if a work uses one of them.
-        """
+        """Return the batch of `works`, in order. `chosen` are the sampled tokens of the previous step. They are needed
+        if a work uses one of these tokens."""
         numbers = self._numbers(works)
         blocks = -(-int(numbers.lengths.max()) // self._block)
         if not self._mirrored:
@@ -406,9 +405,8 @@ class BatchBuilder:
             self._read[turn].record()
 
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Return the new block of each row (-1 for none) and its pages. If a row has more than one new block, its
-        table is uploaded at once.
-        """
+        """Return the new block of each row (-1 for none) and the pages of this block. If a row has more than one new
+        block, its table is uploaded immediately."""
         block_tables = self.cache.block_tables
         first = block_tables.take_changed(rows)
         unseen = block_tables.blocks[rows] - first

@@ -40,9 +40,8 @@ REFUSED = {
 
 
 def refusal_reason(config: Any) -> str | None:
-    """Return the reason why a family is refused by name, or None. Only families for which `probe.examine` would
-    give a misleading reason are refused by name.
-    """
+    """Return the reason why a family is refused by name, or None. A family is refused by name only if `probe.examine`
+    would give a misleading reason."""
     text = config.get_text_config()
     return REFUSED.get(text.model_type) or (INDEXER if getattr(text, "index_topk", None) else None)
 

@@ -41,7 +41,7 @@ class HiddenStates:
         self._states[pages, places] = states.to(self._states.dtype)
 
     def before(self, batch: Batch) -> torch.Tensor:
-        """For each token of a step, return the state of the token before it: [tokens, size]. The first token of a
+        """Return, for each token of a step, the state of the token before it: [tokens, size]. The first token of a
         sequence gets zeros."""
         count, block = len(batch.tokens), self._states.shape[1]
         packed = torch.arange(count, dtype=batch.starts.dtype, device=batch.tokens.device)

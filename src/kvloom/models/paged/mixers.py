@@ -41,8 +41,8 @@ class _Part(NamedTuple):
 
 
 class MixerSteps:
-    """Computes how a step is divided into rows for recurrent layers (mixers). Each division is computed when the first
-    layer needs it, and all layers share it."""
+    """Divides a step into rows for recurrent layers (mixers). Each division is computed when the first layer needs it,
+    and all layers share it."""
 
     def __init__(self, batch: Batch, batch_invariant: bool = False) -> None:
         """With `batch_invariant`, the bits of a state do not depend on the split of a sequence into steps
@@ -67,7 +67,8 @@ class MixerSteps:
         return self._known[of]
 
     def draft_rows(self, view: LayerView) -> DraftRows | None:
-        """Return the step's rows in two parts: certain tokens and drafts. Returns None if no row has a draft."""
+        """Return the step's rows in two parts: the tokens that are not drafts, and the drafts. Returns None if no row
+        has a draft."""
         batch, of = self.batch, (view.group, view.run)
         if not batch.drafts:
             return None
@@ -86,8 +87,8 @@ class MixerSteps:
 
     @cached_property
     def _places(self) -> tuple[_Part, _Part]:
-        """Two parts: the certain tokens and the drafts of the step. Each part has the packed indexes of its tokens,
-        and the start of each row in it."""
+        """Two parts: the tokens of the step that are not drafts, and the drafts. Each part has the packed indexes of
+        its tokens, and the start of each row in the part."""
         bounds, drafts = np.array(self.batch.bounds), np.array(self.batch.drafts)
         is_draft = np.zeros(bounds[-1], np.bool_)
         for end, count in zip(bounds[1:].tolist(), drafts.tolist(), strict=True):

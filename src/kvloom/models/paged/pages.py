@@ -257,11 +257,9 @@ class Pages(EmptyCache):
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Write the new keys and values of a layer ([1, heads, tokens, dim]), then attend packed queries [tokens,
-        heads, dim] to its pages.
-
-        `latent_values` is the number of dims of a latent that are values. `rotary` (cos and sin, [1, tokens, dim],
-        every angle twice) is used in replayed steps. It rotates queries in place, and keys while they are written.
-        """
+        heads, dim] to its pages. `latent_values` is the number of dims of a latent that are values. `rotary` (cos and
+        sin, [1, tokens, dim], every angle twice) is used only in replayed steps: queries are rotated in place, and keys
+        are rotated while they are written."""
         view = self._views[layer_idx][0]
         new_k, new_v = (x[0].transpose(0, 1) for x in (key, value))
         if rotary is None:

@@ -98,8 +98,8 @@ def _dispatch(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 def _scan(
     packed: PackedStates, kernel: Callable[..., torch.Tensor], *parts: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return `kernel(rows, *parts)` for parts [tokens, …]. In a step with drafts, run the kernel on the certain
-    tokens first, then on the drafts."""
+    """Return `kernel(rows, *parts)` for parts [tokens, …]. In a step with drafts, run the kernel first on the tokens
+    that are not drafts, then on the drafts."""
     split = packed.drafts
     if split is None:
         return kernel(packed.rows, *parts)
@@ -174,9 +174,8 @@ def _mamba2(
     return_final_states: bool = False,
     **_: Any,
 ) -> Any:
-    """Run Mamba-2. x is [1, tokens, heads, p], dt [1, tokens, heads], b and c [1, tokens, groups, n]. Steps are
-    clamped for every token, but transformers clamps them only in prompts.
-    """
+    """Run Mamba-2. x is [1, tokens, heads, p], dt is [1, tokens, heads], b and c are [1, tokens, groups, n]. Time steps
+    are clamped for every token, whereas transformers clamps them only in prompts."""
     x, dt, b, c = (part[0].contiguous() for part in (x, dt, b, c))
     gate = None if z is None else z[0].contiguous()
     limits = float(dt_limit[0]), float(dt_limit[1])

@@ -225,11 +225,9 @@ def latent(config: Config, dtype: str) -> tuple[Field, ...]:
 def _state(
     config: Config, dtype: str, channels: int, kernel: int, shape: tuple[int, ...]
 ) -> tuple[Field, ...]:
-    """Return two fields: the last `kernel` inputs of the convolution, and the recurrent state.
-
-    The channels of the convolution consist of several parts: first inputs, then shared parts of the heads. Sharding
-    along axis 0 must split each part. The recurrence runs in float32.
-    """
+    """Return two fields: the last `kernel` inputs of the convolution, and the recurrent state. The channels of the
+    convolution consist of several parts: first the inputs, then the parts that heads share. Sharding along axis 0 must
+    split each part. The recurrence runs in float32."""
     recurrent = config.get("mamba_ssm_cache_dtype", config.get("mamba_ssm_dtype", "float32"))
     return (
         Field("conv", (channels, kernel), dtype, shard_axis=0),

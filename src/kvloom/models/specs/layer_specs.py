@@ -42,7 +42,7 @@ KV_DTYPES = ("bf16", "fp16", "fp32", "int8", "fp8")
 KV_KINDS = ("full", "sliding", "chunked", "cross")
 """Layer kinds that store K and V; each may use its own dtype."""
 DRAFT_PREFIX = "draft."
-"""Begins the names of a draft model's layers in a pool that it shares with its target."""
+"""Prefix of the names of a draft model's layers, in a pool that the draft model shares with its target."""
 KVDtype = str | Mapping[str, str]
 """One dtype for all layers ("fp8"), with exceptions ("fp8,sliding=bf16"), or by kind ({"sliding": "int8"})."""
 

@@ -48,7 +48,7 @@ VISION_FAMILIES: dict[str, bool] = {
 """Supported families by model type, and whether the tokens of an image see each other in both directions."""
 
 GRID, SIZE = "image_grid_thw", "image_sizes"
-"""Inputs of an image besides its pixels: the number of patches, or the size of the image without padding."""
+"""Names of the other inputs of an image: the number of patches, and the size of the image without padding."""
 
 DIGEST_BYTES = 32
 
@@ -67,7 +67,7 @@ class Vision:
 
     embeddings: Embeddings | None = None
     store: EmbeddingStore | None = None
-    """Embeddings in tiers. None if the engine has no tiers."""
+    """Store of embeddings in tiers. None if the engine has no tiers."""
     _last_encoded: tuple[bytes, torch.Tensor] | None = None
 
     def __init__(self, model: Any) -> None:

@@ -9,6 +9,7 @@
     translation.py        reading requests of other APIs
     tokenize.py           /tokenize and /detokenize
     admin.py              /admin/pool, /admin/role
+    gateway_probes.py     /server_info and /v1/loads, for gateways
     request_fields.py     fields of a request, and their sampling parameters
     json_limits.py        limits of a request's JSON
     prompts.py            PromptEncoder: texts and chats to token ids
@@ -32,6 +33,7 @@ from .answers import AnswerFormats
 from .anthropic_messages import CountTokensEndpoint, MessagesEndpoint
 from .connection import close_idle, limited_connection
 from .embeddings import EmbeddingsEndpoint
+from .gateway_probes import probe_routes
 from .generation import ChatEndpoint, CompletionEndpoint
 from .openai_responses import ResponsesEndpoint
 from .openapi import documentation_routes, openapi
@@ -64,5 +66,6 @@ __all__ = [
     "load_tokenizer",
     "openapi",
     "parse_digits",
+    "probe_routes",
     "read_fields",
 ]

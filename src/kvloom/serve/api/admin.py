@@ -21,7 +21,7 @@ from .server_context import ServerContext
 __all__ = ["PoolEndpoint", "RoleEndpoint"]
 
 ANSWER_SECONDS = 30.0
-"""Seconds that the engine has to answer, because it may be in a long step."""
+"""Longest time in seconds that an endpoint waits for the engine, which may be in a long step."""
 
 
 class AdminEndpoint(ABC):

@@ -43,9 +43,8 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class Breakpoint(msgspec.Struct, frozen=True):
-    """A position in a chat, which is the end of its first `messages` messages. With `characters`, only this number
-    of characters of the last message is before the position.
-    """
+    """A position in a chat: the end of its first `messages` messages. If `characters` is set, the position is after
+    this number of characters of the last of these messages."""
 
     messages: int
     characters: int | None
@@ -187,9 +186,8 @@ class MessagesBuilder(ChatResponse):
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def _usage(self, output: int) -> dict[str, int]:
-        """Return token counts: tokens read from the cache, tokens computed before the last breakpoint, and the other
-        prompt tokens.
-        """
+        """Return the token counts: prompt tokens read from the cache, prompt tokens computed before the last
+        breakpoint, and the other prompt tokens."""
         read = sum(self.usage.cached.values())
         last = max((stop for stop, _ in self._prompts[0].retain), default=0)
         created = max(0, last - read)
@@ -250,10 +248,9 @@ def _error_response(error: ApiError) -> Response:
 def _position(
     fields: MessagesFields, point: Breakpoint, prompt: Prompt, encoder: PromptEncoder, limits: PromptLimits
 ) -> int:
-    """Return the number of prompt tokens before a breakpoint. It is the number of first tokens that the chat up to
-    the breakpoint and the whole chat have in common. Return 0 if the template does not accept the chat up to the
-    breakpoint.
-    """
+    """Return the number of prompt tokens before a breakpoint. The chat up to the breakpoint and the whole chat are
+    rendered, and the result is the number of first tokens that both have in common. Returns 0 if the template does not
+    accept the chat up to the breakpoint."""
     part = [dict(message) for message in fields.messages[: point.messages]]
     if part and point.characters is not None:
         part[-1]["content"] = part[-1]["content"][: point.characters]
@@ -412,7 +409,7 @@ class _Reader:
             self._mark(block, where, size)
 
     def _parts(self) -> list[dict[str, Any]]:
-        """Return the content of the last message as a list of parts, which is the form that images need."""
+        """Return the content of the last message as a list of parts, because images need this form."""
         content = self.messages[-1]["content"]
         if isinstance(content, str):
             content = [{"type": "text", "text": content}] if content else []

@@ -19,11 +19,11 @@ from kvloom.serve.errors import ApiError
 __all__ = ["Connection", "close_idle", "limited_connection"]
 
 HEAD_BYTES = 1 << 16
-"""Largest head of a request in bytes, plus one read from the socket."""
+"""Largest size of a request's head in bytes. The head may exceed this limit by one read from the socket."""
 
 
 def _final_response(error: ApiError) -> bytes:
-    """Return a complete response that closes the connection. It is for connections without a parsed request."""
+    """Return a complete response that closes the connection, for a connection without a parsed request."""
     head = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
     head += [b"%s: %s" % header for header in error.headers]
     return b"\r\n".join(

@@ -25,12 +25,12 @@ from kvloom.serve.errors import bad_request
 __all__ = ["MARK_CHARACTERS", "ControlTokens", "Encode"]
 
 MARK_DIGITS = 32
-"""Length of a mark. Marks are digits, which templates do not change (trim, tojson, upper)."""
+"""Length of a mark. A mark consists of digits, because templates do not change digits (trim, tojson, upper)."""
 FRAGMENT_DIGITS = 12
 MAX_MARKS = 4096
 """Limit of control tokens in the texts of one request."""
 MARK_CHARACTERS = MAX_MARKS * MARK_DIGITS
-"""Characters that marks add to a prompt during rendering, if the template repeats no text."""
+"""Largest number of characters that marks add to a prompt during rendering, if the template does not repeat a text."""
 TRUSTED_ROLES = ("system", "developer", "assistant", "model")
 """Roles whose messages may contain the tokens of reasoning and tool calls. These are added tokens, but not special
 tokens.
@@ -172,8 +172,8 @@ class _Texts:
         self._last = {text[-1] for text in lower}
 
     def count(self, value: Any) -> int:
-        """Return the number of control tokens in a value, including parts that the template could complete. Stops at
-        MAX_MARKS."""
+        """Return the number of control tokens in a value. Also counts parts of control tokens that the template could
+        complete. Stops at MAX_MARKS."""
         if isinstance(value, str):
             return len(self._places(value))
         if isinstance(value, dict):
@@ -204,9 +204,8 @@ class _Texts:
 
 
 def _pattern(texts: Iterable[str]) -> str:
-    """Return a regular expression that matches the longest of some texts. It is a trie, so a search does not try
-    each text separately.
-    """
+    """Return a regular expression that matches the longest of some texts. The expression is a trie, so a search does
+    not try the texts one by one."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree

@@ -41,7 +41,7 @@ class EmbeddingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _PooledFields(CompletionFields, frozen=True, kw_only=True):
-    """The request as a completion with one output token. Only its hidden states are used."""
+    """The request as a completion with one output token, of which only the hidden states are used."""
 
     pooling: Literal["mean", "last"]
     as_base64: bool

@@ -54,7 +54,7 @@ SMALL_LOGPROBS = 64
 LOGPROBS_BYTES = 1 << 10
 """Approximate number of bytes that the log-probabilities of one token add to a response."""
 EMBEDDING_BYTES = 1 << 8
-"""Bytes of an embedding whose text is about as long as the log-probabilities of one token."""
+"""Bytes of an embedding that takes about as long to write as the log-probabilities of one token."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -201,7 +201,7 @@ class GenerationEndpoint(ABC):
         """Return the builder of the response."""
 
     def longest_ttl(self, fields: CompletionFields | ChatFields) -> float | None:
-        """Return the longest time for which a request retains pages. It is infinity if there is no limit."""
+        """Return the longest time for which a request retains pages, or infinity if there is no limit."""
         ranges = () if fields.cache is None else fields.cache.retain or ()
         every = [
             fields.ttl,
@@ -479,9 +479,8 @@ class _EventStream:
 
 
 def _end_of_prompt(fields: ChatFields, prompt: Prompt) -> str:
-    """Return the text that shows whether the answer begins with reasoning.
-
-    If the answer continues the final message, it is the last reasoning marker, else the prompt."""
+    """Return the text that shows whether the answer begins with reasoning. If the answer continues the final message,
+    this is the last reasoning marker of the message. Otherwise it is the prompt."""
     if not fields.continue_final_message:
         return prompt.text or ""
     content = fields.messages[-1].get("content")
@@ -522,9 +521,8 @@ async def _watch_disconnect(receive: Receive, stream: ResponseStream) -> None:
 
 
 def _tokens_to_keep(fields: CompletionFields | ChatFields, most: int) -> int | None:
-    """Return how many of the last prompt tokens to keep, or None to keep all. If the request has -1, return the
-    largest number that leaves enough tokens for the output.
-    """
+    """Return how many of the last prompt tokens to keep, or None to keep all. For the request's value -1, return the
+    largest number that leaves enough tokens for the output."""
     if fields.truncate_prompt_tokens != -1:
         return fields.truncate_prompt_tokens
     new = fields.max_tokens or (fields.max_completion_tokens if isinstance(fields, ChatFields) else None)

@@ -42,6 +42,8 @@ SUMMARIES = {
     "/version": "Version of the server",
     "/health": "200 while requests are accepted; 503 while loading or draining",
     "/ping": "As /health",
+    "/server_info": "Sizes of the server, for gateways",
+    "/v1/loads": "Load of the server, for gateways",
     "/metrics": "Metrics for Prometheus",
     "/kvloom/requests": "The latest requests, with hits and miss reasons",
     "/kvloom/requests/{id}": "One request, by its id or its x-request-id",

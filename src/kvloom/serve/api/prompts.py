@@ -41,17 +41,16 @@ MAX_TOKEN_TEXTS = 1 << 18
 LONG_BYTES = 1 << 16
 """Larger requests use the thread for long requests."""
 SAMPLE_CHARACTERS = 8
-"""A text with at most this many characters per allowed token is encoded at once. A longer text is encoded in parts,
-and refused at twice the allowed tokens.
-"""
+"""If a text has at most this many characters per allowed token, it is encoded at once. A longer text is encoded in
+parts, and refused when it has twice the allowed tokens."""
 MIN_PIECE_CHARACTERS = 1 << 12
 CHARACTERS_PER_TOKEN = 16
 """Largest number of characters per allowed token. Longer texts are refused before encoding."""
 MIN_CHARACTERS = 1 << 16
 RENDERED_CHARACTERS = 1 << 24
-"""Limit of a rendered chat of which only the end is kept."""
+"""Largest number of characters of a rendered chat that is truncated to its last tokens."""
 TAIL_TOKENS = 256
-"""Number of tokens encoded before the kept ones, because a cut changes the first tokens after it."""
+"""Number of tokens encoded before the kept tokens. A cut in the text changes the first tokens after the cut."""
 MAX_REASON_CHARACTERS = 500
 INFILLING = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -59,7 +58,7 @@ INFILLING = (
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001 - these letters are meant
 )
-"""Tokens before the text, between text and suffix, and after the suffix."""
+"""The special tokens for infilling: before the text, between text and suffix, and after the suffix."""
 ROLE = re.compile(r"[\w .-]{1,64}")
 PROBE = "kvloom-probe"
 TYPE_KEY = re.compile(r"['\"]type['\"]")
@@ -420,11 +419,9 @@ class PromptEncoder:
         return found
 
     def text_offsets(self, ids: list[int], start: int, text: str | None = None) -> tuple[list[int], int]:
-        """Return the offset of each token's first character, from `start` on, and the offset after the last token.
-
-        With `text`, offsets are positions in `text`. If `text` does not contain a token (a special token, the end
-        of a stop text), the token has no characters. Several tokens of one character have the same offset.
-        """
+        """Return the offset of each token's first character, from `start` on, and the offset after the last token. With
+        `text`, offsets are positions in `text`. If `text` does not contain a token, such as a special token, the token
+        has no characters. Several tokens of one character have the same offset."""
         offsets, at = [], start
         partial: list[int] = []
 
@@ -453,10 +450,8 @@ class PromptEncoder:
 
 
 def _encode(text: str, limits: PromptLimits, param: str, encode: Encode) -> list[int]:
-    """Return the tokens of a text. For a truncated text, return the kept tokens and a few before them.
-
-    Raises ApiError for too many characters, or if the start of the text has far too many tokens.
-    """
+    """Return the tokens of a text. For a truncated text, return the kept tokens and some tokens before them. Raises
+    ApiError for too many characters, or if the start of the text already has far too many tokens."""
     if limits.truncates and limits.keep is not None:
         return _encode_tail(text, limits.keep, param, encode)
     if len(text) > limits.max_characters:

@@ -92,9 +92,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
 
 class RetainFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The priority of the prompt tokens [start, stop) for `ttl` seconds. Tokens with a positive priority are
-    evicted later than others, and tokens with a negative priority earlier.
-    """
+    """The priority of the prompt tokens [start, stop) for `ttl` seconds. Tokens with a positive priority are evicted
+    later than other tokens. Tokens with a negative priority are evicted earlier."""
 
     start: int = 0
     stop: int | None = None
@@ -114,7 +113,7 @@ class CacheFields(msgspec.Struct, frozen=True):
 
 
 class SloFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The objective of a request in milliseconds: see `core.Objective`."""
+    """The objectives of a request in milliseconds, as in `core.Objective`."""
 
     ttft_ms: float | None = None
     tbt_ms: float | None = None
@@ -130,7 +129,7 @@ class SloFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class TransferFields(msgspec.Struct, frozen=True):
     """vLLM's fields of a hand-over. A prefill worker gets `do_remote_decode`, and returns the fields for the decode
-    worker. Pages are found by hash, so block ids, engine ids and token counts are passed on unused."""
+    worker. Pages are found by hash, so block ids, engine ids and token counts are accepted but not used."""
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
@@ -185,7 +184,7 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     resume_token_ids: list[int] | None = None
-    """Output tokens that another worker has generated for the same request: the answer begins with them."""
+    """Output tokens that another worker has generated for the same request. The answer begins with these tokens."""
     tenant: str | None = None
     priority: int | None = None
     ttl: float | None = None

@@ -82,7 +82,7 @@ class ResponseBuilder(ABC):
         self._sent_characters: dict[int, int] = {}  # by choice
         self._token_offsets: dict[int, int] = {}  # characters of the tokens so far, by choice
         self.kv_transfer_params: dict[str, Any] | None = None
-        """Where a decode worker finds the pages of this request, or None if there is no hand-over."""
+        """The fields with which a decode worker finds the pages of this request. None if there is no hand-over."""
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._head = {
             "id": self.id,

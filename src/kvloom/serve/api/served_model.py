@@ -37,7 +37,7 @@ class ServedModel:
     """Whether the API loaded the model. /health ignores such a model until it is ready."""
     is_unloading: bool = False
     error: str = ""
-    """Why loading failed; empty otherwise."""
+    """The reason why loading failed. Empty if it did not fail."""
 
     @property
     def metrics(self) -> Metrics:

@@ -142,9 +142,8 @@ class ServerContext:
                 )
 
     async def read_body(self, request: Request, held: HeldBody) -> bytes:
-        """Return the JSON body of a request, and count its bytes in `held`.
-
-        Raises ApiError for another content type, too many bytes, or a slow client."""
+        """Return the JSON body of a request, and count its bytes in `held`. Raises ApiError for a wrong content type,
+        too many bytes, or a slow client."""
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"content type {kind!r} is not supported: send application/json")

@@ -33,7 +33,8 @@ class RenderError(Exception):
 
 
 class _RenderBudget:
-    """Limits the characters and the CPU time of rendering one chat template. Counts what the rendering has used so far."""
+    """Limits the characters and the CPU time of rendering one chat template. Counts the characters and the time used so
+    far."""
 
     __slots__ = ("_characters", "_end", "_limit", "_seconds", "_steps")
 

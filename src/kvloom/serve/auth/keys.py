@@ -31,7 +31,7 @@ __all__ = ["OWN_TENANT", "ApiKeys", "permission_warning", "read_keys"]
 
 MIN_KEY_CHARACTERS = 8
 OWN_TENANT = "default"
-"""Tenant of keys on the command line, which are admin keys."""
+"""Tenant of the keys that are given on the command line. These are admin keys."""
 OBJECTIVES = {"slo_ttft": float, "slo_tbt": float}
 """Objectives that a key can set for its tenant, in milliseconds."""
 CAPS = {"max_answers": int, "max_open": int, "max_ttl": float, "max_priority": int}

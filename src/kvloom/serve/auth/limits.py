@@ -14,7 +14,7 @@ from kvloom.serve.errors import above_share, bad_request, bodies_full, draining,
 __all__ = ["PRESSURE", "BodyLimiter", "Caps", "HeldBody", "Limits", "RequestLimiter"]
 
 PRESSURE = 4
-"""Largest number of open answers of a tenant per free place. A single tenant can use 4 of 5 places."""
+"""For each free place, a tenant may have this many open answers. A single tenant can therefore use 4 of 5 places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,7 @@ class Limits:
 
 class BodyLimiter:
     """Limits the bytes of all request bodies in memory. A body counts from its first byte until its prompt is encoded.
-
-    If several tenants share the server, each may use up to PRESSURE times the free bytes.
-    """
+    If several tenants share the server, each tenant may use up to PRESSURE times the free bytes."""
 
     def __init__(self, limit: int, shared: bool = False) -> None:
         self.limit, self.shared = limit, shared
@@ -153,9 +151,8 @@ class RequestLimiter:
 
     @contextmanager
     def admit(self, answers: int, tenant: str = "", max_open: int | None = None) -> Iterator[None]:
-        """Admit a request of a tenant with `answers` answers until the block ends.
-
-        Raises ApiError if the server's limit, the tenant's part of it, or the tenant's `max_open` is reached."""
+        """Admit a request with `answers` answers of a tenant until the block ends. Raises ApiError if the limit of the
+        server, the tenant's part of this limit, or the tenant's `max_open` is reached."""
         if self.is_draining:
             raise draining()
         if answers > self.limit:

@@ -28,7 +28,7 @@ __all__ = ["DashboardState", "Dashboards"]
 
 REFRESH_SECONDS = 1.0
 WAIT_SECONDS = 2.0
-"""Seconds that viewers wait for a new snapshot. After that they get the previous one."""
+"""Longest time in seconds that viewers wait for a new snapshot. After that they get the previous snapshot."""
 SAMPLE_SECONDS = 2.0
 _encode = msgspec.json.Encoder().encode
 

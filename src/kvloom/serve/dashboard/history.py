@@ -29,7 +29,8 @@ SERIES = (
 )
 QUANTILES = (0.5, 0.95, 0.99)
 WINDOW = 30
-"""Samples over which quantiles of time to first token (ttft) and time between tokens (itl) are taken: one minute."""
+"""Number of samples (one minute) over which quantiles of time to first token (ttft) and time between tokens (itl) are
+computed."""
 MAX_SAMPLES = 300
 
 

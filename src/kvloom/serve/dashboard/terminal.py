@@ -87,7 +87,7 @@ def _foot(mode: str, note: str) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _Curves:
-    """Five figures, each with details and its history."""
+    """Five figures, each with details and a curve of its history."""
 
     series: dict[str, Series]
     totals: State
@@ -148,9 +148,8 @@ def _curve(values: Series, width: int, top: float | None, high: int) -> list[str
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """The page pool. Each character represents several cells. Its colour shows their largest part, and its shape
-    shows the state.
-    """
+    """The map of the page pool. Each character represents several cells. Its colour shows the largest part of these
+    cells, and its shape shows their state."""
 
     engine: State
     mode: str
@@ -299,8 +298,8 @@ class _Tree:
 
 
 def _walk(below: dict[str | None, list[State]], at: str | None, depth: int) -> Iterable[tuple[int, State]]:
-    """Yield branches in tree order. Branches with the most hits come first. An only child is shown at its parent's
-    depth."""
+    """Yield branches in tree order. Branches with the most hits come first. If a branch is the only child, it is shown
+    at its parent's depth."""
     children = sorted(below.get(at, ()), key=lambda one: (-one["hits"], one["idle"]))
     for child in children:
         yield depth, child

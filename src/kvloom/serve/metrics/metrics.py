@@ -32,7 +32,7 @@ VLLM_FINISH_REASONS = {
     "slo": "error",
     "failed": "error",
 }
-"""vLLM's names of finish reasons, where they differ."""
+"""vLLM's names of finish reasons, for the reasons that have another name in vLLM."""
 
 
 MAX_TENANTS = 100
@@ -69,9 +69,8 @@ class ServerMetrics:
         tenant: str | None = None,
         everyone: bool = False,
     ) -> bytes:
-        """Return all series as text. They include the series of `tenant`, or of every tenant for an admin. With
-        `is_labelled`, the series of a model have the label `model`.
-        """
+        """Return all series as text. For a tenant, they include the series of `tenant`. For an admin, they include the
+        series of every tenant. With `is_labelled`, the series of a model have the label `model`."""
         found = {one.model: [*one.series(), *one.tenant_series(tenant, everyone)] for one in models}
         return expositions(found, is_labelled, self.series()).encode()
 

@@ -81,8 +81,8 @@ class RequestRecord:
 
     @property
     def load_seconds(self) -> float:
-        """Seconds from the start of the first load from a tier to the end of the last load. Several prompts are
-        summed."""
+        """Seconds from the start of the first load from a tier to the end of the last load, summed over the prompts of
+        the request."""
         loads = [progress.loads for progress in self.progress.values() if progress.loads]
         return sum(max(load[2] for load in each) - min(load[1] for load in each) for each in loads)
 
@@ -94,7 +94,7 @@ class RequestRecord:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Seconds until the first token was sent. If tokens are sent only at the end, seconds until it was
+        """Seconds until the first token was sent. If all tokens are sent at the end, seconds until the first token was
         computed."""
         seen = [progress.first_token for progress in self.progress.values() if progress.first_token]
         first_token = self.first_token or min(seen, default=0.0)
@@ -120,7 +120,8 @@ class RequestRecord:
 
     @property
     def slo(self) -> dict[str, Any] | None:
-        """Objective, prediction and outcome in milliseconds, of the slowest prompt. None without an objective."""
+        """Objectives, prediction and outcome of the slowest prompt, in milliseconds. None if the request has no
+        objective."""
         found = [progress.slo for progress in self.progress.values() if progress.slo is not None]
         return max(found, key=lambda slo: slo["actual_ttft_ms"] or 0.0, default=self.refused_slo)
 
@@ -176,9 +177,8 @@ class RequestRecords:
             self._ring.popitem(last=False)
 
     def find(self, id_: str, tenant: str | None) -> RequestRecord | None:
-        """Return the record with this id, or the newest record with this request id. Returns None if `tenant` may
-        not see it. A `tenant` of None may see all records. O(records).
-        """
+        """Return the record with this id, or the newest record with this request id. Returns None if `tenant` may not
+        see the record. If `tenant` is None, all records are visible. O(records)."""
         found = self._ring.get(id_)
         if found is not None:
             return found if tenant in (None, found.tenant) else None

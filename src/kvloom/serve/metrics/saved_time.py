@@ -9,12 +9,9 @@ MIN_SPREAD = 1e-6
 
 
 class SavedTime:
-    """Sums the saved prefill time in `seconds`. The saving of a request is its cached tokens times the measured
-    seconds per computed token, minus the load time.
-
-    The seconds per token are the slope of a line through the prefill times of recent requests. Savings are counted
-    once two different prompt lengths were measured.
-    """
+    """Sums the saved prefill time in `seconds`. A request saves its cached tokens times the measured seconds per
+    computed token, minus its load time. The seconds per token are the slope of a line fitted to the prefill times of
+    recent requests. Savings are counted after two different prompt lengths were measured."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -239,8 +239,10 @@ def tenant_series(tenants: Mapping[str, TenantUsage]) -> list[Series]:
         return {name: getattr(use, field_) for name, use in tenants.items()}
 
     at = ("tenant",)
+    in_tiers = {(name, tier): used for name, use in tenants.items() for tier, used in use.tiers.items()}
     return [
         Series("kvloom_tenant_bytes", "gauge", "Pool bytes of a tenant: used (all), in_use (running requests)", bytes_, labels=("tenant", "state")),
+        Series("kvloom_tenant_tier_bytes", "gauge", "Bytes of a tenant with a share in a tier", in_tiers, labels=("tenant", "tier")),
         Series("kvloom_tenant_requests", "gauge", "Running and waiting prompts of a tenant", requests, labels=("tenant", "state")),
         Series("kvloom_tenant_looked_up_tokens", "counter", "Prompt tokens that a tenant looked up", each("looked_up_tokens"), labels=at),
         Series("kvloom_tenant_hit_tokens", "counter", "Prompt tokens found for a tenant", each("hit_tokens"), labels=at),

@@ -73,10 +73,8 @@ class Recorder:
         last_computed: bool = True,
     ) -> None:
         """Write a request that arrived at second `at`. `tokens` are its prompt (the first `prompt` tokens) and its
-        answer.
-
-        `last_computed` is False if the engine did not compute the last token. The block of this token is then never
-        cached. `at` should not decrease."""
+        answer. If the engine did not compute the last token, `last_computed` is False, and the block of this token is
+        never cached. `at` should not decrease."""
         data = token_bytes(tokens)
         length = len(data) // TOKEN_BYTES
         if not 0 <= prompt <= length:

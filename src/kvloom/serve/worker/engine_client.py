@@ -59,11 +59,8 @@ LONGEST_PAUSE = 8.0
 SOCKET_BYTES = 1 << 20
 STDERR = 2
 ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Environment of the engine process. Idle OpenMP threads sleep instead of spinning, which would take cores from this
-process.
-
-Must be set before torch is loaded.
-"""
+"""Environment of the engine process, which must be set before torch is loaded. Idle OpenMP threads sleep instead of
+spinning, because spinning threads would take cores from this process."""
 
 
 class StartError(Exception):

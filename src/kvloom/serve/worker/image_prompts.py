@@ -18,7 +18,7 @@ from .messages import Add
 __all__ = ["ImagePrompts", "ImagesBusyError"]
 
 MAX_WAITING_BYTES = 256 << 20
-"""Largest number of encoded bytes of images that wait for the thread. More images are refused for now."""
+"""Largest number of encoded bytes of waiting images. Further images are refused until some have been decoded."""
 
 
 class ImagesBusyError(ValueError):

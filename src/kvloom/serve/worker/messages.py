@@ -112,9 +112,8 @@ class ImagePrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenRange(msgspec.Struct, frozen=True, array_like=True):
-    """The priority of tokens [start, stop) of a prompt for `ttl` seconds. Tokens with a positive priority are
-    evicted later than others, and tokens with a negative priority earlier.
-    """
+    """The priority of tokens [start, stop) of a prompt for `ttl` seconds. Tokens with a positive priority are evicted
+    later than other tokens. Tokens with a negative priority are evicted earlier."""
 
     start: int = 0
     stop: int | None = None
@@ -123,15 +122,16 @@ class TokenRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """A message that sends one prompt to the engine. The messages with parts of its answers have the same `id`.
+    """Sends one prompt to the engine. The deltas of all answers to this prompt have the same `id`.
 
-    - `stream`: a delta is sent per step, otherwise once at the end.
+    - `stream`: if true, each step with new tokens sends a delta per answer. If false, each returned answer is sent as
+      one delta when all answers have finished.
     - `salt`: only requests with the same salt share pages.
     - `ends_session`: this is the last request of a session.
     - `lossy`: the request accepts pages that a tier re-encoded.
     - `retain`: priorities of token ranges.
-    - `image_prompt`: replaces `prompt`.
-    - `offers_pages`, `awaits_peer`: hand-over, see `Engine.add`.
+    - `image_prompt`: if set, is used instead of `prompt`.
+    - `offers_pages`, `awaits_peer`: control the hand-over of pages between workers, see `Engine.add`.
     """
 
     id: int
@@ -150,13 +150,13 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     retain: list[TokenRange] = []
     image_prompt: ImagePrompt | None = None
     resume: list[int] = []
-    """Output tokens that another worker has generated: the answer begins with them."""
+    """Output tokens that another worker has generated. The answer begins with these tokens."""
     pin: float | None = None
     """Seconds for which the prompt stays in the pool after the request."""
     offers_pages: bool = False
     awaits_peer: str | None = None
     slo: Objective | None = None
-    """The objective of the request; where it has none, those of its tenant and of the server count."""
+    """The objectives of the request. For missing values, the objectives of its tenant or of the server apply."""
     arrived: float | None = None
     """When the request arrived, on the monotonic clock."""
 
@@ -281,7 +281,8 @@ HistogramCounts = tuple[list[int], float]
 
 class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
     """A tenant's pool bytes (`used` by all its pages, `in_use` by its running requests). Also its tokens looked up
-    and found, its evicted entries, and its running and waiting requests."""
+    and found, its evicted entries, its running and waiting requests, and its bytes in each tier that divides its
+    capacity."""
 
     used: int = 0
     in_use: int = 0
@@ -290,6 +291,7 @@ class TenantUsage(msgspec.Struct, frozen=True, array_like=True):
     evictions: int = 0
     running: int = 0
     waiting: int = 0
+    tiers: dict[str, int] = {}
 
 
 class TierUsage(msgspec.Struct, frozen=True, array_like=True):
@@ -375,9 +377,8 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class PoolState(msgspec.Struct, frozen=True, array_like=True):
-    """The current size and target size of an elastic pool in bytes, and the largest number of tokens of one
-    request. `number` belongs to the last completed ResizePool.
-    """
+    """The current size and the target size of an elastic pool in bytes, and the largest number of tokens of one
+    request. `number` is the number of the last completed ResizePool."""
 
     pool_bytes: int
     target_bytes: int

@@ -23,14 +23,15 @@ from .messages import EngineStats, PoolState
 __all__ = ["PoolBroker", "PoolLoad", "plan_pools"]
 
 PERIOD = 0.05
-"""Seconds between two rounds. An engine that lacks pages sends its stats as often."""
+"""Seconds between two rounds. An engine that lacks pages sends its stats at the same interval."""
 BUSY_SECONDS = 0.5
 """A model is idle after this many seconds without a request. Stats of a busy engine arrive every 0.25 s."""
 ANSWER_SECONDS = 0.5
-"""Seconds that a round waits for pools to shrink. Memory that is freed later is used in the next round."""
+"""Longest time in seconds that a round waits for pools to shrink. Memory that is freed later is used in the next round.
+"""
 
 GROWTH = 0.5
-"""Fraction of its size by which a full pool grows at once."""
+"""A full pool grows by this fraction of its size at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +89,16 @@ def plan_pools(loads: Mapping[str, PoolLoad], budget: int) -> dict[str, int]:
 
 
 def _growth(load: PoolLoad, share: int) -> int:
-    """Return the number of bytes by which a full pool should grow. It grows up to an equal share at once, and above
-    that in steps."""
+    """Return the number of bytes by which a full pool should grow. Up to an equal share the pool grows at once, and
+    above the share in steps."""
     wanted = max(load.slab_bytes, int(load.pool_bytes * GROWTH), share - load.pool_bytes)
     return min(load.max_bytes - load.pool_bytes, wanted)
 
 
 @dataclass(slots=True)
 class _Activity:
-    """The counters of an engine at the last round. A changed counter shows that requests ran since then, even if
-    none runs now."""
+    """The counters of an engine at the last round. A changed counter shows that requests have run since the last round,
+    even if no request runs now."""
 
     steps: int = 0
     evictions: int = 0
@@ -186,7 +187,7 @@ class PoolBroker:
                     self._resize(engine, self._size(engine))
 
     def _resize(self, engine: EngineClient, size: int) -> asyncio.Task[PoolState]:
-        """Send a resize message. Until the engine answers, the larger of both sizes counts."""
+        """Send a resize message. Until the engine answers, the larger of the old and the new size counts."""
         self._unanswered[engine] = size
         task = asyncio.create_task(engine.resize_pool(size, None))
         task.add_done_callback(partial(self._answered, engine))

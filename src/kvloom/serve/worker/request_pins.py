@@ -16,7 +16,7 @@ from .messages import Add
 __all__ = ["RequestPins"]
 
 POOL_PARTS = 4
-"""Pins use at most this part of the pool: a quarter."""
+"""All pins together use at most 1 / POOL_PARTS of the pool."""
 
 
 class RequestPins:

@@ -38,6 +38,7 @@ def engine_stats(
     classes = inspect.size_classes
     sizes = [engine.layout.slab_bytes // c.per_slab for c in classes]
     started = Counter((tenant, began) for tenant, began in open_requests)
+    tier_bytes = {} if engine.offload is None else _tenant_tier_bytes(engine.offload)
     tenants = {}
     for name, account in inspect.accounts.items():
         tenants[name] = TenantUsage(
@@ -48,6 +49,7 @@ def engine_stats(
             account.evictions,
             started[name, True],
             started[name, False] + waiting_for_quota.get(name, 0),
+            tier_bytes.get(name, {}),
         )
     return EngineStats(
         running=len(scheduler.running),
@@ -116,6 +118,16 @@ def _offload_stats(offload: OffloadManager) -> dict[str, Any]:
             (called.get(tier, tier), verb, why, count) for (tier, verb, why), count in faults.items()
         ],
     }
+
+
+def _tenant_tier_bytes(offload: OffloadManager) -> dict[str, dict[str, int]]:
+    """Return the bytes of each tenant with a share, by tier."""
+    stats = [offload.host.stats(), *(lane.stats() for lane in offload.transfers.queues)]
+    found: dict[str, dict[str, int]] = {}
+    for tier, one in zip(offload.tier_names, stats, strict=True):
+        for tenant, used in one.tenants.items():
+            found.setdefault(tenant, {})[tier] = used
+    return found
 
 
 def tier_usages(offload: OffloadManager) -> list[TierUsage]:

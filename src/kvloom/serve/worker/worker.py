@@ -42,17 +42,16 @@ from .stats import engine_stats, tier_usages
 __all__ = ["Worker", "max_request_tokens"]
 
 GROWTH_SECONDS = 0.002
-"""Pause after a step in which requests wait for a growth of the pool."""
+"""Pause in seconds after a step in which requests wait until the pool has grown."""
 STATS_SECONDS = 0.25
 SHORT_SECONDS = 0.05
-"""Seconds between stats while a model lacks pages that other models could give."""
+"""Seconds between two stats messages while a model lacks pages that other models could give."""
 
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request in the engine. It has the number of tokens sent of each answer (-1 if finished), and the time of
-    its first token.
-    """
+    """A request in the engine, with the number of sent tokens of each answer (-1 if it has finished), and the time of
+    its first token."""
 
     message: Add
     request: Request
@@ -488,8 +487,8 @@ class Worker:
 
     @property
     def _lacks_pages(self) -> bool:
-        """Whether this model shares memory with others and lacks pages. It lacks pages if it has evicted pages
-        since the last stats, or if requests wait for pages."""
+        """Whether this model shares memory with other models and lacks pages: it has evicted pages since the last
+        stats, or requests wait for pages."""
         if not self._share_bytes:
             return False
         evictions = self.engine.cache.inspect.evicted.total()
@@ -498,7 +497,7 @@ class Worker:
 
     @property
     def _needs_growth(self) -> bool:
-        """Whether models share memory, and an open request needs more pages than the pool of this one has."""
+        """Whether this model shares memory with other models, and an open request needs more pages than its pool has."""
         if not self._share_bytes:
             return False
         longest = max((len(one.request.tokens) for one in self._open.values()), default=0)
@@ -506,7 +505,7 @@ class Worker:
         return needed > self.engine.cache.usable_slabs * self.engine.layout.slab_bytes
 
     def _mark_reported(self) -> None:
-        """Clear the change flag when the engine is idle."""
+        """Clear the flag for unreported changes when the engine is idle."""
         self._stats_changed = self._stats_changed and self.engine.busy
 
 

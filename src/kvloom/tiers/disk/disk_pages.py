@@ -40,7 +40,7 @@ class _UnchangedFiles(SystemFiles):
 
 
 class DiskPages(StoredPages):
-    """The pages of one disk tier. The constructor reads the heads of all pages. It raises TierError if the
+    """The pages of one disk tier. The constructor reads the headers of all pages. It raises TierError if the
     directory has no disk tier."""
 
     def __init__(self, config: DiskConfig) -> None:

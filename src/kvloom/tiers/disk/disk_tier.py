@@ -117,7 +117,7 @@ class DiskConfig:
 
 
 class DiskTier(Tier):
-    """A tier in one directory. Thread-safe. Opening the tier locks the directory and reads the heads of all stored
+    """A tier in one directory. Thread-safe. Opening the tier locks the directory and reads the headers of all stored
     pages.
 
     Raises TierError if the directory has wrong permissions or another process uses it. After opening, faults such
@@ -151,6 +151,7 @@ class DiskTier(Tier):
             raise TierError(f"the disk tier cannot read {self._path}: {error.strerror or error}") from error
         self._warn_if_disk_is_small()
         self._transfer_counts = TransferCounts()
+        self._tenants: tuple[str, ...] = ()
         self._closed = False
         self._state_lock = threading.Lock()
         self._open_transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
@@ -184,6 +185,7 @@ class DiskTier(Tier):
     def set_shares(self, shares: Shares) -> None:
         """Sets the shares to enforce, and removes files above a share. Raises TierError if such a file cannot be
         removed."""
+        self._tenants = tuple(shares)
         try:
             self._store.set_shares(shares)
         except OSError as error:
@@ -195,16 +197,15 @@ class DiskTier(Tier):
         return self._store.used_by(tenant)
 
     def watch(self) -> PageChanges | None:
-        """Records changes (see `SupportsChanges`). Returns None if the tier has a key file, because stored keys
-        then hide block hashes."""
+        """Records changes (see `SupportsChanges`). Returns None if the tier has a key file, because block hashes cannot
+        be found from its stored keys."""
         return self._store.watch() if self._keys is None else None
 
     def _with_stored_keys(self, objects: Objects, legacy: bool = False) -> Objects:
-        """Returns the objects with their keys on disk. If the tier has a key file, these keys differ from
-        `Objects.keys`. Raises NoKeyError if the tenant has no key.
-
-        `legacy` selects the plain keys, under which format version 2 stored encrypted pages.
-        """
+        """Returns the objects with the keys under which they are stored on disk. Without a key file these are
+        `Objects.keys`. With a key file they are derived from the tenant's key, and NoKeyError is raised if the tenant
+        has none. With `legacy`, an object that is on disk only as an encrypted page of format version 2 keeps its key
+        from `Objects.keys`."""
         if self._keys is None:
             return objects
         stored = self._keys.with_stored_keys(objects)
@@ -345,7 +346,8 @@ class DiskTier(Tier):
         with self._store.lock:
             objects, size = len(self._store.index), self._store.file_bytes
         notes = tuple(self._store.notes)
-        return self._transfer_counts.stats(objects, size, self.capacity, self._store.evicted, notes)
+        tenants = {tenant: self._store.used_by(tenant) for tenant in self._tenants}
+        return self._transfer_counts.stats(objects, size, self.capacity, self._store.evicted, notes, tenants)
 
     def close(self) -> None:
         with self._state_lock:

@@ -124,7 +124,8 @@ class Files:
 
 
 class SystemFiles(Files):
-    """Files that read and verify a page in one native call if native code is available."""
+    """A `Files` whose `read_checked` reads bytes and computes their checksums in one native call. Without native code,
+    it does the same in Python."""
 
     def read_checked(self, fd: int, into: memoryview, offset: int, run_bytes: int) -> tuple[int, bytes]:
         return read_checked(fd, into, offset, run_bytes) or super().read_checked(fd, into, offset, run_bytes)

@@ -41,8 +41,8 @@ def recover(
     segments: dict[int, Segment],
     notes: dict[str, None],
 ) -> RecoveredSegments:
-    """Opens every segment, reads its heads, and adds the segment to `segments`. `dead` maps each dropped key to the
-    last position at which it was dropped.
+    """Opens every segment, reads its page headers, and adds the segment to `segments`. `dead` maps each dropped key to
+    the last position at which it was dropped.
 
     Raises OSError if the directory cannot be read.
     """

@@ -1,13 +1,13 @@
-"""The file format of a disk tier. A segment file has a header, then frames. A frame has the heads of some objects,
-then their bodies. Files are append-only.
+"""The file format of a disk tier. A segment file has a header, then frames. A frame has the page headers of some
+objects, then their bodies. Files are append-only.
 
     block 0   "KVLSEG"  version u16  id 16  number u64  checksum u64     owner 16  checksum u64   (0: shared)
     frame     "KVLF"  version u16  0 u16  id 16  offset u64  records u32  heads u32  bodies u64
-              heads (see codec)  checksum u64              of the frame's header and heads; heads take 32 MiB at most
+              page headers (see codec)  checksum u64         of the frame's header and page headers, which take 32 MiB at most
               … from the next block on: bodies, each beginning on a block of 4096 bytes
 
-There is no separate index, so opening a segment reads the heads of all frames. An unfinished frame is detected by
-its checksum or by the checksums of its objects. Every frame repeats the segment's random id, so page content cannot
+There is no separate index, so opening a segment reads the page headers of all frames. An unfinished frame is detected
+by its checksum or by the checksums of its objects. Every frame repeats the segment's random id, so page content cannot
 look like a frame. This module does not depend on tiers.
 """
 
@@ -43,16 +43,18 @@ _FRAME = struct.Struct("<4sHH16sQIIQ")
 _CHECK = struct.Struct("<Q")
 _SCAN_BYTES = 1 << 20
 _MAX_SCANS = 4
-"""To find frames after damaged ones, opening may do 64 scans and then read at most this many times the file size."""
+"""Limit of the bytes that are read to find frames after damaged frames, as a multiple of the file's size. Another 64 *
+_SCAN_BYTES bytes are always allowed."""
 MAX_HEAD_BYTES = 32 << 20
-"""Largest number of bytes of heads in one frame. A reader never allocates more, even if a frame states more."""
+"""Largest number of bytes of page headers in one frame. A reader never allocates more memory, even if a frame states a
+larger size."""
 MAX_SEGMENT_NUMBER = 10**15
 """Largest valid segment number. A file with a larger number was not written by this tier."""
 _OWNER_AT = _HEADER.size + _CHECK.size
 
 
 class Record:
-    """One object on disk. Its head is in memory. Its body is at position `offset` of its segment."""
+    """One object on disk. Its header is in memory. Its body is at position `offset` of its segment."""
 
     __slots__ = ("head", "is_verified", "offset", "reads", "segment")
 
@@ -67,11 +69,9 @@ class Record:
 
 
 class Frame:
-    """The heads and bodies of some objects. Each body has `size` bytes and is padded to whole blocks.
-
-    A frame is built before its position in the file is known. The records are built after the write. The appending
-    thread therefore has little work.
-    """
+    """The page headers and bodies of some objects. Each body is padded to whole blocks. `size` is the number of bytes
+    of all padded bodies. A frame is built before its position in the file is known, and its records are built after the
+    write. The appending thread therefore has little work."""
 
     __slots__ = ("_offset", "_segment", "_used", "block", "bodies", "heads", "size")
 
@@ -217,11 +217,11 @@ class Segment:
         return outcome
 
     def records(self) -> Iterator[Record]:
-        """Yields every record in the order of writing, and sets `end` to the end of the last frame. Reads all
-        heads.
+        """Yields every record in the order of writing, and sets `end` to the end of the last frame. Reads all page
+        headers.
 
-        After a damaged frame, searches for the next frame. The search reads the bytes between the frames, but reads
-        a damaged file at most a few times.
+        After a damaged frame, searches for the next frame. The search reads the bytes between the frames, but reads a
+        damaged file at most a few times.
         """
         at, self._scanned = BLOCK, 0
         limit = _MAX_SCANS * self.size + 64 * _SCAN_BYTES
@@ -238,8 +238,8 @@ class Segment:
             self.end = min(stop, aligned(self.size))
 
     def _dated(self, heads: Sequence[Head]) -> list[Head]:
-        """Returns the heads with their write times. A page of an earlier release gets the time of the file's last
-        write."""
+        """Returns the page headers with their write times. A page of an earlier release gets the time of the file's
+        last write."""
         self.has_undated |= any(not head.stored_at for head in heads)
         heads = [head if head.stored_at else head._replace(stored_at=self.modified_at) for head in heads]
         self._count_times(heads)
@@ -251,9 +251,8 @@ class Segment:
         self.newest = max([*times, self.newest])
 
     def _frame(self, at: int) -> tuple[list[Head], int, int] | None:
-        """Returns the heads of the frame at `at`, the start of its bodies and its end. Returns None if there is no
-        complete frame at `at`.
-        """
+        """Returns the page headers of the frame at `at`, the position of its first body, and its end. Returns None if
+        there is no complete frame at `at`."""
         buffer = aligned_bytes(BLOCK)
         if self._files.read(self.fd, [buffer], at) < BLOCK:
             return None
@@ -328,8 +327,9 @@ class Segment:
     def take_closable_fd(self) -> int:
         """Returns the descriptor to close if the segment is `removed` and has no readers, else -1.
 
-        The caller holds the store's lock. It must close the descriptor after it has released the lock, because
-        freeing a file may take long."""
+        The caller holds the store's lock. The caller closes the descriptor after it has released the lock, because
+        freeing a file may take long.
+        """
         fd = self.fd if self.removed and not self.readers else -1
         if fd >= 0:
             self.fd = -1

@@ -18,9 +18,10 @@ from .segment import Segment
 __all__ = ["SegmentOwner", "SegmentOwners"]
 
 _MAX_PIECES, _MIN_PIECES, _ALL_PIECES = 16, 4, 256
-"""Number of segments per share (at most, at least) and of all shares together. Each segment is an open file."""
+"""Largest and smallest number of segments per share, and largest number of segments of all shares together. Each
+segment is an open file."""
 _PIECE_BYTES = 64 << 20
-"""Smallest segment size of a share, if four such segments fit."""
+"""Smallest size of a share's segments, if the share has space for four such segments."""
 
 
 class SegmentOwner(Account):
@@ -37,9 +38,8 @@ class SegmentOwner(Account):
         self.current: Segment | None = None
 
     def check_limit(self, segment_bytes: int) -> None:
-        """Raises OSError unless three segments of this size fit into the share: the current segment, the next one,
-        and one to read.
-        """
+        """Raises OSError unless the share has space for three segments of this size: the current segment, the next one,
+        and one to read."""
         if 3 * segment_bytes > self.limit:
             raise OSError(
                 errno.EDQUOT, f"a share of {self.limit} bytes does not fit three segments of {segment_bytes}"

@@ -49,11 +49,9 @@ class SegmentReader:
         part: tuple[int, int],
         tenant: str,
     ) -> None:
-        """Reads the bytes `part` of each record. `found` has the records with their index in the transfer. All
-        records have the same form.
-
-        The caller has counted one reader per record in the segment store. The job releases these readers.
-        """
+        """Reads the bytes `part` of each record. `found` contains the records and their indexes in the transfer. All
+        records have the same form. The caller has counted one reader per record in the segment store, and the job
+        releases these readers."""
         size = part[1] - part[0]
         with self._lock:
             self.pending += len(found) * size
@@ -231,7 +229,7 @@ class _ReadCall:
         self._aligned = blocks and not ((into.starts + into.address) % BLOCK).any()
 
     def is_in_place(self, record: Record) -> bool:
-        """Returns whether a record can be read directly into its range. O_DIRECT needs whole blocks.
+        """Returns whether a record can be read directly into the caller's memory. O_DIRECT needs whole blocks.
 
         If one page of a call is unaligned, all pages of the call are treated as unaligned.
         """
@@ -240,8 +238,8 @@ class _ReadCall:
 
 @dataclass(slots=True)
 class _Job:
-    """Bytes `part` of some records, each with its index in the transfer. `count` is set if one page is split into
-    several jobs."""
+    """A read of the bytes `part` of some records. Each record has its index in the transfer. `count` is set if one page
+    is split into several jobs."""
 
     call: _ReadCall
     found: list[tuple[int, Record]]
@@ -258,7 +256,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _DiskRange:
-    """Adjacent records on disk that one call reads, each with the start of its page in memory."""
+    """Adjacent records on disk that one call reads, and the start of each record's page in memory."""
 
     segment: Segment
     items: list[tuple[int, Record, int]]

@@ -34,10 +34,9 @@ _MAX_NAME_TRIES = 1024  # number of file names tried for a new segment
 
 @dataclass(frozen=True, slots=True)
 class SegmentStoreConfig:
-    """Settings of the store. `evict` selects the segment to evict. With `copy_forward`, an evicted segment keeps
-    some of its pages: those that have been read are copied to a new segment, up to half a segment. `ttl` is the
-    number of seconds after which a page expires. 0 means never.
-    """
+    """Settings of the store. `evict` selects the segment to evict. With `copy_forward`, pages of an evicted segment
+    that have been read are copied to a new segment, up to half a segment. `ttl` is the number of seconds after which a
+    page expires. 0 means never."""
 
     capacity: int
     segment_bytes: int
@@ -49,7 +48,7 @@ class SegmentStoreConfig:
 
 class SegmentStore:
     """All segments and the index of a disk tier. `lock` guards the index and the counts of the segments. The
-    constructor reads the heads of all pages."""
+    constructor reads the headers of all pages."""
 
     def __init__(self, files: Files, config: SegmentStoreConfig) -> None:
         self._files, self._config = files, config
@@ -182,9 +181,8 @@ class SegmentStore:
     # --- the appending thread
 
     def set_shares(self, shares: Shares) -> None:
-        """Gives every tenant with a share its own segments, including those of an earlier run. Call this method
-        before the first frame.
-        """
+        """Gives every tenant with a share its own segments. The tenant's segments of an earlier run are used again.
+        Call this method before the first frame."""
         self._owners.set_shares(shares)
         for owner in self._owners:
             if owner.current is None:
@@ -397,9 +395,8 @@ class SegmentStore:
             self.release_readers(segment, 0)
 
     def _copy_forward(self, victim: Segment, victim_owner: SegmentOwner) -> None:
-        """Copies some pages of the victim to the current segment of their owner. These are pages that have been
-        read, the most read first. Other pages are evicted.
-        """
+        """Copies pages of the victim that have been read to the current segment of their owner, the most read pages
+        first. All other pages of the victim are evicted."""
         with self.lock:
             get = self.getter()
             used = [record for key in victim.keys if (record := get(key)) is not None and record.reads]

@@ -62,9 +62,8 @@ def checksum(data: memoryview | bytes) -> int:
 
 
 def run_checksums(page: memoryview, run_bytes: int) -> bytes:
-    """Returns the checksums of a page's runs, packed as in a head. The size of the page must be a multiple of
-    `run_bytes`.
-    """
+    """Returns the checksums of a page's runs, packed as in the header of a stored page. The size of the page must be a
+    multiple of `run_bytes`."""
     if _native is not None and run_bytes >= _SHORTEST_RUN:
         found: bytes = _native.checksums(page, run_bytes)
         return found
@@ -137,10 +136,8 @@ def receive_step(run_bytes: int) -> int:
 
 
 def read_step(run_bytes: int) -> int:
-    """Returns the size of one disk read, in whole runs and blocks. It is 256 KiB unless a run is longer.
-
-    Several threads saturate a disk with reads of this size. The bytes are verified while they are still in the
-    processor's cache.
-    """
+    """Returns the size of one disk read, in whole runs and blocks. The size is 256 KiB unless a run is longer, because
+    several threads saturate a disk with reads of this size, and the bytes are still in the processor's cache when they
+    are verified."""
     whole = lcm(run_bytes, _BLOCK)
     return max(whole, _READ_BYTES // whole * whole)

@@ -1,19 +1,18 @@
-"""The stored format of a page: a head, a checksum per layer run, optional compression and encryption.
+"""The stored format of a page: a header, a checksum per layer run, optional compression and encryption.
 
-    head   "KVLP"  version u16  method u8  cipher u8       little endian; version 1 plain, 3 sealed with a key, 2 legacy sealed
+    header "KVLP"  version u16  method u8  cipher u8       little endian; version 1 plain, 3 sealed with a key, 2 legacy sealed
            block hash 16  group u32  form 16
            runs u32  run_bytes u32  stored at u32          seconds since 1970; 0: written by an earlier release
            runs x checksum u64                             xxh3 of the run as in the pool; sealed: as stored
            runs x stored length u32                        only if compressed or sealed
            salt 16                                         only if sealed
-           checksum u64                                    xxh3 of the head up to here
+           checksum u64                                    xxh3 of the header up to here
     body   the runs, one after the other: compressed unless that saves nothing, then sealed (16 bytes more)
 
 The cipher is 0 (plain), 2 (AES-256-GCM) or 3 (readable, with HMAC-SHA-256). Cipher 1 is AES-256-GCM of format version
-2, whose pages are stored under their plain keys. Such pages are still read, but no longer written. A codec with keys
-does not open plain pages. If a page fails verification, the result is an
-Outcome. No exception is raised, and no bytes are returned.
-This module does not depend on files or stores.
+2, whose pages are stored under `Objects.keys`. Such pages are still read, but no longer written. A codec with keys does
+not open plain pages. If a page fails verification, the result is an Outcome. No exception is raised, and no bytes are
+returned. This module does not depend on files or stores.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ __all__ = [
 
 VERSION = 1
 LEGACY_CIPHER = 1
-"""The cipher of format version 2, whose pages are stored under their plain keys."""
+"""The cipher of format version 2, whose pages are stored under `Objects.keys`."""
 _MAX_PAGE_BYTES = 1 << 31
 _PROTECTS: dict[Protect, int] = {"encrypt": 2, "authenticate": 3}
 _VERSIONS = {0: VERSION, LEGACY_CIPHER: 2, **dict.fromkeys(_PROTECTS.values(), 3)}  # by cipher
@@ -67,10 +66,9 @@ Bytes = memoryview | bytes
 
 
 class Head(NamedTuple):
-    """A parsed head. `stored_lengths` are the lengths of the runs in the body, or None if runs are stored
-    unchanged. `salt` and `cipher` are set if runs are sealed. `stored_at` is the time of the write, or 0 if it is
-    unknown.
-    """
+    """The parsed header of a stored page. `stored_lengths` are the lengths of the runs in the body, or None if runs are
+    stored unchanged. `salt` and `cipher` are set if runs are sealed. `stored_at` is the time of the write, or 0 if it
+    is unknown."""
 
     key: bytes
     method: int
@@ -112,23 +110,23 @@ class Head(NamedTuple):
 
 
 def plain_head_bytes(form: Form) -> int:
-    """Returns the length of the head of a plain page, which is neither compressed nor sealed."""
+    """Returns the length of the header of a plain page, which is neither compressed nor sealed."""
     return _FIXED.size + 8 * form.runs + _CHECK.size
 
 
 def max_head_bytes(form: Form) -> int:
-    """Returns the largest length of a head for pages of this form."""
+    """Returns the largest length of a header for pages of this form."""
     return _FIXED.size + 12 * form.runs + SALT_BYTES + _CHECK.size
 
 
 def max_sealed_bytes(form: Form) -> int:
-    """Returns the largest size of a sealed page, including its head."""
+    """Returns the largest size of a sealed page, including its header."""
     # A run that compression does not shrink is stored unchanged.
     return max_head_bytes(form) + TAG_BYTES * form.runs + form.page_bytes
 
 
 def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
-    """Returns the head at the beginning of `data` and its length. Returns an Outcome if the head is invalid."""
+    """Returns the header at the beginning of `data` and its length. Returns an Outcome if the header is invalid."""
     if len(data) < _FIXED.size:
         return Outcome.SHORT
     magic, version, method, cipher, key, runs, run_bytes, stored_at = _FIXED.unpack_from(data)
@@ -156,7 +154,7 @@ def parse_head(data: memoryview) -> tuple[Head, int] | Outcome:
 
 
 def stored_time(data: memoryview) -> int:
-    """Returns the write time from the first FIXED_HEAD_BYTES bytes of a head, without verifying the head. 0 means
+    """Returns the write time from the first FIXED_HEAD_BYTES bytes of a header, without verifying the header. 0 means
     unknown."""
     if len(data) < _FIXED.size or bytes(data[:4]) != _MAGIC:
         return 0
@@ -242,7 +240,7 @@ def make_codec(compression: Compression = "none", keys: Keyring | None = None) -
 
 
 def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[Head]:
-    """Returns the heads of consecutive plain pages in one call. The heads equal those that `seal` returns."""
+    """Returns the headers of consecutive plain pages in one call. The headers equal those that `seal` returns."""
     sums, each, stored_at = run_checksums(pages, form.run_bytes), 8 * form.runs, now()
     return [
         Head(key, 0, form.run_bytes, sums[number * each : (number + 1) * each], stored_at=stored_at)
@@ -253,7 +251,7 @@ def plain_heads(keys: Sequence[bytes], form: Form, pages: memoryview) -> list[He
 def seal(
     key: bytes, form: Form, page: memoryview, codec: Codec, tenant: str = ""
 ) -> tuple[Head, list[Bytes]]:
-    """Returns the head of a page, and its body as a list of pieces. A plain codec returns the caller's memory as
+    """Returns the header of a page, and its body as a list of pieces. A plain codec returns the caller's memory as
     one piece. Raises NoKeyError if the codec has keys but no key for the tenant.
     """
     step, stored_at = form.run_bytes, now()
@@ -275,12 +273,9 @@ def seal(
 
 
 def _context(key: bytes, method: int, runs: int, run_bytes: int, cipher: int) -> bytes:
-    """Returns the context that the tag of a sealed run covers, besides the number of the run and the salt of the
-    page.
-
-    `key` contains the block hash and the fingerprint of the layout, so a run cannot be used in place of another
-    run.
-    """
+    """Returns the context of a sealed run. The tag of the run covers this context, the number of the run and the salt
+    of the page. `key` contains the block hash and the fingerprint of the layout, so a run cannot be used in place of
+    another run."""
     bound = key + bytes([method]) + run_bytes.to_bytes(4, "little")
     return bound if cipher == LEGACY_CIPHER else bound + runs.to_bytes(4, "little") + bytes([cipher])
 

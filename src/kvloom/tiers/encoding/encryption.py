@@ -5,8 +5,8 @@
     stored key   BLAKE2b(tenant's key, the object's key)             only a holder of the key can derive it
 
 `protect="encrypt"` is AES-256-GCM. `protect="authenticate"` leaves the bytes readable and adds 16 bytes of
-HMAC-SHA-256. A run is bound to its tenant's key, its position and its object. It cannot be opened in another place.
-This module does not depend on formats or tiers.
+HMAC-SHA-256. A run is bound to its tenant's key, its position and its object. It cannot be opened at another position
+or in another object. This module does not depend on formats or tiers.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class PageFields:
     order: Order = "HND"
 
     def views(self, page: Any) -> list[Array]:
-        """Returns a view of each field as [layers, tokens, *shape], whatever its order in memory."""
+        """Returns a view of each field as [layers, tokens, *shape], for any order in memory."""
         data = np.frombuffer(memoryview(page).cast("B"), np.uint8)
         if len(data) != self.page_bytes:
             raise ValueError(f"the page has {len(data)} bytes; {self} has {self.page_bytes}")
@@ -132,7 +132,7 @@ class PageShape:
         return self.layers * self.fields * self.tokens * self.heads * self.dims * self.element_bytes
 
     def views(self, page: Any) -> list[Array]:
-        """Returns a view of each field as [layers, tokens, heads, dims], whatever its order in memory."""
+        """Returns a view of each field as [layers, tokens, heads, dims], for any order in memory."""
         dtype = _DTYPES[self.element_bytes]
         names = ("k", "v") if self.fields == 2 else ("latent",)
         fields = tuple(Field(name, (self.heads, self.dims), dtype, shard_axis=0) for name in names)
@@ -152,7 +152,7 @@ _AXES: dict[Format, tuple[int, ...]] = {
 
 
 def _block_shape(shape: PageShape, kind: Format) -> tuple[int, ...]:
-    """Returns the shape of a block in a format."""
+    """Returns the shape of a block in the format `kind`."""
     layers, tokens, width = shape.layers, shape.tokens, shape.heads * shape.dims
     return {
         "2LTD": (2, layers, tokens, width),

@@ -110,7 +110,7 @@ def fp8_values() -> Floats:
 
 @cache
 def _fp8_borders() -> Floats:
-    """Returns the midpoints between adjacent values among the 127 values that are not negative."""
+    """Returns the midpoints between adjacent values. Only the 127 values that are not negative are considered."""
     values = fp8_values()[:127].astype(np.float64)
     return ((values[1:] + values[:-1]) / 2).astype(np.float32)
 

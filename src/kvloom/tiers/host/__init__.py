@@ -10,9 +10,19 @@ shared_memory.py   an arena that other processes can map
 """
 
 from .arena import copy_pages
+from .host_index import MAX_TENANTS
 from .host_tier import HostConfig, HostTier
 from .host_url import HostURL
 from .lease import Lease
 from .shared_memory import SharedMemory, map_shared_memory
 
-__all__ = ["HostConfig", "HostTier", "HostURL", "Lease", "SharedMemory", "copy_pages", "map_shared_memory"]
+__all__ = [
+    "MAX_TENANTS",
+    "HostConfig",
+    "HostTier",
+    "HostURL",
+    "Lease",
+    "SharedMemory",
+    "copy_pages",
+    "map_shared_memory",
+]

@@ -18,9 +18,11 @@ from kvloom.tiers.shares import Account, Share, Shares
 from .arena import Arena
 from .slots import Index, LruOrder, Slots
 
-__all__ = ["HostIndex"]
+__all__ = ["MAX_TENANTS", "HostIndex"]
 
 _MAX_TRIES = 4096  # number of pages examined to free one, if many are in use
+MAX_TENANTS = 256
+"""Largest number of tenants whose share `set_account` can set."""
 
 
 class _Account(Account):
@@ -64,8 +66,39 @@ class HostIndex:
         for index, account in enumerate(self.accounts):
             account.index = index
 
+    def set_account(self, tenant: str, limit: int, guaranteed: int) -> bool:
+        """Sets the share of one tenant in bytes, at any time. The caller ensures that all guaranteed parts together
+        are at most the capacity. Returns False if too many tenants have a share. The tenant then uses the common
+        account."""
+        account = self._by_tenant.get(tenant)
+        if account is None:
+            if len(self._by_tenant) >= MAX_TENANTS:
+                unused = [
+                    name for name, one in self._by_tenant.items() if not one.used and not one.guaranteed
+                ]
+                if not unused:
+                    return False
+                account = self._by_tenant.pop(unused[0])
+            else:
+                account = _Account(Share(), self._capacity, self.slots)
+                account.index = len(self.accounts)
+                self.accounts.append(account)
+            self._by_tenant[tenant] = account
+        others = sum(one.guaranteed for one in self.accounts if one is not account)
+        account.limit = min(limit, self._capacity)
+        account.guaranteed = max(0, min(guaranteed, self._capacity - others))
+        return True
+
+    def end_guarantee(self, tenant: str) -> None:
+        if tenant in self._by_tenant:
+            self._by_tenant[tenant].guaranteed = 0
+
     def used_by(self, tenant: str) -> int:
         return self._account_of(tenant).used
+
+    def used_by_tenants(self) -> dict[str, int]:
+        """Returns the bytes of each tenant with a share."""
+        return {tenant: account.used for tenant, account in self._by_tenant.items()}
 
     def limit_of(self, tenant: str) -> int:
         return self._account_of(tenant).limit
@@ -181,10 +214,8 @@ class HostIndex:
 
     def _evict_for(self, size: int, account: _Account) -> list[int]:
         """Evicts the whole slab of the next page to evict. Returns one slot for a page of `size` bytes, or [] if no
-        page can be evicted. An account at its limit evicts its own pages.
-
-        Called if no page is free and the next page to evict is in use or has another size.
-        """
+        page can be evicted. An account at its limit evicts its own pages. This method is needed if no page is free, and
+        the next page to evict is in use or has another size."""
         tries = min(len(self.entries), _MAX_TRIES)
         accounts = [account] if self._evicts_only_own(account, size) else self._evictable_accounts(account)
         if not any(self._has_evictable(one, tries) for one in accounts):
@@ -247,8 +278,10 @@ class HostIndex:
         return best[1] if best else None
 
     def _evictable_accounts(self, account: _Account) -> list[_Account]:
-        """Returns the accounts whose pages may be evicted for `account` while `account` is below its limit."""
-        return [one for one in self.accounts if one is account or one.is_above_guarantee]
+        """Returns the accounts whose pages may be evicted for `account` while `account` is below its limit. An account
+        below its guarantee evicts pages of other accounts, if any of them is above its guarantee."""
+        others = [one for one in self.accounts if one is not account and one.is_above_guarantee]
+        return others if others and account.used < account.guaranteed else [account, *others]
 
     def _evicts_only_own(self, account: _Account, size: int) -> bool:
         """Returns whether a new page of `account` may replace only pages of the same account."""

@@ -95,6 +95,19 @@ class HostTier(Tier):
         with self._lock:
             self.index.set_shares(shares)
 
+    def set_account(self, tenant: str, limit: int, guaranteed: int) -> bool:
+        """Sets the share of one tenant in bytes, at any time. Pages that the tenant stored before stay in the common
+        account. Returns False if too many tenants have a share. The tenant then uses the common account.
+        """
+        with self._lock:
+            return self.index.set_account(tenant, limit, guaranteed)
+
+    def end_guarantee(self, tenant: str) -> None:
+        """Ends the guarantee that `set_account` set. The tenant's pages remain, but can be evicted for other
+        tenants."""
+        with self._lock:
+            self.index.end_guarantee(tenant)
+
     def watch(self) -> PageChanges:
         """Records changes (see `SupportsChanges`). Call this method before the first page is stored."""
         with self._lock:
@@ -259,7 +272,11 @@ class HostTier(Tier):
         with self._lock:
             ready = len(self.index.entries) - self.index.loading
             return self._transfer_counts.stats(
-                ready, self._arena.used_bytes(), self.capacity, self.index.evicted
+                ready,
+                self._arena.used_bytes(),
+                self.capacity,
+                self.index.evicted,
+                tenants=self.index.used_by_tenants(),
             )
 
     def close(self) -> None:
@@ -328,11 +345,9 @@ class HostTier(Tier):
             self.index.evicted += 1
 
     def _finish_reserved(self, objects: Objects, at: Index, leased: Index) -> bool:
-        """Marks all pages of a `reserve` lease as ready and releases them, in a few array operations.
-
-        If the tier is closed or a page is already ready, returns False and changes nothing. The caller then
-        releases page by page.
-        """
+        """Marks all pages of a `reserve` lease as ready and releases them, in a few array operations. If the tier is
+        closed or a page is already ready, returns False and changes nothing. In this case the caller releases the pages
+        one by one."""
         with self._lock:
             table = self._slots
             if self._closed or table.ready[leased].any():

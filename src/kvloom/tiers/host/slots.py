@@ -18,9 +18,9 @@ __all__ = ["Index", "LruOrder", "Slots"]
 Index = npt.NDArray[np.int64]
 _INITIAL_SLOTS = 1024
 _STALE_LIMIT = 4096
-"""Number of outdated entries that may accumulate before they are removed."""
+"""Number of outdated entries that an LruOrder may have before it removes them."""
 _PART_SLOTS = 256
-"""Number of slots of a batch that are checked together. Removing one slot costs one check of this many."""
+"""Number of slots of a batch that are checked together. Removing one slot costs a check of this many slots."""
 
 
 class Slots:

@@ -22,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloom.tiers.encoding import Head, copy_checked, run_checksums, unseal
-from kvloom.tiers.host import map_shared_memory
+from kvloom.tiers.host import MAX_TENANTS, map_shared_memory
 from kvloom.tiers.options import Options
 from kvloom.tiers.remote import Connection, Job, Link, RemoteConfig, RemoteTier, StoreError, Usage
+from kvloom.tiers.shares import SHARED_OWNER, TenantAccounts, tenant_owner
 from kvloom.tiers.tier import TierError
 from kvloom.tiers.transfer import Outcome
 from kvloom.tiers.workers import Tools
@@ -50,12 +51,19 @@ class PeerConnection(Connection):
 
     If `secret` is empty and the server runs on loopback as the same user, the client uses the server's Unix socket
     and needs no secret. For other servers, an empty `secret` means the user's default secret. Connections with the
-    same `token` may drop each other's pages.
+    same `token` may drop each other's pages. The server applies the shares in `accounts` to the written pages.
     """
 
     def __init__(
-        self, address: Address, secret: bytes, timeout: float, by: TransferMethod = "auto", token: bytes = b""
+        self,
+        address: Address,
+        secret: bytes,
+        timeout: float,
+        by: TransferMethod = "auto",
+        token: bytes = b"",
+        accounts: TenantAccounts | None = None,
     ) -> None:
+        self._accounts = accounts or TenantAccounts(0)
         connected, proves = _connect(address, secret, timeout, by)
         self._channel = Channel(connected, timeout)
         try:
@@ -93,7 +101,20 @@ class PeerConnection(Connection):
         return sum(self._ask(_keys_message(Verb.DROP, part)).a for part in parts)
 
     def usage(self) -> Usage:
-        return Usage(*struct.unpack("<QQQ", self._ask(Message(Verb.USAGE)).payload))
+        tenants = self._accounts.tenants
+        counts, used = self._usage(list(map(tenant_owner, tenants)))
+        return Usage(*counts, dict(zip(tenants, used, strict=False)))
+
+    def used_by(self, tenant: str) -> int:
+        has_share = self._accounts.get(tenant) is not None
+        return self._usage([tenant_owner(tenant) if has_share else SHARED_OWNER])[1][0]
+
+    def _usage(self, owners: Sequence[bytes]) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+        """Returns the numbers of objects, bytes and evicted objects, and the bytes of each owner."""
+        owners = owners[:MAX_TENANTS]
+        answer = self._ask(Message(Verb.USAGE, len(owners), payload=b"".join(owners)))
+        objects, size, evicted, *used = struct.unpack(f"<{3 + len(owners)}Q", answer.payload)
+        return (objects, size, evicted), tuple(used)
 
     def close(self) -> None:
         if self._channel not in _ABANDONED:
@@ -125,10 +146,20 @@ class PeerConnection(Connection):
     def _lease(self, verb: Verb, job: Job) -> tuple[Message, list[int], list[int], _ChecksumReader]:
         """Sends ACQUIRE or RESERVE. Returns the reply with its results, offsets and checksums."""
         form, count = job.objects.form, len(job.which)
-        answer = self._ask(_keys_message(verb, job.keys(), form.page_bytes, form.run_bytes))
+        message = _keys_message(verb, job.keys(), form.page_bytes, form.run_bytes)
+        answer = self._ask(self._with_share(message, job) if verb == Verb.RESERVE else message)
         results = np.frombuffer(answer.payload, np.uint8, count).tolist()
         offsets = np.frombuffer(answer.payload, np.int64, count, count).tolist()
         return answer, results, offsets, _ChecksumReader(answer.payload, 9 * count, form.runs)
+
+    def _with_share(self, message: Message, job: Job) -> Message:
+        """Adds the share of the job's tenant to a message, if the tenant has one."""
+        tenant = job.objects.tenant
+        account = self._accounts.get(tenant)
+        if account is not None:
+            message.payload += tenant_owner(tenant)
+            message.a, message.b = account.limit, account.guaranteed
+        return message
 
     def _read_nixl(self, job: Job, tools: Tools, nixl: NixlClient) -> dict[int, Outcome]:
         form, (start, stop) = job.objects.form, job.part
@@ -229,7 +260,8 @@ class PeerConnection(Connection):
 
     def _write(self, job: Job) -> dict[int, Outcome]:
         form, channel = job.objects.form, self._channel
-        answer = self._ask(_keys_message(Verb.WRITE, job.keys(), form.page_bytes, form.run_bytes))
+        message = _keys_message(Verb.WRITE, job.keys(), form.page_bytes, form.run_bytes)
+        answer = self._ask(self._with_share(message, job))
         results = np.frombuffer(answer.payload, np.uint8, len(job.which)).tolist()
         outcomes = {index: Outcome(result) for index, result in zip(job.which, results, strict=True)}
         wanted = [index for index, outcome in outcomes.items() if outcome == Outcome.PENDING]
@@ -315,18 +347,22 @@ def open_peer(
         )
     name = f"peer://{_address_text(address).removeprefix('peer ')}"
     token = os.urandom(16)
-
-    def connect() -> PeerConnection:
-        return PeerConnection(address, secret, requested.timeout, by, token)
-
     try:
-        first = connect()
+        first = PeerConnection(address, secret, requested.timeout, by, token)
     except Exception as error:
         raise TierError(f"the tier {name} cannot be opened: {error}") from error
     first.close()
     batch = min(first.lease_bytes, max(requested.batch_bytes, _BATCH_BYTES))
     config = replace(requested, capacity=first.capacity, batch_bytes=batch)
-    return RemoteTier(name, config, connect, (_Read, _Write), max_page_bytes=first.slab_bytes)
+    accounts = TenantAccounts(first.capacity)
+    return RemoteTier(
+        name,
+        config,
+        lambda: PeerConnection(address, secret, requested.timeout, by, token, accounts),
+        (_Read, _Write),
+        accounts.set_shares,
+        max_page_bytes=first.slab_bytes,
+    )
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:

@@ -36,7 +36,7 @@ __all__ = [
     "server_handshake",
 ]
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 MAX_OBJECTS = 1 << 16
 _MAX_PAYLOAD = 64 << 20  # largest payload: keys, offsets and checksums, but not pages
 _HELLO = struct.Struct("<6sH32s")
@@ -68,16 +68,19 @@ _REFUSALS = {
 
 
 class Verb(IntEnum):
+    """The requests of a client. To send the share of a tenant, the payload has the tenant's id after the keys, and the
+    header fields `a` and `b` have its limit and its guaranteed bytes. A tenant without a share is left out."""
+
     ABOUT = 1  # client's token -> slab and capacity in a, b; payload: address of the shared memory, limits
     LOOKUP = 2  # keys -> one byte each
     ACQUIRE = 3  # keys -> lease in a; results, offsets, checksums of the hits
     RELEASE = 4  # lease in a; no reply
-    RESERVE = 5  # keys -> lease in a; results, offsets
+    RESERVE = 5  # keys, share -> lease in a; results, offsets
     COMMIT = 6  # lease in a, written in b, checksums -> done
     READ = 7  # keys, part in a, b -> results, checksums of the hits; then their bytes
-    WRITE = 8  # keys -> results; then the PENDING pages, then a WRITE with their checksums -> done
+    WRITE = 8  # keys, share -> results; then the PENDING pages, then a WRITE with their checksums -> done
     DROP = 9  # keys -> count in a: of pages that the same client wrote, or that are damaged
-    USAGE = 10  # -> objects, bytes, evicted, u64 each
+    USAGE = 10  # tenant ids -> objects, bytes, evicted, bytes of each tenant, u64 each
 
 
 @dataclass(slots=True)

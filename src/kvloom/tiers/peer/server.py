@@ -17,7 +17,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from ipaddress import ip_address
@@ -26,7 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.tiers.host import HostTier, Lease, SharedMemory
+from kvloom.tiers.host import MAX_TENANTS, HostTier, Lease, SharedMemory
+from kvloom.tiers.shares import SHARED_OWNER
 from kvloom.tiers.tier import KEY_BYTES, Form, Objects
 from kvloom.tiers.transfer import Outcome
 
@@ -107,7 +109,7 @@ def _loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int) -> Objects:
+def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int, tenant: str = "") -> Objects:
     """Returns Objects that have only keys, without block hashes. Raises ValueError if the keys have different
     groups or forms.
     """
@@ -117,7 +119,7 @@ def objects_from_keys(keys: list[bytes], page_bytes: int, run_bytes: int) -> Obj
     form = Form("", "", page_bytes, run_bytes)
     form.__dict__["fingerprint"] = tail[4:]  # the fingerprint that the client computed
     group = int.from_bytes(tail[:4], "little")
-    objects = Objects([key[:_HASH_BYTES] for key in keys], group, form)
+    objects = Objects([key[:_HASH_BYTES] for key in keys], group, form, tenant)
     objects.__dict__["keys"] = keys  # the keys exist already, so they are not computed
     return objects
 
@@ -137,7 +139,7 @@ class PeerServer:
     ) -> None:
         self._tier, self._config = tier, config
         self._secret = config.secret or default_secret(create=True)
-        self._limits = _LeaseLimits(tier, config)
+        self._limits, self._guarantees = _LeaseLimits(tier, config), _Guarantees(tier)
         self._about: dict[str, Any] = dict(nixl.about) if nixl is not None else {}
         self._about["lease_bytes"] = self._limits.each
         if memory is not None:
@@ -243,7 +245,14 @@ class PeerServer:
         channel = client.channel
         maps = self._nixl is not None or (is_unix and user in (os.geteuid(), 0))
         requests = _RequestHandler(
-            self._tier, client, self._about, self._config.read_only, self._nixl, self._limits, maps
+            self._tier,
+            client,
+            self._about,
+            self._config.read_only,
+            self._nixl,
+            self._limits,
+            self._guarantees,
+            maps,
         )
         try:
             allowed = not is_unix or user in self._uids
@@ -268,7 +277,7 @@ class PeerServer:
             with contextlib.suppress(OSError):
                 channel.send(Message(Verb.ABOUT, payload=str(error).encode(), status=1))
         finally:
-            requests.release_leases()
+            requests.close()
             channel.close()
             self._clients.remove(client)
 
@@ -289,6 +298,28 @@ class _LeaseLimits:
     def writer(self, token: bytes) -> int:
         """Returns the number of a client, which is never 0. Other clients cannot guess it."""
         return int.from_bytes(blake2b(token, digest_size=8, key=self._key).digest(), "little") >> 2 | 1
+
+
+class _Guarantees:
+    """The guaranteed parts of tenants. A part ends when the last connection that wrote for the tenant closes. The
+    tenant's pages remain, but can be evicted for other tenants. Thread-safe."""
+
+    def __init__(self, tier: HostTier) -> None:
+        self._tier = tier
+        self._lock = threading.Lock()
+        self._connections = Counter[str]()
+
+    def add(self, tenant: str) -> None:
+        with self._lock:
+            self._connections[tenant] += 1
+
+    def remove(self, tenants: Iterable[str]) -> None:
+        with self._lock:
+            for tenant in tenants:
+                self._connections[tenant] -= 1
+                if not self._connections[tenant]:
+                    del self._connections[tenant]
+                    self._tier.end_guarantee(tenant)
 
 
 @dataclass(slots=True)
@@ -312,11 +343,13 @@ class _RequestHandler:
         read_only: bool,
         nixl: NixlArena | None,
         limits: _LeaseLimits,
+        guarantees: _Guarantees,
         maps: bool,
     ) -> None:
         """`maps` states that the client has mapped the arena. Such a client can read every page without a lease."""
         self._tier, self._client, self._channel, self._published = tier, client, client.channel, about
         self._read_only, self._nixl, self._limits, self._maps = read_only, nixl, limits, maps
+        self._guarantees, self._tenants = guarantees, set[str]()
         self._writer = limits.writer(os.urandom(16))
         self.leases: dict[int, _ActiveLease] = {}
         self._next = 1
@@ -336,17 +369,37 @@ class _RequestHandler:
     def answer(self, message: Message) -> None:
         self._verbs[message.verb](message)
 
-    def release_leases(self) -> None:
-        """Releases all leases. Reserved pages are removed, and pages that were read can be evicted again."""
+    def close(self) -> None:
+        """Releases all leases and shares. Reserved pages are removed, and pages that were read can be evicted
+        again."""
         for number in list(self.leases):
             self._remove_lease(number).release(written=False)
+        self._guarantees.remove(self._tenants)
 
     def max_payload(self, verb: Verb, count: int) -> int:
-        """Returns the largest allowed payload of a request. A payload contains keys, the checksums of a lease, or
-        the token of a client."""
+        """Returns the largest allowed payload of a request. A payload contains keys, the checksums of a lease, the
+        token of a client, or the id of a tenant."""
         if verb == Verb.COMMIT:
             return max((active.lease.checksum_bytes for active in self.leases.values()), default=0)
-        return {Verb.ABOUT: _HASH_BYTES, Verb.USAGE: 0, Verb.RELEASE: 0}.get(verb, count * KEY_BYTES)
+        ids = min(count, MAX_TENANTS) * len(SHARED_OWNER)
+        fixed = {Verb.ABOUT: _HASH_BYTES, Verb.USAGE: ids, Verb.RELEASE: 0}
+        share = len(SHARED_OWNER) if verb in (Verb.RESERVE, Verb.WRITE) else 0
+        return fixed.get(verb, count * KEY_BYTES + share)
+
+    def _split_share(self, message: Message) -> str:
+        """Removes the id of a tenant from the payload of a RESERVE or WRITE, and applies the tenant's share. Returns
+        the tenant's name in the tier, which is empty if the tenant has no share.
+        """
+        end = message.count * KEY_BYTES
+        if len(message.payload) != end + len(SHARED_OWNER):
+            return ""
+        message.payload, tenant = message.payload[:end], message.payload[end:].hex()
+        if self._read_only or (tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS):
+            return ""
+        if tenant not in self._tenants:
+            self._tenants.add(tenant)
+            self._guarantees.add(tenant)
+        return tenant if self._tier.set_account(tenant, message.a, message.b) else ""
 
     @staticmethod
     def _keys(message: Message) -> list[bytes]:
@@ -376,15 +429,18 @@ class _RequestHandler:
             raise ValueError(
                 f"the connection has {len(self.leases)} leases, the limit is {_MAX_LEASES}: release some"
             )
+        tenant = self._split_share(message) if message.verb in (Verb.RESERVE, Verb.WRITE) else ""
         keys, size = self._keys(message), message.page_bytes
-        every = objects_from_keys(keys, size, message.run_bytes)
+        every = objects_from_keys(keys, size, message.run_bytes, tenant)
         if size > self._tier.slab_bytes:
             raise ValueError(f"a page of {size} bytes does not fit a slab of {self._tier.slab_bytes} bytes")
         free = self._limits.each - sum(active.size for active in self.leases.values())
         count = budget.take(size, min(len(keys), max(0, free) // size))
         try:
             lease = take(
-                every if count == len(keys) else objects_from_keys(keys[:count], size, message.run_bytes)
+                every
+                if count == len(keys)
+                else objects_from_keys(keys[:count], size, message.run_bytes, tenant)
             )
         except BaseException:
             budget.release(count * size)
@@ -520,8 +576,13 @@ class _RequestHandler:
         self._channel.send(Message(Verb.DROP, a=dropped))
 
     def _usage(self, message: Message) -> None:
-        stats = self._tier.stats()
-        payload = struct.pack("<QQQ", stats.objects, stats.bytes, stats.evicted)
+        stats, size = self._tier.stats(), len(SHARED_OWNER)
+        used = []
+        for at in range(0, len(message.payload), size):
+            owner = message.payload[at : at + size]
+            common = owner == SHARED_OWNER
+            used.append(self._tier.used_by("") if common else stats.tenants.get(owner.hex(), 0))
+        payload = struct.pack(f"<{3 + len(used)}Q", stats.objects, stats.bytes, stats.evicted, *used)
         self._channel.send(Message(Verb.USAGE, payload=payload))
 
 

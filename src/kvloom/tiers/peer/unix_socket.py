@@ -1,7 +1,7 @@
 """Unix sockets between peers on one host. The kernel identifies the other user, so no secret is needed.
 
     PRIVATE/peer-PORT-HOST.sock    beside a TCP port on loopback; mode 0600 in a directory of mode 0700
-    any path                       of `kvloom share --socket`, for users of --allow-uid
+    any path                       the path of `kvloom share --socket`, for the users of --allow-uid
 
 HOST identifies this boot and network namespace, because containers have separate loopback addresses.
 """

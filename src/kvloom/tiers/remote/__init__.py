@@ -1,22 +1,23 @@
-"""Tiers behind a connection: key-value stores, and disk by NIXL.
+"""Tiers behind a connection: key-value stores, and a disk tier that transfers pages by NIXL.
 
     remote_tier.py       RemoteTier: threads, timeouts, reconnection
     store_tier.py        pages as values of a key-value store
     redis.py             Redis or Valkey
     redis_protocol.py    RESP on one socket
-    redis_pages.py       all pages of a database, for operators
+    redis_pages.py       lists all pages of a database, for operators
     mooncake.py          Mooncake Store
-    mooncake_client.py   its client library, once per tier
+    mooncake_client.py   the client of Mooncake Store, one per tier
     s3.py                an S3 bucket
-    tenant_limits.py     tenants' limits, by what this process stored
+    capacity_tracker.py  capacity and tenants' shares of stores that do not count values
     nixl.py              a disk tier with NIXL as transport
-    bounded_calls.py     timeouts for libraries without them
+    bounded_calls.py     timeouts for libraries that have none
     byte_stream.py       bytes over a socket, with checksums
 
 A store's client library is imported when the tier is opened.
 """
 
 from .byte_stream import ByteStream
+from .capacity_tracker import CapacityTracker
 from .mooncake import open_mooncake
 from .mooncake_client import MooncakeConfig
 from .nixl import NixlFiles, make_agent, open_nixl
@@ -24,7 +25,7 @@ from .redis import RedisAddress, open_redis
 from .redis_pages import RedisPages
 from .remote_tier import Connection, Job, Link, RemoteConfig, RemoteTier, StoreError, Usage, remote_config
 from .s3 import S3Bucket, open_s3
-from .store_tier import CapacityTracker, Destination, Store, ValueRange, store_tier
+from .store_tier import Destination, Store, ValueRange, store_tier
 
 __all__ = [
     "ByteStream",

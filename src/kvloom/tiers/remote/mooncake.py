@@ -1,9 +1,9 @@
 """Mooncake Store as a tier: `mooncake://master:50051?capacity=64GiB&segment=16GiB`.
 
-A tier has one client (mooncake_client.py). Pages move directly between registered memory and the store. Heads, and
-short, compressed or encrypted values, pass through a registered buffer per thread. The store does not count values
-or report evictions, so `capacity` limits only the values of this process. An empty or negative reply is a miss.
-Lengths from the store are always checked.
+A tier has one client (mooncake_client.py). Pages move directly between registered memory and the store. Page headers,
+and values that are short, compressed or encrypted, pass through a registered buffer per thread. The store does not
+count values or report evictions, so `capacity` limits only the values of this process. An empty or negative reply is a
+miss. Lengths from the store are always checked.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvloom.tiers.transfer import Outcome
 
 from .bounded_calls import BoundedCalls
 from .mooncake_client import ABANDONED_MEMORY, MooncakeClient, MooncakeConfig, load_library
-from .remote_tier import RemoteConfig, RemoteTier, StoreError, Usage, remote_config
-from .store_tier import CapacityTracker, Destination, Store, ValueRange, store_tier
+from .remote_tier import RemoteConfig, RemoteTier, StoreError, remote_config
+from .store_tier import Destination, Store, ValueRange, store_tier
 
 __all__ = ["MooncakeConfig", "MooncakeStore", "open_mooncake", "parse_url"]
 
@@ -37,8 +37,8 @@ _MIN_PIECE = 256 << 10  # a value in two regions needs two requests; for shorter
 class MooncakeStore(Store):
     """The connection of one thread to the store, with a timeout for each call and a registered buffer."""
 
-    def __init__(self, client: MooncakeClient, capacity: CapacityTracker, timeout: float, what: str) -> None:
-        self._mooncake, self._client, self._capacity = client, client.get(), capacity
+    def __init__(self, client: MooncakeClient, timeout: float, what: str) -> None:
+        self._mooncake, self._client = client, client.get()
         self._bounded = BoundedCalls(timeout, what)
         self._buffer = aligned_bytes(0)
         self._address = 0
@@ -59,7 +59,6 @@ class MooncakeStore(Store):
         """Reads values. If a key occurs twice in a batch, it is requested only once, because the library would fill
         only one of its destinations.
         """
-        self._capacity.touch(list(dict.fromkeys(wanted.key for wanted in ranges)))
         lengths = (
             self._get_direct(ranges, destination) if len(set(ranges)) == len(ranges) else [0] * len(ranges)
         )
@@ -138,10 +137,20 @@ class MooncakeStore(Store):
         ]
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
+        return self._put(items)
+
+    def put_guaranteed(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
+        """Stores values with a soft pin. The master evicts them after all values without one. A soft pin ends after
+        a time that the master sets, half an hour by default. A read does not extend it.
+        """
+        library = load_library()
+        pinned = library.ReplicateConfig()
+        pinned.soft_pin_action = library.SoftPinAction.ENABLE
+        return self._put(items, pinned)
+
+    def _put(self, items: Sequence[tuple[bytes, Sequence[Any]]], *config: Any) -> list[Outcome]:
         values = dict(items)
         addresses = {key: self._addresses(pieces) for key, pieces in items}
-        sizes = {key: sum(size for _, size in parts) for key, parts in addresses.items()}
-        self._evict(self._capacity.reserve(sizes))
         self._reserve_buffer(
             sum(aligned(s) for parts in addresses.values() for address, s in parts if not address)
         )
@@ -168,11 +177,10 @@ class MooncakeStore(Store):
 
         def send() -> Any:
             with self._mooncake.one_at_a_time("put"):
-                return self._client.batch_put_from_multi_buffers(names, buffers, lengths)
+                return self._client.batch_put_from_multi_buffers(names, buffers, lengths, *config)
 
         codes = self._call(send, uses_caller_memory=uses_caller_memory)
         self._check_count(codes, len(names))
-        self._capacity.remove([key for key, code in zip(addresses, codes, strict=True) if code])
         outcome = {
             key: Outcome.OK if code == 0 else Outcome.FULL if code == _NO_SPACE else Outcome.FAILED
             for key, code in zip(addresses, codes, strict=True)
@@ -183,11 +191,7 @@ class MooncakeStore(Store):
         names = [key.hex() for key in dict.fromkeys(keys)]
         codes = self._call(lambda: self._client.batch_remove(names, True))
         self._check_count(codes, len(names))
-        self._capacity.remove(keys)
         return sum(code == 0 for code in codes)
-
-    def usage(self) -> Usage:
-        return self._capacity.usage()
 
     def close(self) -> None:
         if self._address:
@@ -209,11 +213,6 @@ class MooncakeStore(Store):
     def _check_count(answers: Any, count: int) -> None:
         if len(answers) != count:
             raise StoreError(f"the store returned {len(answers)} results for {count} keys")
-
-    def _evict(self, evicted: list[bytes]) -> None:
-        if evicted:
-            names = [key.hex() for key in evicted]
-            self._call(lambda: self._client.batch_remove(names, True))
 
     def _reserve_buffer(self, size: int) -> None:
         """Registers a buffer of at least `size` bytes. A buffer that a hung call may still use is never reused,
@@ -269,11 +268,11 @@ def open_mooncake(mooncake: MooncakeConfig, config: RemoteConfig) -> RemoteTier:
     """Opens the tier. Raises TierError if the package is missing or the master cannot be reached."""
     load_library()
     config = replace(config, batch_bytes=max(config.batch_bytes, _BATCH_BYTES))
-    client, capacity = MooncakeClient(mooncake, config.timeout), CapacityTracker(config.capacity)
+    client = MooncakeClient(mooncake, config.timeout)
     return store_tier(
         str(mooncake),
         config,
-        lambda: MooncakeStore(client, capacity, config.timeout, str(mooncake)),
+        lambda: MooncakeStore(client, config.timeout, str(mooncake)),
         client.close,
     )
 

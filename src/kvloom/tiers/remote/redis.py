@@ -1,6 +1,6 @@
 """Redis or Valkey as a tier: `redis://user:password@host:port/db?capacity=64GiB`.
 
-    kvloom/1/KEY     the page: head and body                     kvloom/1:used    keys by last use (a sorted set)
+    kvloom/1/KEY     the page: header and body                   kvloom/1:used    keys by last use (a sorted set)
     kvloom/1:sizes   bytes by key                                kvloom/1:counts  bytes, evicted, a clock of uses
     kvloom/1:owners  tenant and bytes by key                     kvloom/1:tenant:ID  keys of a tenant by last use
     kvloom/1:tenants bytes by tenant                             kvloom/1:shares     guaranteed bytes by tenant
@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from kvloom.tiers.options import Options
-from kvloom.tiers.shares import Account, Shares, tenant_owner
+from kvloom.tiers.shares import TenantAccounts, tenant_owner
 from kvloom.tiers.transfer import Outcome
 
 from .redis_protocol import RedisReplyError, RespConnection
@@ -111,7 +111,7 @@ while total > capacity do
   local oldest = redis.call('ZRANGE', used, 0, 0)[1]
   if not oldest then total = 0 break end
   local other = passed < 1000 and owner_of(oldest)
-  local reserved = other and other ~= id and tonumber(redis.call('HGET', shares, other) or '0')
+  local reserved = other and tonumber(redis.call('HGET', shares, other) or '0')
   if reserved and tonumber(redis.call('HGET', tenants, other) or '0') <= reserved then
     redis.call('ZADD', used, now, oldest)
     passed = passed + 1
@@ -153,23 +153,6 @@ end
 return there
 """
 )
-
-
-class TenantAccounts:
-    """The shares of tenants, for all connections of a tier. The Redis server counts the bytes of each tenant."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._accounts: dict[str, Account] = {}
-
-    def set_shares(self, shares: Shares) -> None:
-        self._accounts = {tenant: Account(share, self._capacity) for tenant, share in shares.items()}
-
-    def arguments(self, tenant: str) -> tuple[str, int, int]:
-        """Returns the tenant's id in the store, its limit and its guaranteed bytes. The id is empty if the tenant
-        has no share."""
-        account = self._accounts.get(tenant)
-        return ("", 0, 0) if account is None else (tenant_id(tenant), account.limit, account.guaranteed)
 
 
 def tenant_id(tenant: str) -> str:
@@ -250,8 +233,9 @@ class RedisStore(Store):
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
         sizes = [value for key, pieces in items for value in (key, sum(map(len, pieces)))]
-        account = self._accounts.arguments(tenant)
-        reserve = ("EVALSHA", self._reserve, *_INDEXES, self._capacity, *account, *sizes)
+        account = self._accounts.get(tenant)
+        share = ("", 0, 0) if account is None else (tenant_id(tenant), account.limit, account.guaranteed)
+        reserve = ("EVALSHA", self._reserve, *_INDEXES, self._capacity, *share, *sizes)
         expire = ("PX", self._ttl) if self._ttl else ()
         self._connection.send(
             [reserve, *(("SET", key, list(pieces), "XX", *expire) for key, pieces in items)]
@@ -277,11 +261,22 @@ class RedisStore(Store):
     def usage(self) -> Usage:
         self._connection.send([("HLEN", _SIZES), ("HMGET", _COUNTS, "bytes", "evicted")])
         objects, counts = self._replies(2)
-        # The server is not trusted, so counts are limited to the range of the metrics.
-        return Usage(*(max(0, min(int(count or 0), _MAX_COUNT)) for count in (objects, *counts[:2])))
+        tenants = self._accounts.tenants
+        return Usage(
+            _count(objects),
+            _count(counts[0]),
+            _count(counts[1]),
+            dict(zip(tenants, self._used(tenants), strict=True)),
+        )
 
     def used_by(self, tenant: str) -> int:
-        return max(0, min(int(self._connection.call("HGET", _TENANTS, tenant_id(tenant)) or 0), _MAX_COUNT))
+        return self._used([tenant])[0]
+
+    def _used(self, tenants: Sequence[str]) -> list[int]:
+        if not tenants:
+            return []
+        found = self._connection.call("HMGET", _TENANTS, *map(tenant_id, tenants))
+        return [_count(used) for used in found]
 
     # --- for operators
 
@@ -333,6 +328,11 @@ class RedisStore(Store):
             if isinstance(answer, RedisReplyError):
                 raise answer
         return answers
+
+
+def _count(reply: Any) -> int:
+    """Returns a count of the server. The server is not trusted, so it is limited to the range of the metrics."""
+    return max(0, min(int(reply or 0), _MAX_COUNT))
 
 
 def open_redis(address: RedisAddress, config: RemoteConfig) -> RemoteTier:

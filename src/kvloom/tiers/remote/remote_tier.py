@@ -15,8 +15,8 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,7 +40,6 @@ from kvloom.tiers.ttl import Expiry, check_ttl
 from kvloom.tiers.workers import Tools, Workers
 
 from .bounded_calls import StillRunningError
-from .tenant_limits import TenantLimits
 
 __all__ = ["Connection", "Job", "Link", "RemoteConfig", "RemoteTier", "StoreError", "Usage", "remote_config"]
 
@@ -54,9 +53,12 @@ class StoreError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """The counts of a store. `tenants` has the bytes of each tenant with a share."""
+
     objects: int
     bytes: int
     evicted: int
+    tenants: Mapping[str, int] = field(default_factory=dict)
 
 
 class Connection(Protocol):
@@ -71,6 +73,10 @@ class Connection(Protocol):
         ...
 
     def usage(self) -> Usage: ...
+
+    def used_by(self, tenant: str) -> int:
+        """Returns the bytes of a tenant with a share."""
+        ...
 
     def close(self) -> None: ...
 
@@ -100,9 +106,9 @@ class RemoteConfig:
     ttl: float = 0
 
     def __post_init__(self) -> None:
-        for field in ("capacity", "readers", "writers", "timeout", "batch_bytes", "pending_bytes"):
-            if getattr(self, field) <= 0:
-                raise ValueError(f"{field}={getattr(self, field)} must be positive")
+        for name in ("capacity", "readers", "writers", "timeout", "batch_bytes", "pending_bytes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
         if not self.timeout <= _MAX_TIMEOUT:
             raise ValueError(f"timeout={self.timeout} is not a number of seconds up to {_MAX_TIMEOUT}")
         check_protect(self.keys, self.protect)
@@ -110,7 +116,7 @@ class RemoteConfig:
 
     @property
     def effective_batch_bytes(self) -> int:
-        """Bytes per call. All batches in flight together fit into the store."""
+        """Number of bytes per call. It is small enough that all batches in flight together fit into the store."""
         return min(self.batch_bytes, self.capacity // (2 * self.writers))
 
 
@@ -177,9 +183,9 @@ class Link:
 
 
 class RemoteTier(Tier):
-    """A tier behind a connection. Thread-safe. Raises TierError if the store cannot be reached at opening. Later
-    faults never raise. `jobs` are the job classes of reads and writes. `max_page_bytes` includes the head.
-    """
+    """A tier behind a connection. Thread-safe. Raises TierError if the store cannot be reached at opening. Later faults
+    never raise. `jobs` are the job classes of reads and writes. `on_shares` receives the shares of tenants.
+    `max_page_bytes` is the size of the largest stored page, with its header."""
 
     def __init__(
         self,
@@ -187,10 +193,10 @@ class RemoteTier(Tier):
         config: RemoteConfig,
         connect: Callable[[], Connection],
         jobs: tuple[type[Job], type[Job]],
+        on_shares: Callable[[Shares], None],
         max_page_bytes: int | None = None,
         on_close: Callable[[], None] | None = None,
         expiry: Expiry | None = None,
-        on_shares: Callable[[Shares], None] | None = None,
     ) -> None:
         self._name, self._config, self._on_close = name, config, on_close
         self._read_job, self._write_job = jobs
@@ -208,7 +214,6 @@ class RemoteTier(Tier):
             raise TierError(f"the tier {name} cannot be opened: {error}") from error
         self._evicted_before = self._usage.evicted
         self._transfer_counts = TransferCounts()
-        self._limits = TenantLimits(config.capacity)
         self._lock = threading.Lock()
         self._closed, self._reachable = False, True
         self._links: list[Link] = []
@@ -226,16 +231,13 @@ class RemoteTier(Tier):
         return self._config.capacity
 
     def set_shares(self, shares: Shares) -> None:
-        """Limits the bytes of each tenant. If the store counts tenants, limits and guaranteed parts apply to all
-        clients of the store. Otherwise limits apply only to pages that this process stores, and guaranteed parts
-        are not enforced.
+        """Divides the capacity between tenants. If the store counts tenants, shares apply to all its clients.
+        Otherwise shares apply to the pages that this process stores.
         """
-        (self._on_shares or self._limits.set_shares)(shares)
+        self._on_shares(shares)
 
     def used_by(self, tenant: str) -> int:
-        if self._on_shares is not None:
-            return int(self._call_control(lambda store: store.used_by(tenant), 0))
-        return self._limits.used_by(tenant)
+        return int(self._call_control(lambda store: store.used_by(tenant), 0))
 
     def _with_stored_keys(self, objects: Objects) -> Objects:
         """Returns the objects with their keys in the store. If the tier has a key file, these keys differ from
@@ -288,14 +290,15 @@ class RemoteTier(Tier):
             keys = self._with_stored_keys(objects).keys
         except NoKeyError:
             return 0
-        self._limits.remove(objects.tenant, keys)
         return int(self._call_control(lambda store: store.remove(keys), 0)) if keys else 0
 
     def stats(self) -> TierStats:
         """Returns the store's counts, or the last known counts while the store does not answer."""
         self._usage = usage = self._call_control(lambda store: store.usage(), self._usage)
         evicted = max(0, usage.evicted - self._evicted_before)
-        return self._transfer_counts.stats(usage.objects, usage.bytes, self.capacity, evicted)
+        return self._transfer_counts.stats(
+            usage.objects, usage.bytes, self.capacity, evicted, tenants=usage.tenants
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -375,7 +378,6 @@ class RemoteTier(Tier):
                 leave = job.transfer.end_access
                 try:
                     job.run(link, tools)
-                    self._apply_limit(job, link)
                 except Exception as error:  # noqa: BLE001  on any error the request continues without these pages
                     job.transfer.settle(job.which, Outcome.FAILED, f"{self.name}: {error}")
                     hung = error.__cause__
@@ -388,21 +390,6 @@ class RemoteTier(Tier):
                 self._inflight_bytes[job.verb] -= len(job.which) * (job.part[1] - job.part[0])
 
         return run
-
-    def _apply_limit(self, job: Job, link: Link) -> None:
-        """Counts the pages of a finished job for their tenant. If the tenant exceeds its limit, removes its oldest
-        pages."""
-        tenant, results = job.objects.tenant, job.transfer.results
-        done = [job.objects.keys[index] for index in job.which if results[index] == Outcome.OK]
-        if job.verb == "read":
-            self._limits.touch(tenant, done)
-            return
-        excess = self._limits.add(tenant, done, job.objects.form.page_bytes)
-        if excess:
-            try:
-                link.call(lambda store: store.remove(list(excess)))
-            except StoreError:
-                self._limits.restore(tenant, excess)
 
 
 @dataclass(slots=True)

@@ -27,8 +27,8 @@ from kvloom.tiers.transfer import Outcome
 
 from .bounded_calls import BoundedCalls
 from .nixl import make_agent, wait_each
-from .remote_tier import RemoteConfig, RemoteTier, StoreError, Usage, remote_config
-from .store_tier import CapacityTracker, Destination, Store, ValueRange, store_tier
+from .remote_tier import RemoteConfig, RemoteTier, StoreError, remote_config
+from .store_tier import Destination, Store, ValueRange, store_tier
 
 __all__ = ["S3Bucket", "S3Store", "open_s3", "parse_url"]
 
@@ -66,11 +66,10 @@ class S3Store(Store):
         bucket: S3Bucket,
         client: Any,
         credentials: Any,
-        capacity: CapacityTracker,
         last_contact: _LastContact,
         timeout: float,
     ) -> None:
-        self._bucket, self._client, self._credentials, self._capacity = bucket, client, credentials, capacity
+        self._bucket, self._client, self._credentials = bucket, client, credentials
         self._last_contact = last_contact
         self._bounded = BoundedCalls(timeout, str(bucket))
         self._executor = ThreadPoolExecutor(_CONCURRENT, "kvloom-s3")
@@ -82,17 +81,11 @@ class S3Store(Store):
         return [length >= 0 for length in self._call(lambda: self._lengths(keys))]
 
     def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        self._capacity.touch(list(dict.fromkeys(wanted.key for wanted in ranges)))
         return list(self._call(lambda: self._get(ranges, destination), uses_caller_memory=True))
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
         sizes = {key: sum(map(len, pieces)) for key, pieces in items}
-        evicted = self._capacity.reserve(sizes)
-        try:
-            self._call(lambda: self._put(dict(items), sizes, evicted), uses_caller_memory=True)
-        except BaseException:
-            self._capacity.remove(list(sizes))
-            raise
+        self._call(lambda: self._put(dict(items), sizes), uses_caller_memory=True)
         return [Outcome.OK] * len(items)
 
     def remove(self, keys: Sequence[bytes]) -> int:
@@ -101,11 +94,10 @@ class S3Store(Store):
             self._delete(stored)
             return len(stored)
 
-        self._capacity.remove(keys)
         return int(self._call(remove))
 
-    def usage(self) -> Usage:
-        return self._capacity.usage()
+    def evict(self, keys: Sequence[bytes]) -> None:
+        self._call(lambda: self._delete(keys))
 
     def close(self) -> None:
         self._bounded.close()
@@ -216,8 +208,7 @@ class S3Store(Store):
             piece[:] = self._buffer[begin : begin + len(piece)]
             begin += len(piece)
 
-    def _put(self, values: dict[bytes, Sequence[Any]], sizes: dict[bytes, int], evicted: list[bytes]) -> None:
-        self._delete(evicted)
+    def _put(self, values: dict[bytes, Sequence[Any]], sizes: dict[bytes, int]) -> None:
         self._reserve_buffer(sum(aligned(size) for size in sizes.values()))
         for begin, pieces in zip(_begins(sizes.values()), values.values(), strict=True):
             for piece in pieces:
@@ -330,14 +321,8 @@ class _BoundedBody:
 
 def open_s3(bucket: S3Bucket, config: RemoteConfig) -> RemoteTier:
     """Opens the tier. Raises TierError if NIXL or boto3 is missing, or the bucket cannot be reached."""
-    requested, capacity, last_contact = (
-        _make_client(bucket, config.timeout),
-        CapacityTracker(config.capacity),
-        _LastContact(),
-    )
-    return store_tier(
-        str(bucket), config, lambda: S3Store(bucket, *requested, capacity, last_contact, config.timeout)
-    )
+    requested, last_contact = _make_client(bucket, config.timeout), _LastContact()
+    return store_tier(str(bucket), config, lambda: S3Store(bucket, *requested, last_contact, config.timeout))
 
 
 def parse_url(url: str) -> Callable[[], RemoteTier]:

@@ -1,18 +1,17 @@
-"""A tier over a key-value store. Each value is the head and body of one page (codec.py).
+"""A tier over a key-value store. Each value is one page: its header and its body (codec.py).
 
     write -> seal (checksums, compression, encryption) -> one `put` per batch
     read  -> one `get` per batch, directly into the caller's memory if bodies are plain -> checksums
 
-A key in the store begins with the version of the format, so pages of different versions never mix. The module of
-each store implements its connection and its capacity.
+A key in the store begins with the version of the format, so pages of different versions never mix. The module of each
+store implements its connection. If the store does not count its values, the tier counts the values that this process
+stores (capacity_tracker.py).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any, Protocol
 
 from kvloom.tiers.encoding import (
@@ -30,16 +29,16 @@ from kvloom.tiers.transfer import Outcome
 from kvloom.tiers.ttl import Expiry
 from kvloom.tiers.workers import Tools
 
+from .capacity_tracker import CapacityTracker
 from .remote_tier import Connection, Job, Link, RemoteConfig, RemoteTier, Usage
 
-__all__ = ["PREFIX", "CapacityTracker", "Destination", "Store", "ValueRange", "store_tier"]
+__all__ = ["PREFIX", "Destination", "Store", "ValueRange", "store_tier"]
 
 PREFIX = b"kvloom/1/"
 _FORGET = (Outcome.CORRUPT, Outcome.SHORT)  # a retry cannot succeed, and the space is needed for a good copy
 _FORGET_KEYED = (*_FORGET, Outcome.LAYOUT, Outcome.LOCKED, Outcome.UNTRUSTED)
-"""Outcomes after which a page is removed from a tier with keys. A stored key is derived from tenant, block hash and
-layout, so no reader can use a page that does not match.
-"""
+"""Outcomes after which a page is removed from a tier with a key file. A stored key is derived from tenant, block hash
+and layout, so no reader can use a page that does not match."""
 
 Destination = Callable[[int, int], Sequence[memoryview] | None]
 """Called with (index, length). Returns memory for that many bytes, in order, or None if the value is not wanted."""
@@ -59,7 +58,9 @@ class ValueRange:
 
 
 class Store(Connection, Protocol):
-    """A connection to a key-value store."""
+    """A connection to a key-value store. If the store counts its values, it implements `usage` and `used_by`, and
+    evicts values in `put`. Otherwise the tier counts the values and calls `evict`.
+    """
 
     def register_memory(self, memory: Any) -> None:
         """Announces memory that contains pages, so that a store can register it for direct access. Most stores
@@ -73,9 +74,15 @@ class Store(Connection, Protocol):
         """
         ...
 
+    def usage(self) -> Usage:
+        return Usage(0, 0, 0)
+
     def used_by(self, tenant: str) -> int:
-        """Returns the bytes of a tenant in the whole store, or 0 if the store does not count tenants."""
         return 0
+
+    def evict(self, keys: Sequence[bytes]) -> None:
+        """Removes values that the tier evicts. Unlike `remove`, does not count them as dropped."""
+        self.remove(keys)
 
     def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
         """Stores values, each given as pieces. Returns OK, FULL or FAILED for each value. A value that is already
@@ -83,46 +90,11 @@ class Store(Connection, Protocol):
         """
         ...
 
-
-class CapacityTracker:
-    """Tracks the values that this process put into a store without counts, least recently used first. Thread-safe.
-    All connections of a tier share one tracker.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()
-        self._lock = Lock()
-        self._bytes = self._evicted = 0
-
-    def reserve(self, sizes: dict[bytes, int]) -> list[bytes]:
-        """Counts values before they are put. Returns the keys that must be evicted for them."""
-        with self._lock:
-            for key, size in sizes.items():
-                self._bytes += size - self._sizes.pop(key, 0)
-                self._sizes[key] = size
-            evicted = []
-            while self._bytes > self._capacity:
-                key, size = self._sizes.popitem(last=False)
-                self._bytes -= size
-                evicted.append(key)
-            self._evicted += len(evicted)
-            return evicted
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        with self._lock:
-            for key in keys:
-                if key in self._sizes:
-                    self._sizes.move_to_end(key)
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        with self._lock:
-            for key in keys:
-                self._bytes -= self._sizes.pop(key, 0)
-
-    def usage(self) -> Usage:
-        with self._lock:
-            return Usage(len(self._sizes), self._bytes, self._evicted)
+    def put_guaranteed(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str = "") -> list[Outcome]:
+        """Stores values within the guaranteed part of a tenant, like `put`. If the store evicts values by itself,
+        it should evict these values last. Only called if the store does not count tenants.
+        """
+        return self.put(items, tenant)
 
 
 def store_tier(
@@ -132,29 +104,33 @@ def store_tier(
     on_close: Callable[[], None] | None = None,
     on_shares: Callable[[Shares], None] | None = None,
 ) -> RemoteTier:
-    """Opens a tier over a store. Closing the tier calls `on_close`. If the store counts tenants, `on_shares`
-    receives their shares. Otherwise this process counts the pages that it stores. Raises TierError if the store
-    cannot be reached.
+    """Opens a tier over a store. Closing the tier calls `on_close`. If the store counts its values, `on_shares`
+    receives the shares of tenants. Otherwise `capacity` and shares apply to the values that this process stores.
+    Raises TierError if the store cannot be reached.
     """
     expiry = Expiry(config.ttl)
+    tracker = None
+    if on_shares is None:
+        tracker = CapacityTracker(config.capacity)
+        on_shares = tracker.set_shares
     return RemoteTier(
         name,
         config,
-        lambda: _PrefixedStore(connect(), expiry),
+        lambda: _PrefixedStore(connect(), expiry, tracker),
         (_Read, _Write),
+        on_shares,
         on_close=on_close,
         expiry=expiry,
-        on_shares=on_shares,
     )
 
 
 class _PrefixedStore(Connection):
     """A store that adds a prefix to the keys of objects. With a TTL, `exists` also removes expired pages, which
-    costs a read of their first bytes.
+    costs a read of their first bytes. A `tracker` counts the values and chooses those to evict.
     """
 
-    def __init__(self, store: Store, expiry: Expiry) -> None:
-        self.store, self.expiry = store, expiry
+    def __init__(self, store: Store, expiry: Expiry, tracker: CapacityTracker | None) -> None:
+        self.store, self.expiry, self.tracker = store, expiry, tracker
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         found = self.store.exists([PREFIX + key for key in keys])
@@ -172,14 +148,52 @@ class _PrefixedStore(Connection):
             self.remove(list(expired))
         return [is_stored and key not in expired for key, is_stored in zip(keys, found, strict=True)]
 
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Marks values as recently used, if the tier counts them. The keys include the prefix."""
+        if self.tracker is not None:
+            self.tracker.touch(keys)
+
+    def get(self, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
+        self.touch(dict.fromkeys(wanted.key for wanted in ranges))
+        return self.store.get(ranges, destination)
+
+    def put(self, items: Sequence[tuple[bytes, Sequence[Any]]], tenant: str) -> list[Outcome]:
+        """Stores values, like `Store.put`, after values were evicted for them. A value beyond the tenant's share
+        gets FULL and is not stored.
+        """
+        if self.tracker is None:
+            return self.store.put(items, tenant)
+        values = dict(items)
+        sizes = {key: sum(map(len, pieces)) for key, pieces in values.items()}
+        accepted, evicted = self.tracker.reserve(sizes, tenant)
+        outcomes = dict.fromkeys(values, Outcome.FULL)
+        try:
+            if evicted:
+                self.store.evict(list(evicted))
+                evicted = {}
+            for is_guaranteed, put in ((False, self.store.put), (True, self.store.put_guaranteed)):
+                some = [(key, values[key]) for key, marked in accepted.items() if marked == is_guaranteed]
+                if some:
+                    outcomes |= zip([key for key, _ in some], put(some, tenant), strict=True)
+        except BaseException:
+            self.tracker.remove(sizes)
+            self.tracker.restore(evicted)
+            raise
+        self.tracker.remove(key for key, outcome in outcomes.items() if outcome != Outcome.OK)
+        return [outcomes[key] for key, _ in items]
+
     def remove(self, keys: Sequence[bytes]) -> int:
-        return self.store.remove([PREFIX + key for key in keys])
+        stored = [PREFIX + key for key in keys]
+        removed = self.store.remove(stored)
+        if self.tracker is not None:
+            self.tracker.remove(stored)
+        return removed
 
     def usage(self) -> Usage:
-        return self.store.usage()
+        return self.store.usage() if self.tracker is None else self.tracker.usage()
 
     def used_by(self, tenant: str) -> int:
-        return self.store.used_by(tenant)
+        return self.store.used_by(tenant) if self.tracker is None else self.tracker.used_by(tenant)
 
     def close(self) -> None:
         self.store.close()
@@ -193,6 +207,8 @@ class _Write(Job):
         if tools.codec.is_plain:
             link.call(lambda prefixed: prefixed.store.register_memory(self.ranges.buffer))
         stored = link.call(lambda store: store.exists(keys))
+        known = [PREFIX + key for key, is_stored in zip(keys, stored, strict=True) if is_stored]
+        link.call(lambda prefixed: prefixed.touch(known))
         outcomes = {
             index: Outcome.OK for index, is_stored in zip(self.which, stored, strict=True) if is_stored
         }
@@ -212,9 +228,7 @@ class _Write(Job):
             sealed.append(index)
         tenant = self.objects.tenant
         if items:
-            outcomes |= zip(
-                sealed, link.call(lambda prefixed: prefixed.store.put(items, tenant)), strict=True
-            )
+            outcomes |= zip(sealed, link.call(lambda prefixed: prefixed.put(items, tenant)), strict=True)
         self.settle(outcomes)
 
 
@@ -238,7 +252,7 @@ class _Read(Job):
 
     @staticmethod
     def _get(link: Link, ranges: Sequence[ValueRange], destination: Destination) -> list[int]:
-        lengths: list[int] = link.call(lambda prefixed: prefixed.store.get(ranges, destination))
+        lengths: list[int] = link.call(lambda prefixed: prefixed.get(ranges, destination))
         return lengths
 
     def _open(
@@ -249,9 +263,8 @@ class _Read(Job):
         tools: Tools,
         in_place: bool = False,
     ) -> Outcome:
-        """Verifies one object and returns its outcome. `body` begins with the requested runs. If `body` is None,
-        the body follows the head in `head_data`. `in_place` states that the runs are already in their range.
-        """
+        """Verifies one object and returns its outcome. `body` begins with the requested runs. If `body` is None, the
+        body follows the header in `head_data`. If `in_place` is set, the runs are already in the caller's memory."""
         form, parsed = self.objects.form, parse_head(head_data)
         if isinstance(parsed, Outcome):
             return parsed
@@ -313,7 +326,7 @@ class _Read(Job):
         return outcomes
 
     def _plain_parts(self, link: Link, tools: Tools) -> dict[int, Outcome]:
-        """Reads parts of plain objects in one round trip. Runs are read directly into their ranges."""
+        """Reads parts of plain objects in one round trip. Runs are read directly into the caller's memory."""
         start, stop = self.part
         plain = plain_head_bytes(self.objects.form)
         heads = memoryview(bytearray(plain * len(self.which)))
@@ -345,7 +358,7 @@ class _Read(Job):
         return outcomes
 
     def _parts(self, link: Link, tools: Tools, which: list[int]) -> dict[int, Outcome]:
-        """Reads parts of objects in two round trips. The first reads the heads, which contain the positions of the
+        """Reads parts of objects in two round trips. The first reads the headers, which contain the positions of the
         runs. The second reads the runs.
         """
         form, (start, stop) = self.objects.form, self.part
@@ -383,7 +396,7 @@ class _Read(Job):
 
 
 def _is_plain(head: memoryview) -> bool:
-    """Returns whether `head` belongs to a plain page. A damaged head counts as plain, and `_open` reports the
+    """Returns whether `head` belongs to a plain page. A damaged header counts as plain, and `_open` reports the
     damage later."""
     parsed = parse_head(head)
     if isinstance(parsed, Outcome):

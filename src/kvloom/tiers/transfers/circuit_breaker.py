@@ -101,7 +101,8 @@ class CircuitBreaker:
 
 
 class FaultLog:
-    """Counts faults by (tier, operation, outcome). Logs the first fault of a burst, and only counts the others."""
+    """Counts faults by (tier, operation, outcome). Logs the first fault of a burst. Further faults of the burst are
+    only counted."""
 
     BURST_GAP = 30.0
     """A burst ends after this many seconds without a fault."""

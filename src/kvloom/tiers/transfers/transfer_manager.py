@@ -45,8 +45,8 @@ class TransferConfig:
 
 
 class TierLookup:
-    """The result of a lookup of many objects. `found` is valid once `done` is set. It contains whether host memory
-    or a tier has each object."""
+    """The result of a lookup of many objects. When `done` is set, `found` contains whether host memory or a tier has
+    each object."""
 
     def __init__(
         self, manager: TransferManager, objects: Sequence[Objects], without: Collection[int] = ()
@@ -55,7 +55,7 @@ class TierLookup:
         self.in_host: list[Mask] = [manager.host.lookup(o) for o in self.objects]
         self.found: list[Mask] = [mask.copy() for mask in self.in_host]
         self.queue_of: dict[bytes, int] = {}
-        """For objects that are not in host memory: the index of the queue whose tier has the key."""
+        """Index of the queue whose tier has the key, for objects that are not in host memory."""
         self._manager = manager
         self._deadline = time.monotonic() + manager.config.lookup_seconds
         self._pending: list[tuple[int, list[npt.NDArray[np.int64]], QueuedLookup]] = []
@@ -168,15 +168,13 @@ class TransferManager:
         return TierLookup(self, objects, without)
 
     def fetch(self, objects: Sequence[Objects], queue_of: dict[bytes, int], deadline: float) -> FetchJob:
-        """Loads objects into host memory until `deadline`. `queue_of`, from a TierLookup, maps each object to the
-        queue of a tier that has it.
-        """
+        """Starts to load objects into host memory. Loads that have not ended at `deadline` are cancelled. `queue_of`,
+        from a TierLookup, maps each object to the queue of a tier that has it."""
         return FetchJob(self, objects, queue_of, deadline)
 
     def write_to_tiers(self, objects: Objects, used: bool) -> None:
-        """Queues writes of objects from host memory to the other tiers, by the write policy of each tier. `used` is
-        whether a sequence has reused the objects.
-        """
+        """Queues writes of objects from host memory to the other tiers, by the write policy of each tier. `used` states
+        whether a sequence has reused the objects."""
         for opened, queue, dirty in zip(self.tiers, self.queues, self._dirty, strict=True):
             if opened.is_lossy and objects.form.exact:
                 continue  # a lossy tier never serves exact pages

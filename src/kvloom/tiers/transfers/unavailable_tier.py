@@ -19,7 +19,7 @@ __all__ = ["UnavailableTier"]
 
 log = logging.getLogger("kvloom.tiers")
 FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
-"""Seconds before the next try, first and largest. Each failure doubles the pause."""
+"""First and largest number of seconds between two attempts to open the tier. Each failure doubles the pause."""
 
 
 class UnavailableTier(Tier):

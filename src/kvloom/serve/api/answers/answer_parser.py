@@ -48,10 +48,8 @@ class AnswerParser:
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
     """The formats in which the served model writes tool calls and reasoning. `shows_tools` states that its chat
-    template shows tools to the model.
-
-    `special` states that a marker is a special token. Special tokens must then stay in the text.
-    """
+    template shows tools to the model. `special` states that a marker is a special token, so special tokens must stay in
+    the text."""
 
     calls: type[ToolCallParser] | None = None
     reasoning: type[ReasoningParser] | None = None
@@ -85,11 +83,9 @@ class AnswerFormats:
         forced: bool,
         parallel: bool,
     ) -> AnswerParser | None:
-        """Return the parser of one answer to a prompt, or None if the answer is plain content.
-
-        `structure` is the required structure of the whole answer. The answer may call `functions`. With `forced` it
-        must call one.
-        """
+        """Return the parser of one answer to a prompt, or None if the answer is plain content. `structure` is the
+        required structure of the whole answer. The answer may call `functions`. With `forced`, the answer must call one
+        of them."""
         reasoning = None
         if self.reasoning is not None and (
             structure is None or structure[1].startswith((REASONING, ANSWER + STRICT))

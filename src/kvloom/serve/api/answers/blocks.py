@@ -34,7 +34,7 @@ class Block:
 
 
 BlockChange = tuple[Literal["open", "grow", "close"], Block, str]
-"""A change of a block, the block, and the text by which it grows."""
+"""A change of a block: the kind of change, the block, and the text that is appended to it."""
 
 
 class Blocks:

@@ -143,12 +143,10 @@ class TextSource:
             yield
 
     def call_object(self, before: str = "", name: str | None = None) -> Reading:
-        """Read a JSON object as a call: {"name": …, "arguments": …}. If `name` is given, the object contains only
-        the arguments.
-
-        Arguments are added as they arrive. Return whether the object is a call. If not, the object and the marker
-        `before` become content. Without a marker, an object is a call only if it has arguments.
-        """
+        """Read a JSON object as a call: {"name": …, "arguments": …}. If `name` is given, the object contains only the
+        arguments. Adds the arguments as they arrive. Returns whether the object is a call. If it is not a call, the
+        object and the marker `before` become content. If `before` is empty, an object is a call only if it has
+        arguments."""
         scanner = _CallScanner(name)
         started = False
         while not scanner.is_done and not (self.ended and not self.rest):
@@ -180,9 +178,8 @@ def partial_marker(text: str, marker: str) -> int:
 
 
 class _CallScanner:
-    """Finds name and arguments in the text of a JSON object. The text of the arguments is returned unchanged as
-    soon as the name is known. Invalid JSON is accepted. The object then ends where its brackets are balanced.
-    """
+    """Finds name and arguments in the text of a JSON object. As soon as the name is known, the text of the arguments is
+    returned unchanged. Invalid JSON is accepted. An invalid object ends where its brackets are balanced."""
 
     def __init__(self, name: str | None) -> None:
         self.name, self.is_done = name, False

@@ -102,7 +102,7 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
 
 
 def last_marker(message: str) -> str:
-    """Return <think> if the reasoning of an unfinished message is open, else </think>."""
+    """Return <think> if a message that the answer continues ends inside reasoning, otherwise </think>."""
     return BEGIN if message.rfind(BEGIN) > message.rfind(END) else END
 
 

@@ -311,9 +311,8 @@ def _skip_separators(source: TextSource, letters: str) -> Parsing:
 
 
 def _xml_value(text: str, schema: Any) -> Any:
-    """Return the value of an argument, whose text has no quotes. Without a schema, or if it is not JSON, the value
-    is the text itself.
-    """
+    """Return the value of an argument whose text has no quotes. If there is no schema, or if the text is not JSON, the
+    value is the text itself."""
     text = text.removeprefix("\n").removesuffix("\n")
     given = schema.get("type") if isinstance(schema, dict) else "string"
     types = given if isinstance(given, list) else [given]

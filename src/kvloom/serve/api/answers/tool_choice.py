@@ -26,7 +26,7 @@ MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Positions of spaces in JSON. If spaces were allowed anywhere, a small model might write only spaces."""
+"""The spaces that JSON may contain. If spaces were allowed anywhere, a small model might write only spaces."""
 
 STRICT = "answer: strict\n"
 """The first line of a grammar for free text with strict calls."""

@@ -1,0 +1,158 @@
+"""Block size, window and resume rule of vLLM's KV cache groups.
+
+A prompt resumes at position p if every full group has all blocks before p, and every windowed group has the blocks
+that token p can read. kvloom's own resume rule is the same, for its own layouts (`core/prefix/resume_rule.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheSpec,
+    KVCacheSpecKind,
+    SlidingWindowSpec,
+    get_kv_cache_spec_kind,
+    iter_layer_specs,
+)
+
+from kvloom.core import HASH_TOKENS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+__all__ = ["BlockGroup", "block_groups", "common_block_tokens", "resume_positions"]
+
+Mask = npt.NDArray[np.bool_]
+_FULL = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGroup:
+    """One KV cache group. `window` is the number of tokens that a token can read, including itself. `chunk` is the
+    size of the chunks of chunked local attention. 0 means no limit.
+    """
+
+    index: int
+    layers: tuple[str, ...]
+    block_tokens: int
+    window: int = 0
+    chunk: int = 0
+    kind: str = KVCacheSpecKind.FULL_ATTENTION.value
+
+    def first_block(self, position: int) -> int:
+        """Return the first block that the token at `position` can read."""
+        first = 0
+        if self.window:
+            first = max(0, position - self.window + 1)
+        if self.chunk:
+            first = position // self.chunk * self.chunk
+        return first // self.block_tokens
+
+    def can_resume(self, start: int, position: int, found: Mask) -> bool:
+        """Return whether token `position` finds its blocks. vLLM has the blocks before token `start`, and `found`
+        states which of the blocks after it are stored.
+        """
+        base = start // self.block_tokens
+        first = max(0, self.first_block(position) - base)
+        return bool(found[first : position // self.block_tokens - base].all())
+
+
+def block_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[BlockGroup, ...]:
+    """Return the KV cache groups of a model. Raises ValueError with the reason if they cannot be stored."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ValueError(
+                f"{name} is {getattr(parallel, name)}; kvloom's connector stores whole blocks: use 1"
+            )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise ValueError(
+            "calculate_kv_scales gives every process other scales, so stored pages cannot be used again: "
+            "use scales of the checkpoint"
+        )
+    found = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        kind = get_kv_cache_spec_kind(spec)
+        window = chunk = 0
+        if kind is KVCacheSpecKind.SLIDING_WINDOW:
+            window = _window(spec)
+        elif kind is KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION:
+            chunk = _chunk(spec)
+        elif kind not in _FULL:
+            raise ValueError(_refusal(kind, group.layer_names[0]))
+        if spec.block_size % HASH_TOKENS:
+            raise ValueError(
+                f"block size {spec.block_size} is not a multiple of {HASH_TOKENS}: use --block-size {HASH_TOKENS}, "
+                "or a multiple"
+            )
+        found.append(BlockGroup(index, tuple(group.layer_names), spec.block_size, window, chunk, kind.value))
+    if not found:
+        raise ValueError("this model has no KV cache, so there is nothing to store: remove the KV connector")
+    return tuple(found)
+
+
+def _window(spec: KVCacheSpec) -> int:
+    """Return the tokens that vLLM keeps. Speculation may keep more than the window."""
+    sizes = {
+        one.sliding_window + one.extra_retained_tokens
+        for one in iter_layer_specs(spec)
+        if isinstance(one, SlidingWindowSpec)
+    }
+    if len(sizes) != 1:
+        raise ValueError(
+            f"layers of one KV cache group have windows of {sorted(sizes)} tokens; they must be equal"
+        )
+    return int(sizes.pop())
+
+
+def _chunk(spec: KVCacheSpec) -> int:
+    sizes = {
+        one.attention_chunk_size
+        for one in iter_layer_specs(spec)
+        if isinstance(one, ChunkedLocalAttentionSpec)
+    }
+    if len(sizes) != 1:
+        raise ValueError(
+            f"layers of one KV cache group have chunks of {sorted(sizes)} tokens; they must be equal"
+        )
+    return int(sizes.pop())
+
+
+def _refusal(kind: KVCacheSpecKind, layer: str) -> str:
+    if kind is KVCacheSpecKind.MAMBA:
+        return (
+            f"layer {layer} keeps a recurrent state, and vLLM overwrites it in place, so it has no block to store; "
+            "serve this model with `kvloom serve`, which stores states, or without the connector"
+        )
+    return f"layer {layer} has KV of kind {kind.value}, which kvloom's connector cannot store: remove the connector"
+
+
+def common_block_tokens(groups: Sequence[BlockGroup]) -> int:
+    """Return the number of tokens after which all groups begin a block."""
+    return math.lcm(*(group.block_tokens for group in groups))
+
+
+def resume_positions(groups: Sequence[BlockGroup], start: int, end: int, found: Sequence[Mask]) -> list[int]:
+    """Return all positions in (start, end] at which a prompt can resume, in ascending order. `found` states for each
+    group which blocks from `start` on are stored. O(blocks of full groups + positions * blocks of windows).
+    """
+    step = common_block_tokens(groups)
+    for group, mask in zip(groups, found, strict=True):
+        if not group.window and not group.chunk:
+            stored = len(mask) if mask.all() else int(np.argmin(mask))
+            end = min(end, start + stored * group.block_tokens)
+    windowed = [(g, mask) for g, mask in zip(groups, found, strict=True) if g.window or g.chunk]
+    return [
+        position
+        for position in range(start + step, end + 1, step)
+        if all(group.can_resume(start, position, mask) for group, mask in windowed)
+    ]

@@ -1,0 +1,87 @@
+"""What the scheduler side and the worker side send each other in every step. vLLM carries both messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+__all__ = ["Answer", "Answers", "Change", "Load", "Lookup", "Step", "Store"]
+
+
+@dataclass(slots=True)
+class Lookup:
+    """Look up the blocks of tokens [start, end) and load them into host memory. `hashes` contains the block hashes
+    of these tokens, by block size. `number` identifies the lookup of a request.
+    """
+
+    request_id: str
+    number: int
+    start: int
+    end: int
+    hashes: dict[int, list[bytes]]
+
+
+@dataclass(slots=True)
+class Load:
+    """Copy the blocks of tokens [start, end) from host memory into vLLM's blocks. `block_ids` contains for each group
+    the ids of these blocks. Id 0 means that no token reads the block any more.
+    """
+
+    request_id: str
+    number: int
+    start: int
+    end: int
+    block_ids: list[list[int]]
+
+
+@dataclass(slots=True)
+class Store:
+    """Store blocks of one group."""
+
+    group: int
+    hashes: list[bytes]
+    block_ids: list[int]
+
+
+@dataclass
+class Step(KVConnectorMetadata):
+    """From the scheduler to every worker. `ended` are requests whose leased pages are no longer needed."""
+
+    lookups: list[Lookup] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    tokens: int = 0
+    """Tokens that the step computes."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """The positions at which a request can resume with pages that one worker has leased."""
+
+    request_id: str
+    number: int
+    positions: list[int]
+
+
+class Change(NamedTuple):
+    """A tier of `medium` has stored or removed a page."""
+
+    medium: str
+    is_stored: bool
+    group: int
+    block_hash: bytes
+
+
+@dataclass
+class Answers(KVConnectorWorkerMetadata):
+    """From the workers to the scheduler. Only one worker reports changes."""
+
+    answers: list[Answer] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, Answers)
+        return Answers(self.answers + other.answers, self.changes + other.changes)

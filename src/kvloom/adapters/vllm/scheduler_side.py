@@ -1,0 +1,197 @@
+"""The scheduler side: which pages a request loads, and which it stores. Opens no tier and copies no bytes."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .block_groups import BlockGroup, common_block_tokens
+from .messages import Answer, Load, Lookup, Step, Store
+from .request_hashes import RequestHashes, Roots
+from .settings import Settings
+from .tier_events import TierEvents
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+__all__ = ["SchedulerSide"]
+
+log = logging.getLogger("kvloom.vllm")
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """A lookup that the workers answer. `positions` is None until every worker has answered."""
+
+    number: int
+    start: int
+    answers: list[Answer] = field(default_factory=list)
+    positions: list[int] | None = None
+    offered: int = 0
+    """The position that was last returned to vLLM."""
+
+
+@dataclass(slots=True)
+class _State:
+    """One request. `stored` is the number of tokens whose full blocks are stored, or None before its first step."""
+
+    request: Request
+    hashes: RequestHashes
+    lookup: _Lookup | None = None
+    stored: int | None = None
+    may_load: bool = True
+
+
+class SchedulerSide:
+    """Plans loads and stores. `workers` is the number of workers that answer each lookup."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        groups: Sequence[BlockGroup],
+        model: str,
+        workers: int,
+        stores: bool = True,
+        loads: bool = True,
+        events: TierEvents | None = None,
+    ) -> None:
+        self._settings, self._groups, self._workers = settings, groups, workers
+        self._events = events
+        self._model, self._roots = model, Roots(model)
+        self._stores, self._loads = stores, loads and settings.load != "never"
+        self._step_tokens = common_block_tokens(groups)
+        self._requests: dict[str, _State] = {}
+        self._next = Step()
+        self._numbers = 0
+
+    def add(self, request: Request) -> None:
+        """Start to follow a request. A request with prompt embeddings has no tokens to hash, and is left alone."""
+        if request.prompt_embeds is not None:
+            return
+        try:
+            hashes = RequestHashes(self._roots.of(request), request)
+        except ValueError as error:
+            log.warning("request %s is served without tiers: %s", request.request_id, error)
+            return
+        self._requests[request.request_id] = _State(request, hashes, may_load=self._loads)
+
+    def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Return the number of tokens after `computed` that can be loaded, and whether the load is asynchronous. The
+        number is None while tiers are looked up.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None or not state.may_load or request.skip_reading_prefix_cache:
+            return 0, False
+        if computed % self._step_tokens:
+            return 0, False
+        end = (request.num_tokens - 1) // self._step_tokens * self._step_tokens
+        if end - computed < max(1, self._settings.min_load_tokens):
+            return 0, False
+        if state.lookup is None or computed < state.lookup.start:
+            state.lookup = self._ask(state, computed, end)
+        if state.lookup.positions is None:
+            return None, False
+        best = max((p for p in state.lookup.positions if p <= end), default=0)
+        if best - computed < max(1, self._settings.min_load_tokens):
+            return 0, False
+        state.lookup.offered = best
+        return best - computed, True
+
+    def _ask(self, state: _State, start: int, end: int) -> _Lookup:
+        self._numbers += 1
+        sizes = {group.block_tokens for group in self._groups}
+        hashes = {size: state.hashes.of_blocks(start // size, end // size, size) for size in sizes}
+        self._next.lookups.append(Lookup(state.request.request_id, self._numbers, start, end, hashes))
+        return _Lookup(self._numbers, start)
+
+    def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], external: int) -> None:
+        """Load `external` tokens into the request's blocks. vLLM calls this method again when the load has ended,
+        with `external` 0."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.lookup is None:
+            return
+        lookup, state.lookup = state.lookup, None
+        if not external:
+            self._next.ended.append(request.request_id)
+            return
+        end = lookup.offered
+        start = end - external
+        if start % self._step_tokens:
+            raise ValueError(
+                f"vLLM loads {external} tokens up to {end}, which do not begin at a block: "
+                f"blocks have {self._step_tokens} tokens"
+            )
+        ids = [
+            list(table[start // group.block_tokens : end // group.block_tokens])
+            for group, table in zip(self._groups, block_ids, strict=True)
+        ]
+        self._next.loads.append(Load(request.request_id, lookup.number, start, end, ids))
+
+    def build_step(self, output: SchedulerOutput) -> Step:
+        """Return the message for the workers, with the blocks that this step completes."""
+        step, self._next = self._next, Step()
+        step.tokens = output.total_num_scheduled_tokens
+        if self._stores:
+            for request_id, tokens in output.num_scheduled_tokens.items():
+                state = self._requests.get(request_id)
+                if state is not None:
+                    self._store(state, tokens, output, step)
+        return step
+
+    def _store(self, state: _State, tokens: int, output: SchedulerOutput, step: Step) -> None:
+        """Store the blocks that are complete after this step. Rejected draft tokens, and tokens that are not sampled
+        yet, complete no block."""
+        request = state.request
+        if state.stored is None:
+            state.stored = request.num_computed_tokens
+        first, stop = state.stored, min(request.num_computed_tokens + tokens, request.num_tokens)
+        if all(stop // g.block_tokens <= first // g.block_tokens for g in self._groups):
+            return
+        assert output.kv_connector_block_state is not None
+        tables = output.kv_connector_block_state.get_block_ids(request.request_id)
+        if tables is None:
+            return
+        for group, table in zip(self._groups, tables, strict=True):
+            at = range(first // group.block_tokens, stop // group.block_tokens)
+            if not at:
+                continue
+            hashes = state.hashes.of_blocks(at.start, at.stop, group.block_tokens)
+            pairs = [
+                (name, table[i]) for name, i in zip(hashes, at, strict=True) if i < len(table) and table[i]
+            ]
+            if self._events is not None:
+                for name, i in zip(hashes, at, strict=True):
+                    self._events.remember(group.index, name, request, i)
+            if pairs:
+                step.stores.append(Store(group.index, [p[0] for p in pairs], [p[1] for p in pairs]))
+        state.stored = stop
+
+    def receive(self, answers: Sequence[Answer], failed: set[str]) -> None:
+        """Record the answers of the workers. A request whose load failed computes its prompt."""
+        for answer in answers:
+            state = self._requests.get(answer.request_id)
+            lookup = None if state is None else state.lookup
+            if lookup is None or lookup.number != answer.number:
+                continue
+            lookup.answers.append(answer)
+            if len(lookup.answers) == self._workers:
+                common = set.intersection(*(set(one.positions) for one in lookup.answers))
+                lookup.positions = sorted(common)
+        for request_id in failed:
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.may_load = False
+
+    def finish(self, request: Request) -> None:
+        """Forget a request. Its leased pages are released."""
+        state = self._requests.pop(request.request_id, None)
+        if state is not None and state.lookup is not None:
+            self._next.ended.append(request.request_id)
+
+    def reset(self) -> None:
+        """Give later requests other hashes, because the weights may have changed. Stored pages are not found again."""
+        self._roots = Roots(f"{self._model} reset {secrets.token_hex(16)}")

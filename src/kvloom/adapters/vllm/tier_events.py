@@ -1,0 +1,103 @@
+"""Block events of tiers in vLLM's format: which blocks host memory and disk have stored and removed.
+
+Workers report kvloom's block hashes. The scheduler publishes vLLM's own block hashes, which routers know. It keeps both
+for the blocks that this process has stored.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from .block_groups import BlockGroup
+from .messages import Change
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+__all__ = ["TierEvents"]
+
+MAX_BLOCKS = 1 << 20
+"""Blocks that are remembered. The oldest are forgotten, and their removal is not published."""
+
+
+@dataclass(slots=True)
+class _Block:
+    """What an event contains of one block. `media` are the media that have it."""
+
+    hash: bytes
+    parent: bytes | None
+    tokens: list[int]
+    lora: str | None
+    media: set[str] = field(default_factory=set)
+
+
+class TierEvents:
+    """Makes events from the changes of tiers. Groups whose blocks are not those of vLLM's hashes have no events."""
+
+    def __init__(self, groups: Sequence[BlockGroup], hash_tokens: int) -> None:
+        self._groups = {group.index: group for group in groups if group.block_tokens == hash_tokens}
+        self._blocks: OrderedDict[tuple[int, bytes], _Block] = OrderedDict()
+        self._events: list[KVCacheEvent] = []
+
+    def remember(self, group: int, block_hash: bytes, request: Request, index: int) -> None:
+        """Remember block `index` of a request, which is going to be stored."""
+        if group not in self._groups or index >= len(request.block_hashes):
+            return
+        size = self._groups[group].block_tokens
+        lora = request.lora_request
+        self._blocks.setdefault(
+            (group, block_hash),
+            _Block(
+                request.block_hashes[index],
+                request.block_hashes[index - 1] if index else None,
+                list(request.all_token_ids[index * size : (index + 1) * size]),
+                lora.lora_name if lora is not None else None,
+            ),
+        )
+        if len(self._blocks) > MAX_BLOCKS:
+            self._blocks.popitem(last=False)
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        """Turn changes of tiers into events."""
+        for change in changes:
+            key = (change.group, change.block_hash)
+            block = self._blocks.get(key)
+            if block is None or (change.medium in block.media) == change.is_stored:
+                continue
+            name = maybe_convert_block_hash(block.hash)
+            if change.is_stored:
+                block.media.add(change.medium)
+                self._events.append(self._stored(block, change))
+                continue
+            block.media.discard(change.medium)
+            self._events.append(
+                BlockRemoved(block_hashes=[name], medium=change.medium, group_idx=change.group)
+            )
+            if not block.media:
+                del self._blocks[key]
+
+    def _stored(self, block: _Block, change: Change) -> BlockStored:
+        group = self._groups[change.group]
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(block.hash)],
+            parent_block_hash=None if block.parent is None else maybe_convert_block_hash(block.parent),
+            token_ids=block.tokens,
+            block_size=group.block_tokens,
+            lora_id=None,
+            medium=change.medium,
+            lora_name=block.lora,
+            group_idx=change.group,
+            kv_cache_spec_kind=group.kind,
+            kv_cache_spec_sliding_window=group.window or None,
+        )
+
+    def take(self) -> list[KVCacheEvent]:
+        """Return the events since the last call."""
+        events, self._events = self._events, []
+        return events

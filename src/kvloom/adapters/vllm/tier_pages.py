@@ -1,0 +1,80 @@
+"""Pages in the configured tiers: host memory, and the tiers below it. One thread uses a TierPages."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvloom.tiers import HostConfig, HostTier, OpenTier, PageChanges, SupportsChanges, TierError, scheme_of
+from kvloom.tiers.transfers import TransferConfig, TransferManager, open_tiers
+
+from .settings import Settings
+
+__all__ = ["TierPages"]
+
+SLAB_BYTES = 8 << 20
+
+
+class TierPages:
+    """Opens the tiers of one worker. `page_bytes` is the largest page. `pin` pins host memory, for a GPU. `others` are
+    open tiers that replace the configured ones. Raises ValueError if a required tier cannot be opened.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        page_bytes: int,
+        rank: int = 0,
+        pin: bool = False,
+        others: Sequence[OpenTier] | None = None,
+    ) -> None:
+        host = settings.host(rank)
+        slab = max(min(SLAB_BYTES, host.capacity // 32), page_bytes)
+        slab = -(-slab // mmap.PAGESIZE) * mmap.PAGESIZE
+        if slab > host.capacity:
+            raise ValueError(
+                f"a host tier of {host.capacity:,} bytes has no space for a page of {page_bytes:,} bytes: "
+                f"give it at least {slab:,}"
+            )
+        buffer: Any = None
+        if pin:
+            buffer = torch.empty(host.capacity // slab * slab, dtype=torch.uint8, pin_memory=True).numpy()
+        self.host = HostTier(HostConfig(host.capacity, slab, host.checked, host.ttl), buffer)
+        urls = [url for url in settings.of_rank(rank) if scheme_of(url) != "host"]
+        try:
+            places, self.unavailable = open_tiers(urls if others is None else others, check=_checked)
+        except BaseException:
+            self.host.close()
+            raise
+        self.manager = TransferManager(self.host, places, TransferConfig())
+
+    @property
+    def arena(self) -> npt.NDArray[np.uint8]:
+        return self.host.arena
+
+    def watch(self) -> list[tuple[str, PageChanges]]:
+        """Record which pages host memory and disk store and remove, from now on. Returns vLLM's name of each medium,
+        and its changes. Shared stores are not watched, because other processes change them also.
+        """
+        found = [("CPU", self.host.watch())]
+        for place in self.manager.tiers:
+            changes = place.tier.watch() if isinstance(place.tier, SupportsChanges) else None
+            if changes is not None:
+                found.append(("STORAGE", changes))
+        return found
+
+    def close(self) -> None:
+        """Write pending pages to the tiers, in bounded time, and close them."""
+        self.manager.close()
+
+
+def _checked(place: OpenTier) -> OpenTier:
+    if place.is_lossy:
+        place.tier.close()
+        raise TierError("it re-encodes pages, and vLLM's pages are stored exactly")
+    return place
