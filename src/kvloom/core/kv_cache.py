@@ -198,9 +198,9 @@ class KVCache:
         """
         return extend(self.state, seq, n)
 
-    def extend_many(self, rows: Rows, n: int = 1) -> int:
-        """Reserve pages for `n` more tokens of every row. Returns the number of missing pages. If it is not 0, no
-        row was extended. The cost grows with the number of rows that need a new block.
+    def extend_many(self, rows: Rows, n: int | Rows = 1) -> int:
+        """Reserve pages for `n` more tokens of every row. `n` is one number, or an array with one number for each
+        row. Returns the number of missing pages. If it is not 0, no row was extended. The cost grows with the number of rows that need a new block.
         """
         return extend_many(self.state, rows, n)
 

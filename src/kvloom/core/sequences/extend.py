@@ -63,19 +63,25 @@ def exceeds_quota(state: CacheState, seq: Sequence, n: int) -> bool:
     return seq.root.account.beyond_quota(state.allocator.bytes_of(needs)) > 0
 
 
-def extend_many(state: CacheState, rows: Rows, n: int = 1) -> int:
-    """Reserve pages for `n` more tokens of many rows. Returns the number of missing pages."""
+def extend_many(state: CacheState, rows: Rows, n: int | Rows = 1) -> int:
+    """Reserve pages for `n` more tokens of many rows. `n` is one number, or one for each row. Returns the number of
+    missing pages."""
     table, block = state.block_tables, state.block_tokens
-    n, rows = index(n), table.validated(rows)
-    if n < 0:
-        raise ValueError(f"cannot extend by {n} tokens; give 0 or more")
+    rows = table.validated(rows)
+    n = n if isinstance(n, np.ndarray) else index(n)
+    if isinstance(n, np.ndarray) and n.shape != rows.shape:
+        raise ValueError(f"{n.size} numbers of tokens for {rows.size} sequences; give one per row")
+    least, most = (int(n.min()), int(n.max())) if isinstance(n, np.ndarray) and n.size else (n, n)
+    if least < 0:
+        raise ValueError(f"cannot extend by {least} tokens; give 0 or more")
     lengths = table.length[rows]
-    new = (lengths + (n + block - 1)) // block - table.blocks[rows]
+    new = (lengths + (n + (block - 1))) // block - table.blocks[rows]
     special = table.special[rows]
-    if lengths.size and int(lengths.max()) + n > state.max_tokens:
-        raise ValueError(f"{int(lengths.max())} + {n} tokens exceed max_tokens {state.max_tokens}")
-    if special.any() or len(state.accounts.accounts) > 1 or n > block:
-        return _extend_each(state, rows[(new > 0) | special], n)
+    if lengths.size and int((lengths + n).max()) > state.max_tokens:
+        raise ValueError(f"{int(lengths.max())} + {most} tokens exceed max_tokens {state.max_tokens}")
+    if special.any() or len(state.accounts.accounts) > 1 or most > block:
+        needy = (new > 0) | special
+        return _extend_each(state, rows[needy], np.broadcast_to(n, rows.shape)[needy].tolist())
     grow = rows[new > 0]
     if not grow.size:
         return 0
@@ -93,11 +99,11 @@ def extend_many(state: CacheState, rows: Rows, n: int = 1) -> int:
     return 0
 
 
-def _extend_each(state: CacheState, rows: Rows, n: int) -> int:
-    """Extend rows one by one, after a check that all of them fit together."""
+def _extend_each(state: CacheState, rows: Rows, counts: list[int]) -> int:
+    """Extend rows one by one, after a check that all of them fit together. Row i gets pages for `counts[i]` tokens."""
     sequences = [sequence_at(state, row) for row in rows.tolist()]
     total: dict[int, tuple[Account, list[int]]] = {}
-    for seq in sequences:
+    for seq, n in zip(sequences, counts, strict=True):
         account = seq.root.account
         _, sums = total.setdefault(id(account), (account, [0] * len(state.pool.classes)))
         for cls, pages in enumerate(_needs(state, seq, n)):
@@ -113,7 +119,7 @@ def _extend_each(state: CacheState, rows: Rows, n: int) -> int:
             missing = state.allocator.free_pages(account, sums)
             if missing:
                 return missing
-    for seq in sequences:
+    for seq, n in zip(sequences, counts, strict=True):
         missing = extend(state, seq, n)
         if missing:
             return missing

@@ -63,7 +63,7 @@ class DraftGraphs:
     def run(self, works: Many[Work], size: int, wanted: Many[int] | None, pool: Any) -> torch.Tensor:
         """Compute a step. Returns logits like `ModelRunner.run`."""
         captured = self.capture(size, pool)
-        self._stage.send(works, size, size)
+        self._stage.send_drafted(works, size)
         captured.graph.replay()
         bounds = np.cumsum([0, *(len(work.tokens) for work in works)])
         chosen = range(len(works)) if wanted is None else wanted
@@ -77,7 +77,7 @@ class DraftGraphs:
         """Return the graph of one size. Captures it in the memory `pool` if it does not exist."""
         if size not in self._graphs:
             stage, device = self._stage, self._stage.device
-            stage.send([], size, size)
+            stage.send_drafted([], size)
             side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):  # compiles kernels, and lets libraries allocate memory

@@ -80,9 +80,13 @@ class OutputProcessor:
                 elif request.beams.offer(request, logprobs[places[i][depth]]):
                     self._advance(request.beams)
             depth += 1
-            open_ = [i for i in open_ if depth < len(places[i]) and step.requests[i].finish_reason is None]
+            open_ = [i for i in open_ if step.requests[i].finish_reason is None]
             for i in open_:
-                self.scheduler.commit_draft(step.requests[i], tokens[places[i][depth]])
+                if depth == len(places[i]):
+                    self.scheduler.commit_drafts(step.requests[i])
+            open_ = [i for i in open_ if depth < len(places[i])]
+            for i in open_:
+                self.scheduler.accept_draft(step.requests[i], tokens[places[i][depth]])
 
     def wait_for_masks(self, seconds: float) -> None:
         """Wait up to `seconds` for late masks."""
@@ -205,6 +209,7 @@ class OutputProcessor:
             self._finish(slot, why)
 
     def _finish(self, request: Request, why: Finish) -> None:
+        self.scheduler.commit_drafts(request)
         self.scheduler.finish(request, why)
         if request.text is not None:
             request.text.finish(request.output_count >= request.params.min_tokens)

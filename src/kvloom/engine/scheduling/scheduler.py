@@ -18,6 +18,7 @@ from itertools import chain
 from math import inf
 
 import numpy as np
+import numpy.typing as npt
 
 from kvloom.core import NOT_CACHED, CacheControl, KVCache, Match, Sequence, Verdict
 from kvloom.engine.offload import Action, OffloadManager
@@ -193,8 +194,8 @@ class Scheduler:
         alone = self.running[0] if len(self.running) == 1 else None
         if self.offload is None:  # with tiers, evicted pages can be loaded again
             self._lookahead.protect_queued()
-        self._decode(self._shared_part(decodes) if self._shares else decodes, picked, places)
-        self._add_drafts(picked, drafts or {})
+        decodes = self._shared_part(decodes) if self._shares else decodes
+        self._decode(decodes, picked, places, drafts or {})
         picked += settling
         self.decoding = first = len(picked)
         budget = self.token_budget if self.step_limit is None else self._shared_budget(prompts)
@@ -502,13 +503,19 @@ class Scheduler:
         mine = [(request, part) for request, part in after if part.source >= 0 and part.sequence.open]
         self._commit([part.sequence.row for _, part in mine], [tokens[part.source] for _, part in mine])
 
-    def commit_draft(self, request: Request, token: int) -> None:
-        """Commit the last token of a request, which was a draft token, and add the token after it."""
-        assert request.sequence is not None
-        keep = request.sequence.state_length if self.cache.has_states else None
-        request.sequence.commit(np.array(request.tokens[-1:], np.int32), keep)
+    def accept_draft(self, request: Request, token: int) -> None:
+        """Count the last token of a request as computed, because it was a draft token. Add the token after it.
+        `commit_drafts` commits all accepted draft tokens."""
         request.computed += 1
         request.tokens.append(token)
+
+    def commit_drafts(self, request: Request) -> None:
+        """Commit the accepted draft tokens of a request. States stay before the draft."""
+        sequence = request.sequence
+        if sequence is not None and (tokens := request.tokens[sequence.length : request.computed]):
+            sequence.commit(
+                np.array(tokens, np.int32), sequence.state_length if self.cache.has_states else None
+            )
 
     def discard_step(self, places: dict[int, int] | None = None) -> None:
         """Discard a failed step. Its requests wait again, and recompute all tokens that are not cached. Their live
@@ -619,11 +626,43 @@ class Scheduler:
         if self.offload is not None:
             self.offload.request_started(request)
 
-    def _decode(self, requests: list[Request], picked: list[Scheduled], places: dict[int, int]) -> None:
-        """Schedule one token of each decoding request, in one call if enough pages are free. These tokens do not
-        count against the budget, so that prompt chunks have the sizes for which kernels are prepared.
+    def _decode(
+        self,
+        requests: list[Request],
+        picked: list[Scheduled],
+        places: dict[int, int],
+        drafts: dict[int, list[int]],
+    ) -> None:
+        """Schedule one token of each decoding request and its draft, if it has one. Pages are reserved in one call if
+        enough are free. If not, drafts without pages are dropped. These tokens do not count against the budget, so
+        that prompt chunks have the sizes for which kernels are prepared.
         """
         rows = np.array([request.sequence.row for request in requests if request.sequence is not None])
+        if drafts and requests and not places:
+            counts = [1 + len(drafts.get(id(request), ())) for request in requests]
+            if not self.cache.extend_many(rows, np.array(counts)):
+                picked += [
+                    (request, self._drafted_work(request, drafts.get(id(request), [])))
+                    for request in requests
+                ]
+                return
+        self._decode_each(requests, rows, picked, places)
+        if drafts or self.cache.has_states:
+            for place, (request, work) in enumerate(picked):
+                draft = drafts.get(id(request), [])
+                if draft and work.sequence.extend(1 + len(draft)):
+                    draft = []
+                if draft or work.sequence.length > work.sequence.state_length:
+                    picked[place] = request, self._drafted_work(request, draft)
+
+    def _decode_each(
+        self,
+        requests: list[Request],
+        rows: npt.NDArray[np.integer],
+        picked: list[Scheduled],
+        places: dict[int, int],
+    ) -> None:
+        """Schedule one token of each decoding request. `rows` are the rows of their sequences."""
         if requests and not self.cache.extend_many(rows):
             for request in requests:
                 if request.inflight_tokens and request.sequence is not None:  # the usual case
@@ -636,21 +675,14 @@ class Scheduler:
             if request.sequence is not None:
                 self._reserve(request, 1, picked, places)
 
-    def _add_drafts(self, picked: list[Scheduled], drafts: dict[int, list[int]]) -> None:
-        """Add drafts to the decoding requests. Also add the tokens that their recurrent layers compute again."""
-        if not drafts and not self.cache.has_states:
-            return
-        for place, (request, work) in enumerate(picked):
-            sequence, draft = work.sequence, drafts.get(id(request), [])
-            replayed = sequence.length - sequence.state_length if self.cache.has_states else 0
-            if request.is_long or (draft and sequence.extend(1 + len(draft))):
-                draft = []
-            if draft or replayed:
-                tokens = [*request.tokens[request.computed - replayed : request.computed + 1], *draft]
-                picked[place] = (
-                    request,
-                    Work(sequence, np.array(tokens), -1, request.images, replayed, len(draft)),
-                )
+    def _drafted_work(self, request: Request, draft: list[int]) -> Work:
+        """Return the work of a decoding request with a draft. It begins with the tokens that recurrent layers compute
+        again."""
+        sequence = request.sequence
+        assert sequence is not None
+        replayed = sequence.length - sequence.state_length if self.cache.has_states else 0
+        tokens = [*request.tokens[request.computed - replayed : request.computed + 1], *draft]
+        return Work(sequence, np.array(tokens), -1, request.images, replayed, len(draft))
 
     def _reserve(
         self,

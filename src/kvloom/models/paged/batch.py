@@ -27,6 +27,7 @@ from .image_inputs import ImageInputs, VisibleImages
 __all__ = ["DRAFT_STEP_TOKENS", "Batch", "BatchBuilder", "ColdRows", "Work"]
 
 Ints = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int32]
 
 
 class Work(NamedTuple):
@@ -216,7 +217,7 @@ class BatchBuilder:
             self._tables = torch.zeros((width, sequences + 1, blocks), dtype=torch.int32, device=self.device)
         else:
             self._tables = torch.from_numpy(cache.page_tables)
-        most = 4 * tokens + (4 + self._states + shifted) * max(rows + 1, DRAFT_STEP_TOKENS) + 1
+        most = 4 * tokens + (5 + width + self._states + shifted) * max(rows + 1, DRAFT_STEP_TOKENS) + 1
         most = max(most, field_count(width, self._states, shifted) * rows)
         self._counting = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
         self._last = torch.arange(rows, device=self.device)
@@ -224,6 +225,9 @@ class BatchBuilder:
         self._host = [torch.zeros(most, dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._read = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
         self._turn = 0
+        self._padding: dict[
+            int, Ids
+        ] = {}  # uploaded numbers of padding rows, by the size of a step with drafts
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
         """Return the batch of `works`, in order. `chosen` are the sampled tokens of the previous step. They are needed
@@ -263,20 +267,63 @@ class BatchBuilder:
         )
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
-        """Upload the inputs of a step, for a replay of the graph of `packed(tokens)` or `drafted(tokens)`. Padding rows
-        fill the batch. Each gets one of the remaining tokens, and the last padding row gets all others.
+        """Upload the inputs of a step, for a replay of the graph of `packed(tokens)`. Padding rows fill the batch, and
+        the last padding row gets all remaining tokens.
         """
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)
-        starts = np.append(np.minimum(np.arange(spare), left), left)
-        of = np.minimum(np.arange(left), spare - 1)
         padding = _StepNumbers(
-            np.zeros(left, np.int64), np.zeros(left, np.int64), np.full(left, -1), of,
-            np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), starts,
+            np.zeros(left, np.int64), np.zeros(left, np.int64), np.full(left, -1), np.full(left, spare - 1),
+            np.full(spare, self._tables.shape[1] - 1), np.zeros(spare, np.int64), np.append(np.zeros(spare, np.int64), left),
             np.zeros((self._states, spare), np.int32), np.zeros(spare if self._shifted else 0, np.int64),
             np.ones(spare if self._states else 0, np.int64),
         )  # fmt: skip
         self._send(self._numbers(works).append_rows(padding) if works else padding)
+
+    def send_drafted(self, works: Many[Work], size: int) -> None:
+        """Upload a step of up to `size` tokens for a replay of `drafted(size)`, with the changed block table entries.
+        Each remaining token is a padding row.
+        """
+        block = self._padding.get(size)
+        if block is None:
+            block = self._padding[size] = self._drafted_padding(size)
+        if works:
+            block = block.copy()
+            numbers = self._numbers(works)
+            used, count = len(numbers.tokens), len(works)
+            of_tokens, of_rows, starts = self._drafted_parts(block, size)
+            of_tokens[:, :used] = numbers.tokens, numbers.positions, numbers.source, numbers.row_of
+            of_tokens[3, used:] = np.arange(count, count + size - used)
+            starts[:count] = numbers.starts[:-1]
+            starts[count:] = np.minimum(np.arange(used, used + size - count + 1), size)
+            patched, pages = self._patches(numbers.rows)
+            of_rows[:3, :count] = numbers.rows, numbers.lengths, patched
+            at = 3 + len(pages)
+            of_rows[3:at, :count] = pages
+            if self._states:
+                of_rows[at : at + self._states, :count] = numbers.states
+                of_rows[at + self._states, :count] = numbers.stored
+            if self._shifted:
+                of_rows[-1, :count] = numbers.shifts
+        self._copy(block)
+
+    def _drafted_parts(self, block: Ids, size: int) -> tuple[Ids, Ids, Ids]:
+        """Return the parts of the numbers of `drafted(size)`: those of tokens, those of rows, and the starts."""
+        at = 4 * size
+        return block[:at].reshape(4, size), block[at : -size - 1].reshape(-1, size), block[-size - 1 :]
+
+    def _drafted_padding(self, size: int) -> Ids:
+        """Return the numbers of `drafted(size)` for padding rows only."""
+        width, states = len(self._tables), self._states
+        fields = 4 + 3 + width + (states + 1 if states else 0) + self._shifted
+        block = np.zeros(fields * size + size + 1, np.int32)
+        of_tokens, of_rows, starts = self._drafted_parts(block, size)
+        of_tokens[2], of_tokens[3] = -1, np.arange(size)
+        of_rows[0], of_rows[2] = self._tables.shape[1] - 1, -1
+        if states:
+            of_rows[3 + width + states] = 1
+        starts[:] = np.arange(size + 1)
+        return block
 
     def send_singles(self, works: Many[Work], rows: int) -> None:
         """Upload a step of single tokens for a replay of `replayed(rows)`, with padding rows and the changed block
@@ -336,10 +383,38 @@ class BatchBuilder:
 
     def drafted(self, tokens: int, longest: int, chosen: torch.Tensor) -> Batch:
         """Return the batch of a replayed step of `tokens` tokens, with at most `longest` in a row. It has as many rows
-        as tokens. Every replay computes it from the last `send`.
+        as tokens. Every replay computes it from the last `send_drafted`.
         """
+        width, sequences, blocks = self._tables.shape
+        states, sent = self._states, self._sent
+        fields = 3 + width + (states + 1 if states else 0) + self._shifted
+        ids, positions, source, row_of = sent[: 4 * tokens].view(4, tokens)
+        of_rows, starts = torch.split(
+            sent[4 * tokens : (5 + fields) * tokens + 1], [fields * tokens, tokens + 1]
+        )
+        of_rows = of_rows.view(fields, tokens)
+        of, lengths, patched = of_rows[:3]
+        at = 3 + width
+        if width:  # a row without a new block writes page 0 to the table of padding rows
+            is_new = patched >= 0
+            place = torch.where(is_new, of * blocks + patched, (sequences - 1) * blocks)
+            self._tables.view(width, -1).index_copy_(1, place.long(), of_rows[3:at] * is_new)
+        stored = of_rows[at + states] if states else of_rows[:0]
+        shifts = of_rows[-1] if self._shifted else of_rows[:0]
+        numbers = (
+            ids,
+            positions,
+            source,
+            row_of,
+            of,
+            lengths,
+            starts,
+            of_rows[at : at + states],
+            shifts,
+            stored,
+        )
         bounds = tuple(range(tokens + 1))
-        batch = self._batch(self._tables.shape[2], chosen, (False,) * tokens, bounds, (0,) * tokens)
+        batch = self._gather(numbers, blocks, chosen, (False,) * tokens, bounds, (0,) * tokens)
         return replace(batch, replayed=True, longest=longest)
 
     def _numbers(self, works: Many[Work]) -> _StepNumbers:
@@ -480,9 +555,22 @@ class BatchBuilder:
         tokens, rows = bounds[-1], len(sizes)
         parts = [tokens, tokens, tokens, tokens, rows, rows, rows + 1, self._states * rows]
         parts += [rows if self._shifted else 0, rows if self._states else 0]
-        ids, positions, source, row_of, of, lengths, starts, states, shifts, stored = torch.split(
-            self._sent[: sum(parts)], parts
-        )
+        numbers = torch.split(self._sent[: sum(parts)], parts)
+        return self._gather(numbers, blocks, chosen, fresh, bounds, sizes)
+
+    def _gather(
+        self,
+        numbers: Many[torch.Tensor],
+        blocks: int,
+        chosen: torch.Tensor | None,
+        fresh: tuple[bool, ...],
+        bounds: tuple[int, ...],
+        sizes: tuple[int, ...],
+    ) -> Batch:
+        """Return the batch of the given numbers, in the order of `_StepNumbers.parts`. Gathers block tables and slots
+        on the device."""
+        rows = len(sizes)
+        ids, positions, source, row_of, of, lengths, starts, states, shifts, stored = numbers
         ids, positions = ids.long(), positions.long()
         if chosen is not None:
             ids = torch.where(source < 0, ids, chosen[source.clamp(min=0)])
