@@ -1,4 +1,5 @@
-"""Integrity check: counts the uses of every page again and compares. For tests, and for idle time in debug runs."""
+"""Integrity check: counts the uses of every page again and compares them with the cache's counts. For tests, and for
+idle time in debug runs."""
 
 from __future__ import annotations
 

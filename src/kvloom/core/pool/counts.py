@@ -1,7 +1,7 @@
-"""Page counts in numpy, used if the native loops are not built. The results are the same.
+"""Page counts in numpy. Used if the native loops are not built. The results are the same.
 
 All functions take `in_use` and `cached` (int32), with one count per page, and int32 page ids. Id 0 is skipped. If a
-call would make a count wrong, it raises ValueError with the page and changes nothing.
+call would make a count wrong, the call raises ValueError, names the page and changes nothing.
 """
 
 from __future__ import annotations
@@ -87,9 +87,8 @@ def any_negative(data: bytes) -> bool:
 
 
 def plain_ids(given: object) -> bytearray | None:
-    """Return a list or tuple of non-negative plain ints as int32 bytes. Returns None for any other object, or if a
-    value does not fit.
-    """
+    """Return a list or tuple of non-negative ints as int32 bytes. Returns None for any other object, or if a value
+    does not fit into int32."""
     if type(given) not in (list, tuple) or not set(map(type, given)) <= {int}:  # type: ignore[call-overload]
         return None
     try:
@@ -119,7 +118,7 @@ def wrong_row(rows: npt.NDArray[np.int64], is_open: npt.NDArray[np.bool_]) -> in
 
 
 def _real(ids: Ids) -> tuple[At, bool]:
-    """Return the pages without zeros, and whether each page is listed once."""
+    """Return the page ids without zeros, and whether all of them differ."""
     at: At = ids.ravel().astype(np.intp)
     if not at.all():
         at = at[at != 0]
@@ -127,7 +126,7 @@ def _real(ids: Ids) -> tuple[At, bool]:
 
 
 def _once(at: At, once: bool) -> At:
-    """Return each page once, in the order of the list."""
+    """Return each page id once, in the order of the first occurrence. `once` states that the ids already differ."""
     if once:
         return at
     first: At = np.sort(np.unique(at, return_index=True)[1])
@@ -142,9 +141,8 @@ def _add(counts: Ids, at: At, one: int, once: bool) -> None:
 
 
 def _less(counts: Ids, at: At, once: bool, why: str) -> Ids:
-    """Subtract one from the count of each page and return the results. Raises ValueError and changes nothing if a
-    count would be negative.
-    """
+    """Return the counts of the pages minus one for each time that a page is listed. Raises ValueError if a count would
+    be negative. `why` is the end of the error message."""
     _add(counts, at, -1, once)
     left: Ids = counts[at]
     short = left < 0
@@ -160,8 +158,8 @@ def _refuse(at: At, wrong: npt.NDArray[np.bool_], why: str) -> None:
 
 
 def leading(masks: list[int], places: int) -> list[int]:
-    """Return, for each bit below `places`, how many masks at the start of the list have this bit set without
-    interruption."""
+    """Return one number for each bit below `places`: how many masks, from the first one on, have this bit set before
+    the first mask without it."""
     found = [len(masks)] * places
     alive = (1 << places) - 1
     for at, mask in enumerate(masks):
@@ -178,6 +176,6 @@ def leading(masks: list[int], places: int) -> list[int]:
 
 
 def leading_of(known: Mapping[Any, int], keys: Sequence[Any], places: int, scale: int) -> list[int]:
-    """Look up the mask of each of `keys` in `known` (0 if the key is missing). Return what `leading` returns for these
+    """Look up the mask of each key in `known`, with 0 for a missing key. Return the result of `leading` for these
     masks, times `scale`."""
     return [count * scale for count in leading([known.get(key, 0) for key in keys], places)]

@@ -72,7 +72,8 @@ class SizeClass:
         return (np.flatnonzero(idle) + start).astype(np.int32)
 
     def file(self, slab: int, free: int, before: int) -> None:
-        """Move a slab to the list of slabs with its present number of free pages."""
+        """Move a slab between the lists of partly used slabs. There is one list for each number of free pages.
+        `before` is the slab's old number of free pages, and `free` the new one."""
         if 0 < before < self.per_slab:
             del self.partial[before][slab]
         if 0 < free < self.per_slab:
@@ -123,8 +124,12 @@ class PagePool:
         return slabs
 
     def slabs_short(self, needs: Sequence[int]) -> int:
-        """Return the number of slabs that must become free before `allocate` can return `needs`. While this number is
-        0, `allocate` may use whole free slabs to keep the pages of a sequence together."""
+        """Return the number of slabs that must become free before `allocate` can return `needs[c]` pages of each class
+        c.
+
+        Also records how many free slabs would remain. While some remain, `allocate` may use whole free slabs to keep
+        the pages of a sequence together.
+        """
         slack = self.free_slabs
         if self._plain:
             slack -= needs[0]
@@ -141,8 +146,8 @@ class PagePool:
     def allocate(self, cls: int, n: int, near: int = 0) -> Ids | None:
         """Return `n` free pages, each with one use. If fewer pages are free, return None and change nothing.
 
-        If a slab has several pages, free pages in the slab of page `near` are used first. After that, whole free
-        slabs are used while many slabs are free. Otherwise partly used slabs are filled.
+        If slabs have several pages, free pages in the slab of page `near` are used first. Then whole free slabs are
+        used while many slabs are free. Otherwise partly used slabs are filled.
         """
         if n < 0:
             raise ValueError(f"cannot allocate {n} pages; give 0 or more")
@@ -274,8 +279,8 @@ class PagePool:
     # -- compaction ----------------------------------------------------------------------------
 
     def movable(self, cls: int) -> int | None:
-        """Return the partly used slab whose pages can be moved to other slabs of its class at the lowest cost, or
-        None."""
+        """Return the partly used slab with the fewest pages to move, or None. Its pages must fit into the free pages
+        of other slabs of its class."""
         c = self.classes[cls]
         for free in range(c.per_slab - 1, 0, -1):
             slab = next((slab for slab in c.partial[free] if slab not in c.fixed), None)
@@ -284,7 +289,7 @@ class PagePool:
         return None
 
     def pin_in_place(self, cls: int, ids: Ids, count: int) -> None:
-        """Forbid moving these pages (`count` 1), or allow it again (`count` -1)."""
+        """Forbid compaction to move these pages (`count` 1), or allow it again (`count` -1)."""
         c = self.classes[cls]
         if c.per_slab > 1:
             for slab in (ids // c.per_slab).tolist():
@@ -294,8 +299,7 @@ class PagePool:
 
     def move_out(self, cls: int, slab: int, renumber: Callable[[Ids, Ids], None]) -> None:
         """Move all pages out of a slab, so that the slab becomes free. The pages get new ids and keep their counts.
-        Calls `renumber(old, new)`, which must update all references and queue the copies.
-        """
+        Calls `renumber(old, new)`, which must update all references and queue the copies."""
         c = self.classes[cls]
         start = slab * c.per_slab
         every = np.arange(start, start + c.per_slab, dtype=np.int32)
