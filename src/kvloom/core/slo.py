@@ -227,8 +227,8 @@ class Prediction:
 
     `ttft` is the time to the first token, and `tbt` the time between tokens. `idle_ttft` and `idle_tbt` are the same
     on an idle worker. `rows` are the requests that decode when the prefill of this request ends, as (steps left,
-    context). `others_due` is about other prompts that the last
-    step of this prefill computes, too: the time until the earliest of their first tokens is due.
+    context). The last step of this prefill may compute other prompts, too. `others_due` is the time until the earliest of
+    their first tokens is due.
     """
 
     ttft: float
