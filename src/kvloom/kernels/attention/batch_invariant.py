@@ -1,4 +1,4 @@
-"""Batch-invariant attention. The result of a row is bit-identical in any batch. The plans use Triton kernels for CUDA
+"""Batch-invariant attention. The result of a row is bit-identical in any batch. The plans run Triton kernels on CUDA
 tensors.
 
 | plan                        | rows                        | a result depends on                                          |
@@ -6,8 +6,8 @@ tensors.
 | `BatchInvariantPrefillPlan` | chunks of prompts           | its query and visible tokens, summed by `piece` tokens       |
 | `BatchInvariantDecodePlan`  | single tokens, CUDA graphs  | its query and visible tokens, summed by `piece` tokens       |
 
-Both plans give the same bits. They are slower than other plans, because they do not split work to fill the device. This
-module does not depend on models.
+Both plans give the same bits. They are slower than other plans, because they do not split work to fill the device.
+This module does not depend on models.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ __all__ = ["BatchInvariantDecodePlan", "BatchInvariantPrefillPlan"]
 
 LANES = 8
 """Largest number of programs per multiprocessor and KV head. Each program processes several pieces, one after
-another.
-"""
+another."""
 
 
 class _BatchInvariantPlan:
-    """The common part of both plans: shape, span and checks. `piece` is the number of tokens that are summed
-    separately."""
+    """The common part of both plans: shape, span and checks. The tokens of a sequence are summed in pieces of `piece`
+    tokens. The sums of the pieces are then added in order."""
 
     def __init__(
         self,
@@ -174,7 +173,8 @@ class BatchInvariantDecodePlan(_BatchInvariantPlan):
         self._lanes = max(1, min(most, LANES * _processors(self.device) // shape.kv_heads))
 
     def make(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Set the lengths of the step, int32 on the device. Every row has one query."""
+        """Set the number of tokens of each row, int32 on the device. Every row has one query, so `starts` is not
+        used."""
         if len(lengths) > self.rows:
             raise ValueError(f"{len(lengths)} rows do not fit a plan for {self.rows}")
         self._lengths = lengths
@@ -224,8 +224,8 @@ class BatchInvariantDecodePlan(_BatchInvariantPlan):
 
 
 def _strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return the strides of the scales per page, token and head. If scales are per head, the strides per page and
-    token are 0."""
+    """Return the strides of the scales per page, token and head. Scales per head have the strides 0 per page and
+    token."""
     if scale is None:
         return 0, 0, 0
     return (

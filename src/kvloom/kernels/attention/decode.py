@@ -4,8 +4,8 @@
     plan.make(starts, lengths)                     # one small launch; the host reads no length
     out, lse = plan.attend(q, k, v, tables)        # every layer
 
-A CUDA graph can capture both calls, because the buffers are fixed and no grid depends on lengths.
-`cascade.SharedRuns` describes shared pages. This module does not depend on the cache.
+A CUDA graph can capture both calls, because the buffers are fixed and no grid depends on lengths. `cascade.SharedRuns`
+describes pages that several sequences share. This module does not depend on the cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .work_list import LayerCall, Tile, WorkList, choose_tile, uses_single_tile_
 __all__ = ["MAX_QUERIES", "DecodePlan"]
 
 MAX_QUERIES = 64
-"""Largest number of queries of one sequence in one step, for example of a draft tree. A longer row is prefill."""
+"""Largest number of queries of one sequence in one decode step, for example of a draft tree. Longer rows need
+prefill."""
 
 
 class DecodePlan:
@@ -84,7 +85,8 @@ class DecodePlan:
         )
 
     def make(self, starts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Plan a step from `starts` ([rows + 1]) and `lengths` ([rows]), both int32 on the device."""
+        """Plan a step. `starts` ([rows + 1]) contains the first query of each row in q, and `lengths` ([rows]) the
+        tokens of each row with its queries. Both are int32 on the device. Does not wait for the device."""
         rows = lengths.numel()
         for name, tensor in (("starts", starts), ("lengths", lengths)):
             if tensor.dtype != torch.int32 or not tensor.is_contiguous():

@@ -40,9 +40,8 @@ def plan_capacity(rows: int) -> int:
 
 
 def split_dim(dim: int) -> tuple[int, int]:
-    """Split a head dimension into two powers of two (80 = 64 + 16), so that no lane loads padding. The second
-    number may be 0.
-    """
+    """Split a head dimension into two powers of two (80 = 64 + 16), because Triton loads powers of two. Without the
+    split, it would load padding. The second number may be 0."""
     high = 1 << dim.bit_length() - 1
     return high, dim - high
 

@@ -3,7 +3,7 @@
     page   [layer 0 | layer 1 | …]            layer   [field 0: tokens by shape | field 1: … ]
 
 A view is a strided tensor over the pool. Page `p` of a group begins at byte `p * page_stride`. Views copy nothing and
-do not depend on block tables. `order` selects the order of axes in memory. The axes of a view are the same in both
+do not depend on block tables. `order` selects the order of axes in memory. The axes of the tensor are the same in both
 orders:
 
 | order | keys, values          | scales        | 8-bit values          | used by                                 |

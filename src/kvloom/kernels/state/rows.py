@@ -39,7 +39,8 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateRows:
-    """The rows of one step (see the table above). The constructor copies nothing and reads no device memory."""
+    """The rows of one step (see the table of this module). The constructor copies nothing and reads no device
+    memory."""
 
     starts: torch.Tensor
     read: torch.Tensor
