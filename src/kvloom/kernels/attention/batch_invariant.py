@@ -71,7 +71,7 @@ class _BatchInvariantPlan:
                 f"the plan is for {self.span}, the mask has {mask.span}: make a plan for the mask's span"
             )
         if mask.trees is not None:
-            raise ValueError("draft trees have no batch-invariant attention")
+            raise ValueError("batch-invariant attention does not support draft trees: use another plan")
         scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
         check_outputs(self.shape, q, out, lse)
         if out is None:
@@ -203,7 +203,7 @@ class BatchInvariantDecodePlan(_BatchInvariantPlan):
         if not rows or len(q) != rows:
             raise ValueError(f"{len(q)} queries, but make(starts, lengths) saw {rows} rows of one each")
         if mask.spans is not None:
-            raise ValueError("image spans belong to prefill; decode rows have none")
+            raise ValueError("image ids (spans) belong to prefill: use a prefill plan")
         scales, out, lse = self._check(q, k, v, tables, mask, k_scale, v_scale, out, lse)
         shape, constants = self.shape, self._constants(q, v, mask, scales)
         blocks = triton.cdiv(shape.group, self.tile.rows)

@@ -150,7 +150,7 @@ class DecodePlan:
                 f"the plan is for {self.span}, the mask has {mask.span}: make a plan for the mask's span"
             )
         if mask.spans is not None:
-            raise ValueError("image spans belong to prefill; decode rows have none")
+            raise ValueError("image ids (spans) belong to prefill: use a prefill plan")
         if self._starts is None:
             raise ValueError("no step is planned: call make(starts, lengths) before attend")
         if q.shape[0] > self.sequences * self.queries:
@@ -162,7 +162,7 @@ class DecodePlan:
         if mask.trees is not None and (self.queries == 1 or mask.trees.shape[1] < self.queries):
             raise ValueError(
                 f"trees {tuple(mask.trees.shape)} for a plan of {self.queries} queries a row: a plan for drafts has "
-                "more than one, and trees as many columns"
+                "more than one query per row, and trees need as many columns"
             )
         scales = check_call(self.shape, q, k, v, tables, mask, k_scale, v_scale)
         check_outputs(self.shape, q, out, lse)

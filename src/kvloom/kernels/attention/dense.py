@@ -234,7 +234,9 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: Ints, k_fir
         or (np.diff(first) < 0).any()
         or (np.diff(k_first) < 0).any()
     ):
-        raise ValueError(f"{len(first)} and {len(k_first)} starts are not two rising rows of one size")
+        raise ValueError(
+            f"{len(first)} starts and {len(k_first)} k_starts: give equally many, in rising order"
+        )
     if first[-1] != q.shape[0] or k_first[-1] != k.shape[0]:
         raise ValueError(
             f"starts end at {first[-1]} and {k_first[-1]}, but there are {q.shape[0]} queries and {k.shape[0]} keys"

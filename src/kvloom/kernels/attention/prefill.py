@@ -252,7 +252,7 @@ class PrefillPlan:
                 f"the plan is for {self.span}, the mask has {mask.span}: make a plan for the mask's span"
             )
         if mask.trees is not None:
-            raise ValueError("draft trees belong to decode; prefill rows have none")
+            raise ValueError("draft trees belong to decode: use a decode plan")
         if scale is not None and not scale > 0:
             raise ValueError(f"scale {scale} must be positive")
         if q.shape[0] != rows.starts[-1]:
@@ -269,16 +269,18 @@ class PrefillPlan:
             self._set_image_spans(mask.spans.cpu().numpy(), mask.spans)
             self._fetched = mask.spans.data_ptr()
         elif mask.spans is not None and self._fetched not in (None, mask.spans.data_ptr()):
-            raise ValueError("image spans are a step's, the same in every layer: call make again for others")
+            raise ValueError(
+                "image ids (spans) must be equal in all layers of a step: call make again for others"
+            )
         return rows
 
     def _choose(self, rows: QueryRows, call: PrefillCall, unscaled: bool) -> tuple[Backend, Ints, Ints]:
         """Return the backend, the rows that the kernel over pages computes, and the rows that the backend computes."""
         plain = call.mask.softcap is None and call.mask.spans is None and unscaled
         if self.backend not in (None, "pages") and not plain:
-            raise ValueError(f"{self.backend} takes no softcap, image or scale; pages does")
+            raise ValueError(f"the backend {self.backend} takes no softcap, image or scale: use pages")
         if self.backend == "cudnn" and self._span.windowed:
-            raise ValueError(f"cudnn takes full attention only, not {self._span}; descriptors and pages do")
+            raise ValueError(f"cudnn takes full attention only, not {self._span}: use descriptors or pages")
         key = (call.q.dtype, plain)
         if key not in self._chosen:
             shape, queries = self.shape, rows.queries
@@ -308,7 +310,9 @@ class PrefillPlan:
         assert rows is not None
         ids = host.astype(np.int64)
         if ids.shape != (int(rows.starts[-1]),):
-            raise ValueError(f"spans {ids.shape} are not one for each of {rows.starts[-1]} queries")
+            raise ValueError(
+                f"spans {ids.shape} must have one image id for each of {rows.starts[-1]} queries"
+            )
         of = np.arange(len(rows.lengths)).repeat(rows.queries)
         position = rows.context_lengths[of] + np.arange(len(ids)) - rows.starts[of]
         _, image = np.unique(np.stack((of, ids), 1), axis=0, return_inverse=True)

@@ -89,7 +89,7 @@ class QueryRows:
         rows = cls(np.asarray(starts, dtype=np.int64), np.asarray(lengths, dtype=np.int64))
         if rows.starts.ndim != 1 or rows.starts.shape[0] != rows.lengths.shape[0] + 1:
             raise ValueError(
-                f"{rows.starts.shape[0]} starts for {rows.lengths.shape[0]} lengths: there must be one more"
+                f"{rows.starts.shape[0]} starts for {rows.lengths.shape[0]} lengths: give one more start than lengths"
             )
         if rows.starts[0] != 0 or (np.diff(rows.starts) < 0).any():
             raise ValueError(f"starts must begin with 0 and never fall, got {rows.starts[:8].tolist()}…")

@@ -85,7 +85,7 @@ class CudnnPrefill:
                 sizes = zip(rows.queries[chosen].tolist(), rows.context_lengths[chosen].tolist(), strict=True)
                 shown = ", ".join(f"{new} after {own}" for new, own in list(sizes)[:4])
                 raise ValueError(
-                    f"cudnn takes rows of even sizes only, not {shown} tokens; descriptors take any"
+                    f"the backend cudnn takes round sizes only, not {shown} tokens: use the backend descriptors"
                 )
             self._batches[at_hand] = [self._batch(rows, group, at_hand) for group in groups]
         batches = self._batches[at_hand]

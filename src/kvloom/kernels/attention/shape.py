@@ -70,7 +70,7 @@ class Shape:
                 )
         if self.latent and self.v_dim != split_dim(self.k_dim)[0]:
             raise ValueError(
-                f"values of {self.v_dim} in latents of {self.k_dim} are not supported; {split_dim(self.k_dim)[0]} are"
+                f"values of {self.v_dim} in latents of {self.k_dim} are not supported; supported: {split_dim(self.k_dim)[0]}"
             )
         if self.block_tokens not in SUPPORTED_BLOCK_TOKENS:
             raise ValueError(

@@ -355,7 +355,7 @@ def _checked(ids: Ids, limit: int, what: str, once: bool = False) -> npt.NDArray
     # As an unsigned number, a negative id is above every limit.
     if array.size and np.maximum.reduce(array.view(np.uint64)) >= limit:
         wrong = array[(array < 0) | (array >= limit)][0]
-        raise ValueError(f"{what} {wrong} is not among the {limit} there are")
+        raise ValueError(f"{what} {wrong} is not among the {limit} that exist")
     if once and len(set(array.tolist())) != array.size:
         values, counts = np.unique(array, return_counts=True)
         raise ValueError(f"{what} {values[counts > 1][0]} is written twice: give every target once")

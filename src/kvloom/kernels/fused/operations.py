@@ -96,7 +96,7 @@ def _fuse_in_one_launch(norms: tuple[RMSNorm, RMSNorm], x: torch.Tensor) -> bool
 def act_and_mul(x: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
     """Apply the activation to the first half of each row, and multiply the result by the second half."""
     if x.shape[-1] % 2:
-        raise ValueError(f"rows of {x.shape[-1]} have no halves")
+        raise ValueError(f"rows of {x.shape[-1]} have no halves: give an even number of values")
     if x.is_cuda and x.is_contiguous():
         from . import triton_operations
 

@@ -53,7 +53,9 @@ def layer_views(buffer: torch.Tensor, layout: PoolLayout, order: Order = "HND") 
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise ValueError(f"the pool is one contiguous row of uint8, got {buffer.dtype} {tuple(buffer.shape)}")
     if buffer.numel() % layout.slab_bytes:
-        raise ValueError(f"{buffer.numel()} bytes are no whole number of slabs of {layout.slab_bytes}")
+        raise ValueError(
+            f"{buffer.numel()} bytes are not a whole number of slabs of {layout.slab_bytes} bytes"
+        )
     return {
         name: _layer_view(buffer, layout, group, name, order)
         for group in layout.groups

@@ -164,7 +164,9 @@ def topk_softmax(
     `dtype`) and indices. With `shared`, the weights of a row are scaled so that they sum to 1. Among equal values, a
     GPU selects the first."""
     if logits.ndim != 2 or not 0 < picked <= logits.shape[1]:
-        raise ValueError(f"{picked} experts of logits {tuple(logits.shape)}: at least 1, at most each row's")
+        raise ValueError(
+            f"cannot select {picked} experts from logits {tuple(logits.shape)}: give at least 1, at most all of a row"
+        )
     if logits.is_cuda:
         from . import triton_moe
 

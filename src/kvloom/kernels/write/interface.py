@@ -120,7 +120,7 @@ def _check_rotary(rotary: Rotary, k: torch.Tensor, q: torch.Tensor | None) -> No
         )
     if not 0 < 2 * cos.shape[1] <= k.shape[2]:
         raise ValueError(
-            f"{cos.shape[1]} pairs turn {2 * cos.shape[1]} dims, but a head of k has {k.shape[2]}"
+            f"{cos.shape[1]} pairs turn {2 * cos.shape[1]} dims, but a head of k has only {k.shape[2]}"
         )
     if rotary.form not in ("halves", "pairs", "unpaired"):
         raise ValueError(f"unknown rotary form {rotary.form!r}; known: halves, pairs, unpaired")
