@@ -63,7 +63,7 @@ def load(
 
     With `dtype` "auto", weights have the dtype of the checkpoint. Random weights depend only on seed, device and
     dtype. `progress` shows bars on stderr. Raises ModelError if a file is missing or the model cannot run. These
-    checks precede the reading of weights.
+    checks run before any weight is read.
     """
     if load_format not in ("auto", "random"):
         raise ModelError(f"unknown load format {load_format!r}; known: auto, random")
@@ -157,7 +157,8 @@ def _from_fields(fields: dict[str, Any], source: str) -> Any:
 
 
 def _class(config: Any) -> tuple[Any, Any]:
-    """Return the class that runs a config as a language model, and the part of the config for that class."""
+    """Return the class with which transformers runs a config as a language model, and the part of the config for that
+    class."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     mapping = AutoModelForCausalLM._model_mapping
@@ -240,8 +241,8 @@ def _weights(model: str, config: Any, dtype: torch.dtype, device: torch.device) 
 
 
 def _random(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """Fill the weights with random numbers on their device. Afterwards transformers initialises norms, biases,
-    rates and rotary tables."""
+    """Return a model with random weights, filled directly on the device. Afterwards transformers initialises norms,
+    biases, rates and rotary tables."""
     cls, own = _class(config)
     with torch.device("meta"):
         model = cls._from_config(copy.deepcopy(own), dtype=dtype)

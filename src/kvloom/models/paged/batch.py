@@ -35,12 +35,13 @@ class Work(NamedTuple):
     - `source`: if the only token is not on the host yet, its index among the tokens that the previous step sampled,
       else -1.
     - `images`: the images of the prompt, if any.
-    - `replayed`: the number of first tokens that are already computed and end at the sequence's length. Recurrent
+    - `replayed`: the number of first tokens that are already computed. They end at the sequence's length. Recurrent
       layers compute them again, because the states end before them. With `rewrites`, their K and V are also written
       again, because a draft model may lack them.
     - `drafts`: the number of last tokens that are a draft. Recurrent layers do not store a state for them.
-    - `skipped`: the number of tokens between the sequence's length and the first token. A draft model has already
-      computed them as a draft."""
+    - `skipped`: the number of tokens between the sequence's length and the first of `tokens`. A draft model has already
+      computed them as a draft.
+    """
 
     sequence: Sequence
     tokens: Ints
@@ -64,8 +65,9 @@ class ColdRows:
 
     | field         | meaning                                                                                      |
     |---------------|----------------------------------------------------------------------------------------------|
-    | tables[group] | page ids in the pool [runs, rows, blocks], from each row's first block that is not cold on   |
-    | sizes         | lengths without cold tokens, on the host                                                     |
+    | tables[group] | page ids in the pool [runs, rows, blocks]; each row begins with its first block that is not  |
+    |               | cold                                                                                         |
+    | sizes         | lengths of the rows without cold tokens, on the host                                         |
     | host_pages    | by row with cold blocks: page ids in host memory [columns, blocks], on the host              |
     """
 
@@ -119,12 +121,12 @@ class Batch:
     cold: ColdRows | None = None
     drafts: tuple[int, ...] = ()
     replays: bool = False
-    """Whether some tokens are already computed, and only recurrent layers compute them again."""
+    """Whether some tokens of the step are already computed. Only recurrent layers compute them again."""
 
     @property
     def queries(self) -> tuple[Ints, Ints] | None:
-        """The row of each token, and the number of tokens that it sees. None unless each row consists of one token and
-        its drafts."""
+        """The row of each token, and the number of tokens that it sees. None unless each row consists of one new token
+        and its drafts."""
         lengths = np.array(self.sizes)
         if self.bounds[-1] == len(self.sizes):
             return np.arange(len(lengths)), lengths
@@ -136,7 +138,8 @@ class Batch:
 
 
 REPLAYED = -2
-"""Source of a token that is already computed. Its K and V are written to page 0."""
+"""Source of a token that is already computed. Its K and V must not be written again, so they go to page 0, which no
+sequence uses."""
 
 
 @dataclass(slots=True)
@@ -183,9 +186,9 @@ class BatchBuilder:
     """Builds the `Batch` of each step in fixed buffers of one device. A step has at most `tokens` tokens and `rows`
     rows.
 
-    A step must be launched before the next one is built. Building waits if the device is two steps behind.
-    `mirrored` states that the device has its own block tables. A CPU uses the tables of the cache. `shifted` states
-    that images shift rotary positions.
+    A step must be launched before the next one is built. Building waits if the device is two steps behind. `mirrored`
+    states that the device has its own copy of the block tables, as on a GPU. Otherwise the tables of the cache are
+    used. `shifted` states that images shift rotary positions.
     """
 
     def __init__(
@@ -218,8 +221,8 @@ class BatchBuilder:
         self._turn = 0
 
     def lay_out(self, works: Many[Work], chosen: torch.Tensor | None = None) -> Batch:
-        """Return the batch of `works`, in order. `chosen` are the sampled tokens of the previous step. They are needed
-        if a work uses one of these tokens."""
+        """Return the batch of `works`, in order. `chosen` are the tokens that the previous step sampled. They are
+        needed only if the `source` of a work refers to one of them."""
         numbers = self._numbers(works)
         blocks = -(-int(numbers.lengths.max()) // self._block)
         if not self._mirrored:
@@ -255,9 +258,8 @@ class BatchBuilder:
         )
 
     def send(self, works: Many[Work], rows: int, tokens: int) -> None:
-        """Upload the inputs of a step, for a replay of the graph of `packed(tokens)`. Padding rows fill the batch, and
-        the last padding row gets all remaining tokens.
-        """
+        """Upload the inputs of a step, for a replay of the graph that was captured with `packed(tokens)`. Padding rows
+        fill the batch up to `rows`. The last padding row gets all remaining tokens."""
         spare = rows - len(works)
         left = tokens - sum(len(work.tokens) for work in works)
         padding = _StepNumbers(
@@ -268,9 +270,8 @@ class BatchBuilder:
         self._send(self._numbers(works).append_rows(padding) if works else padding)
 
     def send_singles(self, works: Many[Work], rows: int) -> None:
-        """Upload a step of single tokens for a replay of `replayed(rows)`, with padding rows and the changed block
-        table entries.
-        """
+        """Upload a step of single tokens, for a replay of the graph that was captured with `replayed(rows)`. The
+        upload includes padding rows and the changed entries of block tables."""
         width, count = len(self._tables), len(works)
         block = np.zeros((field_count(width, self._states, self._shifted), rows), np.int32)
         block[2], block[3], block[5] = -1, self._tables.shape[1] - 1, -1
@@ -289,9 +290,8 @@ class BatchBuilder:
         self._copy(block.reshape(-1))
 
     def replayed(self, rows: int, chosen: torch.Tensor, shares: bool = False) -> Batch:
-        """Return the batch of a replayed step with `rows` single tokens. Every replay computes the batch from the
-        last `send_singles`.
-        """
+        """Return the batch with which a graph for `rows` single tokens is captured. Every replay computes the batch
+        from the numbers of the last `send_singles`."""
         found = lay_out_step(self._sent, self._tables, chosen, rows, self._block, self._states, self._shifted)
         layout = self.cache.layout
         return Batch(
@@ -314,11 +314,8 @@ class BatchBuilder:
         )
 
     def packed(self, tokens: int, chosen: torch.Tensor) -> Batch:
-        """Return the batch of a replayed step of up to `tokens` tokens. Every replay computes the batch from the
-        last `send`.
-
-        The `bounds` and `sizes` of the batch are placeholders.
-        """
+        """Return the batch with which a graph for up to `tokens` tokens is captured. Every replay computes the batch
+        from the numbers of the last `send`. `bounds` and `sizes` of the batch are placeholders."""
         rows = self.rows + 1
         bounds = (*(0,) * rows, tokens)
         return self._batch(self._tables.shape[2], chosen, (False,) * rows, bounds, (0,) * rows)
@@ -385,8 +382,8 @@ class BatchBuilder:
             self._read[turn].record()
 
     def _patches(self, rows: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Return the new block of each row (-1 for none) and the pages of this block. If a row has more than one new
-        block, its table is uploaded immediately."""
+        """Return the new block of each row (-1 for none) and the page ids of this block. If more than one block of a
+        row has changed, its table is uploaded here instead."""
         block_tables = self.cache.block_tables
         first = block_tables.take_changed(rows)
         unseen = block_tables.blocks[rows] - first
@@ -397,7 +394,7 @@ class BatchBuilder:
         return patched, block_tables.tables[:, rows, np.maximum(patched, 0)]
 
     def _send_tables(self, rows: Ints, first: npt.NDArray[Any]) -> None:
-        """Upload the block tables of some rows. The upload of each row starts at its block in `first`."""
+        """Upload the block tables of some rows. `first` is the first block to upload, for each row."""
         block_tables = self.cache.block_tables
         until = block_tables.blocks[rows]
         changed = np.flatnonzero(until > first)
@@ -414,8 +411,8 @@ class BatchBuilder:
         self._tables.view(-1).index_copy_(0, sent[0], sent[1].int())
 
     def _host_batch(self, numbers: _StepNumbers, blocks: int, chosen: torch.Tensor | None) -> Batch:
-        """Return the batch without device tables, computed in numpy. A numpy call takes a third of the time of a
-        torch call."""
+        """Return the batch for a device that uses the cache's own block tables (a CPU). Computed in numpy, because a
+        numpy call takes a third of the time of a torch call."""
         ids, positions = torch.from_numpy(numbers.tokens), torch.from_numpy(numbers.positions)
         if chosen is not None and (numbers.source >= 0).any():
             source = torch.from_numpy(numbers.source)
