@@ -31,7 +31,7 @@ __all__ = ["Allocator"]
 AHEAD = 32
 """`evict_ahead` stops when 1 / AHEAD of the pool is free."""
 PIECES = 32
-"""One call of `evict_ahead` evicts about 1 / PIECES of the free pages that `evict_ahead` aims for."""
+"""One call of `evict_ahead` frees about 1 / PIECES of this part of the pool."""
 
 
 class Allocator:

@@ -200,8 +200,9 @@ class KVCache:
         return extend(self.state, seq, n)
 
     def extend_many(self, rows: Rows, n: int = 1) -> int:
-        """Reserve pages for `n` more tokens of every row. Returns the number of missing pages, or 0 on success. If
-        pages are missing, no row was extended. The cost grows with the number of rows that need a new block."""
+        """Reserve pages for `n` more tokens of every row (open sequence). Returns the number of missing pages, or 0 on
+        success. If pages are missing, no row was extended. The cost grows with the number of rows that need a new
+        block."""
         return extend_many(self.state, rows, n)
 
     def exceeds_quota(self, seq: Sequence, n: int) -> bool:
@@ -221,9 +222,8 @@ class KVCache:
         commit(self.state, seq, tokens, state_length)
 
     def commit_many(self, rows: Rows, tokens: npt.ArrayLike) -> None:
-        """Commit one token for each of many rows. Each row may be listed only once. The cost grows with the number
-        of rows that fill a block.
-        """
+        """Commit one token for each of many rows (open sequences). Each row may be listed only once. The cost grows
+        with the number of rows that fill a block."""
         commit_many(self.state, rows, tokens)
 
     def checkpoint(self, seq: Sequence, position: int | None = None) -> bool:
@@ -347,16 +347,16 @@ class KVCache:
     # -- pages ----------------------------------------------------------------------------------
 
     def table(self, group: int) -> Ids:
-        """Return the block tables of one token group: [runs, rows, blocks]. The result is a view that always shows the
-        current page ids."""
+        """Return the block tables of one token group: [runs, rows, blocks]. A row is an open sequence. The result is a
+        view that always shows the current page ids."""
         groups = self.layout.groups
         if not 0 <= group < len(groups) or groups[group] not in self.layout.of("token"):
             raise KeyError(f"{group} is not a token group; the layout has {[g.name for g in groups]}")
         return self.block_tables.tables[groups[group].columns]
 
     def take_changed(self, rows: npt.NDArray[np.int64]) -> Ids:
-        """Return, for each row, the first block whose page ids changed since the last call. If no block changed,
-        return the row's number of reserved blocks."""
+        """Return, for each row (open sequence), the first block whose page ids changed since the last call. If no
+        block changed, return the row's number of reserved blocks."""
         return self.block_tables.take_changed(rows)
 
     def take_copies(self) -> list[CopyBatch]:

@@ -174,12 +174,12 @@ class CacheState:
 
     @staticmethod
     def release(account: Account, columns: BlockPages, rows: Ids) -> None:
-        """Drop one use of every page in `rows`, and update `account`, to which the pages are charged."""
+        """Remove one reference from every page in `rows`, and update `account`, to which the pages are charged."""
         account.release(*columns.release(rows))
 
     def copy_rows(self, account: Account, columns: BlockPages, source: Ids, target: Ids) -> None:
-        """Queue the copy of the pages `source` to `target`. The pending copy takes over the caller's use of `source`,
-        so the caller must not release it."""
+        """Queue the copy of the pages `source` to `target`. The pending copy takes over the caller's reference to
+        `source`, so the caller must not release it."""
         self.copies.add_rows(columns, source, target)
         self.copies.retain_sources(columns, source, account)
 

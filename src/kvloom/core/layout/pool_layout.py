@@ -123,8 +123,8 @@ class PoolLayout:
         return cls(tuple(groups), slab, block_tokens)
 
     def of(self, numbering: str) -> tuple[PageGroup, ...]:
-        """Return the groups that share one kind of row of page ids. `numbering` is "token" (text), "state" or
-        "media"."""
+        """Return the groups of one kind: "token" (text), "state" or "media". Groups of the same kind have their page
+        ids in the same rows."""
         return tuple(g for g in self.groups if _numbering(g.spec) == numbering)
 
     def width(self, numbering: str) -> int:

@@ -94,14 +94,14 @@ class BlockPages:
         return rows
 
     def retain(self, rows: Ids) -> int:
-        """Add one use of every page in `rows`. Returns the number of bytes that were not in use before."""
+        """Add one reference to every page in `rows`. Returns the number of bytes that were not in use before."""
         if self._single_class is not None:
             return self.pool.retain(self._single_class, rows.ravel()) * self._strides[self._single_class]
         return sum(self.pool.retain(c, ids) * self._strides[c] for c, ids in self.by_class(rows))
 
     def release(self, rows: Ids) -> tuple[int, int]:
-        """Drop one use of every page in `rows`. Returns two numbers of bytes: those that are no longer in use, and how
-        many of these are now free."""
+        """Remove one reference from every page in `rows`. Returns two numbers of bytes: those that are no longer in
+        use, and how many of these are now free."""
         if self._single_class is not None:
             stride = self._strides[self._single_class]
             idle, freed = self.pool.release(self._single_class, rows.ravel())
@@ -114,7 +114,7 @@ class BlockPages:
         return idle_bytes, freed_bytes
 
     def add_cached(self, rows: Ids, owner: PageOwner | None) -> None:
-        """Add one cached entry to the count of every page in `rows`. `owner` is the entry."""
+        """Record that the prefix cache entry `owner` has the pages in `rows`, too."""
         if self._single_class is not None and not self.owners:
             self.pool.add_cached(self._single_class, rows.ravel())
             return
@@ -134,8 +134,8 @@ class BlockPages:
         self.owners[cls][page] = owner
 
     def drop_cached(self, rows: Ids) -> int:
-        """Remove one cached entry from the count of every page in `rows`. Returns the number of bytes that are now
-        free."""
+        """Record that one entry fewer of the prefix cache has the pages in `rows`. Returns the number of bytes that
+        are now free."""
         if self._single_class is not None and not self.owners:
             return self.pool.drop_cached(self._single_class, rows.ravel()) * self._strides[self._single_class]
         freed = 0
@@ -155,7 +155,7 @@ class BlockPages:
         ]
 
     def shared(self, rows: Ids) -> bool:
-        """Return whether any page of `rows` is cached or has more than one use."""
+        """Return whether any page of `rows` is cached or has more than one reference."""
         classes = self.pool.classes
         return any(
             bool((classes[c].in_use[ids] > 1).any() or (classes[c].cached[ids] > 0).any())

@@ -1,6 +1,7 @@
 """Page counts in numpy. Used if the native loops are not built. The results are the same.
 
-All functions take `in_use` and `cached` (int32), with one count per page, and int32 page ids. Id 0 is skipped. If a
+All functions take two int32 arrays with one count per page. `in_use` counts references of sequences, pins and
+transfers. `cached` counts entries of the prefix cache. The functions also take int32 page ids. Id 0 is skipped. If a
 call would make a count wrong, the call raises ValueError, names the page and changes nothing.
 """
 
@@ -31,7 +32,7 @@ Numbers = TypeVar("Numbers", list[int], tuple[int, ...])
 
 
 def allocate(in_use: Ids, cached: Ids, ids: Ids) -> None:
-    """Count the first use of each page. No page may be in use, cached or listed twice."""
+    """Give each page its first reference. No page may be in use, cached or listed twice."""
     at, once = _real(ids)
     _refuse(at, (in_use[at] != 0) | (cached[at] != 0), "is not free and cannot be allocated")
     if not once:
@@ -42,7 +43,7 @@ def allocate(in_use: Ids, cached: Ids, ids: Ids) -> None:
 
 
 def retain(in_use: Ids, cached: Ids, ids: Ids) -> int:
-    """Add one use of each page. Returns how many pages were not in use."""
+    """Add one reference to each page. Returns how many pages were not in use."""
     at, once = _real(ids)
     idle = in_use[at] == 0
     _refuse(at, idle & (cached[at] == 0), "is free; only a cached page or a page in use can be retained")
@@ -52,9 +53,8 @@ def retain(in_use: Ids, cached: Ids, ids: Ids) -> int:
 
 
 def release(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> tuple[int, int]:
-    """Drop one use of each page. Returns how many pages are no longer in use, and how many of these are free.
-    Writes the free pages to `out`.
-    """
+    """Remove one reference from each page. Returns how many pages are no longer in use, and how many of these are
+    free. Writes the free pages to `out`."""
     at, once = _real(ids)
     left = _less(in_use, at, once, "is released more often than it was retained")
     idle = _once(at[left == 0], once)
@@ -64,16 +64,15 @@ def release(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> tuple[int, int]:
 
 
 def add_cached(in_use: Ids, cached: Ids, ids: Ids) -> None:
-    """Add one cached entry to the count of each page."""
+    """Record that one more entry of the prefix cache has each of these pages."""
     at, once = _real(ids)
     _refuse(at, (in_use[at] == 0) & (cached[at] == 0), "is free and cannot be counted as cached")
     _add(cached, at, 1, once)
 
 
 def drop_cached(in_use: Ids, cached: Ids, ids: Ids, out: Ids) -> int:
-    """Remove one cached entry from the count of each page. Returns how many pages are now free, and writes them to
-    `out`.
-    """
+    """Record that one entry fewer of the prefix cache has each of these pages. Returns how many pages are now free,
+    and writes them to `out`."""
     at, once = _real(ids)
     left = _less(cached, at, once, "is dropped more often than it was cached")
     free = _once(at[(left == 0) & (in_use[at] == 0)], once)
@@ -158,8 +157,8 @@ def _refuse(at: At, wrong: npt.NDArray[np.bool_], why: str) -> None:
 
 
 def leading(masks: list[int], places: int) -> list[int]:
-    """Return one number for each bit below `places`: how many masks, from the first one on, have this bit set before
-    the first mask without it."""
+    """For each bit below `places`, count the masks at the start of the list that have this bit set. The count ends at
+    the first mask without the bit."""
     found = [len(masks)] * places
     alive = (1 << places) - 1
     for at, mask in enumerate(masks):

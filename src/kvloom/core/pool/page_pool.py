@@ -1,6 +1,7 @@
-"""Page pool: slabs cut into pages of several sizes, with reference counts per page.
+"""Page pool: slabs cut into pages of several sizes, with two reference counts per page.
 
-A page is in one of three states. The pool counts the pages in each state:
+`in_use` counts the references of sequences, pins and transfers. `cached` counts the entries of the prefix cache that
+have the page. The two counts define the state of a page. The pool counts the pages in each state:
 
 | state  | `in_use` (sequences, pins, transfers) | `cached` (entries of the prefix cache) |
 |--------|---------------------------------------|----------------------------------------|
@@ -8,9 +9,9 @@ A page is in one of three states. The pool counts the pages in each state:
 | cached | 0                                     | > 0                                    |
 | in use | > 0                                   | any                                    |
 
-Groups whose pages have the same stride share one size class, so they can use each other's slabs. Slab 0 is never
-used. Page id 0 means "no page" in every table, and padding may refer to it. Unbacked slabs have reserved addresses
-but no memory. `grow` makes them usable. The pool does not depend on tokens, hashes or policies, and moves no bytes.
+Groups whose pages have the same stride share one size class, so they can use each other's slabs. Slab 0 is never used.
+Page id 0 means "no page" in every table, and padding may refer to it. Unbacked slabs have reserved addresses but no
+memory. `grow` makes them usable. The pool does not depend on tokens, hashes or policies, and moves no bytes.
 """
 
 from __future__ import annotations
@@ -144,10 +145,10 @@ class PagePool:
     # -- sequences ---------------------------------------------------------------------------
 
     def allocate(self, cls: int, n: int, near: int = 0) -> Ids | None:
-        """Return `n` free pages, each with one use. If fewer pages are free, return None and change nothing.
+        """Return `n` free pages, each with one reference. If fewer pages are free, return None and change nothing.
 
-        If slabs have several pages, free pages in the slab of page `near` are used first. Then whole free slabs are
-        used while many slabs are free. Otherwise partly used slabs are filled.
+        If slabs have several pages, free pages in the slab of page `near` are taken first. Then whole free slabs are
+        taken while many slabs are free. Otherwise partly used slabs are filled.
         """
         if n < 0:
             raise ValueError(f"cannot allocate {n} pages; give 0 or more")
@@ -221,7 +222,8 @@ class PagePool:
         return len(taken)
 
     def retain(self, cls: int, ids: Ids) -> int:
-        """Add one use of each page. The pages must be cached or in use. Returns how many pages were not in use."""
+        """Add one reference to each page. The pages must be cached or in use. Returns how many pages were not in
+        use."""
         c = self.classes[cls]
         fresh = loops.retain(c.in_use, c.cached, ids)
         c.cached_pages -= fresh
@@ -229,7 +231,8 @@ class PagePool:
         return fresh
 
     def release(self, cls: int, ids: Ids) -> tuple[int, int]:
-        """Drop one use of each page. Returns how many pages are no longer in use, and how many of these are free."""
+        """Remove one reference from each page. Returns how many pages are no longer in use, and how many of these are
+        free."""
         c = self.classes[cls]
         idle, freed = loops.release(c.in_use, c.cached, ids, c.freed)
         c.in_use_pages -= idle
@@ -241,12 +244,14 @@ class PagePool:
     # -- the cache ---------------------------------------------------------------------------
 
     def add_cached(self, cls: int, ids: Ids) -> None:
-        """Add one cached entry to the count of each page. The pages must be in use or cached."""
+        """Record that one more entry of the prefix cache has each of these pages. The pages must be in use or
+        cached."""
         c = self.classes[cls]
         loops.add_cached(c.in_use, c.cached, ids)
 
     def drop_cached(self, cls: int, ids: Ids) -> int:
-        """Remove one cached entry from the count of each page. Returns how many pages became free."""
+        """Record that one entry fewer of the prefix cache has each of these pages. Returns how many pages became
+        free."""
         c = self.classes[cls]
         freed = loops.drop_cached(c.in_use, c.cached, ids, c.freed)
         if freed:

@@ -62,8 +62,8 @@ class PendingCopies:
         self._vacated.update((source // self._per_slab[cls]).tolist())
 
     def retain_sources(self, columns: BlockPages, rows: Ids, account: Account) -> None:
-        """Retain the source pages `rows` until `take`. The caller gives its use of the pages to this object, so the
-        caller must not release them."""
+        """Retain the source pages `rows` until `take`. The caller gives its reference to this object, so the caller
+        must not release the pages."""
         self._retained.append((columns, rows, account))
 
     def retained(self) -> list[tuple[BlockPages, Ids]]:

@@ -74,7 +74,7 @@ class Checkpoints:
         return node.checkpoints[-1].position if node.checkpoints else node.start
 
     def presence(self, rows: Ids) -> list[tuple[Visibility, Ids]]:
-        """Return, for each windowed group, its visibility and its page of each block in `rows` (0 for no page)."""
+        """Return, for each windowed group, its visibility and its page id for each block in `rows` (0 for no page)."""
         columns = (rows[:, c.start] for c in self.window_columns)
         return list(zip(self.windows, columns, strict=True))
 

@@ -57,7 +57,7 @@ def commit(state: CacheState, seq: Sequence, tokens: npt.ArrayLike, state_length
 
 
 def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
-    """Commit one token for each of many rows. See `KVCache.commit_many`."""
+    """Commit one token for each of many rows (open sequences). See `KVCache.commit_many`."""
     table, block = state.block_tables, state.block_tokens
     rows = table.validated(rows)
     ids = np.frombuffer(token_bytes(tokens), np.int32)
@@ -93,7 +93,8 @@ def commit_many(state: CacheState, rows: Rows, tokens: npt.ArrayLike) -> None:
 
 
 def _publish_many(state: CacheState, rows: Rows) -> None:
-    """Publish one full block of each row. Rows whose node only they use are published together, which is cheaper."""
+    """Publish one full block of each row (open sequence). If a row is the only user of its node, it is published
+    together with other such rows, which is cheaper."""
     table, tree = state.block_tables, state.tree
     plain: list[Sequence] = []
     rest: list[Sequence] = []

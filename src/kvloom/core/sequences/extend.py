@@ -64,7 +64,8 @@ def exceeds_quota(state: CacheState, seq: Sequence, n: int) -> bool:
 
 
 def extend_many(state: CacheState, rows: Rows, n: int = 1) -> int:
-    """Reserve pages for `n` more tokens of many rows. Returns the number of missing pages, or 0 on success."""
+    """Reserve pages for `n` more tokens of many rows (open sequences). Returns the number of missing pages, or 0 on
+    success."""
     table, block = state.block_tables, state.block_tokens
     n, rows = index(n), table.validated(rows)
     if n < 0:

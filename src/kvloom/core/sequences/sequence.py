@@ -58,7 +58,7 @@ class ColdRun:
     users: int = 1
 
     def release(self) -> None:
-        """Drop one use of the run."""
+        """Remove one reference to the run. The last one calls `on_release`."""
         self.users -= 1
         if not self.users:
             self.on_release()
