@@ -38,7 +38,7 @@ tokens."""
 @dataclass(frozen=True, slots=True)
 class SharedRun:
     """A token range [lo, hi) that all `members` have in the same pages. Members are rows of the batch. `level` is the
-    number of shared runs before this run."""
+    number of shared runs that the members have before this run."""
 
     lo: int
     hi: int

@@ -31,8 +31,8 @@ prefill."""
 class DecodePlan:
     """Attention of up to `sequences` rows with up to `queries` query tokens each, under one span.
 
-    With `sharing`, pages that several sequences share are read only once. `make` copies the current shared
-    runs to the device. `tile` and `shared_tile` override the chosen tile sizes.
+    With `sharing`, pages that several sequences share are read only once. `make` plans the current shared runs. `tile`
+    and `shared_tile` override the chosen tile sizes.
     """
 
     def __init__(

@@ -78,8 +78,9 @@ A query row is one query head of one query token."""
 
 @dataclass(frozen=True, slots=True)
 class QueryRows:
-    """The sequences of a step, on the host. `starts` has the first query of each sequence in q, and `lengths` its
-    number of tokens with queries. `context_lengths` is the number of tokens before the queries."""
+    """The sequences of a step, on the host. `starts` has the first query of each sequence in q. `lengths` is the
+    number of tokens of each sequence, including its queries. `context_lengths` is the number of tokens before the
+    queries."""
 
     starts: Ints
     lengths: Ints

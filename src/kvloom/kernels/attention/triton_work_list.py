@@ -58,8 +58,8 @@ SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)  # smaller scales are replaced 
 
 @triton.jit
 def with_sink(norm, log, SINKS, head, mine):
-    """Add the sink of a head to a softmax. A sink is a logit without a value. Returns the new norm of the softmax and
-    its base-2 logarithm."""
+    """Add the sink of a head to a softmax. A sink is a logit without a value. `norm` is the factor that normalises the
+    sums, and `log` the base-2 logarithm of the sum of weights. Returns the new values of both."""
     sink = tl.load(SINKS + head, mask=mine, other=0.0).to(tl.float32) * LOG2E
     top = tl.maximum(log, sink)
     safe = tl.where(top == float("-inf"), 0.0, top)

@@ -35,10 +35,11 @@ class Work(NamedTuple):
     - `source`: if the only token is not on the host yet, its index among the tokens that the previous step sampled,
       else -1.
     - `images`: the images of the prompt, if any.
-    - `replayed`: the number of first tokens that are already computed. They end at the sequence's length. Recurrent
-      layers compute them again, because the states end before them. With `rewrites`, their K and V are also written
-      again, because a draft model may lack them.
-    - `drafts`: the number of last tokens that are a draft. Recurrent layers do not store a state for them.
+    - `replayed`: the number of tokens at the start of `tokens` that are already computed. The sequence's length includes
+      them. Only recurrent layers compute them again, because their states do not cover these tokens yet. With `rewrites`,
+      their K and V are also written again, because a draft model may lack them.
+    - `drafts`: the number of tokens at the end of `tokens` that are a draft. Recurrent layers do not store a state for
+      them.
     - `skipped`: the number of tokens between the sequence's length and the first of `tokens`. A draft model has already
       computed them as a draft.
     """
@@ -87,14 +88,15 @@ class Batch:
     | pages[group], places  | the two parts of a slot                                                              |
     | last                  | index of each row's last token                                                       |
     | states[group], fresh  | pages of state groups [runs, rows]; which rows begin without a state                 |
-    | bounds, sizes         | starts and lengths on the host. Invalid if `replayed`: every row then has one token  |
+    | replayed              | a CUDA graph computes the step; every row has one token                              |
+    | bounds, sizes         | starts and lengths on the host; invalid if `replayed`                                |
     | shares                | some rows share pages (`Pages.set_shared_runs`)                                      |
     | embeds                | embeddings in place of `tokens`, if the step has images                              |
-    | spans                 | joins tokens that see each other in both directions (`Mask.spans`)                   |
+    | spans                 | image id of each token; tokens of one image see each other in both directions        |
     | rotary                | rotary positions where they differ from `positions`: [tokens] or [3, tokens]         |
     | seen                  | images that cross-attention layers read                                              |
     | cold                  | rows with cold blocks, which full-attention layers read from host memory             |
-    | drafts                | draft tokens at the end of each row; empty if no row has any                         |
+    | drafts                | number of draft tokens at the end of each row; empty if no row has any               |
 
     Padding tokens and rows may follow the last bound.
     """

@@ -84,8 +84,8 @@ def model_spec(
 ) -> ModelSpec:
     """Return the layer specs of a Hugging Face config. Raises ModelError for a config that cannot be read.
 
-    `kv_dtype` is the dtype of stored K and V. None means the model's dtype. Recurrent states have the model's
-    dtype. With `static_scales`, quantised pages contain no scales.
+    `kv_dtype` is the dtype of stored K and V. None means the model's dtype. `kv_dtype` does not apply to recurrent
+    states. With `static_scales`, quantised pages contain no scales.
     """
     every, by_kind = kv_dtypes(kv_dtype)
     text = _text_config(config)

@@ -92,9 +92,10 @@ class SegmentOwners:
         """Returns the segment to evict so that `owner` gets space, or None. With `own`, only segments of `owner` are
         considered. O(segments).
 
-        Segments of `owner`, and of owners above their guarantee, come first. If there are none, any segment is chosen.
-        Among these, current segments of other owners are chosen last. With `oldest`, the oldest segment is chosen,
-        otherwise the least recently used one. The current segment of `owner` is never chosen.
+        Segments of `owner`, and of owners above their guarantee, come first. If there are none, segments of all owners
+        are considered. In both cases, segments that still receive writes of other owners are chosen last. With
+        `oldest`, the oldest segment is chosen, otherwise the least recently used one. The current segment of `owner`
+        is never chosen.
         """
         evictable = {one.name for one in self if one is owner or self.used_bytes(one) > one.guaranteed}
 

@@ -4,7 +4,7 @@
     values    [field: k, v][layer, token, head, dim], float32, then zeros up to a whole number of 64 values
 
 When values are read, quantised fields are multiplied by their scales. When a page is filled, its quantised fields get
-new scales. A recurrent state is copied byte for byte, because its dtype is that of the model.
+new scales. A recurrent state is copied byte for byte, because the KV dtype does not apply to states.
 """
 
 from __future__ import annotations

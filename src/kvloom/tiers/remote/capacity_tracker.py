@@ -91,7 +91,7 @@ class CapacityTracker:
             return {key: self._values[key].is_guaranteed for key in sizes if key in self._values}, evicted
 
     def restore(self, values: Mapping[bytes, TrackedValue]) -> None:
-        """Counts values again whose eviction failed. They are evicted first later."""
+        """Counts values again whose eviction failed. Later these values are evicted first."""
         with self._lock:
             self._evicted -= len(values)
             for key, value in reversed(list(values.items())):

@@ -32,7 +32,7 @@ class CircuitBreakerConfig:
 
 
 class CircuitBreaker:
-    """Decides whether requests may be sent to a tier. The figure above shows the states."""
+    """Decides whether requests may be sent to a tier. The figure of this module shows the states."""
 
     def __init__(self, config: CircuitBreakerConfig) -> None:
         self._config = config
