@@ -33,6 +33,7 @@ __all__ = [
     "silu",
     "softplus",
     "start_page",
+    "stored_arguments",
 ]
 
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -142,6 +143,13 @@ def row_arguments(rows: StateRows) -> dict[str, object]:
         "fresh": (fresh.view(torch.uint8) if fresh.dtype == torch.bool else fresh).contiguous(),
         "FRESH": rows.fresh is not None,
     }
+
+
+def stored_arguments(rows: StateRows) -> dict[str, object]:
+    """Return the kernel arguments `stored` and STORED: after how many tokens of a row the kernel stores the state. Without
+    `StateRows.stored`, the kernel stores the state after the last token."""
+    stored = rows.starts if rows.stored is None else rows.stored
+    return {"stored": stored.contiguous(), "STORED": rows.stored is not None}
 
 
 def batch_invariant_kernel(kernel: Any) -> Any:

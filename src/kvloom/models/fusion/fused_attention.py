@@ -132,7 +132,7 @@ class FusedAttention:
 
 
 class GpuFusedAttention(FusedAttention):
-    """The fused forward of an attention module on a GPU. In a replayed step of single tokens, the launch that writes
+    """The fused forward of an attention module on a GPU. In a replayed step, the launch that writes
     keys also rotates keys and queries. In other steps, the launch that normalises q and k also rotates them."""
 
     def __init__(self, module: Any, *given: Any) -> None:
