@@ -190,7 +190,10 @@ class WirePublisher:
         """Answer a replay request. `frames` are the client's address, an empty frame and the first sequence number
         that it needs. The last message of the answer has the sequence number END."""
         if len(frames) != 3 or len(frames[2]) != 8 or self._replay is None:
-            log.warning("a replay request with %d frames is invalid: send 8 bytes of sequence", len(frames))
+            log.warning(
+                "a replay request with %d frames is invalid: send an empty frame and 8 bytes of sequence number",
+                len(frames),
+            )
             return
         client, _, start = frames
         if start == SNAPSHOT:

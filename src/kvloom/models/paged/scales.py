@@ -62,7 +62,7 @@ def load_scales(source: str | os.PathLike[str], model: Any, layers: Mapping[str,
     """
     if not any(map(scale_sizes, layers.values())):
         raise ModelError(
-            f"static scales ({source}) are for K and V in int8 or fp8, and no layer stores them so: "
+            f"static scales ({source}) are for K and V in int8 or fp8, but no layer stores K and V so: "
             "set kv_dtype, or leave scales out"
         )
     path = checkpoint_of(model) if source == "checkpoint" else Path(source)
@@ -197,12 +197,10 @@ def _dtype_of(path: Path) -> str:
 def _checked(name: str, tensor: torch.Tensor, what: str, size: int) -> torch.Tensor:
     flat = tensor.float().flatten()
     if len(flat) not in (1, size):
-        raise ModelError(
-            f"{what} ({name}) has {len(flat)} values; needed is one, or one for each of {size} heads"
-        )
+        raise ModelError(f"{what} ({name}) has {len(flat)} values; give one, or one for each of {size} heads")
     bad = next((x for x in flat.tolist() if not (x > 0 and math.isfinite(x))), None)
     if bad is not None:
-        raise ModelError(f"{what} ({name}) is {bad}; a scale is positive and finite: calibrate anew")
+        raise ModelError(f"{what} ({name}) is {bad}; a scale must be positive and finite: calibrate again")
     return flat.expand(size).clone()
 
 

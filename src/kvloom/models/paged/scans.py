@@ -123,7 +123,9 @@ def _conv(
     **_: Any,
 ) -> torch.Tensor:
     if activation not in SILU:
-        raise ValueError(f"a convolution with activation {activation!r}; known are none and silu")
+        raise ValueError(
+            f"activation {activation!r} of a convolution is not supported; supported: none, silu"
+        )
     states = packed.fields["conv"]
 
     def kernel(rows: StateRows, x: torch.Tensor) -> torch.Tensor:

@@ -90,21 +90,19 @@ class Config:
     def numbers(self, key: str) -> list[int]:
         values = self.get(key, [])
         if not isinstance(values, list):
-            raise ModelError(f"{self.model_type}: {key} is {values!r}; a list of integers is needed")
+            raise ModelError(f"{self.model_type}: {key} is {values!r}; give a list of integers")
         return [self._integer(key, value, least=0) for value in values]
 
     def nested(self, key: str) -> Config:
         """Return the config inside a field, or an empty config if the field is unset."""
         inner = self.get(key, {})
         if not isinstance(inner, Mapping):
-            raise ModelError(f"{self.model_type}: {key} is {inner!r}; an object is needed")
+            raise ModelError(f"{self.model_type}: {key} is {inner!r}; give a JSON object")
         return Config({"model_type": self.model_type, **inner}, {})
 
     def _integer(self, key: str, value: object, least: int) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_SIZE:
-            raise ModelError(
-                f"{self.model_type}: {key} is {value!r}; an integer from {least} to 2**40 is needed"
-            )
+            raise ModelError(f"{self.model_type}: {key} is {value!r}; give an integer from {least} to 2**40")
         return value
 
     def quotient(self, over: str, under: str) -> int:
@@ -199,7 +197,7 @@ def nemotron(config: Config) -> list[str]:
     pattern = config.get("hybrid_override_pattern")
     if not isinstance(pattern, str) or not set(pattern) <= set(letters):
         raise ModelError(
-            f"{config.model_type}: hybrid_override_pattern is {pattern!r}; needed is a text of M, *, - and E, "
+            f"{config.model_type}: hybrid_override_pattern is {pattern!r}; give a text of M, *, - and E, "
             "or a list layers_block_type"
         )
     return [letters[letter] for letter in pattern]

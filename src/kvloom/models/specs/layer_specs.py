@@ -95,7 +95,9 @@ def model_spec(
     dtype = dtype_name(next(filter(None, set_dtypes), "bfloat16"))
     layers = _layers(fields, family, {kind: by_kind.get(kind, every or dtype) for kind in KV_KINDS}, dtype)
     if not layers:
-        raise ModelError(f"{fields.model_type}: no layer keeps anything")
+        raise ModelError(
+            f"{fields.model_type}: no layer keeps anything; give layers with attention or states"
+        )
     _check_kinds(fields, by_kind, layers)
     if static_scales:
         layers = {layer: _without_scales(spec) for layer, spec in layers.items()}
@@ -163,7 +165,7 @@ def _kinds(config: Config, family: Family) -> list[str]:
     older = {"attention": "full_attention", "mamba": "linear_attention"}
     listed = config.get("layer_types") or config.get("layers_block_type")
     if listed is not None and not isinstance(listed, list):
-        raise ModelError(f"{config.model_type}: layer_types is {listed!r}; a list of kinds is needed")
+        raise ModelError(f"{config.model_type}: layer_types is {listed!r}; give a list of layer kinds")
     kinds = family.pattern(config) if listed is None else [older.get(str(kind), str(kind)) for kind in listed]
     declared = config.optional("num_hidden_layers")
     if declared is not None and declared != len(kinds):

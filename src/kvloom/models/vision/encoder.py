@@ -312,7 +312,7 @@ class Vision:
                     f"{type(self._model).__name__} cannot take an image of {shapes}: {error}"
                 ) from error
             if not count:
-                raise ValueError(f"an image of {shapes} makes no tokens")
+                raise ValueError(f"an image of {shapes} has no tokens: use a larger image")
             self._counts[key] = count
         return self._counts[key]
 
