@@ -201,7 +201,7 @@ def server_handshake(
     channel: Channel, secret: bytes, admit: Callable[[], Verdict] = lambda: Verdict.ACCEPTED
 ) -> Verdict:
     """Runs the server's side of the handshake and returns the verdict. If the client has proved the secret, `admit`
-    returns the verdict."""
+    returns the verdict. Otherwise the verdict is WRONG_SECRET."""
     ours = os.urandom(32)
     channel.send_bytes([_HELLO.pack(_HELLO_MAGIC, WIRE_VERSION, ours)])
     answer = bytes(channel.receive_bytes(64))
