@@ -225,8 +225,8 @@ class Allocator:
         return max(1, min(slabs, int((victim.used - victim.guaranteed) // self._slab_bytes)))
 
     def _pages(self, size: int, needs: Sequence[int]) -> int:
-        """Return how many pages fit into `size` bytes, rounded up and at least 1. Pages of several size classes may be
-        needed. The result counts pages of the class with the most pages in `needs`."""
+        """Convert `size` bytes to a number of pages, rounded up and at least 1. The pages are those of the size class
+        with the most pages in `needs`."""
         cls = max(range(len(needs)), key=lambda c: needs[c])
         return max(1, -(-size * self._pool.classes[cls].per_slab // self._slab_bytes))
 

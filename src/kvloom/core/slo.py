@@ -127,7 +127,8 @@ class StepTimes:
 
     @property
     def coefficients(self) -> tuple[float, ...]:
-        """The constant seconds of a step, then the seconds per prompt token, row, token of context, and pair."""
+        """The seconds of a step as five numbers: a constant, then the seconds per prompt token, per decoding request,
+        per token of context, and per query-key pair."""
         return tuple(one / scale for one, scale in zip(self._solution, self.SCALES, strict=True))
 
     def observe(self, size: StepSize, seconds: float) -> None:

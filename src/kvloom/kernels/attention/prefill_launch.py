@@ -185,8 +185,8 @@ def _descriptor(flat: torch.Tensor, tokens: int, columns: int) -> TensorDescript
 
 
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return the strides of the scales per page, token and head. Scales per head have the strides 0 per page and
-    token."""
+    """Return the strides of the scales per page, per token and per head. If there is only one scale per head, the
+    first two strides are 0."""
     if scale is None:
         return 0, 0, 0
     return (
